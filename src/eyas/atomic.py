@@ -1,0 +1,72 @@
+"""Folders that appear whole or not at all.
+
+A folder is built under a hidden name beside its destination and renamed into place at the end, so a reader
+never sees half of one, whatever interrupts the writer: an exception, a full disk, a kill, a power cut.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eyas.errors import UserError
+
+
+@contextmanager
+def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that becomes `destination` when the block ends well and vanishes when it does not.
+
+    Refuses to touch an existing destination unless `replace`; then the old one is removed last.
+    """
+    if destination.exists() and not replace:
+        raise UserError(f"{destination} exists and would be overwritten; choose another destination or pass --force")
+    staging: Path | None = None
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
+        staging.chmod(0o777 & ~_umask())
+        yield staging
+        _flush(staging)
+        _move_into_place(staging, destination)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {destination}: {error.strerror or error}; nothing was left behind, "
+            "free space or choose another destination"
+        ) from error
+    finally:
+        if staging is not None:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _move_into_place(staging: Path, destination: Path) -> None:
+    if not destination.exists():
+        staging.rename(destination)
+        return
+    retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.retired-", dir=destination.parent))
+    destination.rename(retired / destination.name)
+    try:
+        staging.rename(destination)
+    except OSError:
+        (retired / destination.name).rename(destination)
+        raise
+    finally:
+        shutil.rmtree(retired, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    """Force file contents to disk before the rename makes them visible; a rename alone does not."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

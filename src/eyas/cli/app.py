@@ -1,0 +1,62 @@
+"""`eyas`: the table of commands and the one place where an error becomes a line and an exit code.
+
+Nothing heavy is imported here or at the top of a command's file: `eyas --help` answers before torch could load.
+"""
+
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from eyas import __version__
+from eyas.cli.check import check
+from eyas.cli.convert import convert
+from eyas.cli.fetch import fetch
+from eyas.cli.generate import generate
+from eyas.errors import UserError
+
+app = typer.Typer(
+    name="eyas",
+    help="Train, check and serve EAGLE-3.1 drafters: speculative decoding that holds up in production.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(check)
+app.command()(convert)
+app.command()(fetch)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        code = app(standalone_mode=False)
+    except UserError as error:
+        _fail(str(error), 2)
+    except click.ClickException as error:
+        _fail(error.format_message(), error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"eyas: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,68 @@
+"""`eyas check`: what a drafter is, and whether it will work with a target."""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+if TYPE_CHECKING:
+    from eyas.drafter.check import CheckReport
+
+_COLOURS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "note": typer.colors.BLUE}
+
+
+def check(
+    drafter: Annotated[str, typer.Argument(help="A drafter's folder or hub id.")],
+    target: Annotated[str | None, typer.Option(help="The target it is meant for.")] = None,
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Say what a drafter is and refuse what a server would load silently wrong. Exit code 2 if it will not work."""
+    from eyas.drafter.check import check as run
+    from eyas.target.facts import read_facts
+
+    if target is None:
+        result = run(drafter)
+    else:
+        from eyas.target.embedding import read_embedding
+
+        facts = read_facts(target, cache=cache, report=report)
+        result = run(drafter, target=facts, target_embedding=lambda: read_embedding(target, cache=cache))
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    else:
+        _print_text(result)
+    if not result.ok:
+        raise typer.Exit(2)
+
+
+def _print_text(result: "CheckReport") -> None:
+    config = result.config
+    ids = "the target's default" if config.aux_layer_ids is None else ", ".join(map(str, config.aux_layer_ids))
+    pruned = f"{config.draft_vocab_size} of {config.vocab_size}" if config.pruned else f"all {config.vocab_size}"
+    shipped = [
+        name for name, ships in (("embeddings", result.ships_embedding), ("head", result.ships_head)) if not ships
+    ]
+    rows = {
+        "drafter": f"{result.family} ({result.layout} layout), {result.source}",
+        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, reading target states of width "
+        f"{config.target_hidden_size} after layers {ids}",
+        "vocabulary": pruned,
+        "flags": ", ".join(
+            f"{flag} {'yes' if getattr(config, flag) else 'no'}"
+            for flag in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+        ),
+        "rope": f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']:g}, "
+        f"{config.max_position_embeddings} positions",
+        "size": f"{result.parameters / 1e6:.1f} M weights, {result.bytes / 2**20:.1f} MiB, "
+        f"{result.kv_bytes_per_token} bytes of KV cache per token",
+        "from target": ", ".join(shipped) or "nothing",
+    }
+    for name, text in rows.items():
+        typer.echo(f"{name:12} {text}")
+    for finding in result.findings:
+        typer.secho(f"{finding.severity:12} {finding.message}", fg=_COLOURS[finding.severity])
+    judged = f"with {result.target}" if result.target else "by itself (pass --target to check the pair)"
+    typer.echo(f"{'verdict':12} {'works' if result.ok else 'will NOT work'} {judged}")

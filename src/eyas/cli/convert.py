@@ -1,0 +1,36 @@
+"""`eyas convert`: one drafter, the format of another server."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Format(StrEnum):
+    """The formats; layouts.py holds what each means."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+    speculators = "speculators"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A drafter's folder or hub id.")],
+    destination: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    to: Annotated[Format, typer.Option(help="The format to write.")],
+    from_: Annotated[
+        Format | None,
+        typer.Option("--from", help="The format of the source, where config.json alone does not tell."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing destination.")] = False,
+) -> None:
+    """Write a drafter in another format. Weights are copied bit for bit; the source is never touched."""
+    from eyas.drafter.checkpoint import find_folder, read_checkpoint, write_checkpoint
+    from eyas.errors import UserError
+
+    if destination.resolve().is_relative_to(find_folder(source).resolve()):
+        raise UserError(f"{destination} lies in the source {source}; choose a destination outside it")
+    checkpoint = read_checkpoint(source, layout=from_)
+    write_checkpoint(checkpoint, destination, layout=to, replace=force)
+    typer.echo(f"{checkpoint.config.family} drafter, {checkpoint.layout} -> {to}: {destination}")

@@ -1,0 +1,297 @@
+"""A drafter on disk: a folder with config.json and safetensors. Read whole or refused; written whole or not at all.
+
+Invariant: a `Checkpoint` that was read has every tensor its config demands, in the right shape and dtype, and none
+that its config does not know. vLLM raises on unknown names but not on missing ones; here both are errors.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from eyas.atomic import new_folder
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.layouts import LAYOUTS, Json, Layout, detect
+from eyas.drafter.model import Drafter
+from eyas.drafter.tensors import TensorSpec, expected_tensors
+from eyas.drafter.vocab import check_offsets, membership_from_target_ids
+from eyas.errors import UserError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAFETENSORS_DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A drafter's config and tensors under canonical names, and what its folder said besides."""
+
+    config: DrafterConfig
+    tensors: Mapping[str, Tensor]
+    layout: str = "vllm"
+    extras: Json
+    """config.json keys that change nothing here; carried along so that a conversion loses none."""
+    raw_config: Json
+    folder: Path | None = None
+
+
+def find_folder(source: str) -> Path:
+    """The folder of a drafter: `source` itself, or a snapshot of that hub id."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{source} is a file; give the folder that holds config.json and *.safetensors")
+    if source.count("/") != 1 or source.startswith((".", "/", "~")):
+        raise UserError(f"{source} does not exist; give a drafter's folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.md", "LICENSE*"]))
+    except Exception as error:  # the hub client raises a dozen kinds, from requests, huggingface_hub and the OS
+        raise UserError(
+            f"{source} is no folder here and could not be fetched from the hub ({type(error).__name__}); "
+            "check the name and the network, or give a folder"
+        ) from error
+
+
+def read_raw_config(folder: Path) -> Json:
+    """config.json as it stands."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise UserError(f"{folder} has no config.json; a drafter's folder holds config.json and *.safetensors")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); mend it or fetch the drafter again") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}; config.json must be an object")
+    return raw
+
+
+def read_tensors(folder: Path, layout: Layout) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, under canonical names."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise UserError(
+                f"{folder} holds {pickles[0]}, a pickle, which can run code when opened; eyas reads safetensors only: "
+                "load it with torch.load(weights_only=True) where you trust it, and save with safetensors"
+            )
+        raise UserError(f"{folder} has no *.safetensors; a drafter's folder holds config.json and its weights")
+    _check_index(folder, files)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():  # noqa: SIM118 (not a dict)
+                    tensor, canonical = stored.get_tensor(name), layout.canonical_name(name)
+                    if canonical in tensors and not torch.equal(tensors[canonical], tensor):
+                        raise UserError(f"{name} in {file.name} stands twice with different values; keep one")
+                    tensors[canonical] = tensor
+        except SafetensorError as error:
+            raise UserError(
+                f"{file} is damaged or cut off ({file.stat().st_size} bytes: {error}); fetch or export it again"
+            ) from error
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}; check the file and its permissions") from error
+    return tensors
+
+
+def _check_index(folder: Path, files: list[Path]) -> None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    try:
+        wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is not a safetensors index ({error}); fetch or export it again") from error
+    missing = wanted - {file.name for file in files}
+    if missing:
+        raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its index names; fetch it again")
+
+
+def tensor_problems(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Everything wrong with a set of tensors, one line each."""
+    expected = expected_tensors(config)
+    problems = [
+        f"tensor {name} is missing (expected {list(spec.shape)}); {_missing_remedy(name, config)}"
+        for name, spec in expected.items()
+        if spec.required and name not in tensors
+    ]
+    problems += [
+        f"tensor {name} {list(tensor.shape)} is not part of this drafter; {_unknown_remedy(name, config)}"
+        for name, tensor in tensors.items()
+        if name not in expected
+    ]
+    for name, spec in expected.items():
+        if name in tensors:
+            problems += _misfits(name, tensors[name], spec)
+    if not problems and "d2t" in tensors:
+        problems += _vocabulary_problems(tensors, config.vocab_size)
+    return problems
+
+
+def _misfits(name: str, tensor: Tensor, spec: TensorSpec) -> list[str]:
+    dtype = _SAFETENSORS_DTYPES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+    if tuple(tensor.shape) != spec.shape:
+        return [
+            f"tensor {name} is {list(tensor.shape)}, expected {list(spec.shape)}; "
+            "correct config.json or export the drafter again"
+        ]
+    if dtype not in spec.dtypes:
+        return [f"tensor {name} is {dtype}, expected {' or '.join(sorted(spec.dtypes))}; convert it and save again"]
+    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        bad = int((~tensor.isfinite()).sum())
+        return [f"tensor {name} holds {bad} values that are not finite; the training diverged, use an earlier step"]
+    return []
+
+
+def _missing_remedy(name: str, config: DrafterConfig) -> str:
+    if name == "d2t":
+        return (
+            f"draft_vocab_size {config.draft_vocab_size} is below vocab_size {config.vocab_size}, and without d2t "
+            "vLLM would take draft ids for target ids"
+        )
+    if name in ("embed_tokens.weight", "lm_head.weight"):
+        return "the target's cannot stand in, its shape differs: export the drafter with its own"
+    return "vLLM would load this and draft garbage: export the drafter again"
+
+
+def _unknown_remedy(name: str, config: DrafterConfig) -> str:
+    for prefix, flag in (("fc_norm.", "fc_norm"), ("input_norm.", "norm_before_fc")):
+        if name.startswith(prefix) and not getattr(config, flag):
+            return f"config.json says {flag} is false: set it to true if the drafter was trained so"
+    if name in ("d2t", "t2d"):
+        return f"draft_vocab_size equals vocab_size {config.vocab_size}, so remove it: vLLM refuses both together"
+    if name.startswith("model."):
+        return "EAGLE-3 tensors have no 'model.' prefix: strip it"
+    return "vLLM would refuse it: remove it or correct config.json"
+
+
+def _vocabulary_problems(tensors: Mapping[str, Tensor], vocab_size: int) -> list[str]:
+    d2t = tensors["d2t"]
+    try:
+        check_offsets(d2t, vocab_size)
+    except UserError as error:
+        return [str(error)]
+    if "t2d" in tensors:
+        target_ids = d2t + torch.arange(len(d2t))
+        differing = int((membership_from_target_ids(target_ids, vocab_size) != tensors["t2d"]).sum())
+        if differing:
+            absolute = int(d2t.max()) < vocab_size and int(d2t.min()) >= 0
+            if absolute and torch.equal(membership_from_target_ids(d2t, vocab_size), tensors["t2d"]):
+                return [
+                    "d2t holds absolute target ids (t2d agrees with them as such); it must hold offsets: "
+                    "subtract arange(draft_vocab_size) from it"
+                ]
+            return [f"t2d disagrees with d2t on {differing} target ids; rebuild t2d from d2t"]
+    return []
+
+
+def read_checkpoint(source: str, *, layout: str | None = None) -> Checkpoint:
+    """Read a drafter from a folder or a hub id, or raise for the first thing wrong with it."""
+    checkpoint = read_unchecked(source, layout=layout)
+    problems = tensor_problems(checkpoint.config, checkpoint.tensors)
+    if problems:
+        more = f" (and {len(problems) - 1} more; see `eyas check {source}`)" if len(problems) > 1 else ""
+        raise UserError(f"{source}: {problems[0]}{more}")
+    return checkpoint
+
+
+def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
+    """Read config and tensors without holding one against the other; `eyas check` reports on the result."""
+    folder = find_folder(source)
+    raw = read_raw_config(folder)
+    chosen = detect(raw) if layout is None else LAYOUTS[layout]
+    try:
+        config, extras = chosen.read_config(raw)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    tensors = read_tensors(folder, chosen)
+    return Checkpoint(config=config, tensors=tensors, layout=chosen.name, extras=extras, raw_config=raw, folder=folder)
+
+
+def write_checkpoint(checkpoint: Checkpoint, destination: Path, *, layout: str = "vllm", replace: bool = False) -> None:
+    """Write a drafter as `layout` would; refuses what that format cannot express or its servers cannot run."""
+    chosen, config = LAYOUTS[layout], checkpoint.config
+    problems = tensor_problems(config, checkpoint.tensors)
+    if problems:
+        raise UserError(f"refusing to write {destination}: {problems[0]}")
+    config_json = chosen.write_config(config, checkpoint.extras)
+    stored = {
+        name: tensor.contiguous()
+        for canonical, tensor in checkpoint.tensors.items()
+        for name in chosen.stored_names(canonical, config)
+    }
+    with new_folder(destination, replace=replace) as staging:
+        try:
+            # Twins share memory, which safetensors refuses; a copy is the plain way out.
+            save_file(_unshared(stored), staging / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        (staging / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if checkpoint.folder is not None:
+            _copy_companions(checkpoint.folder, staging)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+        seen.add(tensor.data_ptr())
+    return result
+
+
+def _copy_companions(source: Path, destination: Path) -> None:
+    """Licence, model card, tokenizer: whatever else lies beside the weights, except weights."""
+    left_out = ("config.json", "model.safetensors.index.json")
+    for path in source.iterdir():
+        weights = any(path.match(pattern) for pattern in ("*.safetensors", *_PICKLES))
+        if path.is_file() and path.name not in left_out and not weights:
+            shutil.copy2(path, destination / path.name)
+
+
+def build_drafter(checkpoint: Checkpoint) -> Drafter:
+    """A drafter with the checkpoint's weights; what it does not ship waits for `share_target`."""
+    with torch.device("meta"):
+        drafter = Drafter(
+            checkpoint.config,
+            own_embedding="embed_tokens.weight" in checkpoint.tensors,
+            own_head="lm_head.weight" in checkpoint.tensors,
+        )
+    tensors = dict(checkpoint.tensors)
+    if checkpoint.config.pruned and "t2d" not in tensors:
+        target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        tensors["t2d"] = membership_from_target_ids(target_ids, checkpoint.config.vocab_size)
+    drafter.load_state_dict(tensors, strict=True, assign=True)
+    drafter.rope.to("cpu")
+    return drafter.eval().requires_grad_(False)
+
+
+def load_drafter(source: str) -> Drafter:
+    """Read a drafter and build it, on the CPU and in the dtype it was stored in."""
+    return build_drafter(read_checkpoint(source))
+
+
+def checkpoint_of(drafter: Drafter) -> Checkpoint:
+    """What of a drafter belongs on disk: its own tensors, not those it shares with the target."""
+    shared = {"embed_tokens.weight"} if drafter.shares_embedding else set()
+    shared |= {"lm_head.weight"} if drafter.shares_head else set()
+    tensors = {name: t.detach().cpu() for name, t in drafter.state_dict().items() if name not in shared}
+    return Checkpoint(config=drafter.config, tensors=tensors, extras={}, raw_config={})

@@ -1,0 +1,161 @@
+"""What a drafter is, in numbers and flags. No torch: planning and checking start from here.
+
+Invariant: a `DrafterConfig` that exists is consistent; everything that could be wrong with it was refused at
+construction, so the model, the layouts and the cost formulas never validate again.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.errors import UserError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Rope kinds whose frequencies do not depend on the length of the sequence. The others (dynamic, longrope) are
+# computed differently by transformers and vLLM, so a drafter using them would draft differently in each.
+ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+}
+ROPE_OPTIONAL_KEYS: Mapping[str, frozenset[str]] = {
+    "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterConfig:
+    """Shape and flags of an EAGLE-3 or EAGLE-3.1 drafter."""
+
+    vocab_size: int
+    """The target's vocabulary: what token ids and embeddings range over."""
+    draft_vocab_size: int
+    """Rows of the drafter's head; smaller than `vocab_size` when the vocabulary is pruned."""
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    num_hidden_layers: int = 1
+    num_aux_hidden_states: int = 3
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Which target states are read, as numbers of finished layers, ascending. None: the target's default."""
+    fc_norm: bool = False
+    """EAGLE 3.1, part one: a norm on each target state before the fusion."""
+    norm_output: bool = False
+    """EAGLE 3.1, part two: the next depth is fed the normed state."""
+    norm_before_fc: bool = False
+    norm_before_residual: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rms_norm_eps: float = 1e-5
+    logit_scale: float = 1.0
+    rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    max_position_embeddings: int = 2048
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "draft_vocab_size",
+            "hidden_size",
+            "target_hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "num_hidden_layers",
+            "num_aux_hidden_states",
+            "max_position_embeddings",
+        ):
+            _require_whole(name, getattr(self, name))
+        for name in (
+            "fc_norm",
+            "norm_output",
+            "norm_before_fc",
+            "norm_before_residual",
+            "attention_bias",
+            "mlp_bias",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false in config.json")
+        if self.draft_vocab_size > self.vocab_size:
+            raise UserError(
+                f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}; "
+                "vocab_size is the target's, so set draft_vocab_size to at most that"
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}; correct one of them in config.json"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even head_dim")
+        if self.dtype not in DTYPES:
+            raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}; set it in config.json")
+        for name in ("rms_norm_eps", "logit_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise UserError(f"{name} is {value!r}; it must be a number above 0")
+        self._check_aux_layer_ids()
+        _check_rope(self.rope_parameters)
+
+    def _check_aux_layer_ids(self) -> None:
+        ids = self.aux_layer_ids
+        if ids is None:
+            return
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+            raise UserError(f"auxiliary layer ids {list(ids)} must be whole numbers from 0")
+        if len(ids) != self.num_aux_hidden_states:
+            raise UserError(
+                f"{len(ids)} auxiliary layer ids {list(ids)} but num_aux_hidden_states is "
+                f"{self.num_aux_hidden_states}; make them agree in config.json"
+            )
+        if list(ids) != sorted(set(ids)):
+            raise UserError(
+                f"auxiliary layer ids {list(ids)} are not strictly ascending; servers concatenate states in layer "
+                "order whatever the list says, so sort the ids and the columns of fc.weight alike"
+            )
+
+    @property
+    def family(self) -> str:
+        """What people call it: the two flags of EAGLE 3.1 together, neither, or one of them."""
+        if self.fc_norm and self.norm_output:
+            return "EAGLE-3.1"
+        flags = [name for name in ("fc_norm", "norm_output") if getattr(self, name)]
+        return "EAGLE-3" if not flags else f"EAGLE-3 with {flags[0]}"
+
+    @property
+    def pruned(self) -> bool:
+        """Whether the drafter proposes from a part of the target's vocabulary only."""
+        return self.draft_vocab_size < self.vocab_size
+
+
+def _require_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name} is {value!r}; it must be a whole number from 1")
+
+
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    kind = str(rope.get("rope_type"))
+    if kind not in ROPE_KEYS:
+        raise UserError(
+            f"rope_type {kind!r} is not one of {', '.join(ROPE_KEYS)}; transformers and vLLM compute others "
+            "differently, so retrain or re-express the drafter's rope as yarn"
+        )
+    needed = ROPE_KEYS[kind] | {"rope_theta"}
+    missing = needed - rope.keys()
+    if missing:
+        raise UserError(f"rope_type {kind!r} lacks {', '.join(sorted(missing))}; add it to rope_parameters")
+    unknown = rope.keys() - needed - ROPE_OPTIONAL_KEYS.get(kind, frozenset()) - {"rope_type"}
+    if unknown:
+        raise UserError(
+            f"rope_type {kind!r} does not take {', '.join(sorted(unknown))}; known: {', '.join(sorted(needed))}"
+        )
+    for name in needed:
+        value = rope[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise UserError(f"{name} of rope_parameters is {value!r}; it must be a number above 0")

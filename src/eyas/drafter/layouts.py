@@ -1,0 +1,409 @@
+"""How each format spells a drafter: tensor names and config.json, as tables, plus the few rules tables cannot say.
+
+- `vllm`: `LlamaForCausalLMEagle3` with `midlayer.`; SafeAILab, SpecForge and vLLM write and read it. `layers.0.`
+  is read as well, and written when there are several layers.
+- `sglang`: the same, but SGLang counts auxiliary layers differently (see `_read_aux_ids`).
+- `speculators`: nested config, `layers.N.`.
+
+Invariant: reading what a layout wrote gives back the same config and extras; keys that mean nothing here are
+carried along as extras, keys that nobody knows are refused, because an unknown key may change the mathematics.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeGuard
+
+from eyas.drafter.config import DrafterConfig
+from eyas.errors import UserError
+
+Json = dict[str, Any]
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+
+# Config fields that stand under their own name in config.json (speculators nests those of the layer).
+_LAYER_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_hidden_layers",
+    "num_aux_hidden_states",
+    "rms_norm_eps",
+    "logit_scale",
+    "max_position_embeddings",
+    "attention_bias",
+    "mlp_bias",
+)
+_DRAFTER_FIELDS = ("draft_vocab_size", "target_hidden_size", *NORM_FLAGS)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
+_ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
+_CONSUMED = frozenset(
+    {
+        *_LAYER_FIELDS,
+        *_DRAFTER_FIELDS,
+        *_ROPE_FIELDS,
+        IDS_KEY,
+        "eagle_config",
+        "architectures",
+        "model_type",
+        "hidden_act",
+        "dtype",
+        "torch_dtype",
+        "tie_word_embeddings",
+    }
+)
+# Keys that change nothing a drafter computes, beyond those every transformers config carries.
+_HARMLESS = frozenset(
+    {
+        "_name_or_path",
+        "auto_map",
+        "max_window_layers",
+        "pretraining_tp",
+        "sliding_window",
+        "use_sliding_window",
+        "eyas_source",
+    }
+)
+_SPECULATORS_TOP = frozenset(
+    {
+        *_DRAFTER_FIELDS,
+        IDS_KEY,
+        "architectures",
+        "auto_map",
+        "dtype",
+        "embed_requires_grad",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "tie_word_embeddings",
+        "torch_dtype",
+        "transformer_layer_config",
+        "transformers_version",
+    }
+)
+_EAGLE_CONFIG_KEYS = frozenset({IDS_KEY, "norm_before_fc", "use_aux_hidden_state"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """One format: how to tell its tensor names, and how to read and write its config.json."""
+
+    name: str
+    from_disk: tuple[tuple[str, str], ...]
+    """Regular expressions that turn a stored tensor name into the canonical one, applied in order."""
+    to_disk: Callable[[DrafterConfig], tuple[tuple[str, str], ...]]
+    twins: tuple[tuple[str, str], ...] = ()
+    """Tensors stored a second time under another name, for a reader that looks there."""
+    read_config: Callable[[Json], tuple[DrafterConfig, Json]]
+    write_config: Callable[[DrafterConfig, Json], Json]
+
+    def canonical_name(self, stored: str) -> str:
+        """The canonical name of a stored tensor."""
+        return _rename(stored, self.from_disk)
+
+    def stored_names(self, canonical: str, config: DrafterConfig) -> set[str]:
+        """The names this format stores a tensor under."""
+        name = _rename(canonical, self.to_disk(config))
+        return {name, _rename(name, self.twins)}
+
+
+def detect(raw: Json) -> Layout:
+    """Which format a config.json is written in."""
+    if "speculators_model_type" in raw or "speculators_config" in raw:
+        return LAYOUTS["speculators"]
+    top, eagle = raw.get(IDS_KEY), raw.get("eagle_config")
+    nested = eagle.get(IDS_KEY) if isinstance(eagle, dict) else None
+    if _whole_numbers(top) and _whole_numbers(nested) and [i - 1 for i in top] == nested:
+        return LAYOUTS["sglang"]
+    return LAYOUTS["vllm"]
+
+
+def _whole_numbers(ids: object) -> TypeGuard[list[int]]:
+    """A list of one or more; bool is no number here."""
+    return isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
+
+
+# --- reading -----------------------------------------------------------------------------------------------
+
+
+def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
+    _check_architecture(raw)
+    eagle = raw.get("eagle_config") or {}
+    if not isinstance(eagle, dict):
+        raise UserError(f"eagle_config is {eagle!r}; it must be an object or absent")
+    _refuse_unknown(eagle, _EAGLE_CONFIG_KEYS, "eagle_config")
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        raise UserError(
+            "eagle_config.use_aux_hidden_state is false: this drafter reads the target's last state only, as "
+            "EAGLE-1 does; eyas runs drafters that fuse auxiliary states"
+        )
+    _refuse_unknown(raw, _CONSUMED | _harmless_keys(), "config.json")
+    values = _layer_values(raw)
+    values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
+    if "norm_before_fc" in eagle:
+        values["norm_before_fc"] = eagle["norm_before_fc"]
+    values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), eagle.get(IDS_KEY), sglang=sglang)
+    if "num_aux_hidden_states" not in values and ids is not None:
+        values["num_aux_hidden_states"] = len(ids)
+    return _build(values), {key: value for key, value in raw.items() if key not in _CONSUMED}
+
+
+def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ...] | None:
+    """Auxiliary layer ids as numbers of finished layers.
+
+    vLLM reads the top-level list as that, and older runners the nested one. SGLang reads the nested list only,
+    and as indices of the layer whose OUTPUT is taken: one less. A file with both lists says which it means.
+    """
+    for where, ids in (("", top), ("eagle_config.", nested)):
+        if ids and not _whole_numbers(ids):
+            raise UserError(f"{where}{IDS_KEY} is {ids!r}; it must be a list of whole numbers")
+    if _whole_numbers(top):
+        if _whole_numbers(nested) and nested not in (top, [i - 1 for i in top]):
+            raise UserError(
+                f"{IDS_KEY} is {top} at top level but {nested} in eagle_config; servers read one or the other, "
+                "so write the ids the drafter was trained with in both"
+            )
+        return tuple(top)
+    if _whole_numbers(nested):
+        return tuple(i + 1 for i in nested) if sglang else tuple(nested)
+    return None
+
+
+def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
+    kind = raw.get("speculators_model_type")
+    if kind != "eagle3":
+        raise UserError(f"speculators_model_type is {kind!r}; eyas reads 'eagle3' drafters")
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise UserError("transformer_layer_config is missing; a speculators config.json needs it as an object")
+    if layer.get("model_type", "llama") != "llama":
+        raise UserError(
+            f"transformer_layer_config.model_type is {layer['model_type']!r}; eyas runs drafters with 'llama' layers"
+        )
+    if "norm_before_residual" not in raw:
+        raise UserError(
+            "norm_before_residual is missing: vLLM would assume true and speculators false; "
+            "write the value the drafter was trained with into config.json"
+        )
+    _refuse_unknown(raw, _SPECULATORS_TOP, "config.json")
+    _refuse_unknown(layer, _CONSUMED | _harmless_keys(), "transformer_layer_config")
+    values = _layer_values(layer)
+    values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
+    values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), None, sglang=False)
+    if "num_aux_hidden_states" not in values and ids is not None:
+        values["num_aux_hidden_states"] = len(ids)
+    values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or values["dtype"]
+    extras = {key: value for key, value in layer.items() if key not in _CONSUMED}
+    source = {key: value for key, value in raw.items() if key in _SPECULATORS_SOURCE}
+    if source != _speculators_source({}):
+        extras["eyas_source"] = source
+    return _build(values), extras
+
+
+def _check_architecture(raw: Json) -> None:
+    architectures = raw.get("architectures")
+    if not isinstance(architectures, list) or not any(a in ARCHITECTURES for a in architectures):
+        raise UserError(
+            f"config.json says architectures {architectures!r}; an EAGLE-3 drafter says {list(ARCHITECTURES[:1])}. "
+            "Is this path the target instead of its drafter?"
+        )
+    if raw.get("model_type", "llama") != "llama":
+        raise UserError(f"config.json says model_type {raw['model_type']!r}; eyas runs drafters with 'llama' layers")
+
+
+def _layer_values(raw: Json) -> Json:
+    missing = [key for key in _REQUIRED if raw.get(key) is None]
+    if missing:
+        raise UserError(f"config.json lacks {', '.join(missing)}; add what the drafter was trained with")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UserError(f"hidden_act is {raw['hidden_act']!r}; drafters use 'silu', and so do vLLM and eyas")
+    if raw.get("quantization_config"):
+        raise UserError("quantization_config is set; eyas reads drafters in float32, bfloat16 or float16")
+    if "sliding_attention" in (raw.get("layer_types") or ()):
+        raise UserError("layer_types names 'sliding_attention'; eyas runs drafters with 'full_attention' layers")
+    values = {key: raw[key] for key in _LAYER_FIELDS if raw.get(key) is not None}
+    values.setdefault("num_key_value_heads", values["num_attention_heads"])
+    heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    if "head_dim" not in values and isinstance(heads, int) and isinstance(hidden, int) and heads:
+        values["head_dim"] = hidden // heads
+    values["rope_parameters"] = _read_rope(raw)
+    values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
+    return values
+
+
+def _read_rope(raw: Json) -> Json:
+    """One dict from either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    if "type" in rope:
+        rope.setdefault("rope_type", rope["type"])
+        del rope["type"]
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
+    return rope
+
+
+def _build(values: Json) -> DrafterConfig:
+    values.setdefault("draft_vocab_size", values["vocab_size"])
+    values.setdefault("target_hidden_size", values["hidden_size"])
+    known = {f.name for f in fields(DrafterConfig)}
+    return DrafterConfig(**{key: value for key, value in values.items() if key in known})
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "remove it if it changes nothing the drafter computes"
+            raise UserError(f"unknown key {key!r} in {where} (value {given[key]!r}); {hint}")
+
+
+def _harmless_keys() -> frozenset[str]:
+    from transformers import LlamaConfig
+
+    return _HARMLESS | LlamaConfig().to_dict().keys()
+
+
+# --- writing -----------------------------------------------------------------------------------------------
+
+
+def _layer_json(config: DrafterConfig) -> Json:
+    rope = dict(config.rope_parameters)
+    layer = {key: getattr(config, key) for key in _LAYER_FIELDS}
+    if config.logit_scale == 1.0:
+        del layer["logit_scale"]
+    layer |= {"hidden_act": "silu", "rope_parameters": rope, "rope_theta": rope["rope_theta"]}
+    if rope["rope_type"] != "default":
+        layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return layer
+
+
+def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
+    """Every flag and every id in every place some server reads it."""
+    written = {
+        **extras,
+        "architectures": [ARCHITECTURES[0]],
+        "model_type": "llama",
+        **_layer_json(config),
+        **{key: getattr(config, key) for key in _DRAFTER_FIELDS},
+        "tie_word_embeddings": False,
+        "torch_dtype": config.dtype,
+    }
+    if config.aux_layer_ids is not None:
+        ids = list(config.aux_layer_ids)
+        written[IDS_KEY] = ids
+        written["eagle_config"] = {
+            "use_aux_hidden_state": True,
+            IDS_KEY: [i - 1 for i in ids] if sglang else ids,
+        }
+    return written
+
+
+def _write_sglang(config: DrafterConfig, extras: Json) -> Json:
+    for flag, reason in (
+        ("norm_before_residual", "SGLang always adds the residual before the norm"),
+        ("attention_bias", "SGLang's drafter has no attention bias"),
+        ("mlp_bias", "SGLang's drafter has no feed-forward bias"),
+    ):
+        if getattr(config, flag):
+            raise UserError(f"{flag} is true and SGLang cannot serve that: {reason}; serve it with vLLM or eyas")
+    if config.logit_scale != 1.0:
+        raise UserError(f"logit_scale is {config.logit_scale} and SGLang ignores it; serve with vLLM or eyas")
+    return _write_eagle3(config, extras, sglang=True)
+
+
+_SPECULATORS_SOURCE = ("speculators_config", "speculators_version", "embed_requires_grad")
+
+
+def _speculators_source(extras: Json) -> Json:
+    """The parts of a speculators config that only speculators knows: as read, or its defaults."""
+    if "eyas_source" in extras:
+        return dict(extras["eyas_source"])
+    return {
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 3,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": None, "architectures": []},
+        }
+    }
+
+
+def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
+    if config.fc_norm and config.norm_before_fc:
+        raise UserError("fc_norm and norm_before_fc are both true; speculators allows one of them: use --to vllm")
+    if config.hidden_size != config.target_hidden_size:
+        raise UserError(
+            f"hidden_size {config.hidden_size} differs from target_hidden_size {config.target_hidden_size}; "
+            "speculators needs them equal: use --to vllm"
+        )
+    layer_extras = {key: value for key, value in extras.items() if key != "eyas_source"}
+    written: Json = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        **_speculators_source(extras),
+        # vLLM starts from this object, so num_aux_hidden_states reaches it from here and from nowhere else.
+        "transformer_layer_config": {**layer_extras, "model_type": "llama", **_layer_json(config)},
+        **{key: getattr(config, key) for key in _DRAFTER_FIELDS},
+        "tie_word_embeddings": False,
+        "torch_dtype": config.dtype,
+    }
+    if config.aux_layer_ids is not None:
+        written[IDS_KEY] = list(config.aux_layer_ids)
+    return written
+
+
+# --- the table ---------------------------------------------------------------------------------------------
+
+_MIDLAYER_IN = ((r"^midlayer\.", "layers.0."),)
+# SGLang norms the input of later layers with `hidden_norm`, vLLM with `input_layernorm`; both load either name.
+_SGLANG_LATER_IN = ((r"^(layers\.[1-9]\d*\.)hidden_norm\.", r"\1input_layernorm."),)
+_SGLANG_LATER_OUT = ((r"^(layers\.[1-9]\d*\.)input_layernorm\.", r"\1hidden_norm."),)
+
+
+def _midlayer_out(config: DrafterConfig) -> tuple[tuple[str, str], ...]:
+    return ((r"^layers\.0\.", "midlayer."),) if config.num_hidden_layers == 1 else ()
+
+
+def _rename(name: str, rules: tuple[tuple[str, str], ...]) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "vllm": Layout(
+        name="vllm",
+        from_disk=_MIDLAYER_IN,
+        to_disk=_midlayer_out,
+        read_config=lambda raw: _read_eagle3(raw, sglang=False),
+        write_config=lambda config, extras: _write_eagle3(config, extras, sglang=False),
+    ),
+    "sglang": Layout(
+        name="sglang",
+        from_disk=_MIDLAYER_IN + _SGLANG_LATER_IN,
+        to_disk=_midlayer_out,
+        twins=_SGLANG_LATER_OUT,
+        read_config=lambda raw: _read_eagle3(raw, sglang=True),
+        write_config=_write_sglang,
+    ),
+    "speculators": Layout(
+        name="speculators",
+        from_disk=_MIDLAYER_IN,
+        to_disk=lambda config: (),
+        read_config=_read_speculators,
+        write_config=_write_speculators,
+    ),
+}

@@ -1,0 +1,209 @@
+"""The drafter's forward pass, one depth per call: fuse -> layers -> norm -> head.
+
+This is the only definition: training, decoding and diagnosis all call it, with their own `Attend`. Parameter
+names are those of the checkpoint, so loading is a plain `load_state_dict`.
+
+Shapes: D drafter hidden, X = A * target hidden (A auxiliary states concatenated), H query heads, G key heads,
+K head dim, W draft vocabulary; any leading dims.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.drafter.attention import Attend
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.rope import Rope, rotate
+from eyas.drafter.vocab import DraftVocab
+from eyas.errors import UserError
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: statistics in float32, one rounding before the weight, as transformers and vLLM do."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Norm over the last dim."""
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self._eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections and rotation around the caller's `Attend`."""
+
+    def __init__(self, config: DrafterConfig, *, input_size: int) -> None:
+        super().__init__()
+        heads, keys, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(input_size, heads * size, bias=bias)
+        self.k_proj = nn.Linear(input_size, keys * size, bias=bias)
+        self.v_proj = nn.Linear(input_size, keys * size, bias=bias)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=bias)
+        self._head_dim = size
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        """Attend from x, whose slots stand at the positions cos and sin were made for."""
+        q, k, v = (proj(x).unflatten(-1, (-1, self._head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    """Gated feed-forward (SwiGLU)."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feed forward."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+class FirstLayer(nn.Module):
+    """Reads the token's embedding beside the hidden state; attention takes both, embedding first."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self._norm_before_residual = config.norm_before_residual
+
+    def forward(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """One depth of the first layer."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self._norm_before_residual else hidden
+        x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        residual = residual + self.self_attn(x, cos, sin, 0, attend)
+        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+
+
+class LaterLayer(nn.Module):
+    """An ordinary pre-norm layer without the embedding."""
+
+    def __init__(self, config: DrafterConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, input_size=config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+        self._index = index
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """One depth of a later layer."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, self._index, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DepthOutput:
+    """What one depth leaves behind."""
+
+    normed: Tensor
+    """Post-norm state [..., D]; the head always reads this one."""
+    feedback: Tensor
+    """What the next depth receives as its hidden state [..., D]: the post-norm state with `norm_output`."""
+
+
+class Drafter(nn.Module):
+    """An EAGLE-3 / EAGLE-3.1 drafter.
+
+    Embeddings and head may be the drafter's own or the target's (`share_target`); shared ones are the target's
+    very tensors and are never saved with the drafter.
+    """
+
+    d2t: Tensor | None
+    t2d: Tensor | None
+
+    def __init__(self, config: DrafterConfig, *, own_embedding: bool = False, own_head: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        fused = config.num_aux_hidden_states * config.target_hidden_size
+        eps = config.rms_norm_eps
+        self.input_norm = RMSNorm(fused, eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_aux_hidden_states))
+            if config.fc_norm
+            else None
+        )
+        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(
+            [FirstLayer(config), *(LaterLayer(config, i) for i in range(1, config.num_hidden_layers))]
+        )
+        self.norm = RMSNorm(config.hidden_size, eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_head else None
+        # Offsets and membership as on disk (vocab.py explains them); absent when nothing is pruned.
+        pruned = config.pruned
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if pruned else None)
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if pruned else None)
+        self.rope = Rope(config)
+        self.shares_embedding = not own_embedding
+        self.shares_head = not own_head
+
+    def share_target(self, embedding_VD: Tensor, head_VD: Tensor) -> "Drafter":
+        """Use the target's embeddings and head where the drafter has none of its own."""
+        config = self.config
+        if self.embed_tokens is None:
+            _require_shape("embed_tokens", embedding_VD, (config.vocab_size, config.hidden_size))
+            self.embed_tokens = nn.Embedding(0, 0, device="meta")
+            self.embed_tokens.weight = nn.Parameter(embedding_VD.detach(), requires_grad=False)
+        if self.lm_head is None:
+            _require_shape("lm_head", head_VD, (config.draft_vocab_size, config.hidden_size))
+            self.lm_head = nn.Linear(0, 0, bias=False, device="meta")
+            self.lm_head.weight = nn.Parameter(head_VD.detach(), requires_grad=False)
+        return self
+
+    def vocab(self) -> DraftVocab:
+        """The draft vocabulary."""
+        if self.d2t is None:
+            return DraftVocab.identity(self.config.vocab_size, self.fc.weight.device)
+        return DraftVocab.from_offsets(self.d2t, self.config.vocab_size)
+
+    def fuse(self, aux_X: Tensor) -> Tensor:
+        """Combine the target's auxiliary states [..., X], in ascending layer order, into the depth-0 state."""
+        if self.input_norm is not None:
+            aux_X = self.input_norm(aux_X)
+        if self.fc_norm is not None:
+            states = aux_X.chunk(len(self.fc_norm), dim=-1)
+            aux_X = torch.cat([norm(x) for norm, x in zip(self.fc_norm, states, strict=True)], dim=-1)
+        return self.fc(aux_X)  # type: ignore[no-any-return]
+
+    def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
+        """Run one depth: `hidden` [..., D] is `fuse`'s output at depth 0 and the last `feedback` after it."""
+        if self.embed_tokens is None:
+            raise UserError("the drafter has no embed_tokens of its own; load it together with its target")
+        embedded = self.embed_tokens(token_ids)
+        cos, sin = self.rope(positions, hidden.dtype)
+        hidden = self.layers[0](hidden, embedded, cos, sin, attend)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, cos, sin, attend)
+        normed = self.norm(hidden)
+        return DepthOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Scores over the draft vocabulary [..., W]."""
+        if self.lm_head is None:
+            raise UserError("the drafter has no lm_head of its own; load it together with its target")
+        scale = self.config.logit_scale
+        logits: Tensor = self.lm_head(normed)
+        return logits if scale == 1.0 else logits * scale
+
+
+def _require_shape(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise UserError(
+            f"the drafter ships no {name} and the target's is {list(tensor.shape)}, but the drafter needs "
+            f"{list(shape)}; ship {name}.weight in the checkpoint or use the target it was trained for"
+        )

@@ -1,0 +1,58 @@
+"""Rotary position embedding of the drafter.
+
+Frequencies come from transformers, which keeps every scaling variant; angles are computed for the positions at
+hand, never looked up in a table, so no context is too long for it.
+
+Shapes: K head dim; any leading dims.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from eyas.drafter.config import DrafterConfig
+
+
+class Rope(nn.Module):
+    """Cosines and sines of the rotation at given positions."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        # The frequencies are real even where the model itself is being built without storage.
+        with torch.device("cpu"):
+            rotary = LlamaRotaryEmbedding(
+                LlamaConfig(
+                    hidden_size=config.hidden_size,
+                    num_attention_heads=config.num_attention_heads,
+                    head_dim=config.head_dim,
+                    max_position_embeddings=config.max_position_embeddings,
+                    rope_parameters=dict(config.rope_parameters),
+                )
+            )
+        self._exact = rotary.inv_freq.float()
+        self.register_buffer("inverse_frequencies", self._exact, persistent=False)
+        self._scale = float(rotary.attention_scaling)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
+        # Casting the model to bfloat16 must not round the frequencies: at position 4000 that turns every angle
+        # into noise. Only the device of a move is followed.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.inverse_frequencies = self._exact.to(self.inverse_frequencies.device)
+        return self
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [..., 1, K] for positions [...]; the dim of size one spans the heads."""
+        angles = positions[..., None].float() * self.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)[..., None, :]
+        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, K], pairing element i with element i + K/2."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin

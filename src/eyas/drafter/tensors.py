@@ -1,0 +1,85 @@
+"""Which tensors a drafter consists of, as one table: the reader, the writer and the checker all go by it.
+
+Names here are canonical (`layers.0.`, no prefix); layouts.py says how each format spells them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from eyas.drafter.config import DrafterConfig
+
+WEIGHT_DTYPES = frozenset({"F32", "BF16", "F16"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """What a tensor must look like. Dtypes are spelt as in the safetensors header."""
+
+    shape: tuple[int, ...]
+    dtypes: frozenset[str] = WEIGHT_DTYPES
+    required: bool = True
+
+
+# Size symbols: H drafter hidden, T target hidden, F = A * T fused input, Q query width, G key width,
+# M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in the first layer, else H).
+_FIRST_LAYER_ONLY = {"hidden_norm.weight": "H"}
+_EVERY_LAYER = {
+    "input_layernorm.weight": "H",
+    "self_attn.q_proj.weight": "QX",
+    "self_attn.k_proj.weight": "GX",
+    "self_attn.v_proj.weight": "GX",
+    "self_attn.o_proj.weight": "HQ",
+    "post_attention_layernorm.weight": "H",
+    "mlp.gate_proj.weight": "MH",
+    "mlp.up_proj.weight": "MH",
+    "mlp.down_proj.weight": "HM",
+}
+_ATTENTION_BIAS = {
+    "self_attn.q_proj.bias": "Q",
+    "self_attn.k_proj.bias": "G",
+    "self_attn.v_proj.bias": "G",
+    "self_attn.o_proj.bias": "H",
+}
+_MLP_BIAS = {"mlp.gate_proj.bias": "M", "mlp.up_proj.bias": "M", "mlp.down_proj.bias": "H"}
+
+
+def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
+    """Every tensor a drafter of this config may have, and which of them it must have."""
+    sizes = {
+        "H": config.hidden_size,
+        "T": config.target_hidden_size,
+        "F": config.num_aux_hidden_states * config.target_hidden_size,
+        "Q": config.num_attention_heads * config.head_dim,
+        "G": config.num_key_value_heads * config.head_dim,
+        "M": config.intermediate_size,
+        "V": config.vocab_size,
+        "W": config.draft_vocab_size,
+    }
+
+    def spec(symbols: str, *, attention_input: int = 0, required: bool = True) -> TensorSpec:
+        known = {**sizes, "X": attention_input}
+        return TensorSpec(shape=tuple(known[s] for s in symbols), required=required)
+
+    table = {"fc.weight": spec("HF"), "norm.weight": spec("H")}
+    if config.norm_before_fc:
+        table["input_norm.weight"] = spec("F")
+    if config.fc_norm:
+        table |= {f"fc_norm.{i}.weight": spec("T") for i in range(config.num_aux_hidden_states)}
+    for index in range(config.num_hidden_layers):
+        rows = dict(_EVERY_LAYER)
+        rows |= _FIRST_LAYER_ONLY if index == 0 else {}
+        rows |= _ATTENTION_BIAS if config.attention_bias else {}
+        rows |= _MLP_BIAS if config.mlp_bias else {}
+        attention_input = config.hidden_size * (2 if index == 0 else 1)
+        table |= {
+            f"layers.{index}.{name}": spec(symbols, attention_input=attention_input) for name, symbols in rows.items()
+        }
+    same_width = config.hidden_size == config.target_hidden_size
+    # Absent, these two are the target's own: possible only where the shapes agree.
+    table["embed_tokens.weight"] = spec("VH", required=not same_width)
+    table["lm_head.weight"] = spec("WH", required=config.pruned or not same_width)
+    if config.pruned:
+        table["d2t"] = TensorSpec(shape=(config.draft_vocab_size,), dtypes=frozenset({"I64"}))
+        table["t2d"] = TensorSpec(shape=(config.vocab_size,), dtypes=frozenset({"BOOL"}), required=False)
+    return MappingProxyType(table)

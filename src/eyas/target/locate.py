@@ -1,0 +1,79 @@
+"""From what the user calls a target to what transformers can load.
+
+Four kinds of name, tried in this order: the embedded default, a GGUF file, a folder, a hub id. The first two
+end as converted folders in the cache: everything after this module deals with Hugging Face models only.
+Invariant: a name that cannot work fails here or inside `explain_failures`, as one line that repeats the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from eyas.errors import UserError
+
+DEFAULT_TARGET = "smollm2"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def locate(source: str, *, cache: Path | None = None, report: Callable[[str], None] | None = None) -> str:
+    """Return a folder or hub id for `source`; `cache` holds converted targets (default: the user's cache)."""
+    if source == DEFAULT_TARGET:
+        from eyas.target.default import default_folder
+
+        return str(default_folder(cache or _user_cache(), report=report))
+    if not source.strip():
+        raise UserError(f"the name of the target is empty; give a folder, a .gguf file, a hub id or {DEFAULT_TARGET!r}")
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf":
+        if not path.is_file():
+            raise UserError(f"there is no GGUF file {source}; check the path")
+        from eyas.target.gguf import converted_folder
+
+        return str(converted_folder(path, cache or _user_cache(), report=report))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(
+                f"{source} is not a model: the folder has no config.json; "
+                "give a folder in Hugging Face format or a .gguf file"
+            )
+        return str(path)
+    if path.exists():
+        raise UserError(f"{source} is a file but not a .gguf file; give a model folder, a .gguf file or a hub id")
+    if not _HUB_ID.fullmatch(source):
+        raise UserError(
+            f"there is no folder {source!r} and it is not a hub id of the form org/name; "
+            f"check the path or use {DEFAULT_TARGET!r}"
+        )
+    return source
+
+
+@contextmanager
+def explain_failures(source: str, place: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise while loading `place` into one line about `source`."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        reason = _first_sentence(error)
+        if Path(place).is_dir():
+            message = f"cannot load the model in {source}: {reason}; check that the folder is complete"
+        else:
+            message = (
+                f"there is no folder {source!r} and the hub gave no model of that id: {reason}; "
+                f"check spelling and network, download the model and give its folder, or use {DEFAULT_TARGET!r}"
+            )
+        raise UserError(message) from error
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+def _user_cache() -> Path:
+    from platformdirs import user_cache_path
+
+    return user_cache_path("eyas")

@@ -1,0 +1,197 @@
+"""A loaded target: weights, tokenizer and the few questions the rest of eyas asks of them.
+
+Every decoder that transformers knows is a target; there is no code per architecture here.
+Invariant: a loaded target is complete (no weight was left at its random initial value), in eval mode, and is
+never trained: its outputs carry no gradient.
+
+Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jinja2 import TemplateError
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from eyas.errors import UserError
+from eyas.target.capture import capture
+from eyas.target.facts import TargetFacts, facts_of
+from eyas.target.locate import explain_failures, locate
+
+DTYPES: Mapping[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOutput:
+    """What one forward pass gives."""
+
+    logits_BTV: torch.Tensor
+    aux_hidden_BTX: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Target:
+    """A causal language model ready to run, with its tokenizer."""
+
+    facts: TargetFacts
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def load(
+        cls,
+        source: str,
+        *,
+        dtype: str = "auto",
+        device: str = "cpu",
+        cache: Path | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> "Target":
+        """Load `source` (see `locate`).
+
+        `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
+        torch is some fifty times slower than in float32, so float32 it is.
+        """
+        if dtype not in DTYPES:
+            raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        where = _device(device)
+        place = locate(source, cache=cache, report=report)
+        if report is not None:
+            report(f"loading {source}")
+        with explain_failures(source, place):
+            config = AutoConfig.from_pretrained(place)
+        facts = facts_of(config, source)
+        with explain_failures(source, place), _no_progress_bar():
+            tokenizer = AutoTokenizer.from_pretrained(place)
+            # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards.
+            placement = {"device_map": {"": where}} if hasattr(config, "quantization_config") else {}
+            try:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    place, config=config, dtype=DTYPES[dtype], output_loading_info=True, **placement
+                )
+            except SafetensorError as error:
+                raise ValueError(f"its weights are damaged ({error})") from error
+        model: Any = loaded[0]
+        if dtype == "auto" and not placement and not _computes(model.dtype, where):
+            if report is not None:
+                report(f"this processor has no {str(model.dtype).removeprefix('torch.')} arithmetic: using float32")
+            model = model.float()
+        if not placement:
+            model.to(where)
+        missing = sorted(loaded[1]["missing_keys"])
+        if missing:
+            raise UserError(
+                f"{source} lacks {len(missing)} weights of its architecture, the first is {missing[0]}; "
+                "transformers would fill them with random numbers, use a complete checkpoint"
+            )
+        return cls(facts=facts, model=model.eval().requires_grad_(False), tokenizer=tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights that are not quantised, and of the captured states."""
+        return self.model.dtype
+
+    # no_grad, not inference_mode: drafters are trained on these states and inference tensors refuse backward.
+    @torch.no_grad()
+    def forward(self, ids_BT: torch.Tensor, aux_layer_ids: Sequence[int]) -> TargetOutput:
+        """Run whole, equally long sequences (no padding) and return logits and the states `aux_layer_ids`."""
+        with capture(self.model, aux_layer_ids) as captured:
+            logits_BTV = self.model(input_ids=ids_BT.to(self.device), use_cache=False).logits
+        return TargetOutput(logits_BTV=logits_BTV, aux_hidden_BTX=captured.aux_hidden())
+
+    def embedding(self) -> torch.Tensor:
+        """Return the table of input embeddings, [V, D].
+
+        It is the raw table, as vLLM shares it with a drafter: Gemma multiplies by sqrt(D) after the lookup, and
+        that factor is part of the captured state 0 and not of this table.
+        """
+        return _weight(self.model.get_input_embeddings())
+
+    def head(self) -> torch.Tensor:
+        """Return the weight of the language-model head, [V, D]; the embedding table when they are tied."""
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        if head is None:
+            raise UserError(f"{self.facts.source} has no language-model head; choose a causal language model")
+        return _weight(head)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the ids of a conversation in the target's own format, up to where the assistant answers."""
+        if not self.tokenizer.chat_template:
+            raise UserError(f"{self.facts.source} has no chat template; give it plain text or use an instruct model")
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"the chat template of {self.facts.source} refuses this conversation ({error}); change the messages"
+            ) from error
+        return cast(list[int], ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of new tokens, without special ones."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stop_ids(self) -> frozenset[int]:
+        """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
+        configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
+        several = configured if isinstance(configured, list) else [configured]
+        return frozenset(k for k in (*several, self.tokenizer.eos_token_id) if k is not None)
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    return cast(torch.Tensor, module.weight).detach()
+
+
+def _computes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device multiplies matrices of this type in hardware; torch tells for processors only."""
+    if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+        return True
+    kind = "bf16" if dtype == torch.bfloat16 else "fp16"
+    probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+    return probe is not None and bool(probe())
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(f"device {name!r} cannot be used here: {reason}; use 'cpu' or a device torch sees") from error
+    return device
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing on the terminal, which belongs to the command line."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,86 @@
+"""Tokenizers made from GGUF cut, mark and decode text as the target's own tokenizer does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_gguf import PIECES, TOKENS, tiny_model, write_gguf
+from transformers import AutoTokenizer, Qwen2Tokenizer
+
+from eyas.target.locate import locate
+
+TEXT = "the  the 12 é\n\n"
+
+
+def tokenizer_of(tmp_path: Path, **changes: Any) -> Any:
+    path = write_gguf(tiny_model(), tmp_path / "m.gguf", **changes)
+    return AutoTokenizer.from_pretrained(locate(str(path), cache=tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("pre", ["smollm", "qwen2", "gpt-2", "default", "llama-bpe"])
+def test_text_survives_encoding_and_decoding(pre: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, pre=pre)
+    assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
+
+
+def test_smollm_cuts_digits_before_words(tmp_path: Path) -> None:
+    digits = tokenizer_of(tmp_path, pre="smollm").tokenize("t  12")
+    assert digits == ["t", "ĠĠ", "1", "2"]
+
+
+def test_gpt2_leaves_a_space_to_the_number(tmp_path: Path) -> None:
+    assert tokenizer_of(tmp_path, pre="gpt-2").tokenize("t  12") == ["t", "Ġ", "Ġ", "1", "2"]
+
+
+@pytest.mark.parametrize(("pre", "composed"), [("qwen2", True), ("gpt-2", False)])
+def test_only_qwen2_composes_characters(pre: str, composed: bool, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, pre=pre)
+    assert (tokenizer.decode(tokenizer.encode("e\u0301")) == "\u00e9") == composed
+
+
+def test_qwen2_is_built_as_transformers_builds_it(tmp_path: Path) -> None:
+    ours, theirs = tokenizer_of(tmp_path, pre="qwen2").backend_tokenizer, Qwen2Tokenizer().backend_tokenizer
+    text = "It's  the 12345 naïve\n\n  'LL über\t你好 ...\r\n x"
+    assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
+
+
+def test_sentencepiece_files_are_read_too(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, sentencepiece=True)
+    ids = tokenizer.encode("th th", add_special_tokens=False)
+    assert ids == [PIECES.index("▁th"), PIECES.index("▁th")]
+    assert tokenizer.decode(ids) == "th th"
+    assert tokenizer.eos_token == "</s>"
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path)
+    ids = tokenizer.encode("the<tool><|end|>")
+    assert ids == [TOKENS.index("the"), TOKENS.index("<tool>"), 0]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the<tool>"
+    assert tokenizer.eos_token == "<|end|>"
+    assert tokenizer.bos_token == "<|start|>"
+
+
+def test_rows_that_pad_the_embedding_are_no_tokens(tmp_path: Path) -> None:
+    assert len(tokenizer_of(tmp_path)) == len(TOKENS) - 1
+
+
+@pytest.mark.parametrize(("pre", "said", "added"), [("smollm", None, False), ("smollm", True, True)])
+@pytest.mark.parametrize("reload", [1, 2])
+def test_the_start_token_is_added_when_the_file_says_so(
+    pre: str, said: bool | None, added: bool, reload: int, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(tmp_path, pre=pre, edit=lambda w: None if said is None else w.add_add_bos_token(said))
+    if reload == 2:
+        tokenizer.save_pretrained(tmp_path / "again")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert (tokenizer.encode("the")[0] == 1) == added
+    assert tokenizer.encode("the")[-1] == TOKENS.index("the")
+
+
+@pytest.mark.parametrize(("said", "added"), [(None, True), (False, False)])
+def test_llama3_files_add_the_start_token_unless_they_say_no(said: bool | None, added: bool, tmp_path: Path) -> None:
+    edit = (lambda w: None) if said is None else (lambda w: w.add_add_bos_token(said))
+    assert (tokenizer_of(tmp_path, pre="llama-bpe", edit=edit).encode("the")[0] == 1) == added

@@ -1,0 +1,188 @@
+"""Small real models: a target that learnt a small language, and drafters that learnt that target.
+
+Random weights would accept nothing and tell little: a wrong norm, a shifted position or a swapped layer goes unseen
+where every draft is wrong anyway. These train in seconds on a CPU.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.model import Drafter
+from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
+from eyas.target.capture import capture
+
+VOCAB = 96
+LAYERS = 4
+HIDDEN = 64
+AUX_IDS = (1, 2, 3)
+
+
+class UnrollAttention:
+    """Training-time test, dense: a query sees the depth-0 keys up to its slot and its own slot of later depths."""
+
+    def __init__(self) -> None:
+        self._depths: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[-2] // k.shape[-2]
+        k, v = (x.repeat_interleave(group, dim=-2) for x in (k, v))
+        depths = self._depths.setdefault(layer, [])
+        depths.append((k, v))
+        first_k, first_v = depths[0]
+        scale = q.shape[-1] ** -0.5
+        slots = q.shape[1]
+        causal = torch.ones(slots, slots, dtype=torch.bool).tril()
+        scores = [torch.einsum("bthk,bshk->bhts", q, first_k).masked_fill(~causal, float("-inf")) * scale]
+        scores += [torch.einsum("bthk,bthk->bht", q, later_k)[..., None] * scale for later_k, _ in depths[1:]]
+        weights = torch.cat(scores, dim=-1).softmax(dim=-1)
+        out = torch.einsum("bhts,bshk->bthk", weights[..., :slots], first_v)
+        for i, (_, later_v) in enumerate(depths[1:]):
+            out = out + weights[..., slots + i].transpose(1, 2)[..., None] * later_v
+        return out
+
+
+def language(sequences: int, length: int, generator: torch.Generator) -> Tensor:
+    """Text in which the classes of the last two tokens nearly decide the next one."""
+    table = torch.randint(VOCAB, (6, 6), generator=torch.Generator().manual_seed(7))
+    ids = torch.randint(VOCAB, (sequences, length), generator=generator)
+    chance = torch.rand(sequences, length, generator=generator)
+    for t in range(2, length):
+        likely = table[ids[:, t - 2] % 6, ids[:, t - 1] % 6]
+        ids[:, t] = torch.where(
+            chance[:, t] < 0.8, likely, torch.where(chance[:, t] < 0.95, (likely + 7) % VOCAB, ids[:, t])
+        )
+    return ids
+
+
+def target_config(**changes: object) -> LlamaConfig:
+    """A four-layer Llama."""
+    values: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "rms_norm_eps": 1e-5,
+    }
+    return LlamaConfig(**{**values, **changes})
+
+
+def trained_target(steps: int = 250) -> LlamaForCausalLM:
+    """A target that speaks the language."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(target_config())
+    optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        ids = language(16, 32, generator)
+        loss = model(input_ids=ids, labels=ids).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+    return model.eval().requires_grad_(False)
+
+
+def drafter_config(**changes: object) -> DrafterConfig:
+    """A drafter for the target above."""
+    base = DrafterConfig(
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        target_hidden_size=HIDDEN,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        aux_layer_ids=AUX_IDS,
+        max_position_embeddings=512,
+        dtype="float32",
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def random_drafter(
+    config: DrafterConfig, *, seed: int = 0, own_embedding: bool = True, own_head: bool = True
+) -> Drafter:
+    """Random weights, norms included, so that no norm is the identity."""
+    torch.manual_seed(seed)
+    drafter = Drafter(config, own_embedding=own_embedding, own_head=own_head)
+    for name, parameter in drafter.named_parameters():
+        if name.endswith("norm.weight") or "fc_norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    if config.pruned:
+        kept = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
+        set_vocabulary(drafter, kept)
+    return drafter.eval().requires_grad_(False)
+
+
+def set_vocabulary(drafter: Drafter, kept: Tensor) -> None:
+    """Let the drafter propose these target ids."""
+    assert drafter.d2t is not None
+    assert drafter.t2d is not None
+    drafter.d2t.copy_(offsets_from_target_ids(kept))
+    drafter.t2d.copy_(membership_from_target_ids(kept, drafter.config.vocab_size))
+
+
+def features(model: LlamaForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The target's logits and auxiliary states of a batch."""
+    with torch.no_grad(), capture(model, layer_ids) as captured:
+        logits = model(input_ids=ids, use_cache=False).logits
+    return logits, captured.aux_hidden()
+
+
+def unroll_loss(drafter: Drafter, ids: Tensor, logits: Tensor, aux: Tensor, depths: int) -> Tensor:
+    """Soft cross-entropy of the training-time test over the draft vocabulary."""
+    slots = ids.shape[1] - 1 - depths
+    positions = torch.arange(slots).expand(ids.shape[0], -1)
+    kept = drafter.vocab().target_ids_W
+    attention = UnrollAttention()
+    hidden = drafter.fuse(aux[:, :slots])
+    total = torch.zeros(())
+    for depth in range(depths):
+        output = drafter.step(hidden, ids[:, 1 + depth : 1 + depth + slots], positions + depth, attention)
+        teacher = logits[:, 1 + depth : 1 + depth + slots][..., kept].softmax(dim=-1)
+        logp = functional.log_softmax(drafter.logits(output.normed), dim=-1)
+        total = total - (teacher * logp).sum(dim=-1).mean()
+        hidden = output.feedback
+    return total / depths
+
+
+def trained_drafter(
+    model: LlamaForCausalLM, config: DrafterConfig, *, steps: int = 250, kept: Tensor | None = None, depths: int = 4
+) -> Drafter:
+    """A drafter that learnt the target, sharing its embeddings."""
+    torch.manual_seed(2)
+    drafter = Drafter(config)
+    if kept is not None:
+        set_vocabulary(drafter, kept)
+    assert drafter.lm_head is not None
+    drafter.lm_head.weight.data.copy_(model.lm_head.weight[drafter.vocab().target_ids_W])
+    drafter.share_target(model.get_input_embeddings().weight, model.lm_head.weight)
+    trainable = [p for p in drafter.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trainable, lr=4e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
+    generator = torch.Generator().manual_seed(3)
+    assert config.aux_layer_ids is not None
+    for _ in range(steps):
+        ids = language(16, 32, generator)
+        logits, aux = features(model, ids, config.aux_layer_ids)
+        loss = unroll_loss(drafter, ids, logits, aux, depths)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+        optimiser.step()
+        schedule.step()
+    return drafter.eval().requires_grad_(False)

@@ -1,0 +1,148 @@
+"""Tiny models with random weights, and the same models written as GGUF the way llama.cpp's converter does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BYTES = sorted(ByteLevel.alphabet())
+TOKENS = ["<|end|>", "<|start|>", *BYTES, "th", "the", "Ġt", "ĠĠ", "<tool>", "[PAD0]"]
+TYPES = [3, 3, *[1] * 256, 1, 1, 1, 1, 4, 5]
+MERGES = ["t h", "th e", "Ġ t", "Ġ Ġ"]
+PIECES = ["<unk>", "<s>", "</s>", *[f"<0x{k:02X}>" for k in range(256)], "th", "▁th", "▁", "t", "h"]
+CHAT_TEMPLATE = "{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}<|start|>"
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+
+
+def tiny_model(family: str = "llama", **changes: Any) -> Any:
+    """A random model whose float32 weights are exact in bfloat16."""
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "vocab_size": len(TOKENS),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    }
+    config = AutoConfig.for_model(family, **{**settings, **changes})
+    model = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            spread = torch.randn_like(weight) * 0.2
+            weight.copy_((1 + spread if "norm" in name else spread).bfloat16().float())
+    return model
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    *,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    architecture: str | None = None,
+    pre: str = "smollm",
+    edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    drop: str = "",
+    reorder: bool = True,
+    sentencepiece: bool = False,
+) -> Path:
+    """Write `model` to `path`; matrices are stored as `kind` and `edit` may add keys and tensors.
+
+    `reorder` is llama.cpp's order of rotary rows; a llama file without it is a wrong file.
+    """
+    config = model.config
+    architecture = architecture or config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(16)
+    if sentencepiece:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(PIECES)
+        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * 5])
+        writer.add_token_scores([0.0] * 259 + [float(-k) for k in range(5)])
+        writer.add_unk_token_id(0)
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(TOKENS)
+        writer.add_token_types(TYPES)
+        writer.add_token_merges(MERGES)
+    writer.add_eos_token_id(2 if sentencepiece else 0)
+    writer.add_bos_token_id(1)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = _stored_name(name)
+        if stored == drop:
+            continue
+        values = weight.numpy()
+        if reorder and architecture == "llama" and re.search("[qk]_proj", name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            values = _permute(values, heads)
+        if values.ndim == 2 and kind is not gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, np.ascontiguousarray(values))
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def as_stored(model: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Replace the matrices of `model` by what bfloat16 keeps of them after a round through `kind`."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 2:
+                packed = gguf.quantize(weight.numpy(), kind)
+                weight.copy_(torch.from_numpy(gguf.dequantize(packed, kind).copy()).bfloat16().float())
+    return model
+
+
+def _stored_name(name: str) -> str:
+    stem, _, ending = name.rpartition(".")
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{ending}" if layer else f"{_NAMES[stem]}.{ending}"
+
+
+def _permute(values: Any, heads: int) -> Any:
+    """llama.cpp's reordering of rotary rows, as in its convert_hf_to_gguf.py."""
+    return values.reshape(heads, 2, values.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(values.shape)
