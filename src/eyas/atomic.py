@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from eyas.errors import UserError
@@ -20,11 +20,16 @@ def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
 
     Refuses to touch an existing destination unless `replace`; then the old one is removed last.
     """
-    if destination.exists() and not replace:
-        raise UserError(f"{destination} exists and would be overwritten; choose another destination or pass --force")
     staging: Path | None = None
+    new_parents: list[Path] = []
     try:
-        destination.parent.mkdir(parents=True, exist_ok=True)
+        if destination.exists() and not replace:
+            raise UserError(
+                f"{destination} exists and would be overwritten; choose another destination or pass --force"
+            )
+        new_parents = [parent for parent in destination.parents if not parent.exists()]
+        if new_parents:
+            destination.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=destination.parent))
         staging.chmod(0o777 & ~_umask())
         yield staging
@@ -38,6 +43,9 @@ def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
     finally:
         if staging is not None:
             shutil.rmtree(staging, ignore_errors=True)
+        for parent in new_parents:
+            with suppress(OSError):  # not empty: all went well, or another writer came
+                parent.rmdir()
 
 
 def _move_into_place(staging: Path, destination: Path) -> None:
@@ -45,12 +53,14 @@ def _move_into_place(staging: Path, destination: Path) -> None:
         staging.rename(destination)
         return
     retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.retired-", dir=destination.parent))
-    destination.rename(retired / destination.name)
+    old = retired / "old"
     try:
-        staging.rename(destination)
-    except OSError:
-        (retired / destination.name).rename(destination)
-        raise
+        destination.rename(old)
+        try:
+            staging.rename(destination)
+        except BaseException:
+            old.rename(destination)
+            raise
     finally:
         shutil.rmtree(retired, ignore_errors=True)
 

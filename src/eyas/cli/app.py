@@ -4,9 +4,8 @@ Nothing heavy is imported here or at the top of a command's file: `eyas --help` 
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from eyas import __version__
@@ -19,7 +18,7 @@ from eyas.errors import UserError
 app = typer.Typer(
     name="eyas",
     help="Train, check and serve EAGLE-3.1 drafters: speculative decoding that holds up in production.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -37,11 +36,19 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Options that stand before a command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+# The base of every usage error. Older typer imports click, newer typer carries a copy of its own: only through
+# typer's public BadParameter is it the right class in both.
+_UsageFault: Any = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
@@ -50,9 +57,9 @@ def main() -> None:
         code = app(standalone_mode=False)
     except UserError as error:
         _fail(str(error), 2)
-    except click.ClickException as error:
+    except _UsageFault as error:
         _fail(error.format_message(), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -29,8 +29,11 @@ def convert(
     from eyas.drafter.checkpoint import find_folder, read_checkpoint, write_checkpoint
     from eyas.errors import UserError
 
-    if destination.resolve().is_relative_to(find_folder(source).resolve()):
+    old, new = find_folder(source).resolve(), destination.resolve()
+    if new.is_relative_to(old):
         raise UserError(f"{destination} lies in the source {source}; choose a destination outside it")
+    if old.is_relative_to(new):
+        raise UserError(f"{destination} holds the source {source}, which --force would remove; choose another place")
     checkpoint = read_checkpoint(source, layout=from_)
     write_checkpoint(checkpoint, destination, layout=to, replace=force)
     typer.echo(f"{checkpoint.config.family} drafter, {checkpoint.layout} -> {to}: {destination}")

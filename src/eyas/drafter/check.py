@@ -101,7 +101,7 @@ def _config_findings(checkpoint: Checkpoint) -> list[Finding]:
     raw, config = checkpoint.raw_config, checkpoint.config
     found: list[Finding] = []
     for flag in NORM_FLAGS:
-        if flag not in raw and flag not in (raw.get("eagle_config") or {}):
+        if raw.get(flag) is None and flag not in (raw.get("eagle_config") or {}):
             found.append(
                 Finding(
                     severity="warning",
@@ -150,18 +150,18 @@ def _target_findings(checkpoint: Checkpoint, target: TargetShape) -> list[Findin
     if config.vocab_size != target.vocab_size:
         error(
             f"vocab_size {config.vocab_size} is not the target's {target.vocab_size}; "
-            "this drafter was trained for another target"
+            "this drafter was trained for another target: choose that one"
         )
     if config.target_hidden_size != target.hidden_size:
         error(
             f"target_hidden_size {config.target_hidden_size} is not the target's hidden_size {target.hidden_size}; "
-            "this drafter was trained for another target"
+            "this drafter was trained for another target: choose that one"
         )
     ids, layers = config.aux_layer_ids, target.num_hidden_layers
     if ids is not None and ids[-1] > layers:
         error(
             f"auxiliary layer id {ids[-1]} is outside the target's 0..{layers}; "
-            "this drafter was trained for a deeper target"
+            "this drafter was trained for a deeper target: choose that one"
         )
     elif ids is None:
         default = target.default_aux_layer_ids()

@@ -7,7 +7,7 @@ that its config does not know. vLLM raises on unknown names but not on missing o
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -49,9 +49,13 @@ class Checkpoint:
 def find_folder(source: str) -> Path:
     """The folder of a drafter: `source` itself, or a snapshot of that hub id."""
     folder = Path(source)
-    if folder.is_dir():
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise UserError(f"cannot look at {source}: {error.strerror}; check the path and its permissions") from error
+    if is_folder:
         return folder
-    if folder.exists():
+    if exists:
         raise UserError(f"{source} is a file; give the folder that holds config.json and *.safetensors")
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise UserError(f"{source} does not exist; give a drafter's folder or a hub id such as org/name")
@@ -78,7 +82,9 @@ def read_raw_config(folder: Path) -> Json:
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}); mend it or fetch the drafter again") from error
     if not isinstance(raw, dict):
-        raise UserError(f"{path} holds a {type(raw).__name__}; config.json must be an object")
+        raise UserError(
+            f"{path} holds a {type(raw).__name__}; config.json must be an object: mend it or fetch it again"
+        )
     return raw
 
 
@@ -101,7 +107,7 @@ def read_tensors(folder: Path, layout: Layout) -> dict[str, Tensor]:
                 for name in stored.keys():  # noqa: SIM118 (not a dict)
                     tensor, canonical = stored.get_tensor(name), layout.canonical_name(name)
                     if canonical in tensors and not torch.equal(tensors[canonical], tensor):
-                        raise UserError(f"{name} in {file.name} stands twice with different values; keep one")
+                        raise UserError(f"{name} in {file} stands twice with different values; keep one")
                     tensors[canonical] = tensor
         except SafetensorError as error:
             raise UserError(
@@ -117,9 +123,9 @@ def _check_index(folder: Path, files: list[Path]) -> None:
     if not index.exists():
         return
     try:
-        wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        wanted = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not a safetensors index ({error}); fetch or export it again") from error
+        raise UserError(f"{index} is not a safetensors index ({error!r}); fetch or export it again") from error
     missing = wanted - {file.name for file in files}
     if missing:
         raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its index names; fetch it again")
@@ -165,7 +171,7 @@ def _missing_remedy(name: str, config: DrafterConfig) -> str:
     if name == "d2t":
         return (
             f"draft_vocab_size {config.draft_vocab_size} is below vocab_size {config.vocab_size}, and without d2t "
-            "vLLM would take draft ids for target ids"
+            "vLLM would take draft ids for target ids: export the drafter again with it"
         )
     if name in ("embed_tokens.weight", "lm_head.weight"):
         return "the target's cannot stand in, its shape differs: export the drafter with its own"
@@ -294,4 +300,6 @@ def checkpoint_of(drafter: Drafter) -> Checkpoint:
     shared = {"embed_tokens.weight"} if drafter.shares_embedding else set()
     shared |= {"lm_head.weight"} if drafter.shares_head else set()
     tensors = {name: t.detach().cpu() for name, t in drafter.state_dict().items() if name not in shared}
-    return Checkpoint(config=drafter.config, tensors=tensors, extras={}, raw_config={})
+    # A drafter that was cast says on disk what it is now, not what it was built as.
+    config = replace(drafter.config, dtype=str(drafter.fc.weight.dtype).removeprefix("torch."))
+    return Checkpoint(config=config, tensors=tensors, extras={}, raw_config={})

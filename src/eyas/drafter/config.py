@@ -24,6 +24,9 @@ ROPE_OPTIONAL_KEYS: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
 
+# Far above any drafter, and low enough that a typing error is a line and not a table of a billion tensors.
+_MOST: Mapping[str, int] = {"num_hidden_layers": 256, "num_aux_hidden_states": 256}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
@@ -93,13 +96,13 @@ class DrafterConfig:
                 f"{self.num_key_value_heads}; correct one of them in config.json"
             )
         if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even head_dim")
+            raise UserError(
+                f"head_dim {self.head_dim} is odd; rotary embedding needs an even one: correct it in config.json"
+            )
         if self.dtype not in DTYPES:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}; set it in config.json")
         for name in ("rms_norm_eps", "logit_scale"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise UserError(f"{name} is {value!r}; it must be a number above 0")
+            _require_positive(name, getattr(self, name))
         self._check_aux_layer_ids()
         _check_rope(self.rope_parameters)
 
@@ -108,7 +111,9 @@ class DrafterConfig:
         if ids is None:
             return
         if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-            raise UserError(f"auxiliary layer ids {list(ids)} must be whole numbers from 0")
+            raise UserError(
+                f"auxiliary layer ids {list(ids)} must be whole numbers from 0: correct them in config.json"
+            )
         if len(ids) != self.num_aux_hidden_states:
             raise UserError(
                 f"{len(ids)} auxiliary layer ids {list(ids)} but num_aux_hidden_states is "
@@ -135,8 +140,14 @@ class DrafterConfig:
 
 
 def _require_whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name} is {value!r}; it must be a whole number from 1")
+    most = _MOST.get(name, 2**31 - 1)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise UserError(f"{name} is {value!r}; it must be a whole number from 1 to {most}: correct it in config.json")
+
+
+def _require_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e38:
+        raise UserError(f"{name} is {value!r}; it must be a number above 0 and below 1e38: correct it in config.json")
 
 
 def _check_rope(rope: Mapping[str, Any]) -> None:
@@ -155,7 +166,7 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
         raise UserError(
             f"rope_type {kind!r} does not take {', '.join(sorted(unknown))}; known: {', '.join(sorted(needed))}"
         )
-    for name in needed:
-        value = rope[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise UserError(f"{name} of rope_parameters is {value!r}; it must be a number above 0")
+    if not isinstance(rope.get("truncate", True), bool):
+        raise UserError(f"rope_parameters.truncate is {rope['truncate']!r}; it must be true or false in config.json")
+    for name in rope.keys() - {"rope_type", "truncate"}:
+        _require_positive(f"rope_parameters.{name}", rope[name])

@@ -58,13 +58,16 @@ _CONSUMED = frozenset(
         "tie_word_embeddings",
     }
 )
-# Keys that change nothing a drafter computes, beyond those every transformers config carries.
+# Keys that change nothing a drafter computes, beyond those every transformers config carries: two of them
+# (layer_types, quantization_config) only with the values that `_layer_values` lets pass.
 _HARMLESS = frozenset(
     {
         "_name_or_path",
         "auto_map",
+        "layer_types",
         "max_window_layers",
         "pretraining_tp",
+        "quantization_config",
         "sliding_window",
         "use_sliding_window",
         "eyas_source",
@@ -136,14 +139,18 @@ def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
     _check_architecture(raw)
     eagle = raw.get("eagle_config") or {}
     if not isinstance(eagle, dict):
-        raise UserError(f"eagle_config is {eagle!r}; it must be an object or absent")
+        raise UserError(f"eagle_config is {eagle!r}; it must be an object or absent: correct it")
     _refuse_unknown(eagle, _EAGLE_CONFIG_KEYS, "eagle_config")
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UserError(
-            "eagle_config.use_aux_hidden_state is false: this drafter reads the target's last state only, as "
-            "EAGLE-1 does; eyas runs drafters that fuse auxiliary states"
+            f"eagle_config.use_aux_hidden_state is {eagle['use_aux_hidden_state']!r}: this drafter reads the "
+            "target's last state only, as EAGLE-1 does; eyas runs drafters that fuse auxiliary states: use one"
         )
     _refuse_unknown(raw, _CONSUMED | _harmless_keys(), "config.json")
+    source = raw.get("eyas_source", {})
+    if not isinstance(source, dict):
+        raise UserError(f"eyas_source is {source!r}; it must be an object as `eyas convert` writes it: remove it")
+    _refuse_unknown(source, frozenset(_SPECULATORS_SOURCE), "eyas_source")
     values = _layer_values(raw)
     values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
     if "norm_before_fc" in eagle:
@@ -161,8 +168,8 @@ def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ..
     and as indices of the layer whose OUTPUT is taken: one less. A file with both lists says which it means.
     """
     for where, ids in (("", top), ("eagle_config.", nested)):
-        if ids and not _whole_numbers(ids):
-            raise UserError(f"{where}{IDS_KEY} is {ids!r}; it must be a list of whole numbers")
+        if ids not in (None, []) and not _whole_numbers(ids):
+            raise UserError(f"{where}{IDS_KEY} is {ids!r}; it must be a list of whole numbers: correct it")
     if _whole_numbers(top):
         if _whole_numbers(nested) and nested not in (top, [i - 1 for i in top]):
             raise UserError(
@@ -178,15 +185,18 @@ def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ..
 def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
     kind = raw.get("speculators_model_type")
     if kind != "eagle3":
-        raise UserError(f"speculators_model_type is {kind!r}; eyas reads 'eagle3' drafters")
+        raise UserError(f"speculators_model_type is {kind!r}; eyas reads 'eagle3' drafters: use such a one")
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
-        raise UserError("transformer_layer_config is missing; a speculators config.json needs it as an object")
+        raise UserError(
+            f"transformer_layer_config is {layer!r}; a speculators config.json needs it as an object: export it again"
+        )
     if layer.get("model_type", "llama") != "llama":
         raise UserError(
-            f"transformer_layer_config.model_type is {layer['model_type']!r}; eyas runs drafters with 'llama' layers"
+            f"transformer_layer_config.model_type is {layer['model_type']!r}; eyas runs drafters with 'llama' layers: "
+            "use such a one"
         )
-    if "norm_before_residual" not in raw:
+    if raw.get("norm_before_residual") is None:
         raise UserError(
             "norm_before_residual is missing: vLLM would assume true and speculators false; "
             "write the value the drafter was trained with into config.json"
@@ -214,7 +224,9 @@ def _check_architecture(raw: Json) -> None:
             "Is this path the target instead of its drafter?"
         )
     if raw.get("model_type", "llama") != "llama":
-        raise UserError(f"config.json says model_type {raw['model_type']!r}; eyas runs drafters with 'llama' layers")
+        raise UserError(
+            f"config.json says model_type {raw['model_type']!r}; eyas runs drafters with 'llama' layers: use such a one"
+        )
 
 
 def _layer_values(raw: Json) -> Json:
@@ -222,16 +234,24 @@ def _layer_values(raw: Json) -> Json:
     if missing:
         raise UserError(f"config.json lacks {', '.join(missing)}; add what the drafter was trained with")
     if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act is {raw['hidden_act']!r}; drafters use 'silu', and so do vLLM and eyas")
+        raise UserError(
+            f"hidden_act is {raw['hidden_act']!r}; vLLM and eyas run drafters with 'silu' only: use such a one"
+        )
     if raw.get("quantization_config"):
-        raise UserError("quantization_config is set; eyas reads drafters in float32, bfloat16 or float16")
-    if "sliding_attention" in (raw.get("layer_types") or ()):
-        raise UserError("layer_types names 'sliding_attention'; eyas runs drafters with 'full_attention' layers")
+        raise UserError(
+            f"quantization_config is {raw['quantization_config']!r}; eyas reads drafters in float32, bfloat16 or "
+            "float16: fetch the drafter that is not quantised"
+        )
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise UserError(f"layer_types is {kinds!r}; eyas runs drafters with 'full_attention' layers: use such a one")
     values = {key: raw[key] for key in _LAYER_FIELDS if raw.get(key) is not None}
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    if "head_dim" not in values and isinstance(heads, int) and isinstance(hidden, int) and heads:
-        values["head_dim"] = hidden // heads
+    if "head_dim" not in values:
+        # Where heads or width are no sizes at all, DrafterConfig names them before it comes to this one.
+        whole = type(heads) is int and type(hidden) is int and heads > 0
+        values["head_dim"] = hidden // heads if whole else 0
     values["rope_parameters"] = _read_rope(raw)
     values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     return values
@@ -239,7 +259,10 @@ def _layer_values(raw: Json) -> Json:
 
 def _read_rope(raw: Json) -> Json:
     """One dict from either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"rope_parameters is {rope!r}; it must be an object such as {{'rope_type': 'default'}}")
+    rope = dict(rope)
     if "type" in rope:
         rope.setdefault("rope_type", rope["type"])
         del rope["type"]
@@ -386,7 +409,7 @@ def _rename(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 LAYOUTS: Mapping[str, Layout] = {
     "vllm": Layout(
         name="vllm",
-        from_disk=_MIDLAYER_IN,
+        from_disk=_MIDLAYER_IN + _SGLANG_LATER_IN,
         to_disk=_midlayer_out,
         read_config=lambda raw: _read_eagle3(raw, sglang=False),
         write_config=lambda config, extras: _write_eagle3(config, extras, sglang=False),

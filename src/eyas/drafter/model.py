@@ -161,7 +161,7 @@ class Drafter(nn.Module):
             self.embed_tokens.weight = nn.Parameter(embedding_VD.detach(), requires_grad=False)
         if self.lm_head is None:
             _require_shape("lm_head", head_VD, (config.draft_vocab_size, config.hidden_size))
-            self.lm_head = nn.Linear(0, 0, bias=False, device="meta")
+            self.lm_head = nn.Linear(1, 1, bias=False, device="meta")
             self.lm_head.weight = nn.Parameter(head_VD.detach(), requires_grad=False)
         return self
 

@@ -34,7 +34,9 @@ class Rope(nn.Module):
                     rope_parameters=dict(config.rope_parameters),
                 )
             )
-        self._exact = rotary.inv_freq.float()
+        # A clone, because transformers' own is an nn.Buffer: assigned as it is, it would become one here as well
+        # and be cast with the rest.
+        self._exact = rotary.inv_freq.float().clone()
         self.register_buffer("inverse_frequencies", self._exact, persistent=False)
         self._scale = float(rotary.attention_scaling)
 

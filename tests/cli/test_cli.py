@@ -1,0 +1,221 @@
+"""The commands: what they print, how they exit, and that help costs nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas import __version__
+
+Run = Callable[..., Any]
+Save = Callable[..., Path]
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; sys.argv = ['eyas', *sys.argv[1:]]\n"
+        "from eyas.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    code = end.code\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'huggingface_hub'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)\n"
+    )
+    for arguments in (["--help"], ["check", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    # The control: the script does tell.
+    control = [sys.executable, "-c", "import numpy\n" + script, "--version"]
+    done = subprocess.run(control, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "imported {'numpy'}\n")
+
+
+def test_the_installed_command_answers() -> None:
+    command = Path(sys.executable).with_name("eyas")
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(name in done.stdout for name in ("generate", "check", "convert", "fetch"))
+
+
+def test_no_command_prints_the_help(run: Run) -> None:
+    alone, asked = run(), run("--help")
+    assert (alone.code, asked.code) == (0, 0)
+    assert alone.out.split() == asked.out.split()
+    assert "convert" in alone.out
+
+
+def test_version_is_the_packages(run: Run) -> None:
+    outcome = run("--version")
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"{__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["nonsense"], "nonsense"),
+        (["--nonsense"], "--nonsense"),
+        (["check"], "drafter"),
+        (["check", "a", "--nonsense"], "--nonsense"),
+        (["check", "a", "b"], "b"),
+        (["convert", "a", "b"], "--to"),
+        (["convert", "a", "b", "--to", "gguf"], "'vllm', 'sglang', 'speculators'"),
+        (["convert", "a", "b", "--to", "vllm", "--from", "gguf"], "'vllm', 'sglang', 'speculators'"),
+        (["generate", "hello", "--depth", "-1"], "--depth"),
+        (["generate", "hello", "--max-tokens", "many"], "--max-tokens"),
+    ],
+)
+def test_wrong_usage_is_one_line(run: Run, arguments: list[str], part: str) -> None:
+    run(*arguments).assert_refused(part)
+
+
+# --- check -----------------------------------------------------------------------------------------------------
+
+
+def test_check_says_what_a_drafter_is(run: Run, save: Save) -> None:
+    folder = save(fc_norm=True, norm_output=True, draft_vocab_size=32)
+    outcome = run("check", folder)
+    assert (outcome.code, outcome.err) == (0, "")
+    rows = {line.split(maxsplit=1)[0]: line for line in outcome.out.splitlines()}
+    assert f"EAGLE-3.1 (vllm layout), {folder}" in rows["drafter"]
+    assert "1 of width 64" in rows["layers"]
+    assert "after layers 1, 2, 3" in rows["layers"]
+    assert "32 of 96" in rows["vocabulary"]
+    assert "fc_norm yes, norm_output yes, norm_before_fc no, norm_before_residual no" in rows["flags"]
+    assert "embeddings" in rows["from"]
+    assert "works by itself (pass --target to check the pair)" in rows["verdict"]
+    assert "error" not in rows
+
+
+def test_check_with_a_target_judges_the_pair(run: Run, save: Save, target: Path) -> None:
+    outcome = run("check", save(), "--target", target)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"works with {target}" in outcome.out
+
+
+def test_check_prints_json_for_programs(run: Run, save: Save, target: Path) -> None:
+    good = run("check", save(), "--target", target, "--json")
+    assert (good.code, good.err) == (0, "")
+    report = json.loads(good.out)
+    assert (report["ok"], report["family"], report["findings"]) == (True, "EAGLE-3", [])
+    bad = run("check", save("other", vocab_size=95, draft_vocab_size=95), "--target", target, "--json")
+    assert (bad.code, bad.err) == (2, "")
+    report = json.loads(bad.out)
+    assert report["ok"] is False
+    assert report["findings"][0]["severity"] == "error"
+
+
+def test_a_warning_does_not_fail_a_check(run: Run, save: Save) -> None:
+    folder = save()
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["norm_output"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    outcome = run("check", folder)
+    assert outcome.code == 0
+    assert "warning" in outcome.out
+    assert "works by itself" in outcome.out
+
+
+# --- convert ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
+def test_convert_writes_a_drafter_that_checks(
+    run: Run, save: Save, tmp_path: Path, contents: Callable[[Path], dict[str, bytes]], layout: str
+) -> None:
+    source = save(fc_norm=True, norm_output=True)
+    before = contents(source)
+    outcome = run("convert", source, tmp_path / "out", "--to", layout)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out == f"EAGLE-3.1 drafter, vllm -> {layout}: {tmp_path / 'out'}\n"
+    assert contents(source) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"drafter", "out"}
+    assert f"EAGLE-3.1 ({layout} layout)" in run("check", tmp_path / "out").out
+
+
+def test_convert_takes_the_sources_format_from_the_user(run: Run, save: Save, tmp_path: Path) -> None:
+    source = save()
+    raw = json.loads((source / "config.json").read_text())
+    del raw["eagle_aux_hidden_state_layer_ids"]
+    (source / "config.json").write_text(json.dumps(raw))
+    ids = []
+    for number, extra in enumerate(([], ["--from", "sglang"])):
+        out = tmp_path / f"out{number}"
+        assert run("convert", source, out, "--to", "vllm", *extra).code == 0
+        ids.append(json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"])
+    assert ids == [[1, 2, 3], [2, 3, 4]]
+
+
+def test_convert_replaces_a_destination_only_by_force(
+    run: Run, save: Save, tmp_path: Path, contents: Callable[[Path], dict[str, bytes]]
+) -> None:
+    source, old = save(fc_norm=True), save("old")
+    before = contents(old)
+    run("convert", source, old, "--to", "vllm").assert_refused(str(old), "exists", "--force")
+    assert contents(old) == before
+    assert run("convert", source, old, "--to", "vllm", "--force").code == 0
+    assert contents(old) == contents(source)
+    assert {path.name for path in tmp_path.iterdir()} == {"drafter", "old"}
+
+
+@pytest.mark.parametrize("inside", [".", "sub", "sub/../sub/deeper"])
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_convert_never_writes_into_its_source(
+    run: Run, save: Save, contents: Callable[[Path], dict[str, bytes]], inside: str, force: list[str]
+) -> None:
+    source = save()
+    before = contents(source)
+    outcome = run("convert", source, source / inside, "--to", "sglang", *force)
+    outcome.assert_refused("lies in the source", "choose a destination outside")
+    assert contents(source) == before
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_convert_never_replaces_a_folder_that_holds_its_source(
+    run: Run, save: Save, tmp_path: Path, contents: Callable[[Path], dict[str, bytes]], force: list[str]
+) -> None:
+    source = save("outer/inner")
+    before = contents(tmp_path)
+    outcome = run("convert", source, tmp_path / "outer", "--to", "sglang", *force)
+    outcome.assert_refused("holds the source", "choose another")
+    assert contents(tmp_path) == before
+
+
+def test_convert_through_a_link_to_the_source_is_refused(run: Run, save: Save, tmp_path: Path) -> None:
+    source = save()
+    link = tmp_path / "link"
+    link.symlink_to(source)
+    run("convert", source, link, "--to", "sglang", "--force").assert_refused("lies in the source")
+    assert link.is_symlink()
+
+
+def test_an_interruption_is_no_traceback(run: Run, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eyas.drafter.check.read_unchecked", interrupt)
+    outcome = run("check", save())
+    assert outcome.code == 130
+    assert "Traceback" not in outcome.err
+
+
+def test_a_bug_is_not_hidden(run: Run, save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("eyas.drafter.check.read_unchecked", fail)
+    with pytest.raises(ZeroDivisionError):
+        run("check", save())
+
+
+def test_a_closed_pipe_is_no_traceback() -> None:
+    command = [sys.executable, "-c", "from eyas.cli.app import main; main()", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert "Traceback" not in done.stderr
