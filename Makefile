@@ -27,7 +27,7 @@ lint: $(READY)
 
 # The drafter against the real vLLM (CPU build, its own environment), proposal by proposal.
 parity: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest -m parity tests/parity -s
+	PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m parity tests/parity -s
 
 # Greedy losslessness on real prompts: PROMPTS=file.jsonl (Spec-Bench format), 50 of them.
 lossless: $(READY)

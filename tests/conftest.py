@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
     from eyas.target.model import Target
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """What `make lossless` is given."""
+    parser.addoption("--prompts", default="", help="JSONL of prompts (`turns` or `prompt`) for the lossless tests")
+    parser.addoption("--drafter", default="", help="drafter of the default target for the lossless tests")
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +24,24 @@ def default_target() -> Target:
     from eyas.target.model import Target
 
     return Target.load(DEFAULT_TARGET, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> Target:
+    """A target that learnt a small language; it speaks in ids and has no tokenizer."""
+    from transformers import PreTrainedTokenizerBase
+
+    from eyas.target.facts import facts_of
+    from eyas.target.model import Target
+    from tiny import trained_target
+
+    model = trained_target(steps=250)
+    return Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=PreTrainedTokenizerBase())
+
+
+@pytest.fixture(scope="session")
+def tiny_drafter(tiny_target: Target) -> Drafter:
+    """An EAGLE-3.1 drafter that learnt the tiny target."""
+    from tiny import drafter_config, trained_drafter
+
+    return trained_drafter(tiny_target.model, drafter_config(fc_norm=True, norm_output=True), steps=120)

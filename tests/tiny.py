@@ -163,18 +163,20 @@ def unroll_loss(drafter: Drafter, ids: Tensor, logits: Tensor, aux: Tensor, dept
 def trained_drafter(
     model: LlamaForCausalLM, config: DrafterConfig, *, steps: int = 250, kept: Tensor | None = None, depths: int = 4
 ) -> Drafter:
-    """A drafter that learnt the target, sharing its embeddings."""
+    """A drafter that learnt the target; it shares the target's embeddings where the widths agree."""
     torch.manual_seed(2)
-    drafter = Drafter(config)
+    same_width = config.hidden_size == config.target_hidden_size
+    drafter = Drafter(config, own_embedding=not same_width)
     for name, parameter in drafter.named_parameters():
         # Norms of the input start far from the identity, signs included, and training keeps them there: a norm that
         # is skipped or misplaced then shows, as it does in drafters of large targets.
-        if parameter.ndim == 1 and name != "norm.weight":
+        if (name.endswith("norm.weight") and name != "norm.weight") or name.startswith("fc_norm."):
             parameter.data.copy_(torch.randn_like(parameter).exp() * torch.randn_like(parameter).sign())
     if kept is not None:
         set_vocabulary(drafter, kept)
     assert drafter.lm_head is not None
-    drafter.lm_head.weight.data.copy_(model.lm_head.weight[drafter.vocab().target_ids_W])
+    if same_width:
+        drafter.lm_head.weight.data.copy_(model.lm_head.weight[drafter.vocab().target_ids_W])
     drafter.share_target(model.get_input_embeddings().weight, model.lm_head.weight)
     trainable = [p for p in drafter.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trainable, lr=4e-3)

@@ -61,19 +61,21 @@ def _move_into_place(staging: Path, destination: Path) -> None:
         except BaseException:
             old.rename(destination)
             raise
-    finally:
-        shutil.rmtree(retired, ignore_errors=True)
+    except BaseException:
+        with suppress(OSError):  # not empty: moving back failed too, and the old folder is in there
+            retired.rmdir()
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
-    """Force file contents to disk before the rename makes them visible; a rename alone does not."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    """Force contents to disk before the rename makes them visible; a rename alone does not."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _umask() -> int:

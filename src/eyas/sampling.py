@@ -31,8 +31,11 @@ class Sampling:
     """Keep the smallest set of most likely tokens whose probability reaches this."""
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature {self.temperature} is below 0; use 0 for greedy or a number above")
+        # Below, float32 scores divided by it overflow; above, those of undraftable tokens become undefined.
+        if self.temperature != 0 and not 1e-5 <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature {self.temperature} is neither 0 nor a finite number from 1e-05; use 0 for greedy decoding"
+            )
         if self.top_k < 0:
             raise UserError(f"top_k {self.top_k} is below 0; use 0 to keep every token")
         if not 0 < self.top_p <= 1:

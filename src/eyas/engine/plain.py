@@ -1,10 +1,11 @@
 """Plain decoding by transformers: the baseline, and what answers when there is no drafter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from eyas.sampling import Sampling
 from eyas.target.model import Target
@@ -42,16 +43,28 @@ def generate_plainly(
             "top_k": sampling.top_k,
             "top_p": sampling.top_p,
         }
-    with torch.random.fork_rng():
+    stop_ids = sorted(target.stop_ids())
+    with torch.random.fork_rng(), _without_shipped_defaults(target.model):
         torch.manual_seed(seed)
         generate: Any = target.model.generate  # transformers types it as a tensor
         output_BT = generate(
             ids_BT,
             attention_mask=torch.ones_like(ids_BT),
             max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(target.stop_ids()),
+            eos_token_id=stop_ids,
             pad_token_id=0,
             streamer=None if on_text is None else _TextSink(target, on_text),
             **options,
         )
     return tuple(output_BT[0, len(ids) :].tolist())
+
+
+@contextmanager
+def _without_shipped_defaults(model: PreTrainedModel) -> Iterator[None]:
+    """Decode by `Sampling` alone: transformers would add the checkpoint's defaults, such as a repetition penalty."""
+    shipped = model.generation_config
+    model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        model.generation_config = shipped

@@ -132,6 +132,7 @@ def decode_plainly(
 ) -> tuple[int, ...]:
     """Decode without speculation: what `decode_speculatively` must be indistinguishable from."""
     sampling = sampling or Sampling()
+    _require_tokens(prompt)
     ids = list(prompt)
     while len(ids) - len(prompt) < max_new_tokens:
         logits_TV, _ = target([ids])[0]
@@ -154,8 +155,7 @@ def decode_speculatively(
 ) -> Generation:
     """Decode with speculation. Rounds are complete even where the last one overshoots; tokens are cut to fit."""
     sampling = sampling or Sampling()
-    if not prompt:
-        raise UserError("the prompt has 0 tokens; give at least 1")
+    _require_tokens(prompt)
     ids = list(prompt)
     logits_TV, aux_TX = target([ids])[0]
     ids.append(draws.pick(probabilities(logits_TV[-1], sampling)))
@@ -270,6 +270,11 @@ def _tokens(path: Sequence[Node]) -> list[int]:
 def _token(node: Node) -> int:
     assert node.candidate is not None, "the root is no candidate"
     return node.candidate.token
+
+
+def _require_tokens(prompt: Sequence[int]) -> None:
+    if not prompt:
+        raise UserError("the prompt has 0 tokens; give at least 1")
 
 
 def _finished(new: Sequence[int], max_new_tokens: int, stop_ids: Collection[int]) -> bool:

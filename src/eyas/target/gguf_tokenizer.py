@@ -98,7 +98,19 @@ def _sentencepiece(source: GgufFile) -> PreTrainedTokenizerBase:
             f"transformers cannot read the SentencePiece tokenizer of {source.path} ({reason}); "
             "use the model's safetensors folder instead"
         ) from error
+    # Some versions of transformers mix these up; the file says what they are.
+    for role, token in _special_tokens(source, source.required("tokenizer.ggml.tokens", list)).items():
+        setattr(tokenizer, role, token)
     return tokenizer
+
+
+def _special_tokens(source: GgufFile, tokens: list[str]) -> dict[str, str]:
+    """Beginning, end, padding and unknown token, where the file names them."""
+    return {
+        role: tokens[index]
+        for role, key in _ROLES.items()
+        if (index := source.optional(key, int, -1)) in range(len(tokens))
+    }
 
 
 def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBase:
@@ -138,9 +150,7 @@ def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBas
             if kind in (_CONTROL, _USER_DEFINED)
         ]
     )
-    roles = {
-        role: tokens[index] for role, key in _ROLES.items() if (index := source.optional(key, int, -1)) in range(count)
-    }
+    roles = _special_tokens(source, tokens)
     bos = source.optional("tokenizer.ggml.add_bos_token", bool, pre.adds_bos)
     eos = source.optional("tokenizer.ggml.add_eos_token", bool, False)
     tokenizer.post_processor = _post_processor(

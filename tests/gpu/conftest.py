@@ -1,0 +1,11 @@
+"""Without a CUDA device these tests are skipped, and say how to run them."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.path.parts:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu` where there is one"))

@@ -1,0 +1,334 @@
+"""The drafter here is the drafter vLLM runs: same states in, same tokens out, proposal by proposal.
+
+Each case trains a drafter, lets the real vLLM serve it (record.py, a process of its own) and replays every proposal
+on states of our own making. Output equality would prove little: a wrong drafter still gives the right text, slower.
+Figures are printed as a table and written to build/parity.json.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import tiny
+from default_drafter import default_drafter_config, train_default_drafter, training_prompts
+from eyas.drafter.check import check
+from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.model import Drafter
+from eyas.engine.dense import DenseTarget, EagleDraft
+from eyas.engine.reference import Chain, TargetModel, decode_plainly, decode_speculatively
+from eyas.sampling import SeededDraws
+from eyas.target.facts import facts_of
+from eyas.target.locate import locate
+from eyas.target.model import Target
+from parity.compare import Agreement, agreement, flipped, relative_difference
+
+pytestmark = pytest.mark.parity
+
+DEPTH = 5
+EAGLE_31 = {"fc_norm": True, "norm_output": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A drafter to train and the format to export it in."""
+
+    flags: dict[str, Any]
+    layout: str = "vllm"
+    on_default_target: bool = False
+
+
+CASES = {
+    "EAGLE-3": Case(flags={}),
+    "EAGLE-3.1": Case(flags=EAGLE_31),
+    "EAGLE-3.1, sglang format": Case(flags=EAGLE_31, layout="sglang"),
+    "EAGLE-3.1, speculators format": Case(flags=EAGLE_31, layout="speculators"),
+    "norm_before_fc + norm_output": Case(flags={"norm_before_fc": True, "norm_output": True}),
+    "norm_before_residual": Case(flags={"norm_before_residual": True}),
+    "pruned vocabulary": Case(flags={**EAGLE_31, "draft_vocab_size": 64}),
+    "two layers": Case(flags={**EAGLE_31, "num_hidden_layers": 2}),
+    "narrow, biases, yarn, two states": Case(
+        flags={
+            **EAGLE_31,
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "num_aux_hidden_states": 2,
+            "aux_layer_ids": (1, 4),
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        }
+    ),
+    "default target, EAGLE-3": Case(flags={}, on_default_target=True),
+    "default target, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True),
+}
+# Where a flag is on, its norm was trained; dropping it must break parity. On the default target, whose states are far
+# from unit size, so must adding one that was not trained.
+CONTROLS = [
+    ("EAGLE-3.1", "fc_norm"),
+    ("EAGLE-3.1", "norm_output"),
+    ("norm_before_fc + norm_output", "norm_before_fc"),
+    ("norm_before_fc + norm_output", "norm_output"),
+    ("norm_before_residual", "norm_before_residual"),
+    ("pruned vocabulary", "fc_norm"),
+    ("pruned vocabulary", "norm_output"),
+    ("two layers", "fc_norm"),
+    ("two layers", "norm_output"),
+    ("default target, EAGLE-3", "fc_norm"),
+    ("default target, EAGLE-3", "norm_output"),
+    ("default target, EAGLE-3", "norm_before_residual"),
+    ("default target, EAGLE-3.1", "fc_norm"),
+    ("default target, EAGLE-3.1", "norm_output"),
+    ("default target, EAGLE-3.1", "norm_before_residual"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A trained drafter, what vLLM did with it, and our target to repeat it with."""
+
+    drafter: Drafter
+    folder: Path
+    target: TargetModel
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    record: dict[str, Any]
+    their_aux: Sequence[Tensor]
+    our_aux: Sequence[Tensor]
+
+
+@dataclass
+class Laboratory:
+    """Trains and records each case once."""
+
+    folder: Path
+    results: dict[str, Result] = field(default_factory=dict)
+    drafters: dict[str, Drafter] = field(default_factory=dict)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tiny_target: Any = None
+    default_target: Target | None = None
+
+    def result(self, name: str) -> Result:
+        if name not in self.results:
+            self.results[name] = self._run(name, CASES[name])
+        return self.results[name]
+
+    def note(self, name: str, **figures: object) -> None:
+        self.figures.setdefault(name, {}).update(figures)
+
+    def _run(self, name: str, case: Case) -> Result:
+        target_folder, target, prompts, new_tokens, train = self._stage(case)
+        key = json.dumps([case.flags, case.on_default_target], default=list)
+        if key not in self.drafters:
+            self.drafters[key] = train()
+        drafter = self.drafters[key]
+        folder = self.folder / name.replace(" ", "-").replace(",", "")
+        write_checkpoint(checkpoint_of(drafter), folder / "drafter", layout=case.layout)
+        job = {
+            "target": str(target_folder),
+            "drafter": str(folder / "drafter"),
+            "depth": DEPTH,
+            "new_tokens": new_tokens,
+            "max_model_len": 400,
+            "prompts": prompts,
+        }
+        job_file = folder / "job.json"
+        job_file.write_text(json.dumps(job))
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("record.py")), str(job_file)],
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        record = json.loads(job_file.with_suffix(".record.json").read_text())
+        aux = load_file(job_file.with_suffix(".record.safetensors"))
+        sequences = [[*prompt, *output] for prompt, output in zip(prompts, record["outputs"], strict=True)]
+        return Result(
+            drafter=drafter,
+            folder=folder / "drafter",
+            target=target,
+            prompts=prompts,
+            new_tokens=new_tokens,
+            record=record,
+            their_aux=[aux[f"aux.{i}"] for i in range(len(prompts))],
+            our_aux=[target([ids])[0][1] for ids in sequences],
+        )
+
+    def _stage(self, case: Case) -> tuple[Path, TargetModel, list[list[int]], int, Callable[[], Drafter]]:
+        if case.on_default_target:
+            if self.default_target is None:
+                self.default_target = Target.load("smollm2", dtype="float32")
+            target = self.default_target
+            config = default_drafter_config(**case.flags)
+            prompts = [target.encode_chat([{"role": "user", "content": text}]) for text in training_prompts()[:6]]
+            return (
+                Path(locate("smollm2")),
+                DenseTarget(target, config),
+                prompts,
+                40,
+                lambda: train_default_drafter(target, config),
+            )
+        if self.tiny_target is None:
+            self.tiny_target = tiny.trained_target()
+            self.tiny_target.save_pretrained(self.folder / "target")
+        model, config = self.tiny_target, tiny.drafter_config(**case.flags)
+        generator = torch.Generator().manual_seed(9)
+        prompts = tiny.language(24, 12, generator).tolist()
+        kept = torch.randperm(tiny.VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
+        return (
+            self.folder / "target",
+            _tiny_target_model(model, config),
+            prompts,
+            16,
+            lambda: tiny.trained_drafter(model, config, steps=120, kept=kept if config.pruned else None),
+        )
+
+
+def _tiny_target_model(model: Any, config: DrafterConfig) -> TargetModel:
+    def run(sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
+        assert config.aux_layer_ids is not None
+        outputs = [tiny.features(model, torch.tensor([list(ids)]), config.aux_layer_ids) for ids in sequences]
+        return [(logits[0], aux[0]) for logits, aux in outputs]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
+    laboratory = Laboratory(folder=tmp_path_factory.mktemp("parity"))
+    yield laboratory
+    out = Path("build/parity.json")
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps({"depth": DEPTH, "cases": laboratory.figures}, indent=2) + "\n")
+    print(f"\n\n{'case':36} {'proposals equal':>16} {'aux error':>10} {'length ours':>12} {'vLLM':>6}  flags flipped")
+    for name, row in laboratory.figures.items():
+        flips = ", ".join(f"{flag} {share:.0%}" for flag, share in row.get("flipped", {}).items())
+        equal = f"{row['equal']} of {row['comparable']}" if "equal" in row else "-"
+        print(
+            f"{name:36} {equal:>16} {row.get('aux_error', float('nan')):10.1e} "
+            f"{row.get('our_length', float('nan')):12.3f} {row.get('vllm_length', float('nan')):6.3f}  {flips}"
+        )
+    print(f"written to {out}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_auxiliary_states_are_those_vllm_feeds_its_drafter(lab: Laboratory, name: str) -> None:
+    result = lab.result(name)
+    errors = []
+    for ours, theirs in zip(result.our_aux, result.their_aux, strict=True):
+        slots = min(len(ours), len(theirs))
+        width = result.drafter.config.target_hidden_size
+        errors += [
+            relative_difference(a, b)
+            for a, b in zip(ours[:slots].split(width, dim=-1), theirs[:slots].split(width, dim=-1), strict=True)
+        ]
+    lab.note(name, aux_error=max(errors))
+    assert max(errors) < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_draft_tokens_equal_vllm_proposal_by_proposal(lab: Laboratory, name: str) -> None:
+    result = lab.result(name)
+    found = agreement(result.drafter, result.record, result.our_aux, DEPTH)
+    lab.note(name, **asdict(found))
+    assert found.comparable >= 20
+    assert found.share >= 0.99
+
+
+@pytest.mark.parametrize(("name", "flag"), CONTROLS)
+def test_flipping_a_norm_flag_breaks_parity(lab: Laboratory, name: str, flag: str) -> None:
+    result = lab.result(name)
+    found: Agreement = agreement(flipped(result.drafter, flag), result.record, result.our_aux, DEPTH)
+    shares = lab.figures.get(name, {}).get("flipped", {})
+    lab.note(name, flipped={**shares, flag: found.share})
+    assert found.share < 0.3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_acceptance_counts_equal_vllm(lab: Laboratory, name: str) -> None:
+    result = lab.result(name)
+    rounds = []
+    for prompt, output in zip(result.prompts, result.record["outputs"], strict=True):
+        ours = decode_speculatively(
+            result.target,
+            EagleDraft(result.drafter),
+            prompt,
+            shape=Chain(depth=DEPTH),
+            draws=SeededDraws(0),
+            max_new_tokens=result.new_tokens,
+        )
+        assert list(ours.tokens) == output, "greedy text differs"
+        rounds += ours.rounds
+    counters = result.record["counters"]
+    accepted_at = [sum(r.accepted > position for r in rounds) for position in range(DEPTH)]
+    lab.note(
+        name,
+        our_length=1 + sum(r.accepted for r in rounds) / len(rounds),
+        vllm_length=1 + counters["num_accepted_tokens"] / counters["num_drafts"],
+        our_accepted_at=accepted_at,
+        vllm_accepted_at=counters["num_accepted_tokens_per_pos"],
+    )
+    assert counters["num_drafts"] == len(rounds)
+    assert counters["num_accepted_tokens_per_pos"] == accepted_at
+
+
+def test_vllm_drafts_the_same_from_all_three_exports(lab: Laboratory) -> None:
+    records = [
+        lab.result(name).record["proposals"]
+        for name in ("EAGLE-3.1", "EAGLE-3.1, sglang format", "EAGLE-3.1, speculators format")
+    ]
+    assert records[0] == records[1] == records[2]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.on_default_target])
+def test_checked_drafters_have_no_findings(lab: Laboratory, name: str) -> None:
+    result = lab.result(name)
+    report = check(str(result.folder), target=facts_of(tiny.target_config(), "tiny"))
+    assert report.ok
+    assert not report.findings
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        EAGLE_31,
+        {"norm_before_fc": True, "norm_output": True},
+        {**EAGLE_31, "draft_vocab_size": 64, "num_hidden_layers": 2},
+    ],
+    ids=["EAGLE-3", "EAGLE-3.1", "norm_before_fc", "pruned, two layers"],
+)
+def test_the_speculators_library_loads_ours(tmp_path: Path, flags: dict[str, Any]) -> None:
+    from speculators.models.eagle3 import Eagle3DraftModel
+
+    drafter = tiny.random_drafter(tiny.drafter_config(**flags))
+    write_checkpoint(checkpoint_of(drafter), tmp_path / "drafter", layout="speculators")
+    theirs = Eagle3DraftModel.from_pretrained(str(tmp_path / "drafter"))
+    state = theirs.state_dict()
+    for tensor_name, ours in checkpoint_of(drafter).tensors.items():
+        assert torch.equal(state[tensor_name].to(ours.dtype), ours), tensor_name
+    assert theirs.config.fc_norm == drafter.config.fc_norm
+    assert theirs.config.norm_output == drafter.config.norm_output
+    assert theirs.target_layer_ids == list(tiny.AUX_IDS)
+
+
+def test_plain_decoding_is_what_vllm_puts_out(lab: Laboratory) -> None:
+    result = lab.result("EAGLE-3.1")
+    for prompt, output in list(zip(result.prompts, result.record["outputs"], strict=True))[:6]:
+        plain = decode_plainly(result.target, prompt, draws=SeededDraws(0), max_new_tokens=result.new_tokens)
+        assert list(plain) == output

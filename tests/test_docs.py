@@ -1,0 +1,67 @@
+"""Every command and every Python example in README and docs/ runs."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyas.cli.app import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    """Fenced blocks of a language, in reading order: later ones may use what earlier ones made."""
+    return [
+        block
+        for page in PAGES
+        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    ]
+
+
+def commands() -> list[list[str]]:
+    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_the_documents_hold_commands() -> None:
+    assert len(commands()) > 10
+    assert blocks("python")
+
+
+def test_every_documented_goal_is_in_the_makefile() -> None:
+    goals = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    for words in commands():
+        assert words[0] in ("eyas", "make"), f"nothing runs {words[0]!r}: use eyas or make"
+        if words[0] == "make":
+            assert words[1] in goals
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.default
+def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tiny
+    from default_drafter import default_drafter_config
+    from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+
+    drafter = tiny.random_drafter(
+        default_drafter_config(fc_norm=True, norm_output=True), own_embedding=False, own_head=True
+    )
+    write_checkpoint(checkpoint_of(drafter), tmp_path / "my-drafter")
+    monkeypatch.chdir(tmp_path)
+    for words in commands():
+        if words[0] == "eyas":
+            monkeypatch.setattr(sys, "argv", words)
+            with pytest.raises(SystemExit) as exit_:
+                main()
+            assert exit_.value.code == 0, shlex.join(words)
+    for block in blocks("python"):
+        exec(compile(block, "example", "exec"), {})

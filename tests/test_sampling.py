@@ -1,0 +1,208 @@
+"""Shaping and acceptance, held against implementations of another hand."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from eyas.errors import UserError
+from eyas.sampling import Candidate, Sampling, SeededDraws, one_hot, probabilities, residual, try_candidates
+
+SHAPES = [
+    Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    for temperature in (0.3, 1.0, 2.5)
+    for top_k in (0, 1, 3, 50)
+    for top_p in (0.05, 0.6, 0.95, 1.0)
+]
+
+
+def plain_probabilities(logits: Sequence[float], sampling: Sampling) -> list[float]:
+    """The same law in lists and sorting; ties at the k-th score stay, ties at the edge of top-p go by index."""
+    k = sampling.top_k or len(logits)
+    threshold = sorted(logits, reverse=True)[: min(k, len(logits))][-1]
+    weights = [math.exp((x - max(logits)) / sampling.temperature) if x >= threshold else 0.0 for x in logits]
+    p = [w / math.fsum(weights) for w in weights]
+    kept: set[int] = set()
+    for index in sorted(range(len(p)), key=lambda i: (-p[i], i)):
+        if math.fsum(p[i] for i in kept) < sampling.top_p:
+            kept.add(index)
+    total = math.fsum(p[i] for i in kept)
+    return [p[i] / total if i in kept else 0.0 for i in range(len(p))]
+
+
+def random_logits(seed: int, size: int = 11) -> Tensor:
+    return 3 * torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class ScriptedCoins:
+    """Coins that fall as told, and a note of the probabilities they were asked with."""
+
+    def __init__(self, *falls: bool) -> None:
+        self._falls = list(falls)
+        self.asked: list[float] = []
+
+    def coin(self, probability: float) -> bool:
+        self.asked.append(probability)
+        return self._falls.pop(0)
+
+    def pick(self, p_V: Tensor) -> int:
+        raise AssertionError("acceptance only flips coins")
+
+
+@pytest.mark.parametrize("sampling", SHAPES, ids=str)
+def test_shaping_equals_the_plain_implementation(sampling: Sampling) -> None:
+    for seed in range(5):
+        logits_V = random_logits(seed)
+        expected = plain_probabilities(logits_V.tolist(), sampling)
+        torch.testing.assert_close(
+            probabilities(logits_V, sampling), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("sampling", SHAPES, ids=str)
+def test_shaping_equals_the_warpers_of_transformers(sampling: Sampling) -> None:
+    logits_BV = torch.stack([random_logits(seed) for seed in range(20)])
+    scores_BV = TemperatureLogitsWarper(sampling.temperature)(None, logits_BV)
+    if sampling.top_k:
+        scores_BV = TopKLogitsWarper(sampling.top_k)(None, scores_BV)
+    if sampling.top_p < 1:
+        scores_BV = TopPLogitsWarper(sampling.top_p)(None, scores_BV)
+    torch.testing.assert_close(probabilities(logits_BV, sampling), scores_BV.softmax(-1), rtol=0, atol=1e-12)
+
+
+def test_the_order_of_the_filters_matters_and_is_that_of_transformers() -> None:
+    logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
+    # Among the two left by top-k the first has 4/7 > 0.5; top-p before top-k would have kept both.
+    assert probabilities(logits_V, Sampling(temperature=1, top_k=2, top_p=0.5)).tolist() == [1, 0, 0, 0]
+    # A high temperature flattens before top-p counts, so more tokens stay.
+    assert int((probabilities(logits_V, Sampling(temperature=1, top_p=0.65)) > 0).sum()) == 2
+    assert int((probabilities(logits_V, Sampling(temperature=9, top_p=0.65)) > 0).sum()) == 3
+
+
+def test_ties_stay_together_under_top_k_and_go_by_index_under_top_p() -> None:
+    logits_V = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    third = pytest.approx(1 / 3)
+    assert probabilities(logits_V, Sampling(temperature=1, top_k=1)).tolist() == [0, third, third, third]
+    assert probabilities(torch.zeros(4), Sampling(temperature=1, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
+
+
+def test_temperature_0_is_certain_of_the_first_of_the_most_likely() -> None:
+    logits_BV = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 1.0]])
+    for sampling in (Sampling(), Sampling(top_k=2, top_p=0.1)):
+        assert probabilities(logits_BV, sampling).tolist() == [[0, 1, 0], [1, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_shaped_in_float32(dtype: torch.dtype) -> None:
+    logits_V = random_logits(0).to(dtype)
+    p_V = probabilities(logits_V, Sampling(temperature=0.7, top_k=5, top_p=0.9))
+    assert p_V.dtype == torch.float32
+    assert torch.equal(p_V, probabilities(logits_V.float(), Sampling(temperature=0.7, top_k=5, top_p=0.9)))
+
+
+@pytest.mark.parametrize("sampling", SHAPES, ids=str)
+def test_a_token_that_cannot_be_drafted_has_no_probability(sampling: Sampling) -> None:
+    logits_V = random_logits(1)
+    logits_V[[0, 3, 7]] = float("-inf")
+    p_V = probabilities(logits_V, sampling)
+    assert p_V[[0, 3, 7]].tolist() == [0, 0, 0]
+    assert float(p_V.sum()) == pytest.approx(1)
+
+
+def test_the_smallest_and_largest_temperatures_stay_distributions() -> None:
+    logits_V = torch.tensor([30.0, -40.0, float("-inf"), 29.0])
+    assert probabilities(logits_V, Sampling(temperature=1e-5)).tolist() == [1, 0, 0, 0]
+    assert probabilities(logits_V, Sampling(temperature=1e30)).tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"temperature": -0.1}, "temperature -0.1"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"temperature": float("inf")}, "temperature inf"),
+        ({"temperature": 1e-40}, "temperature 1e-40"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"top_p": 0.0}, "top_p 0.0"),
+        ({"top_p": 1.01}, "top_p 1.01"),
+        ({"top_p": float("nan")}, "top_p nan"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_by_name(values: dict[str, float], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        Sampling(**values)  # type: ignore[arg-type]
+
+
+def test_the_residual_is_what_p_has_above_q() -> None:
+    p_V, q_V = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.2, 0.6])
+    assert residual(p_V, q_V).tolist() == pytest.approx([0.75, 0.25, 0])
+    assert residual(p_V, p_V).tolist() == p_V.tolist(), "nothing is left above q, so nothing was turned down"
+    greedy_V = one_hot(torch.tensor(0), 3, torch.float32)
+    assert residual(p_V, greedy_V).tolist() == pytest.approx([0, 0.6, 0.4])
+
+
+def test_what_is_accepted_and_what_is_left_add_up_to_p() -> None:
+    for seed in range(20):
+        p_V, q_V = random_logits(seed).softmax(-1), random_logits(seed + 100).softmax(-1)
+        accepted_V = q_V * (p_V / q_V).clamp(max=1)
+        law_V = accepted_V + (1 - accepted_V.sum()) * residual(p_V, q_V)
+        torch.testing.assert_close(law_V, p_V, rtol=0, atol=1e-12)
+        wrong_V = accepted_V + (1 - accepted_V.sum()) * p_V
+        assert float((wrong_V - p_V).abs().max()) > 1e-3, "drawing from p instead would show"
+
+
+def test_siblings_are_tried_in_turn_against_what_the_earlier_left() -> None:
+    p_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    siblings = [Candidate(token=t, q_V=one_hot(torch.tensor(t), 3, torch.float64)) for t in (0, 2)]
+    first = ScriptedCoins(True)
+    assert try_candidates(p_V, siblings, first)[0] == 0
+    second = ScriptedCoins(False, True)
+    assert try_candidates(p_V, siblings, second)[0] == 1
+    assert second.asked == pytest.approx([0.5, 0.4]), "0.2 of the 0.5 that are left"
+    index, left_V = try_candidates(p_V, siblings, ScriptedCoins(False, False))
+    assert index is None
+    assert left_V.tolist() == pytest.approx([0, 1, 0])
+
+
+def test_acceptance_is_certain_below_p_and_impossible_outside_its_support() -> None:
+    p_V = torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64)
+    q_V = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    for token, chance in ((0, 1.0), (1, 1.0), (2, 0.0)):
+        coins = ScriptedCoins(True)
+        try_candidates(p_V, [Candidate(token=token, q_V=q_V)], coins)
+        assert coins.asked == [chance]
+
+
+def test_no_candidate_leaves_p_untouched() -> None:
+    p_V = torch.tensor([0.6, 0.4])
+    index, left_V = try_candidates(p_V, [], ScriptedCoins())
+    assert index is None
+    assert left_V is p_V
+
+
+def test_seeded_draws_repeat_and_differ_by_seed() -> None:
+    p_V = torch.ones(1000) / 1000
+
+    def sequence(seed: int) -> list[int]:
+        draws = SeededDraws(seed)
+        return [draws.pick(p_V) if i % 2 else draws.coin(0.5) for i in range(40)]
+
+    assert sequence(1) == sequence(1)
+    assert sequence(1) != sequence(2)
+
+
+def test_seeded_draws_follow_their_probabilities() -> None:
+    draws, samples = SeededDraws(0), 4000
+    p_V = torch.tensor([0.5, 0.0, 0.3, 0.2])
+    counts = torch.bincount(torch.tensor([draws.pick(p_V) for _ in range(samples)]), minlength=4)
+    assert counts[1] == 0
+    assert stats.chisquare(counts[[0, 2, 3]], samples * p_V[[0, 2, 3]].double()).pvalue > 1e-3
+    assert stats.chisquare(counts[[0, 2, 3]], samples * torch.tensor([0.45, 0.33, 0.22])).pvalue < 1e-3
+    heads = sum(draws.coin(0.3) for _ in range(samples))
+    assert stats.binomtest(heads, samples, 0.3).pvalue > 1e-3
+    assert not any(draws.coin(0.0) for _ in range(100))
+    assert all(draws.coin(1.0) for _ in range(100))
