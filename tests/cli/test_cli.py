@@ -128,11 +128,30 @@ def test_convert_writes_a_drafter_that_checks(
     source = save(fc_norm=True, norm_output=True)
     before = contents(source)
     outcome = run("convert", source, tmp_path / "out", "--to", layout)
-    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.code == 0
+    assert ("--target" in outcome.err) == (layout == "speculators")
     assert outcome.out == f"EAGLE-3.1 drafter, vllm -> {layout}: {tmp_path / 'out'}\n"
     assert contents(source) == before
     assert {path.name for path in tmp_path.iterdir()} == {"drafter", "out"}
     assert f"EAGLE-3.1 ({layout} layout)" in run("check", tmp_path / "out").out
+
+
+def test_a_speculators_export_names_the_target_it_is_told(run: Run, save: Save, tmp_path: Path) -> None:
+    outcome = run("convert", save(), tmp_path / "out", "--to", "speculators", "--target", "org/model")
+    assert (outcome.code, outcome.err) == (0, "")
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "org/model"
+    assert run("convert", tmp_path / "out", tmp_path / "again", "--to", "vllm").code == 0
+    again = run("convert", tmp_path / "again", tmp_path / "back", "--to", "speculators")
+    assert (again.code, again.err) == (0, "")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == raw
+
+
+def test_a_target_is_refused_where_the_format_cannot_name_one(run: Run, save: Save, tmp_path: Path) -> None:
+    outcome = run("convert", save(), tmp_path / "out", "--to", "vllm", "--target", "org/model")
+    assert outcome.code == 2
+    assert "org/model" in outcome.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_convert_takes_the_sources_format_from_the_user(run: Run, save: Save, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from eyas.target.model import Target
 from tiny import random_drafter
 
 pytestmark = pytest.mark.default
-NEW_TOKENS = 6
+NEW_TOKENS = 5
 QUESTIONS = ["What is the capital of France?", "Count from 1 to 5."]
 
 

@@ -13,7 +13,7 @@ from eyas.engine.reference import Chain, Tree, decode_speculatively
 from eyas.sampling import Candidate, Draws, Sampling, SeededDraws, probabilities
 
 VOCAB = 6
-SEQUENCES, LENGTH = 200, 16
+SEQUENCES, LENGTH = 200, 13
 
 CASES = [
     (Chain(depth=2), Sampling(temperature=1.0, top_p=0.9)),

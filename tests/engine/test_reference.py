@@ -147,7 +147,7 @@ def test_stop_ids_and_lengths_cut_exactly_as_plain_decoding(
     shape: Chain | Tree,
 ) -> None:
     for prompt, tokens in zip(prompts[:2], plain, strict=False):
-        for at in (0, 1, 2, 4, NEW_TOKENS - 1):
+        for at in (0, 2, 5, NEW_TOKENS - 1):
             stop = {tokens[at]}
             expected = tokens[: tokens.index(tokens[at]) + 1]
             options = {"max_new_tokens": NEW_TOKENS, "stop_ids": stop}

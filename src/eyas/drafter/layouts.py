@@ -364,6 +364,21 @@ def _speculators_source(extras: Json) -> Json:
     }
 
 
+def name_verifier(extras: Json, target: str) -> Json:
+    """Extras from which a speculators export names its target; the speculators library loads no export without."""
+    source = _speculators_source(extras)
+    source["speculators_config"] = {
+        **source["speculators_config"],
+        "verifier": {**source["speculators_config"]["verifier"], "name_or_path": target},
+    }
+    return {**extras, "eyas_source": source}
+
+
+def names_verifier(extras: Json) -> bool:
+    """Whether a speculators export of these would name its target."""
+    return _speculators_source(extras)["speculators_config"]["verifier"]["name_or_path"] is not None
+
+
 def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
     if config.fc_norm and config.norm_before_fc:
         raise UserError("fc_norm and norm_before_fc are both true; speculators allows one of them: use --to vllm")
