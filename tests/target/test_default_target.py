@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tiny_gguf import tiny_model, write_gguf
 
 from eyas.errors import UserError
 from eyas.target import default
 from eyas.target.locate import locate
+from tiny_gguf import tiny_model, write_gguf
 
 if TYPE_CHECKING:
     from eyas.target.model import Target

@@ -13,7 +13,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tiny_gguf import as_stored, tiny_model, write_gguf
 from transformers import AutoModelForCausalLM
 
 from eyas.errors import UserError
@@ -22,6 +21,7 @@ from eyas.target.facts import read_facts
 from eyas.target.gguf_rope import llama3_factors
 from eyas.target.locate import locate
 from eyas.target.model import Target
+from tiny_gguf import as_stored, tiny_model, write_gguf
 
 Edit = Callable[[gguf.GGUFWriter], None]
 

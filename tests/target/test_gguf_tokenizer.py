@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_gguf import PIECES, TOKENS, tiny_model, write_gguf
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from eyas.target.locate import locate
+from tiny_gguf import PIECES, TOKENS, tiny_model, write_gguf
 
 TEXT = "the  the 12 é\n\n"
 

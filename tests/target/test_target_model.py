@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_gguf import tiny_model, write_gguf
 
 from eyas.errors import UserError
 from eyas.target.locate import locate
 from eyas.target.model import Target
+from tiny_gguf import tiny_model, write_gguf
 
 
 @pytest.fixture(scope="module")
