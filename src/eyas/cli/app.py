@@ -11,6 +11,7 @@ import typer
 from eyas import __version__
 from eyas.cli.check import check
 from eyas.cli.convert import convert
+from eyas.cli.data import app as data_app
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
 from eyas.errors import UserError
@@ -26,6 +27,7 @@ app.command()(generate)
 app.command()(check)
 app.command()(convert)
 app.command()(fetch)
+app.add_typer(data_app, name="data")
 
 
 def _print_version(wanted: bool) -> None:

@@ -30,6 +30,7 @@ from eyas.errors import UserError
 from eyas.target.capture import capture
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate
+from eyas.target.tokenizer import stop_ids
 
 DTYPES: Mapping[str, torch.dtype | str] = {
     "auto": "auto",
@@ -157,9 +158,7 @@ class Target:
 
     def stop_ids(self) -> frozenset[int]:
         """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
-        configured = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        several = configured if isinstance(configured, list) else [configured]
-        return frozenset(k for k in (*several, self.tokenizer.eos_token_id) if k is not None)
+        return stop_ids(self.tokenizer, self.model.generation_config)
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

@@ -1,0 +1,60 @@
+"""`eyas data show`: what training would see of a file of conversations."""
+
+import json
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+app = typer.Typer(help="Look at training data.", no_args_is_help=True)
+
+
+@app.callback()
+def options() -> None:
+    """Look at training data."""
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="Conversations: JSON lines or Parquet.")],
+    target: Annotated[str, typer.Option(help="Whose chat template and tokenizer to use.")] = "smollm2",
+    sample: Annotated[int, typer.Option(help="Which conversation to print, from 1.", min=1)] = 1,
+    limit: Annotated[int, typer.Option(help="How many conversations to count at most.", min=1)] = 1000,
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Print one conversation as the target reads it, what is trained on in colour, and counts over the file."""
+    from eyas.errors import UserError
+    from eyas.target.tokenizer import load_tokenizer
+    from eyas.train.conversations import read_conversations
+    from eyas.train.data import ChatEncoder
+
+    tokenizer, stop_ids = load_tokenizer(target, cache=cache, report=report)
+    encoder = ChatEncoder(tokenizer, stop_ids)
+    counts = {"conversations": 0, "unanswered": 0, "turns": 0, "tokens": 0, "trained on": 0, "longest": 0}
+    shown = None
+    for number, conversation in enumerate(islice(read_conversations(file), limit), start=1):
+        encoded = encoder.encode(conversation)
+        counts["conversations"] += 1
+        counts["unanswered"] += not conversation.answered
+        counts["turns"] += len(conversation.messages)
+        counts["tokens"] += len(encoded.ids)
+        counts["trained on"] += encoded.trainable
+        counts["longest"] = max(counts["longest"], len(encoded.ids))
+        if number == sample:
+            shown = encoded
+    if shown is None:
+        raise UserError(f"--sample {sample} is beyond the {counts['conversations']} conversations read; choose less")
+    if as_json:
+        typer.echo(json.dumps({**counts, "sample": {"ids": shown.ids, "mask": shown.mask}}))
+        return
+    # Whole runs, because one character may be several tokens.
+    for trained, run in groupby(zip(shown.mask, shown.ids, strict=True), key=lambda pair: pair[0]):
+        text = str(tokenizer.decode([token for _, token in run]))
+        typer.secho(text, nl=False, fg=typer.colors.GREEN if trained else None)
+    typer.echo("\n")
+    for name, count in counts.items():
+        typer.echo(f"{name:14} {count:>12,}")

@@ -1,0 +1,29 @@
+"""The target's tokenizer without its weights, and the ids that end an answer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from eyas.target.locate import explain_failures, locate
+
+
+def load_tokenizer(
+    source: str, *, cache: Path | None = None, report: Callable[[str], None] | None = None
+) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """Return the tokenizer of `source` (see `locate`) and its stop ids."""
+    place = locate(source, cache=cache, report=report)
+    with explain_failures(source, place):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place)
+    try:
+        generation: GenerationConfig | None = GenerationConfig.from_pretrained(place)
+    except OSError:  # many models ship none; the tokenizer's end of text remains
+        generation = None
+    return tokenizer, stop_ids(tokenizer, generation)
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
+    """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
+    configured = generation.eos_token_id if generation else None
+    several = configured if isinstance(configured, list) else [configured]
+    return frozenset(k for k in (*several, tokenizer.eos_token_id) if k is not None)

@@ -1,0 +1,56 @@
+"""`eyas data show` prints what is trained on, and counts."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from eyas.cli.app import main
+
+pytestmark = pytest.mark.default
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+    {"prompt": "Why?"},
+]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["eyas", "data", "show", *map(str, words)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return int(exit_.value.code or 0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return path
+
+
+def test_counts_and_mask_come_as_json(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, file, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["conversations"], shown["unanswered"], shown["turns"]) == (2, 1, 3)
+    assert shown["trained on"] == sum(shown["sample"]["mask"]) == 2  # "Hello" and the end of the turn
+    assert shown["tokens"] > len(shown["sample"]["ids"])
+
+
+def test_the_sample_is_printed_as_the_target_reads_it(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, file) == 0
+    out = capsys.readouterr().out
+    assert "<|im_start|>assistant\nHello<|im_end|>" in out
+    assert "trained on" in out
+
+
+def test_a_sample_beyond_the_file_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, file, "--sample", 3) == 2
+    assert capsys.readouterr().err == "eyas: --sample 3 is beyond the 2 conversations read; choose less\n"

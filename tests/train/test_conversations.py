@@ -1,0 +1,107 @@
+"""Every format reads as the same conversation; what is wrong is said with its line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eyas.errors import UserError
+from eyas.train.conversations import Conversation, parse_conversation, read_conversations
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+]
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_openai_and_sharegpt_records_read_as_the_same_conversation() -> None:
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "Hi"},
+        {"from": "gpt", "value": "Hello"},
+    ]
+    ours = parse_conversation({"messages": MESSAGES}, "f:1")
+    theirs = parse_conversation({"conversations": turns}, "f:1")
+    assert ours.messages == theirs.messages == tuple(MESSAGES)
+    assert ours.answered
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"), [({"prompt": "Why?"}, ["Why?"]), ({"turns": ["Why?", "How?"]}, ["Why?", "How?"])]
+)
+def test_prompts_are_user_turns_without_an_answer(row: dict[str, object], texts: list[str]) -> None:
+    conversation = parse_conversation(row, "f:1")
+    assert [message["content"] for message in conversation.messages] == texts
+    assert {message["role"] for message in conversation.messages} == {"user"}
+    assert not conversation.answered
+
+
+def test_thinking_and_tool_calls_stay_with_their_turn() -> None:
+    turn = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "reasoning_content": "Hm."}
+    (message,) = parse_conversation({"messages": [turn]}, "f:1").messages
+    assert message == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "1"}],
+        "reasoning_content": "Hm.",
+    }
+
+
+def test_json_lines_and_parquet_read_alike(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"messages": MESSAGES, "category": "chat"}, {"messages": MESSAGES[1:], "category": "other"}]
+    lines = write(tmp_path / "data.jsonl", rows[0], "", rows[1])
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+
+    def contents(path: Path) -> list[tuple[object, ...]]:
+        return [(c.messages, c.category) for c in read_conversations(path)]
+
+    assert contents(lines) == contents(tmp_path / "data.parquet")
+    assert [c.where.rpartition(":")[2] for c in read_conversations(lines)] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"messages": [', ("data.jsonl:2", "not JSON", "mend or remove")),
+        ("[1]", ("data.jsonl:2", "list", "object")),
+        ({"text": "x"}, ("data.jsonl:2", "text", "conversations (ShareGPT)")),
+        ({"messages": []}, ("data.jsonl:2", "[]", "at least one")),
+        ({"messages": [{"role": "asistant", "content": "x"}]}, ("data.jsonl:2", "'asistant'", "'assistant'?")),
+        ({"messages": [{"content": "x"}]}, ("data.jsonl:2", "'role'")),
+        ({"messages": [{"role": "user", "content": 3}]}, ("data.jsonl:2", "3", "give text")),
+        ({"conversations": [{"from": "human"}]}, ("data.jsonl:2", "None", "give text")),
+        ({"prompt": ""}, ("data.jsonl:2", "''", "give text")),
+    ],
+)
+def test_a_broken_record_is_named_with_its_line(tmp_path: Path, row: object, said: tuple[str, ...]) -> None:
+    path = write(tmp_path / "data.jsonl", {"messages": MESSAGES}, row)
+    records = read_conversations(path)
+    assert isinstance(next(records), Conversation)
+    with pytest.raises(UserError) as error:
+        next(records)
+    for words in said:
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="cannot read"):
+        list(read_conversations(tmp_path / name))
+
+
+def test_empty_and_binary_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "text.parquet").write_text("no parquet")
+    for name, words in (("empty.jsonl", "no conversations"), ("binary.jsonl", "UTF-8"), ("text.parquet", "Parquet")):
+        with pytest.raises(UserError, match=words):
+            list(read_conversations(tmp_path / name))
