@@ -1,5 +1,6 @@
 """Every command and every Python example in README and docs/ runs."""
 
+import json
 import re
 import shlex
 import sys
@@ -56,6 +57,8 @@ def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: 
         default_drafter_config(fc_norm=True, norm_output=True), own_embedding=False, own_head=True
     )
     write_checkpoint(checkpoint_of(drafter), tmp_path / "my-drafter")
+    answer = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    (tmp_path / "conversations.jsonl").write_text(json.dumps({"messages": answer}))
     monkeypatch.chdir(tmp_path)
     for words in commands():
         if words[0] == "eyas":

@@ -1,0 +1,89 @@
+"""Packing loses nothing and crosses no border; what does not fit is cut at turns or dropped, and counted."""
+
+import random
+
+import pytest
+
+from eyas.errors import UserError
+from eyas.train.conversations import Conversation
+from eyas.train.data import Encoded
+from eyas.train.packing import FitCounts, fit, pack
+
+
+class OneTokenPerWord:
+    """Stands in for the encoder: a word is a token, an assistant's words are trained on."""
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        words = [
+            (hash(word) % 1000, message["role"] == "assistant")
+            for message in conversation.messages
+            for word in message["content"].split()
+        ]
+        return Encoded(ids=tuple(i for i, _ in words), mask=tuple(on for _, on in words))
+
+
+def conversation(*lengths: int) -> Conversation:
+    """User and assistant in turn, with so many words each."""
+    messages = [
+        {"role": "user" if i % 2 == 0 else "assistant", "content": " ".join(["w"] * n)} for i, n in enumerate(lengths)
+    ]
+    return Conversation(messages=tuple(messages), where="f:1")
+
+
+def fitted(max_length: int, *conversations: Conversation) -> tuple[list[int], FitCounts]:
+    counts = FitCounts()
+    encoded = fit(conversations, OneTokenPerWord(), max_length=max_length, counts=counts)  # type: ignore[arg-type]
+    return [len(e.ids) for e in encoded], counts
+
+
+def test_what_fits_is_kept_whole() -> None:
+    assert fitted(10, conversation(3, 4), conversation(5, 5)) == ([7, 10], FitCounts(kept=2))
+
+
+def test_a_long_conversation_loses_whole_turns_from_its_end() -> None:
+    assert fitted(12, conversation(3, 4, 2, 3, 9, 9)) == ([12], FitCounts(kept=1, cut=1))
+    assert fitted(11, conversation(3, 4, 2, 3, 9, 9)) == ([7], FitCounts(kept=1, cut=1))
+
+
+def test_a_conversation_whose_first_answer_does_not_fit_is_dropped() -> None:
+    assert fitted(6, conversation(3, 4, 1, 1)) == ([], FitCounts(too_long=1))
+
+
+def test_a_conversation_without_an_answer_is_dropped() -> None:
+    assert fitted(6, conversation(3)) == ([], FitCounts(unanswered=1))
+
+
+def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
+    chance = random.Random(seed)
+    sizes = [chance.randint(1, longest) for _ in range(count)]
+    return [Encoded(ids=tuple(range(i, i + n)), mask=(True,) * n) for i, n in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("open_packs", [1, 4, 64])
+def test_every_document_is_in_exactly_one_pack_and_no_pack_is_too_full(open_packs: int) -> None:
+    given = documents(300, 50)
+    packs = list(pack(given, length=64, open_packs=open_packs))
+    packed = [document for p in packs for document in p.documents]
+    assert sorted(packed, key=lambda d: (d.ids, d.mask)) == sorted(given, key=lambda d: (d.ids, d.mask))
+    assert all(0 < p.used <= p.length == 64 for p in packs)
+
+
+def test_more_open_packs_waste_less() -> None:
+    given = documents(500, 20)
+    few, many = (len(list(pack(given, length=64, open_packs=n))) for n in (1, 64))
+    assert many < few
+    assert sum(len(d.ids) for d in given) / (64 * many) > 0.95
+
+
+def test_packing_is_deterministic() -> None:
+    assert list(pack(documents(50, 20), length=32)) == list(pack(documents(50, 20), length=32))
+
+
+def test_a_document_beyond_the_pack_is_refused() -> None:
+    with pytest.raises(UserError, match="40 tokens does not fit a pack of 32"):
+        list(pack([Encoded(ids=(0,) * 40, mask=(True,) * 40)], length=32))
+
+
+def test_a_pack_of_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="2 tokens"):
+        list(pack([], length=2))
