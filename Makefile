@@ -31,6 +31,7 @@ parity: $(VLLM_READY)
 
 # Greedy losslessness on real prompts: PROMPTS=file.jsonl (Spec-Bench format), 50 of them.
 lossless: $(READY)
+	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make lossless PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/pytest -m lossless tests/engine --prompts "$(PROMPTS)" -s
 
 gpu: $(READY)

@@ -54,3 +54,21 @@ def test_a_sample_beyond_the_file_is_refused(
 ) -> None:
     assert run(monkeypatch, file, "--sample", 3) == 2
     assert capsys.readouterr().err == "eyas: --sample 3 is beyond the 2 conversations read; choose less\n"
+
+
+def test_a_count_that_stops_early_says_so(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, file, "--limit", 1) == 0
+    assert "first 1 conversations" in capsys.readouterr().err
+    assert run(monkeypatch, file, "--limit", 2) == 0
+    assert "first" not in capsys.readouterr().err
+
+
+def test_data_alone_prints_its_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["eyas", "data"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    output = capsys.readouterr()
+    assert (exit_.value.code, output.err) == (0, "")
+    assert "show" in output.out

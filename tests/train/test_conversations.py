@@ -76,6 +76,7 @@ def test_json_lines_and_parquet_read_alike(tmp_path: Path) -> None:
         ({"text": "x"}, ("data.jsonl:2", "text", "conversations (ShareGPT)")),
         ({"messages": []}, ("data.jsonl:2", "[]", "at least one")),
         ({"messages": [{"role": "asistant", "content": "x"}]}, ("data.jsonl:2", "'asistant'", "'assistant'?")),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, ("data.jsonl:2", "['user']", "'user'?")),
         ({"messages": [{"content": "x"}]}, ("data.jsonl:2", "'role'")),
         ({"messages": [{"role": "user", "content": 3}]}, ("data.jsonl:2", "3", "give text")),
         ({"conversations": [{"from": "human"}]}, ("data.jsonl:2", "None", "give text")),

@@ -9,12 +9,14 @@ import typer
 
 from eyas.cli.options import AsJson, Cache, report
 
-app = typer.Typer(help="Look at training data.", no_args_is_help=True)
+app = typer.Typer(help="Look at training data.", invoke_without_command=True)
 
 
 @app.callback()
-def options() -> None:
+def options(context: typer.Context) -> None:
     """Look at training data."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command()
@@ -26,7 +28,7 @@ def show(
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:
-    """Print one conversation as the target reads it, what is trained on in colour, and counts over the file."""
+    """Print one conversation as the target reads it, what is trained on in colour, and counts."""
     from eyas.errors import UserError
     from eyas.target.tokenizer import load_tokenizer
     from eyas.train.conversations import read_conversations
@@ -36,7 +38,8 @@ def show(
     encoder = ChatEncoder(tokenizer, stop_ids)
     counts = {"conversations": 0, "unanswered": 0, "turns": 0, "tokens": 0, "trained on": 0, "longest": 0}
     shown = None
-    for number, conversation in enumerate(islice(read_conversations(file), limit), start=1):
+    conversations = read_conversations(file)
+    for number, conversation in enumerate(islice(conversations, limit), start=1):
         encoded = encoder.encode(conversation)
         counts["conversations"] += 1
         counts["unanswered"] += not conversation.answered
@@ -48,6 +51,8 @@ def show(
             shown = encoded
     if shown is None:
         raise UserError(f"--sample {sample} is beyond the {counts['conversations']} conversations read; choose less")
+    if next(conversations, None) is not None:
+        report(f"note: counted the first {limit} conversations of {file} only; --limit N counts more")
     if as_json:
         typer.echo(json.dumps({**counts, "sample": {"ids": shown.ids, "mask": shown.mask}}))
         return

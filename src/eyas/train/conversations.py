@@ -89,7 +89,7 @@ def _message(turn: object, where: str, *, role: str, text: str) -> Message:
     if not isinstance(turn, dict) or role not in turn:
         raise UserError(f"{where}: a turn is {turn!r}; give an object with {role!r} and {text!r}")
     named = turn[role]
-    if named not in ROLES:
+    if not isinstance(named, str) or named not in ROLES:
         near = difflib.get_close_matches(str(named), ROLES, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(ROLES)}"
         raise UserError(f"{where}: unknown role {named!r}; {hint}")
