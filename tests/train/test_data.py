@@ -50,10 +50,11 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>")
 
 
-def encode(template: str, messages: list[Message]) -> tuple[PreTrainedTokenizerFast, Encoded]:
+def encode(template: str, messages: list[Message], *, finished: bool = True) -> tuple[PreTrainedTokenizerFast, Encoded]:
     chosen = tokenizer(template)
     stops = chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    return chosen, ChatEncoder(chosen, stops).encode(Conversation(messages=tuple(messages), where="f:1"))
+    conversation = Conversation(messages=tuple(messages), where="f:1", finished=finished)
+    return chosen, ChatEncoder(chosen, stops).encode(conversation)
 
 
 def marked_text(chosen: PreTrainedTokenizerFast, encoded: Encoded) -> list[str]:
@@ -79,6 +80,18 @@ def turns(*texts: str) -> list[Message]:
 def test_every_answer_is_masked_with_its_closing_token_and_nothing_else(template: str, closing: str) -> None:
     chosen, encoded = encode(template, turns("Hi", "Hello, you", "And?", "Bye"))
     assert marked_text(chosen, encoded) == [f"Hello, you{closing}", f"Bye{closing}"]
+
+
+@pytest.mark.parametrize(
+    ("template", "closing"),
+    [(CHATML, "<|im_end|>"), (MISTRAL, "</s>"), (MARKED, "<|im_end|>")],
+    ids=["chatml", "mistral", "markers"],
+)
+def test_the_closing_token_of_an_answer_that_a_length_ended_is_not_masked(template: str, closing: str) -> None:
+    messages = turns("Hi", "Hello, you", "And?", "Bye and")
+    chosen, encoded = encode(template, messages, finished=False)
+    assert marked_text(chosen, encoded) == [f"Hello, you{closing}", "Bye and"]
+    assert encoded.ids == encode(template, messages)[1].ids
 
 
 def test_ids_are_those_of_the_tokenizers_own_template() -> None:

@@ -1,6 +1,8 @@
 """Packing loses nothing and crosses no border; what does not fit is cut at turns or dropped, and counted."""
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -32,7 +34,7 @@ def conversation(*lengths: int) -> Conversation:
 
 def fitted(max_length: int, *conversations: Conversation) -> tuple[list[int], FitCounts]:
     counts = FitCounts()
-    encoded = fit(conversations, OneTokenPerWord(), max_length=max_length, counts=counts)  # type: ignore[arg-type]
+    encoded = fit(conversations, OneTokenPerWord(), max_length=max_length, counts=counts)
     return [len(e.ids) for e in encoded], counts
 
 
@@ -45,6 +47,19 @@ def test_a_long_conversation_loses_whole_turns_from_its_end() -> None:
     assert fitted(11, conversation(3, 4, 2, 3, 9, 9)) == ([7], FitCounts(kept=1, cut=1))
 
 
+def test_a_conversation_that_lost_its_unfinished_answer_is_finished() -> None:
+    seen: list[Conversation] = []
+
+    class Watching(OneTokenPerWord):
+        def encode(self, conversation: Conversation) -> Encoded:
+            seen.append(conversation)
+            return super().encode(conversation)
+
+    given = replace(conversation(3, 4, 2, 9), finished=False)
+    list(fit([given], Watching(), max_length=10, counts=FitCounts()))
+    assert [c.finished for c in seen] == [False, True]
+
+
 def test_a_conversation_whose_first_answer_does_not_fit_is_dropped() -> None:
     assert fitted(6, conversation(3, 4, 1, 1)) == ([], FitCounts(too_long=1))
 
@@ -53,37 +68,45 @@ def test_a_conversation_without_an_answer_is_dropped() -> None:
     assert fitted(6, conversation(3)) == ([], FitCounts(unanswered=1))
 
 
-def documents(count: int, longest: int, seed: int = 0) -> list[Encoded]:
+def random_sizes(count: int, longest: int, seed: int = 0) -> list[int]:
     chance = random.Random(seed)
-    sizes = [chance.randint(1, longest) for _ in range(count)]
-    return [Encoded(ids=tuple(range(i, i + n)), mask=(True,) * n) for i, n in enumerate(sizes)]
+    return [chance.randint(1, longest) for _ in range(count)]
 
 
 @pytest.mark.parametrize("open_packs", [1, 4, 64])
 def test_every_document_is_in_exactly_one_pack_and_no_pack_is_too_full(open_packs: int) -> None:
-    given = documents(300, 50)
-    packs = list(pack(given, length=64, open_packs=open_packs))
-    packed = [document for p in packs for document in p.documents]
-    assert sorted(packed, key=lambda d: (d.ids, d.mask)) == sorted(given, key=lambda d: (d.ids, d.mask))
-    assert all(0 < p.used <= p.length == 64 for p in packs)
+    sizes = random_sizes(300, 50)
+    packs = list(pack(sizes, length=64, open_packs=open_packs))
+    assert sorted(document for p in packs for document in p) == list(range(300))
+    assert all(0 < sum(sizes[document] for document in p) <= 64 for p in packs)
+
+
+def test_a_document_goes_where_it_leaves_least_room() -> None:
+    assert list(pack([6, 8, 2, 4, 1], length=10)) == [(0, 3), (1, 2), (4,)]
 
 
 def test_more_open_packs_waste_less() -> None:
-    given = documents(500, 20)
-    few, many = (len(list(pack(given, length=64, open_packs=n))) for n in (1, 64))
+    sizes = random_sizes(500, 20)
+    few, many = (len(list(pack(sizes, length=64, open_packs=n))) for n in (1, 64))
     assert many < few
-    assert sum(len(d.ids) for d in given) / (64 * many) > 0.95
+    assert sum(sizes) / (64 * many) > 0.95
 
 
 def test_packing_is_deterministic() -> None:
-    assert list(pack(documents(50, 20), length=32)) == list(pack(documents(50, 20), length=32))
+    assert list(pack(random_sizes(50, 20), length=32)) == list(pack(random_sizes(50, 20), length=32))
 
 
 def test_a_document_beyond_the_pack_is_refused() -> None:
     with pytest.raises(UserError, match="40 tokens does not fit a pack of 32"):
-        list(pack([Encoded(ids=(0,) * 40, mask=(True,) * 40)], length=32))
+        list(pack([40], length=32))
 
 
 def test_a_pack_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="2 tokens"):
         list(pack([], length=2))
+
+
+def test_counts_of_several_readers_add_up() -> None:
+    counts = FitCounts(kept=1, cut=1, augmented=Counter(no_system=1))
+    counts += FitCounts(kept=2, too_long=3, unanswered=4, augmented=Counter(no_system=1, no_bos=2))
+    assert counts == FitCounts(kept=3, cut=1, too_long=3, unanswered=4, augmented=Counter(no_system=2, no_bos=2))

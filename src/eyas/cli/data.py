@@ -1,4 +1,4 @@
-"""`eyas data show`: what training would see of a file of conversations."""
+"""`eyas data`: conversations to train on. `show` is what training would see of a file; `answer` has its own file."""
 
 import json
 from itertools import groupby, islice
@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
+from eyas.cli.answer import answer
 from eyas.cli.options import AsJson, Cache, report
 
-app = typer.Typer(help="Look at training data.", invoke_without_command=True)
+app = typer.Typer(help="Make training data and look at it.", invoke_without_command=True)
+app.command()(answer)
 
 
 @app.callback()
 def options(context: typer.Context) -> None:
-    """Look at training data."""
+    """Make training data and look at it."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

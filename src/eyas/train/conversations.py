@@ -39,6 +39,8 @@ class Conversation:
     where: str
     """File and line, for error messages."""
     category: str | None = None
+    finished: bool = True
+    """Whether the last answer was ended by its author. Where a length ended it, nobody generated the closing token."""
 
     @property
     def answered(self) -> bool:
@@ -76,7 +78,15 @@ def parse_conversation(row: object, where: str) -> Conversation:
             "give messages (OpenAI), conversations (ShareGPT), turns or prompt"
         )
     category = row.get("category") or row.get("source")
-    return Conversation(messages=tuple(messages), where=where, category=None if category is None else str(category))
+    finished = True if row.get("finished") is None else row["finished"]
+    if not isinstance(finished, bool):
+        raise UserError(f"{where}: finished is {finished!r}; give true, or false when a length ended the last answer")
+    return Conversation(
+        messages=tuple(messages),
+        where=where,
+        category=None if category is None else str(category),
+        finished=finished,
+    )
 
 
 def _turns(turns: object, where: str) -> list[Any]:

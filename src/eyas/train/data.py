@@ -1,10 +1,13 @@
 """From a conversation to token ids and a loss mask.
 
 The mask marks what the target itself would have generated: every assistant turn, its end-of-turn token included, and
-nothing the template puts around it. Two ways find those turns. Where the template marks them (`{% generation %}`), the
-tokenizer says; otherwise the conversation is rendered up to and behind each turn, and the difference is the turn. A
-template that rewrites earlier turns when later ones come (some drop old thinking) fits neither: the text a server sees
-then differs from turn to turn, and such a conversation is refused rather than masked wrongly.
+nothing the template puts around it. An answer that a length ended has no end-of-turn token of its own: there the one
+that the template writes is left out.
+
+Two ways find those turns. Where the template marks them (`{% generation %}`), the tokenizer says; otherwise the
+conversation is rendered up to and behind each turn, and the difference is the turn. A template that rewrites earlier
+turns when later ones come (some drop old thinking) fits neither: the text a server sees then differs from turn to
+turn, and such a conversation is refused rather than masked wrongly.
 
 Invariant: a masked token was generated as a token of its own; one that a boundary cuts through is never masked.
 """
@@ -57,7 +60,7 @@ class ChatEncoder:
         """Ids and mask of one conversation."""
         messages, where = list(conversation.messages), conversation.where
         if self._marked:
-            return self._encode_marked(messages, where)
+            return self._encode_marked(messages, where, conversation.finished)
         text = self._render(messages, where)
         spans = [
             self._span(messages, index, text, where)
@@ -67,9 +70,9 @@ class ChatEncoder:
         encoding: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         turns = [[i for i, (a, b) in enumerate(offsets) if start <= a and b <= end and a < b] for start, end in spans]
-        return self._masked(ids, turns)
+        return self._masked(ids, turns, conversation.finished)
 
-    def _encode_marked(self, messages: list[Message], where: str) -> Encoded:
+    def _encode_marked(self, messages: list[Message], where: str, finished: bool) -> Encoded:
         try:
             output: Any = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True
@@ -84,12 +87,12 @@ class ChatEncoder:
             )
         # Markers often end at the text; the token that closes the turn is generated too.
         turns = [run + [i for i in (run[-1] + 1,) if i < len(ids) and ids[i] in self._stop_ids] for run in runs]
-        return self._masked(ids, turns)
+        return self._masked(ids, turns, finished)
 
     def _span(self, messages: Sequence[Message], index: int, text: str, where: str) -> tuple[int, int]:
         """Where in the text the assistant's turn `index` stands, with what the template closes it with."""
         before = self._render(messages[:index], where, opening=True)
-        behind = self._render(messages[: index + 1], where)
+        behind = text if index + 1 == len(messages) else self._render(messages[: index + 1], where)
         if not behind.startswith(before):
             raise UserError(
                 f"{where}: the chat template renders turn {index + 1} otherwise than it opens one, so the turn cannot "
@@ -102,12 +105,16 @@ class ChatEncoder:
             )
         return len(before), len(behind)
 
-    def _masked(self, ids: Sequence[int], turns: Sequence[list[int]]) -> Encoded:
+    def _masked(self, ids: Sequence[int], turns: Sequence[list[int]], finished: bool) -> Encoded:
         """Mask each turn up to its last stop token: what the template puts behind that, nobody generates."""
         mask = [False] * len(ids)
         for turn in turns:
             stops = [place for place, i in enumerate(turn) if ids[i] in self._stop_ids]
-            for i in turn[: stops[-1] + 1] if stops else turn:
+            end = stops[-1] + 1 if stops else len(turn)
+            if stops and not finished and turn is turns[-1]:
+                while end and ids[turn[end - 1]] in self._stop_ids:
+                    end -= 1
+            for i in turn[:end]:
                 mask[i] = True
         return Encoded(ids=tuple(ids), mask=tuple(mask))
 

@@ -1,16 +1,26 @@
 """Fitting conversations into sequences of a fixed length: cut at turns, then packed side by side.
 
-Padding is wasted work, so several conversations share a sequence; `document` says which is which, and nothing may be
-seen across that border. A conversation that is too long loses whole turns from its end, never half an answer: an
-answer cut in the middle would teach the drafter that answers stop there.
+Padding is wasted work, so several conversations share a sequence, and nothing may be seen across the borders between
+them. A conversation that is too long loses whole turns from its end, never half an answer: an answer cut in the middle
+would teach the drafter that answers stop there.
 """
 
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from eyas.errors import UserError
 from eyas.train.conversations import Conversation
-from eyas.train.data import ChatEncoder, Encoded
+from eyas.train.data import Encoded
+
+
+class Encoder(Protocol):
+    """Turns a conversation into ids and a mask."""
+
+    def encode(self, conversation: Conversation) -> Encoded:
+        """Ids and mask of one conversation."""
 
 
 @dataclass
@@ -24,23 +34,20 @@ class FitCounts:
     """Dropped: not even the first answer fits."""
     unanswered: int = 0
     """Dropped: nothing to train on."""
+    augmented: Counter[str] = field(default_factory=Counter)
+    """Kept in another rendering than the template's own, by what was done; see `augment`."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Pack:
-    """Conversations side by side, `length` tokens in all, the rest padding."""
-
-    documents: tuple[Encoded, ...]
-    length: int
-
-    @property
-    def used(self) -> int:
-        """Tokens that are not padding."""
-        return sum(len(document.ids) for document in self.documents)
+    def __iadd__(self, other: "FitCounts") -> "FitCounts":
+        self.kept += other.kept
+        self.cut += other.cut
+        self.too_long += other.too_long
+        self.unanswered += other.unanswered
+        self.augmented += other.augmented
+        return self
 
 
 def fit(
-    conversations: Iterable[Conversation], encoder: ChatEncoder, *, max_length: int, counts: FitCounts
+    conversations: Iterable[Conversation], encoder: Encoder, *, max_length: int, counts: FitCounts
 ) -> Iterator[Encoded]:
     """Encode conversations, shortening or dropping those beyond `max_length` tokens, and count what was done."""
     for conversation in conversations:
@@ -64,37 +71,36 @@ def fit(
 
 
 def _without_last_answer(conversation: Conversation) -> Conversation:
-    """The conversation up to the answer before the last."""
+    """The conversation up to the answer before the last, which was finished, or nothing would have followed."""
     answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     end = answers[-2] + 1 if len(answers) > 1 else 0
-    return replace(conversation, messages=conversation.messages[:end])
+    return replace(conversation, messages=conversation.messages[:end], finished=True)
 
 
-def pack(documents: Iterable[Encoded], *, length: int, open_packs: int = 64) -> Iterator[Pack]:
+def pack(sizes: Iterable[int], *, length: int, open_packs: int = 64) -> Iterator[tuple[int, ...]]:
     """Put each document where it leaves least room among the packs still open; deterministic, one pass.
 
-    More open packs waste less padding and mix documents from further apart.
+    Documents are known by their place in `sizes`. More open packs waste less padding and mix documents from further
+    apart.
     """
     if length < 3:
         raise UserError(f"a pack of {length} tokens holds nothing to predict; use 3 or more")
-    waiting: list[list[Encoded]] = []
-    room: list[int] = []
-    for document in documents:
-        size = len(document.ids)
+    rooms: list[tuple[int, int]] = []  # room left and number of the pack, tightest first
+    waiting: dict[int, list[int]] = {}
+    started = 0
+    for document, size in enumerate(sizes):
         if size > length:
             raise UserError(f"a document of {size} tokens does not fit a pack of {length}; fit it first")
-        fitting = [i for i in range(len(waiting)) if room[i] >= size]
-        if fitting:
-            best = min(fitting, key=lambda i: room[i])
+        place = bisect_left(rooms, (size, 0))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
         else:
-            if len(waiting) == open_packs:
-                fullest = min(range(len(waiting)), key=lambda i: room[i])
-                yield Pack(documents=tuple(waiting.pop(fullest)), length=length)
-                room.pop(fullest)
-            waiting.append([])
-            room.append(length)
-            best = len(waiting) - 1
-        waiting[best].append(document)
-        room[best] -= size
-    for rest in waiting:
-        yield Pack(documents=tuple(rest), length=length)
+            if len(rooms) == open_packs:
+                yield tuple(waiting.pop(rooms.pop(0)[1]))
+            room, number = length, started
+            started += 1
+            waiting[number] = []
+        waiting[number].append(document)
+        insort(rooms, (room - size, number))
+    for rest in waiting.values():
+        yield tuple(rest)

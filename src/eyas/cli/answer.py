@@ -1,0 +1,201 @@
+"""`eyas data answer`: the target answers prompts itself, and its answers become training data."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+if TYPE_CHECKING:
+    from eyas.sampling import Sampling
+    from eyas.target.model import Target
+    from eyas.train.regenerate import Answerer, Progress, Question, Reply
+
+LONGEST = 2048
+SLOTS_ON_CPU, SLOTS_ELSEWHERE = 16, 256
+
+
+def answer(
+    file: Annotated[Path, typer.Argument(help="Prompts or conversations: JSON lines or Parquet.")],
+    out: Annotated[Path, typer.Option(help="Where answers go, as JSON lines; an existing file is gone on with.")],
+    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 400,
+    turns: Annotated[
+        int | None, typer.Option(help="User turns to answer per conversation at most.", min=1, show_default="all")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Conversations of the file to answer at most.", min=1, show_default="all")
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a conversation at most.", min=2, show_default=f"{LONGEST}, or the target's longest context"
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            help="Conversations at the same time; each holds memory for --max-length tokens.",
+            min=1,
+            show_default=f"{SLOTS_ON_CPU} on a CPU, {SLOTS_ELSEWHERE} elsewhere",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Let the target answer every user turn of a file, old answers dropped.
+
+    Stopped in any way, the same command goes on where it was.
+    """
+    from itertools import islice
+
+    from eyas.errors import UserError
+    from eyas.sampling import Sampling
+    from eyas.target.checksum import sha256_of
+    from eyas.target.model import Target
+    from eyas.train.conversations import read_conversations
+    from eyas.train.regenerate import regenerate
+
+    sampling = Sampling(temperature=temperature, top_p=top_p)
+    conversations = list(islice(read_conversations(file), limit))
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
+    longest = loaded.facts.max_position_embeddings
+    if max_length is None:
+        max_length = min(LONGEST, longest or LONGEST)
+    elif longest is not None and max_length > longest:
+        raise UserError(
+            f"--max-length {max_length} is above the {longest} tokens that {target} was made for; "
+            f"choose {longest} or less"
+        )
+    if slots is None:
+        slots = SLOTS_ON_CPU if loaded.device.type == "cpu" else SLOTS_ELSEWHERE
+    answerer = _answerer(
+        loaded,
+        sampling,
+        slots=min(slots, len(conversations)),
+        max_length=max_length,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    arguments = {
+        "input": str(file),
+        "input_sha256": sha256_of(file),
+        "target": target,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "max_length": max_length,
+        "turns": turns,
+        "seed": seed,
+    }
+    started = time.perf_counter()
+    with _Display() as display:
+        try:
+            done = regenerate(conversations, answerer, out, arguments=arguments, turns=turns, on_progress=display.show)
+        except KeyboardInterrupt:
+            if display.latest is not None:
+                written = display.latest.earlier + display.latest.written
+                report(f"{written} of {len(conversations)} conversations are in {out}; the same command goes on")
+            raise
+    counts = {**asdict(done), "seconds": round(time.perf_counter() - started, 1)}
+    if as_json:
+        typer.echo(json.dumps(counts))
+        return
+    for name, count in counts.items():
+        typer.echo(f"{name:14} {count:>12,}")
+
+
+def _answerer(
+    target: "Target", sampling: "Sampling", *, slots: int, max_length: int, max_tokens: int, seed: int
+) -> "Answerer":
+    """The batch engine as training knows it: messages in, text out."""
+    from eyas.engine.batch import Answer, Request, answer_plainly
+    from eyas.errors import UserError
+    from eyas.train.regenerate import Reply
+
+    target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
+    stop_ids = target.stop_ids()
+
+    def reply_to(given: Answer) -> Reply:
+        text = target.decode(given.tokens[:-1] if given.stopped else given.tokens)
+        if not given.stopped:
+            text = text.rstrip("\ufffd")  # a length may end an answer inside a character
+        return Reply(id=given.key, text=text, finished=given.stopped, tokens=len(given.tokens))
+
+    def answer_all(pull: "Callable[[], Question | None]") -> "Iterator[Reply]":
+        unfit: list[int] = []
+        refusals: list[UserError] = []
+
+        def request() -> Request | None:
+            while (question := pull()) is not None:
+                try:
+                    ids = target.encode_chat(question.messages)
+                    if len(ids) < max_length:
+                        return Request(key=question.id, prompt=tuple(ids), max_new_tokens=max_tokens)
+                except UserError as error:
+                    if not refusals:
+                        report(f"note: conversation {question.id}, perhaps not the only one: {error}")
+                    refusals.append(error)
+                unfit.append(question.id)
+            return None
+
+        def report_unfit() -> "Iterator[Reply]":
+            while unfit:
+                yield Reply(id=unfit.pop(), text=None, finished=False, tokens=0)
+
+        for given in answer_plainly(
+            target, request, sampling=sampling, slots=slots, max_length=max_length, stop_ids=stop_ids, seed=seed
+        ):
+            yield from report_unfit()
+            yield reply_to(given)
+        yield from report_unfit()
+
+    return answer_all
+
+
+class _Display:
+    """Progress on stderr: a bar where there is a terminal, nothing where there is none."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._bar = Bar(
+            TextColumn("answering"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._started = time.perf_counter()
+        self.latest: Progress | None = None
+
+    def __enter__(self) -> "_Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, progress: "Progress") -> None:
+        """Draw."""
+        if self.latest is None:
+            self._task = self._bar.add_task("", total=progress.total, completed=progress.done, rate="")
+        rate = progress.tokens / (time.perf_counter() - self._started)
+        self._bar.update(self._task, completed=progress.done, rate=f"{rate:,.0f} tokens/s")
+        self.latest = progress

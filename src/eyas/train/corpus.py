@@ -1,0 +1,361 @@
+"""All documents in memory, compactly, and the order in which training meets them.
+
+Five bytes a token: a hundred million tokens are half a gigabyte, so nothing of the data needs a file of its own. Text
+is tokenised by several processes at once, because that is what takes the time.
+Invariants: the corpus is the same whatever the number of processes, and the packs of an epoch follow from the corpus,
+the seed and the epoch alone, so that a resumed run sees what an uninterrupted one would have seen.
+"""
+
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from eyas.errors import UserError
+from eyas.train.augment import Augmentation, Augmenter
+from eyas.train.conversations import Conversation, read_conversations
+from eyas.train.data import ChatEncoder
+from eyas.train.packing import FitCounts, fit, pack
+from eyas.train.recipe import SHORTEST_JOINED
+
+CHUNK = 256
+"""Conversations that a process is handed at a time: enough to make the handing over cheap."""
+
+Pack = tuple[tuple[int, ...], ...]
+"""Documents side by side, each a run of corpus documents: one, or several that are joined and see each other."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Document:
+    """A conversation as the target reads it."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    """Whether the target would have generated this token."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """Documents end to end."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+    """Where each document begins, and where the last one ends."""
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.mask.shape == (self.offsets[-1],)
+        assert self.offsets[0] == 0
+        assert (np.diff(self.offsets) > 0).all()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Document:
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
+        where = slice(self.offsets[index], self.offsets[index + 1])
+        return Document(ids=self.ids[where], mask=self.mask[where])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each document."""
+        return np.diff(self.offsets)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return len(self.ids)
+
+    @property
+    def trainable(self) -> int:
+        """Tokens that count."""
+        return int(self.mask.sum())
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.lengths.max(initial=0))
+
+    def take(self, indices: Sequence[int] | NDArray[np.int64]) -> "Corpus":
+        """A corpus of these documents, in this order."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        lengths = self.lengths[chosen]
+        places = _runs(self.offsets[chosen], lengths)
+        return Corpus(ids=self.ids[places], mask=self.mask[places], offsets=_offsets(lengths))
+
+
+def encode_corpus(
+    files: Sequence[Path],
+    source: str,
+    *,
+    max_length: int,
+    augmentation: Augmentation | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    report: Callable[[int], None] | None = None,
+    cache: Path | None = None,
+) -> tuple[Corpus, FitCounts]:
+    """Read and encode the conversations of `files` with the tokenizer of target `source`."""
+    from eyas.target.tokenizer import load_tokenizer
+
+    if not files:
+        raise UserError("there are no files of conversations to train on; name at least one in data.files")
+    tokenizer, stop_ids = load_tokenizer(source, cache=cache)
+    conversations = chain.from_iterable(read_conversations(file) for file in files)
+    return encode_conversations(
+        conversations,
+        tokenizer,
+        stop_ids,
+        max_length=max_length,
+        augmentation=augmentation,
+        seed=seed,
+        workers=workers,
+        report=report,
+    )
+
+
+def encode_conversations(
+    conversations: Iterable[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Collection[int],
+    *,
+    max_length: int,
+    augmentation: Augmentation | None = None,
+    seed: int = 0,
+    workers: int = 1,
+    report: Callable[[int], None] | None = None,
+) -> tuple[Corpus, FitCounts]:
+    """Encode conversations in order, in `workers` processes (0 or 1: in this one).
+
+    `report` is told how many conversations are done. `seed` and the place of a conversation decide its augmentation.
+    """
+    encoding = _Encoding(tokenizer, stop_ids, max_length, augmentation or Augmentation(), seed)
+    counts, parts, done = FitCounts(), [], 0
+    for part in _encoded_chunks(encoding, conversations, workers):
+        counts += part.counts
+        parts.append(part)
+        done += part.conversations
+        if report is not None:
+            report(done)
+    if not counts.kept:
+        raise UserError(
+            f"of {done} conversations none can be trained on: {counts.kept} kept, {counts.cut} cut, {counts.too_long} "
+            f"too long for data.max_length {max_length}, {counts.unanswered} unanswered; raise data.max_length for "
+            "long ones and let the target answer unanswered ones first"
+        )
+    corpus = Corpus(
+        ids=np.concatenate([part.ids for part in parts]),
+        mask=np.concatenate([part.mask for part in parts]),
+        offsets=_offsets(np.concatenate([part.lengths for part in parts])),
+    )
+    return corpus, counts
+
+
+def split(corpus: Corpus, share: float, seed: int) -> tuple[Corpus, Corpus]:
+    """Set a random share of the documents aside: what remains for training, and what is held out."""
+    if not 0 < share < 1:
+        raise UserError(f"the held-out share {share} is not between 0 and 1; set data.held_out_share to 0.01, say")
+    if len(corpus) < 2:
+        raise UserError(
+            f"{len(corpus)} document cannot be split into training and held-out ones; "
+            "give more conversations or a separate file as data.held_out"
+        )
+    aside = min(max(1, round(share * len(corpus))), len(corpus) - 1)
+    order = np.random.default_rng(seed).permutation(len(corpus))
+    return corpus.take(np.sort(order[aside:])), corpus.take(np.sort(order[:aside]))
+
+
+def packs(
+    corpus: Corpus, *, length: int, seed: int, epoch: int, join_share: float = 0.0, join_length: int = 0
+) -> list[Pack]:
+    """Every document once, in packs of at most `length` tokens, in an order of the epoch's own.
+
+    Documents that make up `join_share` of the tokens are joined into long ones, up to `join_length` tokens: a drafter
+    that never saw long contexts drafts badly in them. How long each becomes is drawn evenly from `SHORTEST_JOINED` up.
+    """
+    chance = np.random.default_rng([seed, epoch])
+    order = chance.permutation(len(corpus)).tolist()
+    sizes = corpus.lengths.tolist()
+    documents: list[tuple[int, ...]] = []
+    if join_share:
+        if not 0 < join_share <= 1:
+            raise UserError(f"data.join_share is {join_share}; it must be a share from 0 to 1")
+        if not SHORTEST_JOINED <= join_length <= length:
+            raise UserError(
+                f"data.join_length {join_length} is not between {SHORTEST_JOINED} and the pack's {length} tokens; "
+                "change it or data.pack_length"
+            )
+        documents, order = _joined(order, sizes, join_share * corpus.tokens, join_length, chance)
+    documents += [(index,) for index in order]
+    documents = [documents[place] for place in chance.permutation(len(documents)).tolist()]
+    packed = list(pack((sum(sizes[index] for index in document) for document in documents), length=length))
+    return [tuple(documents[place] for place in packed[number]) for number in chance.permutation(len(packed)).tolist()]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackArrays:
+    """A pack as arrays of one length; behind the documents there is padding, which counts as a document of its own."""
+
+    ids: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    position: NDArray[np.int64]
+    """Place of a token within its document."""
+    starts: NDArray[np.int64]
+    """Where each document begins, padding included, and last the length."""
+
+
+def pack_arrays(corpus: Corpus, pack: Pack, length: int) -> PackArrays:
+    """Lay out a pack."""
+    members = np.fromiter(chain.from_iterable(pack), dtype=np.int64)
+    lengths = corpus.offsets[members + 1] - corpus.offsets[members]
+    used = int(lengths.sum())
+    if used > length:
+        raise UserError(f"a pack of {used} tokens does not fit {length}; make packs of that length")
+    places = _runs(corpus.offsets[members], lengths)
+    ids, mask = np.zeros(length, dtype=np.int64), np.zeros(length, dtype=np.bool_)
+    ids[:used], mask[:used] = corpus.ids[places], corpus.mask[places]
+    ends = lengths.cumsum()[np.cumsum([len(document) for document in pack]) - 1]
+    tail = [length] if used < length else []
+    starts = np.concatenate([[0], ends, tail]).astype(np.int64)
+    position = np.arange(length) - np.repeat(starts[:-1], np.diff(starts))
+    return PackArrays(ids=ids, mask=mask, position=position, starts=starts)
+
+
+def _joined(
+    order: list[int], sizes: list[int], tokens: float, longest: int, chance: np.random.Generator
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Join documents from the front of `order` until `tokens` are; return them and the rest of the order."""
+    documents, used, place = [], 0, 0
+    while used < tokens and place < len(order):
+        goal = int(chance.integers(SHORTEST_JOINED, longest, endpoint=True))
+        first, size = place, 0
+        while place < len(order) and size < goal and (place == first or size + sizes[order[place]] <= longest):
+            size += sizes[order[place]]
+            place += 1
+        documents.append(tuple(order[first:place]))
+        used += size
+    return documents, order[place:]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """The documents of a chunk of conversations."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    counts: FitCounts
+    conversations: int
+
+
+class _Encoding:
+    """What is done to a chunk of conversations; travels to the processes whole."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Collection[int],
+        max_length: int,
+        augmentation: Augmentation,
+        seed: int,
+    ) -> None:
+        self._encoder = ChatEncoder(tokenizer, stop_ids)
+        self._max_length = max_length
+        self._augmenter = Augmenter(self._encoder, tokenizer, augmentation, seed) if augmentation.wanted else None
+
+    def __call__(self, first: int, conversations: Sequence[Conversation]) -> _Part:
+        counts = FitCounts()
+        encoded = []
+        for index, conversation in enumerate(conversations, start=first):
+            rendering = self._augmenter.rendering(index) if self._augmenter else None
+            for kept in fit([conversation], rendering or self._encoder, max_length=self._max_length, counts=counts):
+                encoded.append(kept)
+                if rendering is not None and rendering.outcome is not None:
+                    counts.augmented[rendering.outcome] += 1
+        return _Part(
+            ids=np.fromiter(chain.from_iterable(e.ids for e in encoded), dtype=np.int32),
+            mask=np.fromiter(chain.from_iterable(e.mask for e in encoded), dtype=np.bool_),
+            lengths=np.array([len(e.ids) for e in encoded], dtype=np.int64),
+            counts=counts,
+            conversations=len(conversations),
+        )
+
+
+def _encoded_chunks(encoding: _Encoding, conversations: Iterable[Conversation], workers: int) -> Iterator[_Part]:
+    chunks = _numbered_chunks(iter(conversations))
+    head = list(islice(chunks, 2))
+    chunks = chain(head, chunks)
+    if workers <= 1 or len(head) < 2:
+        yield from (encoding(first, chunk) for first, chunk in chunks)
+        return
+    pool = ProcessPoolExecutor(workers, mp_context=_context(), initializer=_set_encoding, initargs=(encoding,))
+    waiting: deque[Future[_Part]] = deque()
+    try:
+        for first, chunk in chunks:
+            waiting.append(pool.submit(_encode_chunk, first, chunk))
+            if len(waiting) > 4 * workers:  # no more conversations in memory than keep everyone busy
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"one of {workers} processes that encode conversations died, perhaps for want of memory; "
+            "use fewer: data.workers = 1"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _numbered_chunks(conversations: Iterator[Conversation]) -> Iterator[tuple[int, list[Conversation]]]:
+    first = 0
+    while chunk := list(islice(conversations, CHUNK)):
+        yield first, chunk
+        first += len(chunk)
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """A way to start processes that does not copy this one, whose threads and GPU a copy could not use."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+_encoding: _Encoding | None = None
+
+
+def _set_encoding(encoding: _Encoding) -> None:
+    # One thread each: the tokenizer would start as many as there are cores in every process, and they would wait
+    # for each other.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    global _encoding
+    _encoding = encoding
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
+
+
+def _encode_chunk(first: int, conversations: Sequence[Conversation]) -> _Part:
+    assert _encoding is not None
+    return _encoding(first, conversations)
+
+
+def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
+
+
+def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The places start, start + 1, ... of every run, one run behind the other."""
+    before = lengths.cumsum() - lengths
+    places: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+    return places

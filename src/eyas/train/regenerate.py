@@ -1,0 +1,270 @@
+"""The target's own answers: prompts in, conversations to train on out.
+
+A drafter learns to foretell its target, so the answers it learns from must be the target's, not those that came with
+a data set. Answers of a conversation are made turn by turn, each behind the answers made before it.
+
+The file grows by whole conversations in the order in which they end, each flushed as it is written. Invariant: what a
+kill leaves is a file in which every line but perhaps the last is a finished conversation; the next run takes a torn
+line off and goes on with the ids that are missing. So that one file never mixes two ways of answering, the arguments
+stand beside it in `<file>.json` and must be the same in every run.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Protocol
+
+from filelock import FileLock, Timeout
+
+from eyas.errors import UserError
+from eyas.train.conversations import Conversation, Message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A conversation up to where the assistant answers."""
+
+    id: int
+    """The conversation's place in the input, from 0."""
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What the target said to a question."""
+
+    id: int
+    text: str | None
+    """None when the target cannot be asked: the question does not fit its context or its chat template."""
+    finished: bool
+    """Whether the target ended the answer itself."""
+    tokens: int
+
+
+class Answerer(Protocol):
+    """Answers questions in any order; `pull` gives the next, or None when a reply must come before there is one."""
+
+    def __call__(self, pull: Callable[[], Question | None]) -> Iterator[Reply]:
+        """Answer until `pull` has nothing and nothing is unanswered."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is."""
+
+    total: int
+    """Conversations in the input."""
+    earlier: int
+    """Written by earlier runs."""
+    written: int = 0
+    unfinished: int = 0
+    """Of those written, how many end with an answer that a length ended."""
+    unfit: int = 0
+    """Left out: the target cannot be asked the first question."""
+    empty: int = 0
+    """Left out: the first answer is empty."""
+    unanswerable: int = 0
+    """Left out: nobody asks anything."""
+    tokens: int = 0
+    """Made by this run."""
+
+    @property
+    def done(self) -> int:
+        """Conversations that are dealt with."""
+        return self.earlier + self.written + self.unfit + self.empty + self.unanswerable
+
+
+def regenerate(
+    conversations: Sequence[Conversation],
+    answerer: Answerer,
+    out: Path,
+    *,
+    arguments: Mapping[str, object],
+    turns: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Progress:
+    """Answer what `out` lacks, `turns` questions per conversation at most.
+
+    A conversation ends early where the target cannot be asked, an answer is empty or a length ended an answer; what
+    came before is kept. `arguments` are all that decides the answers, as JSON values.
+    """
+    with _writing(out, arguments) as (stream, ids):
+        run = _Run(conversations, ids, turns, stream, on_progress or (lambda _: None))
+        for reply in answerer(run.pull):
+            run.take(reply)
+        return run.progress
+
+
+class _Run:
+    """Conversations under way, from the first question to the written line."""
+
+    def __init__(
+        self,
+        conversations: Sequence[Conversation],
+        written: set[int],
+        turns: int | None,
+        stream: IO[bytes],
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self._conversations, self._turns, self._stream, self._on_progress = conversations, turns, stream, on_progress
+        earlier = written & set(range(len(conversations)))
+        self.progress = Progress(total=len(conversations), earlier=len(earlier))
+        self._fresh = iter([i for i in range(len(conversations)) if i not in earlier])
+        self._next_turns: list[Question] = []
+        self._asked: dict[int, Question] = {}
+        self._left: dict[int, list[tuple[Message, ...]]] = {}
+        on_progress(self.progress)
+
+    def pull(self) -> Question | None:
+        """The next question: of a conversation under way, else of the next one."""
+        while not self._next_turns:
+            number = next(self._fresh, None)
+            if number is None:
+                return None
+            questions = _questions(self._conversations[number].messages)[: self._turns]
+            if questions:
+                self._left[number] = questions
+                self._ask_next(number, ())
+            else:
+                self._count(unanswerable=1)
+        question = self._next_turns.pop(0)
+        self._asked[question.id] = question
+        return question
+
+    def take(self, reply: Reply) -> None:
+        """Go on with the conversation, or write it."""
+        before = self._asked.pop(reply.id).messages
+        self._count(tokens=reply.tokens)
+        if reply.text is None or not reply.text.strip():
+            said = _up_to_last_answer(before)
+            if said:
+                self._write(reply.id, said, finished=True)
+            elif reply.text is None:
+                self._count(unfit=1)
+            else:
+                self._count(empty=1)
+            del self._left[reply.id]
+            return
+        said = (*before, {"role": "assistant", "content": reply.text})
+        if reply.finished and self._left[reply.id]:
+            self._ask_next(reply.id, said)
+        else:
+            self._write(reply.id, said, finished=reply.finished)
+            del self._left[reply.id]
+
+    def _ask_next(self, number: int, said: tuple[Message, ...]) -> None:
+        self._next_turns.append(Question(id=number, messages=(*said, *self._left[number].pop(0))))
+
+    def _write(self, number: int, messages: Sequence[Message], *, finished: bool) -> None:
+        record = {
+            "id": number,
+            "messages": [dict(message) for message in messages],
+            "category": self._conversations[number].category,
+            "finished": finished,
+        }
+        try:
+            self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._stream.flush()
+        except OSError as error:
+            raise UserError(
+                f"cannot write conversation {number}: {error.strerror or error}; what was written before is kept, "
+                "free space and run again"
+            ) from error
+        self._count(written=1, unfinished=int(not finished))
+
+    def _count(self, **more: int) -> None:
+        old = self.progress
+        self.progress = replace(old, **{name: getattr(old, name) + n for name, n in more.items()})
+        self._on_progress(self.progress)
+
+
+def _questions(messages: Iterable[Message]) -> list[tuple[Message, ...]]:
+    """What stands before each answer to be made: everything of others up to a user's turn.
+
+    A tool's result belongs to a call that an answer of the old author made: nothing is asked from there on.
+    """
+    questions: list[tuple[Message, ...]] = []
+    pending: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            break
+        if message["role"] == "assistant":
+            continue
+        pending.append(message)
+        if message["role"] == "user":
+            questions.append(tuple(pending))
+            pending = []
+    return questions
+
+
+def _up_to_last_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
+    ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return tuple(messages[: ends[-1]]) if ends else ()
+
+
+@contextmanager
+def _writing(out: Path, arguments: Mapping[str, object]) -> Iterator[tuple[IO[bytes], set[int]]]:
+    """Open `out` behind its last whole line, for this run alone; the ids it holds come with it."""
+    record = out.with_name(f"{out.name}.json")
+    with ExitStack() as opened:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            opened.enter_context(FileLock(out.with_name(f".{out.name}.lock"), timeout=0))
+            stream = opened.enter_context(out.open("a+b"))
+            stream.seek(0)
+            lines = stream.read()
+            lines = lines[: lines.rfind(b"\n") + 1]
+            ids = _written_ids(lines, out)
+            _check_arguments(record, arguments, out, resuming=bool(ids))
+            stream.truncate(len(lines))
+        except Timeout as error:
+            raise UserError(f"another run is writing {out}; wait for it or choose another file") from error
+        except OSError as error:
+            raise UserError(f"cannot write {out}: {error.strerror or error}; choose another file") from error
+        yield stream, ids
+
+
+def _written_ids(lines: bytes, out: Path) -> set[int]:
+    ids: set[int] = set()
+    for number, line in enumerate(lines.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{out}:{number} is not JSON ({error}); remove the line or choose another file") from error
+        here = row.get("id") if isinstance(row, dict) else None
+        if not isinstance(here, int) or here in ids:
+            what = "has no id" if not isinstance(here, int) else f"holds id {here} again"
+            raise UserError(f"{out}:{number} {what}, so it is no file of answers to go on with; choose another file")
+        ids.add(here)
+    return ids
+
+
+def _check_arguments(record: Path, arguments: Mapping[str, object], out: Path, *, resuming: bool) -> None:
+    """Refuse to go on in another way than the file was begun; the first run writes down how."""
+    now = json.loads(json.dumps(dict(arguments)))
+    if resuming:
+        try:
+            before = json.loads(record.read_bytes())
+            assert isinstance(before, dict)
+        except (OSError, ValueError, AssertionError) as error:
+            raise UserError(
+                f"{out} holds answers but {record} does not say how they were made; choose another file"
+            ) from error
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                raise UserError(
+                    f"{out} was begun with {name} {before.get(name)!r} and this run has {now.get(name)!r}; "
+                    "use the same or choose another file"
+                )
+        return
+    staging = record.with_name(f".{record.name}.partial")
+    with staging.open("w", encoding="utf-8") as stream:
+        json.dump(now, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    staging.replace(record)

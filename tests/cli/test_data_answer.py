@@ -1,0 +1,83 @@
+"""`eyas data answer` writes what the target says, goes on where it was, and refuses to mix."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.engine import batch
+from eyas.engine.batch import Answer, answer_plainly
+from eyas.engine.plain import generate_plainly
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+
+pytestmark = pytest.mark.default
+Run = Callable[..., Any]
+
+PROMPTS = ["What is the capital of France?", "Say hi.", "word " * 200]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": prompt, "category": "qa"}) for prompt in PROMPTS))
+    return path
+
+
+def test_the_targets_answers_are_written_and_gone_on_with(
+    file: Path, tmp_path: Path, run: Run, default_target: Target
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    arguments = ["data", "answer", file, "--out", out, "--max-tokens", 8, "--max-length", 64, "--dtype", "float32"]
+    outcome = run(*arguments, "--limit", 1, "--json")
+    assert outcome.code == 0, outcome
+    assert json.loads(outcome.out)["written"] == 1
+    outcome = run(*arguments)
+    assert outcome.code == 0, outcome
+    counts = dict(line.split() for line in outcome.out.splitlines())
+    assert {name: counts[name] for name in ("total", "earlier", "written", "unfit")} == {
+        "total": "3",
+        "earlier": "1",
+        "written": "1",
+        "unfit": "1",
+    }
+    found = {row["id"]: row for row in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
+    assert sorted(found) == [0, 1]
+    for number, row in found.items():
+        asked, answered = row["messages"]
+        assert (asked, row["category"]) == ({"role": "user", "content": PROMPTS[number]}, "qa")
+        ids = generate_plainly(
+            default_target, default_target.encode_chat([asked]), sampling=Sampling(), max_new_tokens=8
+        )
+        assert answered == {"role": "assistant", "content": default_target.decode(ids)}
+        assert row["finished"] == (ids[-1] in default_target.stop_ids())
+    outcome = run(*arguments, "--seed", 1)
+    assert outcome.code == 2
+    assert "was begun with seed 0 and this run has 1" in outcome.err
+
+
+def test_what_cannot_be_done_is_refused(file: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "answers.jsonl"
+    run("data", "answer", tmp_path / "none.jsonl", "--out", out).assert_refused("none.jsonl")
+    run("data", "answer", file).assert_refused("--out")
+    outcome = run("data", "answer", file, "--out", out, "--max-length", 9_999_999)
+    assert outcome.code == 2
+    assert "--max-length 9999999 is above the" in outcome.err
+    assert not out.exists()
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer_one(*arguments: Any, **options: Any) -> Iterator[Answer]:
+        yield next(answer_plainly(*arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "answer_plainly", answer_one)
+    out = tmp_path / "answers.jsonl"
+    outcome = run("data", "answer", file, "--out", out, "--max-tokens", 1, "--slots", 1, "--dtype", "float32")
+    assert outcome.code == 130
+    assert f"1 of 3 conversations are in {out}; the same command goes on\n" in outcome.err
+    assert len(out.read_text(encoding="utf-8").splitlines()) == 1

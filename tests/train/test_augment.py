@@ -1,0 +1,168 @@
+"""A share of the conversations is rendered otherwise, by seed and number alone, and only where that is sound."""
+
+from collections import Counter
+
+import pytest
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.errors import UserError
+from eyas.train.augment import SYSTEM_PROMPTS, Augmentation, Augmenter
+from eyas.train.conversations import Conversation, Message
+from eyas.train.corpus import encode_conversations
+from eyas.train.data import ChatEncoder, Encoded
+
+DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML
+WITH_BOS = "<s>" + DEFAULT_SYSTEM
+REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+UNLIKE_A_SYSTEM_TURN = "A chat:\n" + CHATML
+
+QUESTION: Message = {"role": "user", "content": "Hi"}
+ANSWER: Message = {"role": "assistant", "content": "Hello, you"}
+SYSTEM: Message = {"role": "system", "content": "Be bad."}
+
+
+def rendered(
+    kind: str, tokenizer: PreTrainedTokenizerBase, stops: list[int], *messages: Message
+) -> tuple[str, list[str], str | None]:
+    """The text, what is masked of it, and what was said to be done."""
+    encoder = ChatEncoder(tokenizer, stops)
+    rendering = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0).rendering(0)
+    encoded = rendering.encode(Conversation(messages=messages, where="f:1"))
+    return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), rendering.outcome
+
+
+def masked_runs(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+    runs: list[list[int]] = []
+    for i, (token, on) in enumerate(zip(encoded.ids, encoded.mask, strict=True)):
+        if on and (i == 0 or not encoded.mask[i - 1]):
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+    return [str(tokenizer.decode(run)) for run in runs]
+
+
+def with_template(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    chosen = chat_tokenizer(template, bos="<s>")
+    return chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+
+
+TURNS = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello, you<|im_end|>\n"
+ANSWERED = ["Hello, you<|im_end|>"]
+
+
+@pytest.mark.parametrize("before", [(), (SYSTEM,)], ids=["no system turn", "a system turn"])
+@pytest.mark.parametrize(("template", "left"), [(CHATML, TURNS), (DEFAULT_SYSTEM, TURNS), (WITH_BOS, "<s>" + TURNS)])
+def test_without_system_no_system_turn_is_left(template: str, left: str, before: tuple[Message, ...]) -> None:
+    made = rendered("no_system", *with_template(template), *before, QUESTION, ANSWER)
+    assert made == (left, ANSWERED, "no_system")
+
+
+def test_what_is_not_like_a_system_turn_is_left_and_counted() -> None:
+    text, masked, outcome = rendered("no_system", *with_template(UNLIKE_A_SYSTEM_TURN), QUESTION, ANSWER)
+    assert (text, masked, outcome) == ("A chat:\n" + TURNS, ANSWERED, "no_system impossible")
+
+
+def test_without_bos_only_the_bos_is_gone() -> None:
+    default = "<|im_start|>system\nBe good.<|im_end|>\n"
+    made = rendered("no_bos", *with_template(WITH_BOS), QUESTION, ANSWER)
+    assert made == (default + TURNS, ANSWERED, "no_bos")
+
+
+def test_a_template_without_bos_is_left_and_counted() -> None:
+    made = rendered("no_bos", *with_template(CHATML), QUESTION, ANSWER)
+    assert made == (TURNS, ANSWERED, "no_bos impossible")
+
+
+def test_a_bos_that_opens_every_turn_is_left_and_counted() -> None:
+    chosen = chat_tokenizer(CHATML, bos="<|im_start|>")
+    made = rendered("no_bos", chosen, chosen.convert_tokens_to_ids(["<|im_end|>"]), QUESTION, ANSWER)
+    assert made == (TURNS, ANSWERED, "no_bos impossible")
+
+
+def test_without_template_contents_are_lines_and_answers_are_masked() -> None:
+    made = rendered("no_template", *with_template(WITH_BOS), SYSTEM, QUESTION, ANSWER, QUESTION, ANSWER)
+    assert made == ("Be bad.\nHi\nHello, you\nHi\nHello, you", ["Hello, you", "Hello, you"], "no_template")
+
+
+@pytest.mark.parametrize("before", [(), (SYSTEM,)], ids=["no system turn", "a system turn"])
+def test_a_varied_system_prompt_stands_instead(before: tuple[Message, ...]) -> None:
+    text, masked, outcome = rendered("varied_system", *with_template(DEFAULT_SYSTEM), *before, QUESTION, ANSWER)
+    assert text in [f"<|im_start|>system\n{prompt}<|im_end|>\n{TURNS}" for prompt in SYSTEM_PROMPTS]
+    assert (masked, outcome) == (ANSWERED, "varied_system")
+
+
+def test_a_template_that_refuses_system_prompts_is_given_none() -> None:
+    made = rendered("varied_system", *with_template(REFUSES_SYSTEM), QUESTION, ANSWER)
+    assert made == (TURNS, ANSWERED, "varied_system impossible")
+
+
+def test_shares_are_kept_counted_and_the_same_again() -> None:
+    chosen, stops = with_template(WITH_BOS)
+    given = [Conversation(messages=(QUESTION, ANSWER), where="f:1")] * 1000
+    wanted = Augmentation(no_system=0.1, no_bos=0.2, no_template=0.3, varied_system=0.1)
+
+    def encoded(seed: int) -> tuple[list[int], Counter[str]]:
+        corpus, counts = encode_conversations(given, chosen, stops, max_length=500, augmentation=wanted, seed=seed)
+        return corpus.ids.tolist(), counts.augmented
+
+    ids, done = encoded(1)
+    assert {name: round(count / 1000, 1) for name, count in done.items()} == wanted.shares
+    assert encoded(1) == (ids, done)
+    assert encoded(2)[0] != ids
+
+
+def test_without_shares_nothing_changes() -> None:
+    chosen, stops = with_template(WITH_BOS)
+    given = [Conversation(messages=(QUESTION, ANSWER), where="f:1")]
+    plain, _ = encode_conversations(given, chosen, stops, max_length=500)
+    off, counts = encode_conversations(given, chosen, stops, max_length=500, augmentation=Augmentation())
+    assert plain.ids.tolist() == off.ids.tolist()
+    assert not counts.augmented
+
+
+def test_an_augmented_conversation_is_cut_at_turns_like_any_other() -> None:
+    chosen, stops = with_template(WITH_BOS)
+    long: Message = {"role": "assistant", "content": "w" * 100}
+    given = [Conversation(messages=(QUESTION, ANSWER, QUESTION, long), where="f:1")]
+    corpus, counts = encode_conversations(
+        given, chosen, stops, max_length=60, augmentation=Augmentation(no_template=1.0)
+    )
+    assert str(chosen.decode(corpus.ids.tolist())) == "Hi\nHello, you"
+    assert (counts.kept, counts.cut, counts.augmented) == (1, 1, Counter(no_template=1))
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ({"no_bos": 1.5}, r"data\.augment\.no_bos is 1\.5"),
+        ({"no_system": -0.1}, r"data\.augment\.no_system is -0\.1"),
+        ({"no_template": float("nan")}, "nan"),
+        ({"no_system": 0.6, "no_bos": 0.6}, r"sum to 1\.2"),
+    ],
+)
+def test_bad_shares_are_refused(shares: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Augmentation(**shares)
+
+
+@pytest.mark.default
+def test_the_default_targets_own_system_prompt_can_be_removed_and_replaced() -> None:
+    from eyas.target.tokenizer import load_tokenizer
+
+    tokenizer, stop_ids = load_tokenizer("smollm2")
+    stops = sorted(stop_ids)
+    plain = str(
+        tokenizer.decode(
+            ChatEncoder(tokenizer, stops).encode(Conversation(messages=(QUESTION, ANSWER), where="f:1")).ids
+        )
+    )
+    assert "named SmolLM" in plain
+    assert rendered("no_system", tokenizer, stops, QUESTION, ANSWER) == (TURNS, ANSWERED, "no_system")
+    assert rendered("no_system", tokenizer, stops, SYSTEM, QUESTION, ANSWER) == (TURNS, ANSWERED, "no_system")
+    assert rendered("no_bos", tokenizer, stops, QUESTION, ANSWER) == (plain, ANSWERED, "no_bos impossible")
+    text, masked, outcome = rendered("varied_system", tokenizer, stops, QUESTION, ANSWER)
+    assert "named SmolLM" not in text
+    assert (text.endswith(TURNS), masked, outcome) == (True, ANSWERED, "varied_system")
+    bare = rendered("no_template", tokenizer, stops, QUESTION, ANSWER)
+    assert bare == ("Hi\nHello, you", ["Hello, you"], "no_template")

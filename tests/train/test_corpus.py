@@ -1,0 +1,227 @@
+"""A corpus is the same however many processes make it; an epoch holds every document once, in an order of its own."""
+
+import json
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.errors import UserError
+from eyas.train import corpus as corpus_module
+from eyas.train.conversations import Conversation
+from eyas.train.corpus import Corpus, encode_conversations, encode_corpus, pack_arrays, packs, split
+from eyas.train.data import ChatEncoder
+from eyas.train.packing import FitCounts
+
+
+def conversations(count: int) -> list[Conversation]:
+    """Of different lengths; each says its number."""
+    return [
+        Conversation(
+            messages=(
+                {"role": "user", "content": f"Say {i}"},
+                {"role": "assistant", "content": f"{i} " * (1 + i % 7)},
+            ),
+            where=f"f:{i}",
+        )
+        for i in range(count)
+    ]
+
+
+def encode(given: Iterable[Conversation], workers: int = 1, max_length: int = 200) -> tuple[Corpus, FitCounts]:
+    chosen = chat_tokenizer(CHATML)
+    stops = chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    return encode_conversations(given, chosen, stops, max_length=max_length, workers=workers)
+
+
+def corpus_of(lengths: Iterable[int]) -> Corpus:
+    """Documents of these lengths, whose tokens count up from 1 through all of them."""
+    offsets = np.cumsum([0, *lengths])
+    ids = np.arange(1, offsets[-1] + 1, dtype=np.int32)
+    return Corpus(ids=ids, mask=ids % 2 == 0, offsets=offsets)
+
+
+def random_corpus(documents: int, longest: int = 1000) -> Corpus:
+    return corpus_of(np.random.default_rng(0).integers(2, longest, size=documents, endpoint=True).tolist())
+
+
+def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
+    given = conversations(20)
+    corpus, counts = encode(given)
+    chosen = chat_tokenizer(CHATML)
+    encoder = ChatEncoder(chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"]))
+    expected = [encoder.encode(conversation) for conversation in given]
+    assert counts == FitCounts(kept=20)
+    assert [tuple(corpus[i].ids.tolist()) for i in range(len(corpus))] == [e.ids for e in expected]
+    assert [tuple(corpus[i].mask.tolist()) for i in range(len(corpus))] == [e.mask for e in expected]
+    assert corpus.tokens == sum(len(e.ids) for e in expected)
+    assert corpus.trainable == sum(e.trainable for e in expected)
+    assert corpus.longest == max(len(e.ids) for e in expected)
+    with pytest.raises(IndexError):
+        corpus[20]
+
+
+def test_order_and_counts_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "CHUNK", 16)
+    given = [*conversations(150), Conversation(messages=({"role": "user", "content": "?"},), where="f:150")]
+    (one, one_counts), (two, two_counts) = encode(given), encode(given, workers=2)
+    assert one_counts == two_counts == FitCounts(kept=150, unanswered=1)
+    for name in ("ids", "mask", "offsets"):
+        assert np.array_equal(getattr(one, name), getattr(two, name))
+
+
+def test_what_a_process_refuses_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "CHUNK", 16)
+    chosen = chat_tokenizer("{{ raise_exception('no such order') }}")
+    with pytest.raises(UserError, match=r"^f:0: .*no such order"):
+        encode_conversations(conversations(40), chosen, [], max_length=100, workers=2)
+
+
+def test_progress_counts_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_module, "CHUNK", 16)
+    chosen, done = chat_tokenizer(CHATML), list[int]()
+    encode_conversations(conversations(40), chosen, [], max_length=200, report=done.append)
+    assert done == [16, 32, 40]
+
+
+def test_nothing_to_train_on_is_refused_with_counts() -> None:
+    prompts = [Conversation(messages=({"role": "user", "content": "Hi"},), where="f:1")]
+    with pytest.raises(UserError, match=r"of 3 conversations none .* 0 kept, 0 cut, 2 too long .* 5, 1 unanswered"):
+        encode([*prompts, *conversations(2)], max_length=5)
+
+
+def test_no_files_are_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.files"):
+        encode_corpus([], "smollm2", max_length=100)
+
+
+@pytest.mark.default
+def test_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, answer in zip(files, ("Paris", "Rome"), strict=True):
+        messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]
+        file.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
+    corpus, counts = encode_corpus(files, "smollm2", max_length=100)
+    assert counts == FitCounts(kept=2)
+    from eyas.target.tokenizer import load_tokenizer
+
+    tokenizer, _ = load_tokenizer("smollm2")
+    spoken = [str(tokenizer.decode(corpus[i].ids[corpus[i].mask].tolist())) for i in range(2)]
+    assert spoken == ["Paris<|im_end|>", "Rome<|im_end|>"]
+
+
+def test_a_split_parts_the_documents() -> None:
+    corpus = random_corpus(50)
+    rest, held = split(corpus, 0.1, seed=3)
+    assert (len(rest), len(held)) == (45, 5)
+    assert np.array_equal(np.sort(np.concatenate([rest.ids, held.ids])), corpus.ids)
+    again = split(corpus, 0.1, seed=3)[1]
+    assert np.array_equal(again.ids, held.ids)
+    assert not np.array_equal(split(corpus, 0.1, seed=4)[1].ids, held.ids)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_a_split_leaves_a_document_on_either_side(share: float) -> None:
+    assert {len(side) for side in split(random_corpus(3), share, seed=0)} == {1, 2}
+
+
+@pytest.mark.parametrize(("documents", "share"), [(1, 0.5), (10, 0.0), (10, 1.0), (10, -0.1)])
+def test_a_split_that_cannot_be_made_is_refused(documents: int, share: float) -> None:
+    with pytest.raises(UserError, match="held"):
+        split(random_corpus(documents), share, seed=0)
+
+
+@pytest.mark.parametrize("join_share", [0.0, 0.25, 1.0])
+def test_packs_hold_every_document_exactly_once(join_share: float) -> None:
+    corpus = random_corpus(400)
+    made = packs(corpus, length=4096, seed=0, epoch=0, join_share=join_share, join_length=4096)
+    members = sorted(index for pack in made for document in pack for index in document)
+    assert members == list(range(400))
+    assert all(sum(corpus.lengths[i] for document in pack for i in document) <= 4096 for pack in made)
+
+
+def test_packs_follow_from_seed_and_epoch() -> None:
+    corpus = random_corpus(100)
+
+    def made(seed: int, epoch: int) -> list[corpus_module.Pack]:
+        return packs(corpus, length=4096, seed=seed, epoch=epoch, join_share=0.2, join_length=3000)
+
+    assert made(0, 1) == made(0, 1)
+    assert made(0, 1) != made(0, 2)
+    assert made(0, 1) != made(1, 1)
+
+
+def test_packs_are_full() -> None:
+    corpus = random_corpus(2000)
+    assert corpus.tokens / (4096 * len(packs(corpus, length=4096, seed=0, epoch=0))) > 0.97
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_joined_documents_are_long_enough_and_make_up_their_share(share: float) -> None:
+    corpus = random_corpus(2000)
+    made = packs(corpus, length=8192, seed=0, epoch=0, join_share=share, join_length=8192)
+    joined = [document for pack in made for document in pack if len(document) > 1]
+    sizes = np.array([sum(corpus.lengths[i] for i in document) for document in joined])
+    assert sizes.min() >= 2048
+    assert sizes.max() <= 8192
+    assert sizes.max() > 7500
+    assert 4500 < sizes.mean() < 6000
+    assert abs(sizes.sum() / corpus.tokens - share) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("share", "length", "named"),
+    [(1.5, 4096, "join_share"), (-0.1, 4096, "join_share"), (0.5, 100, "100"), (1, 9, "9")],
+)
+def test_joining_that_cannot_be_done_is_refused(share: float, length: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        packs(random_corpus(5), length=4096, seed=0, epoch=0, join_share=share, join_length=length)
+
+
+def test_a_document_longer_than_joined_ones_may_be_stays_alone() -> None:
+    corpus = corpus_of([3000] * 5 + [400] * 20)
+    made = packs(corpus, length=4096, seed=0, epoch=0, join_share=1.0, join_length=2048)
+    documents = [document for pack in made for document in pack]
+    assert all(len(document) == 1 for document in documents if document[0] < 5)
+    assert any(len(document) == 5 for document in documents)
+
+
+def test_joining_beyond_the_pack_is_refused() -> None:
+    with pytest.raises(UserError, match="8192 is not between 2048 and the pack's 4096"):
+        packs(random_corpus(5), length=4096, seed=0, epoch=0, join_share=0.1, join_length=8192)
+
+
+def test_arrays_of_a_pack_restart_at_every_document_and_end_in_padding() -> None:
+    corpus = corpus_of([3, 2, 4])
+    made = pack_arrays(corpus, ((2,), (0, 1)), 11)
+    assert made.ids.tolist() == [6, 7, 8, 9, 1, 2, 3, 4, 5, 0, 0]
+    assert made.mask.tolist() == [i > 0 and i % 2 == 0 for i in made.ids.tolist()]
+    assert made.position.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1]
+    assert made.starts.tolist() == [0, 4, 9, 11]
+    assert (made.ids.dtype, made.mask.dtype, made.position.dtype) == (np.int64, np.bool_, np.int64)
+
+
+def test_a_full_pack_has_no_padding_document() -> None:
+    assert pack_arrays(corpus_of([3, 2]), ((0,), (1,)), 5).starts.tolist() == [0, 3, 5]
+
+
+def test_a_pack_beyond_its_length_is_refused() -> None:
+    with pytest.raises(UserError, match="5 tokens does not fit 4"):
+        pack_arrays(corpus_of([3, 2]), ((0,), (1,)), 4)
+
+
+def test_arrays_of_packs_hold_the_tokens_of_their_documents() -> None:
+    corpus = random_corpus(60)
+    for pack in packs(corpus, length=4096, seed=0, epoch=0, join_share=0.5, join_length=4096):
+        made = pack_arrays(corpus, pack, 4096)
+        members = [corpus[i] for i in chain.from_iterable(pack)]
+        used = sum(len(document.ids) for document in members)
+        assert np.array_equal(made.ids[:used], np.concatenate([document.ids for document in members]))
+        assert np.array_equal(made.mask[:used], np.concatenate([document.mask for document in members]))
+        assert not made.ids[used:].any()
+        assert not made.mask[used:].any()
+        assert (made.starts[0], made.starts[-1]) == (0, 4096)
+        assert np.array_equal(np.flatnonzero(made.position == 0), made.starts[:-1])

@@ -1,0 +1,301 @@
+"""A recipe that exists is consistent; what is wrong with one is said with its key, its value and what is allowed."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import UserError
+from eyas.train.recipe import (
+    LOSSES,
+    DataChoice,
+    DrafterChoice,
+    OutputChoice,
+    Recipe,
+    TrainChoice,
+    load_recipe,
+    read_recipe,
+    to_toml,
+)
+
+LEAST: dict[str, Any] = {"data": {"files": ["a.jsonl"]}, "output": {"folder": "runs/a"}}
+LEAST_TOML = '[data]\nfiles = ["a.jsonl"]\n[output]\nfolder = "runs/a"\n'
+TWO_TOML = LEAST_TOML + "[drafters.old]\nfc_norm = false\nnorm_output = false\n[drafters.new]\nlr = 3e-3\ndepths = 7\n"
+
+
+def with_value(key: str, value: object) -> dict[str, Any]:
+    """The least recipe with one value set."""
+    tables: dict[str, Any] = {name: dict(table) for name, table in LEAST.items()}
+    *path, last = key.split(".")
+    table = tables
+    for name in path:
+        table = table.setdefault(name, {})
+    table[last] = value
+    return tables
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_files_and_a_folder_are_enough(tmp_path: Path) -> None:
+    recipe = load_recipe(written(tmp_path, LEAST_TOML))
+    assert recipe == Recipe(data=DataChoice(files=("a.jsonl",)), output=OutputChoice(folder="runs/a"))
+    assert recipe.train == TrainChoice()
+    assert recipe.data.processes >= 1
+
+
+@pytest.mark.parametrize(("table", "key"), [("data", "files"), ("output", "folder")])
+def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
+    with pytest.raises(UserError, match=rf"does not say {table}\.{key}; add {key} to \[{table}\]"):
+        read_recipe({name: value for name, value in LEAST.items() if name != table})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("target.source", " ", r"target\.source is empty"),
+        ("target.dtype", "bfloat61", r"target\.dtype is 'bfloat61'; did you mean 'bfloat16'\?"),
+        ("target.device", "gpu", r"target\.device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
+        ("data.files", [], r"data\.files is empty"),
+        ("data.files", [""], r"data\.files is empty"),
+        ("data.held_out_share", 1.0, r"data\.held_out_share is 1\.0; it must be from 0 to below 1"),
+        ("data.max_length", 2, r"data\.max_length is 2; it must be from 3"),
+        ("data.max_length", 5000, r"max_length 5000 exceeds data\.pack_length 4096"),
+        ("data.join_length", 5000, r"join_length 5000 exceeds data\.pack_length 4096"),
+        ("data.join_share", 0.5, r"needs a data\.join_length of at least 2048, not 0"),
+        ("data.join_share", -1, r"data\.join_share is -1\.0"),
+        ("data.seed", -1, r"data\.seed is -1"),
+        ("data.workers", 5000, r"data\.workers is 5000; it must be from 0 to 1024"),
+        ("data.augment.no_bos", 1.5, r"data\.augment\.no_bos is 1\.5"),
+        ("features.source", "disk", r"features\.source is 'disk'; it must be one of live, cache"),
+        ("features.source", "cache", r"no features\.folder"),
+        ("features.top_k", 0, r"features\.top_k is 0"),
+        ("features.dtype", "fp16", r"features\.dtype is 'fp16'; it must be one of bfloat16, fp8"),
+        ("drafter.layers", 0, r"drafter\.layers is 0"),
+        ("drafter.draft_vocab_size", 0, r"drafter\.draft_vocab_size is 0"),
+        ("drafter.intermediate_size", -1, r"drafter\.intermediate_size is -1"),
+        ("drafter.aux_layer_ids", [], r"drafter\.aux_layer_ids is \[\]"),
+        ("drafter.aux_layer_ids", [5, 2], r"drafter\.aux_layer_ids is \[5, 2\]; it must be a list of ascending"),
+        ("drafter.init_from", "", r"drafter\.init_from is empty"),
+        ("train.depths", 0, r"train\.depths is 0; it must be from 1 to 64"),
+        ("train.gamma", 0.0, r"train\.gamma is 0\.0; it must be above 0"),
+        ("train.loss", "cross-entropy", r"train\.loss is 'cross-entropy'; did you mean 'cross_entropy'\?"),
+        ("train.lr", 0, r"train\.lr is 0\.0"),
+        ("train.lr", float("nan"), r"train\.lr is nan"),
+        ("train.head_lr_scale", -0.1, r"train\.head_lr_scale is -0\.1"),
+        ("train.betas", [0.9, 1.0], r"train\.betas is \[0\.9, 1\.0\]; it must be two from 0 to below 1"),
+        ("train.eps", 0, r"train\.eps is 0\.0"),
+        ("train.weight_decay", -1, r"train\.weight_decay is -1\.0"),
+        ("train.clip", float("inf"), r"train\.clip is inf"),
+        ("train.schedule", "linear", r"train\.schedule is 'linear'; it must be one of cosine, wsd"),
+        ("train.warmup", 1, r"train\.warmup is 1\.0"),
+        ("train.decay", 2, r"train\.decay is 2\.0"),
+        ("train.final_lr", -1, r"train\.final_lr is -1\.0"),
+        ("train.steps", 0, r"train\.steps is 0"),
+        ("train.epochs", 0, r"train\.epochs is 0\.0"),
+        ("train.packs_per_step", 0, r"train\.packs_per_step is 0"),
+        ("train.precision", "float16", r"train\.precision is 'float16'; did you mean 'bfloat16'\?"),
+        ("train.chunk", 0, r"train\.chunk is 0"),
+        ("train.log_every", 0, r"train\.log_every is 0"),
+        ("train.eval_every", -1, r"train\.eval_every is -1"),
+        ("train.eval_packs", 0, r"train\.eval_packs is 0"),
+        ("train.save_every", -1, r"train\.save_every is -1"),
+        ("output.trackers", ["tensorbord"], r"output\.trackers is 'tensorbord'; did you mean 'tensorboard'\?"),
+        ("output.trackers", ["wandb", "wandb"], "each tracker once"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_recipe(with_value(key, value))
+
+
+def test_warmup_and_decay_share_the_steps() -> None:
+    with pytest.raises(UserError, match=r"train\.warmup 0\.6 and train\.decay 0\.6"):
+        TrainChoice(schedule="wsd", warmup=0.6, decay=0.6)
+    TrainChoice(schedule="cosine", warmup=0.6, decay=0.6)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.lr", "fast", r"train\.lr is 'fast'; it must be a number"),
+        ("train.lr", True, r"train\.lr is True; it must be a number"),
+        ("train.depths", 5.0, r"train\.depths is 5\.0; it must be a whole number"),
+        ("train.depths", True, r"train\.depths is True; it must be a whole number"),
+        ("train.compile", 1, r"train\.compile is 1; it must be true or false"),
+        ("train.steps", "many", r"train\.steps is 'many'; it must be a whole number or \"none\""),
+        ("train.betas", [0.9], r"train\.betas is \[0\.9\]; it must be a list of 2 numbers"),
+        ("data.files", "a.jsonl", r"data\.files is 'a\.jsonl'; it must be a list of texts"),
+        ("data.files", [1], r"data\.files is \[1\]; it must be a list of texts"),
+        ("data.augment", 0.1, r"data\.augment is 0\.1; it must be a table"),
+        ("data.augment.no_bos", "all", r"data\.augment\.no_bos is 'all'"),
+        ("drafter.aux_layer_ids", [1.5], r"aux_layer_ids is \[1\.5\]; it must be a list of whole numbers or \"none\""),
+        ("output.folder", 3, r"output\.folder is 3; it must be text"),
+        ("train", 5, r"train is 5; it must be a table: write \[train\]"),
+        ("drafters", 5, r"drafters is 5; .* \[drafters\.NAME\]"),
+        ("drafters.a", 5, r"drafters\.a is 5; .* \[drafters\.a\]"),
+        ("drafters.a.lr", "fast", r"in \[drafters\.a\]: train\.lr is 'fast'; it must be a number"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(key: str, value: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_recipe(with_value(key, value))
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("tain.lr", r"the recipe has no key 'tain'; did you mean 'train'\?"),
+        ("lr", r"the recipe has no key 'lr'; it belongs in \[train\]"),
+        ("train.warmpu", r"\[train\] has no key 'warmpu'; did you mean 'warmup'\?"),
+        ("train.zzz", r"\[train\] has no key 'zzz'; known are depths, gamma"),
+        ("train.layers", r"\[train\] has no key 'layers'; it belongs in \[drafter\]"),
+        ("target.seed", r"\[target\] has no key 'seed'; it belongs in \[data\] or \[train\]"),
+        ("data.no_bos", r"\[data\] has no key 'no_bos'; it belongs in \[data\.augment\]"),
+        ("data.augment.nobos", r"\[data\.augment\] has no key 'nobos'; did you mean 'no_bos'\?"),
+        ("drafters.a.layer", r"\[drafters\.a\] has no key 'layer'; did you mean 'layers'\?"),
+        ("drafters.a.schedule", r"\[drafters\.a\] has no key 'schedule'; it belongs in \[train\]"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_table_and_the_nearest(key: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_recipe(with_value(key, 1))
+
+
+@pytest.mark.parametrize("name", ["a b", "../x", "", "-x", "a.b"])
+def test_a_drafter_needs_a_name_that_can_be_a_folder(name: str) -> None:
+    with pytest.raises(UserError, match="cannot be called"):
+        read_recipe({**LEAST, "drafters": {name: {}}})
+
+
+@pytest.mark.parametrize(
+    ("override", "table", "key", "value"),
+    [
+        ("train.lr=2e-3", "train", "lr", 2e-3),
+        ("train.lr = 1", "train", "lr", 1.0),
+        ("train.steps=100", "train", "steps", 100),
+        ("train.steps=none", "train", "steps", None),
+        ("train.compile=true", "train", "compile", True),
+        ("train.loss=kl", "train", "loss", "kl"),
+        ('train.loss="kl"', "train", "loss", "kl"),
+        ("train.betas=[0.8, 0.9]", "train", "betas", (0.8, 0.9)),
+        ("data.files=['x.jsonl', 'y.parquet']", "data", "files", ("x.jsonl", "y.parquet")),
+        ("data.held_out=runs/held=out.jsonl", "data", "held_out", "runs/held=out.jsonl"),
+        ("drafter.aux_layer_ids=[1,2,3]", "drafter", "aux_layer_ids", (1, 2, 3)),
+        ("target.source=org/name-1.5", "target", "source", "org/name-1.5"),
+        ("output.folder=2025-03-01", "output", "folder", "2025-03-01"),
+    ],
+)
+def test_an_override_sets_its_value(tmp_path: Path, override: str, table: str, key: str, value: object) -> None:
+    recipe = load_recipe(written(tmp_path, LEAST_TOML), [override])
+    assert getattr(getattr(recipe, table), key) == value
+
+
+def test_overrides_reach_nested_tables_and_drafters_and_the_last_one_counts(tmp_path: Path) -> None:
+    path = written(tmp_path, TWO_TOML)
+    recipe = load_recipe(path, ["data.augment.no_bos=0.1", "drafters.new.lr=1e-2", "train.lr=1", "train.lr=2e-3"])
+    assert recipe.data.augment.no_bos == 0.1
+    assert {candidate.name: candidate.lr for candidate in recipe.candidates()} == {"old": 2e-3, "new": 1e-2}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr", "not of the form"),
+        ("train.lr=", "not of the form"),
+        ("=1", "not of the form"),
+        ("train..lr=1", "not of the form"),
+        ("train.betas=[0.9", r"the value is not TOML"),
+        ("train.lr=1\nsteps=2", "several lines"),
+        ("train.lrr=1", r"\[train\] has no key 'lrr'; did you mean 'lr'\?"),
+        ("trian.lr=1", r"no key 'trian'; did you mean 'train'\?"),
+        ("data.files.x=1", r"data\.files is a value and not a table"),
+        ("train.lr=quick", r"train\.lr is 'quick'; it must be a number"),
+        ("drafters.knew.lr=1", r"\[drafters\] of the recipe has no key 'knew'; did you mean 'new'\?"),
+    ],
+)
+def test_a_bad_override_is_refused(tmp_path: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe(written(tmp_path, TWO_TOML), [override])
+
+
+def test_an_override_does_not_invent_a_drafter(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no \[drafters\.a\]"):
+        load_recipe(written(tmp_path, LEAST_TOML), ["drafters.a.lr=1e-3"])
+
+
+def test_without_named_drafters_there_is_one() -> None:
+    (only,) = read_recipe(LEAST).candidates()
+    assert (only.name, only.drafter, only.lr, only.depths) == ("drafter", DrafterChoice(), 1e-3, 5)
+
+
+def test_named_drafters_differ_in_what_they_say_and_share_the_rest(tmp_path: Path) -> None:
+    shared = "[drafter]\ndraft_vocab_size = 100\n[drafters.whole]\ndraft_vocab_size = 'none'\n"
+    old, new, whole = load_recipe(written(tmp_path, TWO_TOML + shared)).candidates()
+    assert (old.name, new.name, whole.name) == ("old", "new", "whole")
+    assert old.drafter == DrafterChoice(fc_norm=False, norm_output=False, draft_vocab_size=100)
+    assert new.drafter == DrafterChoice(draft_vocab_size=100)
+    assert whole.drafter == DrafterChoice()
+    assert [(c.lr, c.depths) for c in (old, new, whole)] == [(1e-3, 5), (3e-3, 7), (1e-3, 5)]
+
+
+FULL: dict[str, Any] = {
+    "target": {"source": 'a "quoted" \\ näme\x7f', "device": "cuda:1"},
+    "data": {
+        "files": ["a.jsonl", "b\tc.parquet"],
+        "held_out": "h.jsonl",
+        "join_share": 0.25,
+        "join_length": 4096,
+        "augment": {"no_system": 0.1, "varied_system": 0.5},
+    },
+    "features": {"source": "live", "folder": "cache", "dtype": "fp8"},
+    "drafter": {"aux_layer_ids": [2, 15, 27], "init_from": "old"},
+    "train": {"eps": 1e-12, "steps": 10, "betas": [0, 0.5], "schedule": "wsd"},
+    "drafters": {"a": {"lr": 1, "aux_layer_ids": "none", "loss": "kl"}, "b": {}},
+    "output": {"folder": "out", "trackers": ["wandb", "trackio"]},
+}
+
+
+@pytest.mark.parametrize("tables", [LEAST, FULL], ids=["least", "full"])
+def test_a_printed_recipe_reads_back_the_same(tmp_path: Path, tables: dict[str, Any]) -> None:
+    recipe = read_recipe(tables)
+    text = to_toml(recipe)
+    assert load_recipe(written(tmp_path, text)) == recipe
+    assert to_toml(load_recipe(written(tmp_path, text))) == text
+
+
+def test_every_value_is_resolved_and_printed() -> None:
+    recipe = read_recipe(LEAST)
+    assert set(recipe.resolved()["train"]) == {field.name for field in fields(TrainChoice)}
+    assert recipe.resolved()["data"]["augment"]["no_bos"] == 0.0
+    assert recipe.resolved()["data"]["held_out"] is None
+    assert 'held_out = "none"' in to_toml(recipe)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[train\n", "is not TOML"), (b"\xff\xfe", "is not UTF-8"), (None, "cannot read the recipe")],
+)
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "recipe.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_recipe(path)
+
+
+def test_losses_are_those_that_training_knows() -> None:
+    from eyas.train import loss
+
+    assert set(LOSSES) == set(loss.LOSSES)
+
+
+def test_reading_a_recipe_needs_no_torch() -> None:
+    code = "import sys, eyas.train.recipe; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

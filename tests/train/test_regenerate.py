@@ -1,0 +1,207 @@
+"""Every conversation is answered once, by the target alone, whatever interrupts the run."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eyas.errors import UserError
+from eyas.train.conversations import Conversation, parse_conversation, read_conversations
+from eyas.train.regenerate import Progress, Question, Reply, regenerate
+
+ARGUMENTS = {"target": "scripted", "seed": 0}
+
+
+class Echo:
+    """Answers two at a time, the later first, with the last message in capitals; counts what it saw."""
+
+    def __init__(self, *, dies_after: int | None = None) -> None:
+        self.asked: list[Question] = []
+        self._left = dies_after
+
+    def reply(self, question: Question) -> Reply:
+        text = str(question.messages[-1]["content"])
+        if text == "long":
+            return Reply(id=question.id, text=None, finished=False, tokens=0)
+        if text == "silent":
+            return Reply(id=question.id, text=" ", finished=True, tokens=1)
+        return Reply(id=question.id, text=text.upper(), finished=text != "ramble", tokens=len(text))
+
+    def __call__(self, pull: Callable[[], Question | None]) -> Iterator[Reply]:
+        held: list[Question] = []
+        while True:
+            while len(held) < 2 and (question := pull()) is not None:
+                held.append(question)
+            if not held:
+                return
+            if self._left is not None:
+                if self._left == 0:
+                    raise KeyboardInterrupt
+                self._left -= 1
+            question = held.pop()
+            self.asked.append(question)
+            yield self.reply(question)
+
+
+def conversation(*turns: str, category: str | None = None) -> Conversation:
+    """User turns, with `a:` an assistant's, with `s:` a system prompt, with `t:` a tool's."""
+    roles = {"a:": "assistant", "s:": "system", "t:": "tool"}
+    messages = tuple({"role": roles.get(t[:2], "user"), "content": t[2:] if t[:2] in roles else t} for t in turns)
+    return Conversation(messages=messages, where="f", category=category)
+
+
+def rows(out: Path) -> dict[int, dict[str, Any]]:
+    found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert len({row["id"] for row in found}) == len(found), "each once"
+    return {row["id"]: row for row in found}
+
+
+def texts(row: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in row["messages"]]
+
+
+def test_old_answers_are_made_anew_turn_by_turn_behind_the_new_ones(tmp_path: Path) -> None:
+    out, echo = tmp_path / "deep" / "out.jsonl", Echo()
+    given = [conversation("s:Be kind.", "hi", "a:old", "more é", "a:older", category="chat"), conversation("one")]
+    progress = regenerate(given, echo, out, arguments=ARGUMENTS)
+    found = rows(out)
+    assert texts(found[0]) == ["Be kind.", "hi", "HI", "more é", "MORE É"]
+    assert [m["role"] for m in found[0]["messages"]] == ["system", "user", "assistant", "user", "assistant"]
+    assert (found[0]["category"], found[0]["finished"], found[1]["category"]) == ("chat", True, None)
+    second = next(q for q in echo.asked if q.id == 0 and len(q.messages) > 2)
+    assert [m["content"] for m in second.messages] == ["Be kind.", "hi", "HI", "more é"]
+    assert progress == Progress(total=2, earlier=0, written=2, tokens=2 + 6 + 3)
+    assert [c.finished for c in read_conversations(out)] == [True, True]
+
+
+def test_bare_turns_are_answered_one_after_the_other_and_turns_limits_them(tmp_path: Path) -> None:
+    regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "all", arguments=ARGUMENTS)
+    regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "two", arguments=ARGUMENTS, turns=2)
+    assert texts(rows(tmp_path / "all")[0]) == ["a", "A", "b", "B", "c", "C"]
+    assert texts(rows(tmp_path / "two")[0]) == ["a", "A", "b", "B"]
+
+
+def test_an_answer_that_a_length_ended_is_kept_as_unfinished_and_ends_the_conversation(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    progress = regenerate([conversation("hi", "ramble", "more")], Echo(), out, arguments=ARGUMENTS)
+    row = rows(out)[0]
+    assert texts(row) == ["hi", "HI", "ramble", "RAMBLE"]
+    assert row["finished"] is False
+    assert (progress.written, progress.unfinished) == (1, 1)
+    assert [c.finished for c in read_conversations(out)] == [False]
+
+
+def test_what_does_not_fit_or_stays_silent_is_left_out_and_counted_but_earlier_answers_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = [
+        conversation("long"),
+        conversation("silent"),
+        conversation("hi", "long"),
+        conversation("s:Be.", "ho", "silent", "more"),
+        conversation("s:nobody asks"),
+        conversation("look it up", "a:call", "t:result", "thanks"),
+    ]
+    progress = regenerate(given, Echo(), out, arguments=ARGUMENTS)
+    assert {number: texts(row) for number, row in rows(out).items()} == {
+        2: ["hi", "HI"],
+        3: ["Be.", "ho", "HO"],
+        5: ["look it up", "LOOK IT UP"],
+    }
+    assert all(row["finished"] for row in rows(out).values())
+    assert (progress.unfit, progress.empty, progress.unanswerable, progress.written) == (1, 1, 1, 3)
+    assert progress.done == progress.total == 6
+
+
+GIVEN = [conversation(f"one {i}", f"two {i}") for i in range(9)]
+
+
+@pytest.mark.parametrize("dies_after", [0, 1, 7, 17])
+@pytest.mark.parametrize("torn", [0, 1, 30])
+def test_an_interrupted_run_goes_on_without_losing_or_repeating_an_answer(
+    tmp_path: Path, dies_after: int, torn: int
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    regenerate(GIVEN, Echo(), whole, arguments=ARGUMENTS)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(GIVEN, Echo(dies_after=dies_after), out, arguments=ARGUMENTS)
+    before = out.read_bytes()
+    out.write_bytes(before[: len(before) - torn])
+    left = out.read_bytes()
+    kept = left.count(b"\n")
+    again = Echo()
+    seen: list[Progress] = []
+    progress = regenerate(GIVEN, again, out, arguments=ARGUMENTS, on_progress=seen.append)
+    assert rows(out) == rows(whole)
+    assert out.read_bytes().startswith(left[: left.rfind(b"\n") + 1])
+    assert (progress.earlier, progress.written) == (kept, 9 - kept)
+    assert len({q.id for q in again.asked}) == 9 - kept
+    assert seen[-1] == progress
+    # And once all is there, nothing is asked.
+    idle = Echo()
+    assert regenerate(GIVEN, idle, out, arguments=ARGUMENTS).written == 0
+    assert idle.asked == []
+
+
+def test_more_of_the_same_input_goes_on(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    regenerate(GIVEN[:4], Echo(), out, arguments=ARGUMENTS)
+    assert regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS).earlier == 4
+    assert sorted(rows(out)) == list(range(9))
+    assert regenerate(GIVEN[:2], Echo(), out, arguments=ARGUMENTS).earlier == 2
+
+
+def test_other_arguments_are_refused_by_name_and_nothing_is_touched(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+    out.write_bytes(out.read_bytes() + b'{"torn')
+    before = out.read_bytes()
+    with pytest.raises(UserError, match="begun with seed 0 and this run has 1"):
+        regenerate(GIVEN, Echo(), out, arguments={**ARGUMENTS, "seed": 1})
+    with pytest.raises(UserError, match=r"begun with top_p None and this run has 0\.5"):
+        regenerate(GIVEN, Echo(), out, arguments={**ARGUMENTS, "top_p": 0.5})
+    assert out.read_bytes() == before
+    (tmp_path / "out.json").unlink()
+    with pytest.raises(UserError, match="does not say how they were made"):
+        regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+
+
+def test_other_arguments_may_replace_a_run_that_wrote_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(GIVEN, Echo(dies_after=0), out, arguments=ARGUMENTS)
+    regenerate(GIVEN, Echo(), out, arguments={"target": "other"})
+    assert json.loads((tmp_path / "out.json").read_text()) == {"target": "other"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [("nonsense", "out:1 is not JSON"), ('{"a": 1}', "out:1 has no id"), ('{"id": 1}\n{"id": 1}', "out:2 holds id 1")],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, line: str, reason: str) -> None:
+    out = tmp_path / "out"
+    out.write_text(line + "\n")
+    with pytest.raises(UserError, match=reason):
+        regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+    assert out.read_text() == line + "\n"
+
+
+def test_two_runs_never_write_one_file(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def answer_while_another_starts(pull: Callable[[], Question | None]) -> Iterator[Reply]:
+        with pytest.raises(UserError, match="another run is writing"):
+            regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+        yield from Echo()(pull)
+
+    regenerate(GIVEN, answer_while_another_starts, out, arguments=ARGUMENTS)
+    assert sorted(rows(out)) == list(range(9))
+
+
+def test_finished_is_read_where_it_is_given_and_must_be_true_or_false() -> None:
+    assert parse_conversation({"prompt": "Hi"}, "f:1").finished
+    assert parse_conversation({"prompt": "Hi", "finished": None}, "f:1").finished
+    assert not parse_conversation({"prompt": "Hi", "finished": False}, "f:1").finished
+    with pytest.raises(UserError, match="f:1: finished is 'no'; give true"):
+        parse_conversation({"prompt": "Hi", "finished": "no"}, "f:1")

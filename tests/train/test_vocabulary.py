@@ -1,0 +1,66 @@
+"""The draft vocabulary is what the target says most, with its stop ids whatever they count."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from eyas.errors import UserError
+from eyas.train.corpus import Corpus
+from eyas.train.vocabulary import choose_vocabulary
+
+
+def corpus_of(ids: Sequence[int], mask: Sequence[int] | None = None) -> Corpus:
+    return Corpus(
+        ids=np.array(ids, dtype=np.int32),
+        mask=np.array(mask if mask is not None else [1] * len(ids), dtype=np.bool_),
+        offsets=np.array([0, len(ids)]),
+    )
+
+
+def test_the_most_frequent_are_chosen_ascending_and_covered() -> None:
+    chosen, coverage = choose_vocabulary(corpus_of([7, 7, 7, 3, 3, 9]), 2, 10)
+    assert chosen.tolist() == [3, 7]
+    assert chosen.dtype == np.int64
+    assert coverage == pytest.approx(5 / 6)
+
+
+def test_only_masked_tokens_count() -> None:
+    chosen, coverage = choose_vocabulary(corpus_of([1, 1, 1, 4], [0, 0, 0, 1]), 1, 10)
+    assert (chosen.tolist(), coverage) == ([4], 1.0)
+
+
+def test_equally_frequent_tokens_come_in_by_id() -> None:
+    assert choose_vocabulary(corpus_of([8, 6, 4, 2]), 2, 10)[0].tolist() == [2, 4]
+
+
+def test_stop_ids_are_always_in() -> None:
+    chosen, coverage = choose_vocabulary(corpus_of([7, 7, 7, 3, 3]), 2, 10, always=[9])
+    assert chosen.tolist() == [7, 9]
+    assert coverage == pytest.approx(3 / 5)
+
+
+def test_unseen_tokens_fill_up_from_the_lowest() -> None:
+    assert choose_vocabulary(corpus_of([7, 7, 1]), 5, 10, always=[9])[0].tolist() == [0, 1, 2, 7, 9]
+
+
+@pytest.mark.parametrize("size", [None, 10])
+def test_the_whole_vocabulary_is_the_identity(size: int | None) -> None:
+    chosen, coverage = choose_vocabulary(corpus_of([7, 1]), size, 10)
+    assert (chosen.tolist(), coverage) == (list(range(10)), 1.0)
+
+
+@pytest.mark.parametrize(("size", "named"), [(11, "11 .* 10"), (0, "0"), (1, "2 stop ids")])
+def test_a_size_that_cannot_be_is_refused(size: int, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        choose_vocabulary(corpus_of([7, 1]), size, 10, always=[2, 3])
+
+
+def test_tokens_of_another_vocabulary_are_refused() -> None:
+    with pytest.raises(UserError, match=r"token id 12 .* 9"):
+        choose_vocabulary(corpus_of([12]), None, 10)
+
+
+def test_nothing_to_count_is_refused() -> None:
+    with pytest.raises(UserError, match="no answers"):
+        choose_vocabulary(corpus_of([1], [0]), 1, 10)
