@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all.
+"""Folders and files that appear whole or not at all.
 
 A folder is built under a hidden name beside its destination and renamed into place at the end, so a reader
 never sees half of one, whatever interrupts the writer: an exception, a full disk, a kill, a power cut.
@@ -46,6 +46,24 @@ def new_folder(destination: Path, *, replace: bool = False) -> Iterator[Path]:
         for parent in new_parents:
             with suppress(OSError):  # not empty: all went well, or another writer came
                 parent.rmdir()
+
+
+@contextmanager
+def new_file(destination: Path) -> Iterator[Path]:
+    """Yield a path to write to; what is there becomes `destination` when the block ends well, else nothing changes."""
+    staging = destination.with_name(f".{destination.name}.partial")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        yield staging
+        staging.replace(destination)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {destination}: {error.strerror or error}; what was there before is untouched, "
+            "free space or choose another destination"
+        ) from error
+    finally:
+        with suppress(OSError):
+            staging.unlink()
 
 
 def _move_into_place(staging: Path, destination: Path) -> None:

@@ -1,7 +1,5 @@
 """The estimate walks rounds as decoding does: on the target's own greedy text the two are equal, round by round."""
 
-from collections.abc import Sequence
-
 import torch
 
 import tiny
@@ -10,37 +8,37 @@ from eyas.engine.dense import DenseTarget, EagleDraft
 from eyas.engine.reference import Chain, decode_plainly, decode_speculatively
 from eyas.sampling import SeededDraws
 from eyas.target.model import Target
+from eyas.train.attention import DenseUnrollAttention
 from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.unroll import DepthScore, TrainingBatch, unroll
+from eyas.train.loss import find_loss
+from eyas.train.scoring import score
+from eyas.train.sources.live import LiveSource
+from eyas.train.unroll import unroll
+from train.lessons import batch_of
 
 DEPTHS, NEW = 4, 40
 
 
-def scores(valid: Sequence[str], hits: Sequence[str]) -> list[DepthScore]:
-    """One sequence; a line per depth, a character per slot."""
-
-    def tensor(line: str) -> torch.Tensor:
-        return torch.tensor([[character == "x" for character in line]])
-
-    return [
-        DepthScore(slots=0, loss=0.0, accuracy=0.0, overlap=0.0, hit_BT=tensor(h), valid_BT=tensor(v))
-        for v, h in zip(valid, hits, strict=True)
-    ]
+def walk(mask: list[int], *hits: str) -> RoundCounts:
+    """One document; a line of hits per depth, a character per teacher row."""
+    batch = batch_of([len(mask)], mask=mask)
+    return walk_rounds(batch, torch.tensor([[c == "x" for c in line] for line in hits]))
 
 
 def test_the_next_round_starts_behind_the_first_miss() -> None:
-    # Slot 0 accepts two, so the next round is at slot 3, which misses at once; then slot 4 accepts one.
-    counts = walk_rounds(scores(["xxxxxx", "xxxxxx"], ["xx..x.", "xxx..."]))
+    # Row 0 at depth 0 and row 1 at depth 1 hit; the next round is behind the token the target gave, at row 3, and
+    # misses at once; then row 4 hits, and nothing is left to draft behind it but row 5, which misses.
+    counts = walk([0, 1, 1, 1, 1, 1, 1, 1], "x...x.", ".x....")
     assert counts == RoundCounts(rounds=3, accepted_at=(2, 1))
     assert counts.acceptance_length == 2.0
 
 
 def test_a_hit_behind_a_miss_counts_for_nothing() -> None:
-    assert walk_rounds(scores(["x", "x"], [".", "x"])) == RoundCounts(rounds=1, accepted_at=(0, 0))
+    assert walk([0, 1, 1, 1], "..", "xx") == RoundCounts(rounds=2, accepted_at=(0, 0))
 
 
-def test_rounds_stay_within_a_turn() -> None:
-    assert walk_rounds(scores(["xx..xx", "x...x."], ["xxxxxx", "xxxxxx"])).rounds == 2
+def test_rounds_stay_within_an_answer() -> None:
+    assert walk([0, 1, 1, 1, 0, 1, 1, 1], "xxxx", "xxxx") == RoundCounts(rounds=2, accepted_at=(2, 2))
 
 
 def test_counts_add_up() -> None:
@@ -49,29 +47,34 @@ def test_counts_add_up() -> None:
 
 
 def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Target, tiny_drafter: Drafter) -> None:
-    target, drafter = DenseTarget(tiny_target, tiny_drafter.config), EagleDraft(tiny_drafter)
+    target, decoder = DenseTarget(tiny_target, tiny_drafter.config), EagleDraft(tiny_drafter)
+    source = LiveSource(tiny_target, tiny.AUX_IDS)
+    kept = tiny_drafter.vocab().target_ids_W
+    assert tiny_drafter.lm_head is not None
     estimated = RoundCounts(rounds=0, accepted_at=(0,) * DEPTHS)
     rounds = []
     # Prompts of plain noise, where the trained drafter misses often.
     for prompt in torch.randint(tiny.VOCAB, (12, 8), generator=torch.Generator().manual_seed(5)).tolist():
         # Decoding may overshoot what was asked for; let the text go on as far as its last round did.
         asked = decode_speculatively(
-            target, drafter, prompt, shape=Chain(depth=DEPTHS), draws=SeededDraws(0), max_new_tokens=NEW
+            target, decoder, prompt, shape=Chain(depth=DEPTHS), draws=SeededDraws(0), max_new_tokens=NEW
         )
         made = 1 + sum(r.accepted + 1 for r in asked.rounds)
         text = [*prompt, *decode_plainly(target, prompt, draws=SeededDraws(0), max_new_tokens=made)]
-        logits, aux = tiny.features(tiny_target.model, torch.tensor([text]), tiny.AUX_IDS)
-        mask = torch.arange(len(text))[None] >= len(prompt)
-        batch = TrainingBatch(
-            ids_BT=torch.tensor([text]),
-            mask_BT=mask,
-            document_BT=torch.zeros_like(mask, dtype=torch.int64),
-            position_BT=torch.arange(len(text))[None],
-            aux_BTX=aux,
-            teacher_BTE=logits,
-        )
-        score = unroll(tiny_drafter, batch, depths=DEPTHS, teacher_head=lambda x: x)
-        counts = walk_rounds(score.depths)
+        batch = batch_of([len(text)], mask=[i >= len(prompt) for i in range(len(text))], ids=torch.tensor(text))
+        features = source(batch)
+        with torch.no_grad():
+            normed = unroll(tiny_drafter, batch, features.aux_TX, depths=DEPTHS, attend=DenseUnrollAttention(batch))
+            scores = score(
+                normed,
+                tiny_drafter.lm_head.weight,
+                batch,
+                features.teachers(kept),
+                kept_W=kept,
+                weights=[1.0] * DEPTHS,
+                row_loss=find_loss("kl"),
+            )
+        counts = walk_rounds(batch, scores.hit_SM)
         assert counts.rounds == len(asked.rounds)
         assert counts.accepted_at == tuple(sum(r.accepted > d for r in asked.rounds) for d in range(DEPTHS))
         estimated += counts

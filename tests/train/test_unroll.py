@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,179 +11,194 @@ import tiny
 from eyas.drafter.model import Drafter
 from eyas.engine.dense import EagleDraft
 from eyas.errors import UserError
-from eyas.train.loss import LOSSES, score_rows
-from eyas.train.unroll import DenseUnrollAttention, TrainingBatch, depth_weights, shifted, unroll, valid_slots
+from eyas.train.attention import DenseUnrollAttention, merge_own_slot, split_gradient
+from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features
+from eyas.train.loss import LOSSES, find_loss
+from eyas.train.scoring import Scores, score
+from eyas.train.unroll import depth_weights, unroll
+from train.lessons import EAGLE_31, ScoreTeacher, batch_of, drafter_of, features_of, gradients
 
-EAGLE_31 = {"fc_norm": True, "norm_output": True}
 LENGTH = 14
 
 
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-def batch_of(lengths: list[int], *, seed: int = 0) -> TrainingBatch:
-    """One sequence of documents of these lengths; the teacher's states are its scores themselves."""
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    return TrainingBatch(
-        ids_BT=torch.randint(tiny.VOCAB, (1, total), generator=generator),
-        mask_BT=torch.ones(1, total, dtype=torch.bool),
-        document_BT=torch.cat([torch.full((1, n), i) for i, n in enumerate(lengths)], dim=1),
-        position_BT=torch.cat([torch.arange(n)[None] for n in lengths], dim=1),
-        aux_BTX=torch.randn(1, total, 3 * tiny.HIDDEN, generator=generator),
-        teacher_BTE=torch.randn(1, total, tiny.VOCAB, generator=generator) * 3,
+def scored(
+    drafter: Drafter,
+    batch: TrainingBatch,
+    features: Features,
+    *,
+    depths: int,
+    loss: str = "cross_entropy",
+    chunk: int = 1000,
+    checkpointed: bool = False,
+    weights: list[float] | None = None,
+    attend: DenseUnrollAttention | None = None,
+) -> Scores:
+    """The loss as the loop weighs it: depth weights over predictions that count."""
+    kept = drafter.vocab().target_ids_W
+    attend = attend or DenseUnrollAttention(batch)
+    normed = unroll(drafter, batch, features.aux_TX, depths=depths, attend=attend, checkpointed=checkpointed)
+    if weights is None:
+        weights = [w / max(1, n) for w, n in zip(depth_weights(depths, 0.8), batch.counts(depths), strict=True)]
+    assert drafter.lm_head is not None
+    return score(
+        normed,
+        drafter.lm_head.weight,
+        batch,
+        features.teachers(kept),
+        kept_W=kept,
+        weights=weights,
+        row_loss=find_loss(loss),
+        chunk=chunk,
     )
-
-
-def drafter_of(**flags: object) -> Drafter:
-    return tiny.random_drafter(tiny.drafter_config(**flags)).requires_grad_(True)
-
-
-def gradients(drafter: Drafter) -> dict[str, Tensor]:
-    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("flags", [{}, EAGLE_31, {"norm_before_residual": True, "num_hidden_layers": 2}])
 def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) -> None:
     drafter, batch, depths = drafter_of(**flags), batch_of([LENGTH]), 4
-    attend = DenseUnrollAttention(batch.document_BT)
-    hidden = drafter.fuse(batch.aux_BTX)
-    decoder, ids = EagleDraft(drafter), batch.ids_BT[0].tolist()
-    states = [decoder.start(ids[: t + 2], batch.aux_BTX[0, : t + 1]) for t in range(LENGTH - 1)]
+    aux = features_of(batch).aux_TX
+    normed = unroll(drafter, batch, aux, depths=depths, attend=DenseUnrollAttention(batch))
+    decoder, ids = EagleDraft(drafter), batch.ids_T.tolist()
+    states = [decoder.start(ids[: t + 2], aux[: t + 1]) for t in range(LENGTH - 1)]
     for depth in range(depths):
-        output = drafter.step(hidden, shifted(batch.ids_BT, 1 + depth), batch.position_BT + depth, attend)
         for t in range(LENGTH - 1 - depth):
-            torch.testing.assert_close(output.normed[0, t], states[t].normed_D, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(normed[depth, t], states[t].normed_D, atol=2e-5, rtol=1e-4)
         states = [
             decoder.extend(state, ids[t + 2 + depth]) if t + 2 + depth < LENGTH else state
             for t, state in enumerate(states)
         ]
-        hidden = output.feedback
 
 
 def test_depth_one_is_the_plain_loss() -> None:
     drafter, batch = drafter_of(**EAGLE_31), batch_of([LENGTH])
-    output = drafter.step(
-        drafter.fuse(batch.aux_BTX),
-        shifted(batch.ids_BT, 1),
-        batch.position_BT,
-        DenseUnrollAttention(batch.document_BT),
+    features = features_of(batch)
+    normed = unroll(drafter, batch, features.aux_TX, depths=1, attend=DenseUnrollAttention(batch))[0]
+    teacher = features.teachers(torch.arange(tiny.VOCAB))
+    assert isinstance(teacher, ScoreTeacher)
+    plain = torch.nn.functional.cross_entropy(
+        drafter.logits(normed)[: LENGTH - 2], teacher.scores_TV[1 : LENGTH - 1].softmax(dim=-1)
     )
-    logits = drafter.logits(output.normed)[0, : LENGTH - 2]
-    teacher = batch.teacher_BTE[0, 1 : LENGTH - 1].softmax(dim=-1)
-    plain = torch.nn.functional.cross_entropy(logits, teacher)
-    torch.testing.assert_close(unroll(drafter, batch, depths=1, teacher_head=identity).loss, plain)
+    plain.backward()
+    expected = gradients(drafter)
+    drafter.zero_grad()
+    ours = scored(drafter, batch, features, depths=1)
+    ours.loss.backward()
+    torch.testing.assert_close(ours.loss, plain)
+    for name, gradient in gradients(drafter).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
 def test_packed_documents_equal_documents_by_themselves_in_loss_and_gradient() -> None:
     drafter, lengths, depths = drafter_of(**EAGLE_31), [6, 9, 7], 3
     packed = batch_of(lengths)
-    ours = unroll(drafter, packed, depths=depths, teacher_head=identity)
-    ours.loss.backward()
-    packed_gradients = gradients(drafter)
+    features = features_of(packed)
+    teacher = features.teachers(torch.arange(tiny.VOCAB))
+    assert isinstance(teacher, ScoreTeacher)
+    together = scored(drafter, packed, features, depths=depths)
+    together.loss.backward()
+    expected = gradients(drafter)
     drafter.zero_grad()
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    alone = [
-        TrainingBatch(**{n: getattr(packed, n)[:, a : a + length] for n in packed.__dataclass_fields__})
-        for a, length in zip(starts, lengths, strict=True)
-    ]
-    scores = [unroll(drafter, batch, depths=depths, teacher_head=identity) for batch in alone]
-    weights = depth_weights(depths, 0.8)
-    expected = torch.zeros(())
-    for depth in range(depths):
-        slots = sum(score.depths[depth].slots for score in scores)
-        assert ours.depths[depth].slots == slots
-        mean = sum(score.depths[depth].loss * score.depths[depth].slots for score in scores) / slots
-        assert ours.depths[depth].loss == pytest.approx(mean, rel=1e-5)
-        expected = expected + weights[depth] * mean
-    torch.testing.assert_close(ours.loss, expected, rtol=1e-5, atol=1e-6)
-    drafter.zero_grad()
-    joined = sum(
-        weights[d] * _depth_sum(drafter, batch, d) / ours.depths[d].slots for batch in alone for d in range(depths)
-    )
-    assert isinstance(joined, Tensor)
-    joined.backward()
+    weights = [w / n for w, n in zip(depth_weights(depths, 0.8), packed.counts(depths), strict=True)]
+    total = torch.zeros(())
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        here = slice(int(start), int(start) + length)
+        alone = batch_of([length], ids=packed.ids_T[here])
+        said = teacher.scores_TV[here]
+        own = replace(features, aux_TX=features.aux_TX[here], teachers=lambda kept, said=said: ScoreTeacher(said, kept))
+        total = total + scored(drafter, alone, own, depths=depths, weights=weights).loss
+    total.backward()
+    torch.testing.assert_close(together.loss, total, rtol=1e-5, atol=1e-6)
     for name, gradient in gradients(drafter).items():
-        torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-6)
-
-
-def _depth_sum(drafter: Drafter, batch: TrainingBatch, depth: int) -> Tensor:
-    """Summed loss of one depth, with a gradient."""
-    attend = DenseUnrollAttention(batch.document_BT)
-    hidden = drafter.fuse(batch.aux_BTX)
-    for k in range(depth + 1):
-        output = drafter.step(hidden, shifted(batch.ids_BT, 1 + k), batch.position_BT + k, attend)
-        hidden = output.feedback
-    valid = valid_slots(batch.mask_BT, batch.document_BT, depth)
-    return score_rows(
-        output.normed[valid],
-        shifted(batch.teacher_BTE, 1 + depth)[valid],
-        student_head=drafter.logits,
-        teacher_head=identity,
-        kept_W=drafter.vocab().target_ids_W,
-    ).loss_sum
+        torch.testing.assert_close(expected[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_without_document_boundaries_packing_would_leak() -> None:
     drafter, packed = drafter_of(**EAGLE_31), batch_of([6, 9])
-    leaking = DenseUnrollAttention(torch.zeros_like(packed.document_BT))
-    honest = unroll(drafter, packed, depths=2, teacher_head=identity)
-    assert not torch.allclose(
-        honest.loss, unroll(drafter, packed, depths=2, teacher_head=identity, attend=leaking).loss
-    )
+    features = features_of(packed)
+    leaking = scored(drafter, packed, features, depths=2, attend=DenseUnrollAttention(batch_of([15])))
+    assert not torch.allclose(scored(drafter, packed, features, depths=2).loss, leaking.loss)
 
 
-def test_slots_count_where_all_they_read_and_predict_is_the_answer() -> None:
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 0, 1, 1]], dtype=torch.bool)
-    document = torch.zeros_like(mask, dtype=torch.int64)
-    # Slot t reads token t+1 and predicts t+2: the first that counts is the one before the answer's first token.
-    assert valid_slots(mask, document, 0)[0].nonzero().flatten().tolist() == [1, 2, 3, 6]
-    assert valid_slots(mask, document, 1)[0].nonzero().flatten().tolist() == [1, 2]
-    assert valid_slots(mask, document, 2)[0].nonzero().flatten().tolist() == [1]
-    split = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]])
-    assert valid_slots(mask, split, 0)[0].nonzero().flatten().tolist() == [1, 6]
+def test_a_prediction_counts_where_all_it_reads_and_predicts_is_the_answer() -> None:
+    mask = [0, 0, 1, 1, 1, 1, 0, 1, 1]
+    batch = batch_of([9], mask=mask)
+
+    def rows(batch: TrainingBatch, depth: int) -> list[int]:
+        return batch.row_M[batch.run_M > depth].tolist()
+
+    # The state at token s scores token s + 1. At depth 0 both must be answer; slot s - 1 learns from it.
+    assert rows(batch, 0) == [2, 3, 4, 7]
+    assert rows(batch, 1) == [3, 4]
+    assert rows(batch, 2) == [4]
+    assert batch.counts(4) == [4, 2, 1, 0]
+    split = batch_of([4, 5], mask=mask)
+    assert rows(split, 0) == [2, 7]  # a document's first token has no slot before it
+    assert rows(batch_of([5], mask=[1] * 5), 0) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_chunks_change_neither_loss_nor_gradient(loss: str) -> None:
-    drafter, batch = drafter_of(**EAGLE_31), batch_of([LENGTH])
+def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str) -> None:
+    drafter, batch = drafter_of(**EAGLE_31, num_hidden_layers=2), batch_of([LENGTH, 5])
+    features = features_of(batch)
     results = []
-    for chunk in (1000, 3):
+    for chunk, checkpointed in ((1000, False), (3, False), (1000, True)):
         drafter.zero_grad()
-        score = unroll(drafter, batch, depths=3, teacher_head=identity, loss=loss, chunk=chunk)
-        score.loss.backward()
-        results.append((score.loss.detach(), gradients(drafter)))
-    torch.testing.assert_close(results[0][0], results[1][0])
-    for name, gradient in results[0][1].items():
-        torch.testing.assert_close(results[1][1][name], gradient, rtol=1e-4, atol=1e-6)
+        scores = scored(drafter, batch, features, depths=3, loss=loss, chunk=chunk, checkpointed=checkpointed)
+        scores.loss.backward()
+        results.append((scores, gradients(drafter)))
+    for scores, found in results[1:]:
+        torch.testing.assert_close(scores.loss, results[0][0].loss)
+        torch.testing.assert_close(scores.overlap_S, results[0][0].overlap_S)
+        assert torch.equal(scores.hit_SM, results[0][0].hit_SM)
+        for name, gradient in results[0][1].items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_of_a_loss_is_its_gradient(loss: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(6, 12, generator=generator, dtype=torch.float64).requires_grad_()
+    # Some probability lies outside the draft vocabulary.
+    p = torch.randn(6, 15, generator=generator, dtype=torch.float64).softmax(dim=-1)[:, :12]
+    value, gradient = LOSSES[loss](scores.log_softmax(dim=-1), p)
+    (expected,) = torch.autograd.grad(value.sum(), scores)
+    torch.testing.assert_close(gradient.detach(), expected)
 
 
 def test_losses_are_what_they_are_called() -> None:
     generator = torch.Generator().manual_seed(0)
-    teacher, student = (torch.randn(5, 12, generator=generator) for _ in range(2))
-    everything = torch.arange(12)
-    p, q = teacher.softmax(-1), student.softmax(-1)
-    entropy = -(p * p.log()).sum(-1)
-    torch.testing.assert_close(LOSSES["cross_entropy"](student, teacher, everything), -(p * q.log()).sum(-1))
-    torch.testing.assert_close(LOSSES["kl"](student, teacher, everything), -(p * q.log()).sum(-1) - entropy)
-    torch.testing.assert_close(LOSSES["total_variation"](student, teacher, everything), (p - q).abs().sum(-1) / 2)
-    torch.testing.assert_close(
-        LOSSES["acceptance"](student, teacher, everything), -(1 - (p - q).abs().sum(-1) / 2).log()
-    )
-    for name in ("kl", "total_variation", "acceptance"):
-        torch.testing.assert_close(LOSSES[name](teacher, teacher, everything), torch.zeros(5), atol=1e-6, rtol=0)
+    p, q = (torch.randn(5, 12, generator=generator).softmax(dim=-1) for _ in range(2))
+    entropy, distance = -(p * p.log()).sum(-1), (p - q).abs().sum(-1) / 2
+    expected = {
+        "cross_entropy": -(p * q.log()).sum(-1),
+        "kl": -(p * q.log()).sum(-1) - entropy,
+        "total_variation": distance,
+        "acceptance": -(1 - distance).log(),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(LOSSES[name](q.log(), p)[0], value)
+        if name != "cross_entropy":
+            torch.testing.assert_close(LOSSES[name](p.log(), p)[0], torch.zeros(5), atol=1e-6, rtol=0)
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
     kept = torch.tensor([0, 2, 4])
-    teacher = torch.tensor([[0.0, 9.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0, 0.0]])
-    student = torch.tensor([[0.0, 5.0, 0.0], [0.0, 5.0, 0.0]])  # proposes target id 2 both times
-    rows = score_rows(
-        student, teacher, student_head=identity, teacher_head=identity, kept_W=kept, loss="total_variation"
+    said = torch.zeros(4, 5)
+    said[1, 1], said[2, 2] = 9.0, 9.0  # id 1 cannot be drafted, id 2 can
+    states = torch.tensor([0.0, 5.0, 0.0]).expand(1, 4, 3)  # proposes target id 2 everywhere
+    batch = batch_of([4])
+    found = score(
+        states,
+        torch.eye(3),
+        batch,
+        ScoreTeacher(said, kept),
+        kept_W=kept,
+        weights=[1.0],
+        row_loss=find_loss("total_variation"),
     )
-    assert rows.hit_M.tolist() == [False, True]
-    assert float(rows.overlap_M[0]) < 0.01
+    assert batch.row_M.tolist() == [1, 2]
+    assert found.hit_SM.tolist() == [[False, True]]
+    assert float(found.overlap_S[0]) < 1.1
 
 
 def test_depth_weights_sum_to_one() -> None:
@@ -193,23 +209,57 @@ def test_depth_weights_sum_to_one() -> None:
 
 def test_feedback_is_not_detached() -> None:
     drafter, batch = drafter_of(), batch_of([LENGTH])
-    deep = unroll(drafter, batch, depths=2, teacher_head=identity)
-    deep.loss.backward()
+    features = features_of(batch)
+    scored(drafter, batch, features, depths=2, weights=[0.0, 1.0]).loss.backward()
+    # Depth 1 reads the fused states through depth 0's feedback and keys alone.
     assert drafter.fc.weight.grad is not None
-    with_feedback = drafter.fc.weight.grad.clone()
+    assert float(drafter.fc.weight.grad.abs().sum()) > 0
+    deep = drafter.fc.weight.grad.clone()
     drafter.zero_grad()
-    first = _depth_sum(drafter, batch, 0) / deep.depths[0].slots * depth_weights(2, 0.8)[0]
-    first.backward()
-    assert not torch.allclose(with_feedback, drafter.fc.weight.grad)
+    scored(drafter, batch, features, depths=1, weights=[1.0]).loss.backward()
+    assert not torch.allclose(deep, drafter.fc.weight.grad)
 
 
 def test_nothing_to_train_on_gives_no_loss_and_says_so_in_the_counts() -> None:
-    drafter, batch = drafter_of(), batch_of([LENGTH])
-    score = unroll(drafter, replace(batch, mask_BT=torch.zeros_like(batch.mask_BT)), depths=2, teacher_head=identity)
-    assert [depth.slots for depth in score.depths] == [0, 0]
-    assert float(score.loss) == 0
+    drafter, batch = drafter_of(), batch_of([LENGTH], mask=[0] * LENGTH)
+    assert batch.counts(2) == [0, 0]
+    assert float(scored(drafter, batch, features_of(batch), depths=2).loss) == 0
 
 
 def test_an_unknown_loss_is_refused() -> None:
     with pytest.raises(UserError, match=r"'mse'.*cross_entropy"):
-        unroll(drafter_of(), batch_of([LENGTH]), depths=1, teacher_head=identity, loss="mse")
+        find_loss("mse")
+
+
+def test_merging_the_slots_own_keys_equals_attending_to_all_keys_at_once() -> None:
+    """What the flash path adds to flash attention, proved where flash attention does not run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    slots, heads, groups, size, depth = 7, 4, 2, 8, 3
+    q, first_k, first_v = random(slots, heads, size), random(slots, groups, size), random(slots, groups, size)
+    own_k, own_v = ([random(slots, groups, size) for _ in range(depth)] for _ in range(2))
+    batch = batch_of([4, 3])
+    attend = DenseUnrollAttention(batch)
+    for k, v in [(first_k, first_v), *zip(own_k, own_v, strict=True)][:-1]:
+        attend.at(len(attend._memory._kept.get(0, [])))(0, q, k, v)
+    dense = attend.at(depth)(0, q, own_k[-1], own_v[-1])
+    d_out = torch.randn(slots, heads, size, generator=generator, dtype=torch.float64)
+    expected = torch.autograd.grad(dense, [q, *own_k, *own_v, first_k], d_out)
+
+    visible = torch.ones(slots, slots, dtype=torch.bool).tril() & (batch.document_T[:, None] == batch.document_T)
+    spread = first_k.repeat_interleave(2, dim=1)
+    scores = torch.einsum("thk,shk->hts", q, spread).masked_fill(~visible, float("-inf")) * size**-0.5
+    first = torch.einsum("hts,shk->thk", scores.softmax(-1), first_v.repeat_interleave(2, dim=1))
+    merged, lse = merge_own_slot(first.detach(), scores.logsumexp(-1).T.detach(), q.detach(), own_k, own_v)
+    torch.testing.assert_close(merged, dense.double(), atol=1e-5, rtol=1e-5)
+    d_q, d_keys, d_values = split_gradient(d_out, merged, lse, q.detach(), own_k, own_v)
+    for ours, theirs in zip([*d_keys, *d_values], expected[1:-1], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    # The rest of q's gradient is flash attention's: softmax over the first keys with the merged normaliser.
+    p = (scores - lse.T[..., None]).exp().masked_fill(~visible, 0.0)
+    d_p = torch.einsum("thk,shk->hts", d_out, first_v.repeat_interleave(2, dim=1))
+    d_s = p * (d_p - (d_out * merged).sum(-1).T[..., None]) * size**-0.5
+    torch.testing.assert_close(d_q + torch.einsum("hts,shk->thk", d_s, spread), expected[0], atol=1e-5, rtol=1e-4)

@@ -12,8 +12,10 @@ from eyas import __version__
 from eyas.cli.check import check
 from eyas.cli.convert import convert
 from eyas.cli.data import app as data_app
+from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
+from eyas.cli.train import train
 from eyas.errors import UserError
 
 app = typer.Typer(
@@ -27,6 +29,8 @@ app.command()(generate)
 app.command()(check)
 app.command()(convert)
 app.command()(fetch)
+app.command()(train)
+app.command("eval")(evaluate)
 app.add_typer(data_app, name="data")
 
 

@@ -12,4 +12,4 @@ def sha256_of(path: Path) -> str:
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
+        raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error

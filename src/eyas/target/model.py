@@ -10,6 +10,7 @@ Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocab
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -63,10 +64,11 @@ class Target:
         *,
         dtype: str = "auto",
         device: str = "cpu",
+        spread: bool = False,
         cache: Path | None = None,
         report: Callable[[str], None] | None = None,
     ) -> "Target":
-        """Load `source` (see `locate`).
+        """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
         `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
         torch is some fifty times slower than in float32, so float32 it is.
@@ -74,6 +76,8 @@ class Target:
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
         where = _device(device)
+        if spread and find_spec("accelerate") is None:
+            raise UserError("spreading a target over several GPUs needs accelerate; `pip install accelerate`")
         place = locate(source, cache=cache, report=report)
         if report is not None:
             report(f"loading {source}")
@@ -83,7 +87,9 @@ class Target:
         with explain_failures(source, place), _no_progress_bar():
             tokenizer = AutoTokenizer.from_pretrained(place)
             # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards.
-            placement = {"device_map": {"": where}} if hasattr(config, "quantization_config") else {}
+            placement: dict[str, Any] = {"device_map": {"": where}} if hasattr(config, "quantization_config") else {}
+            if spread:
+                placement = {"device_map": "auto"}
             try:
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     place, config=config, dtype=DTYPES[dtype], output_loading_info=True, **placement

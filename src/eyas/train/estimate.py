@@ -5,13 +5,16 @@ is hard. So the text is walked: a round starts, its hits are counted until the f
 behind that. On text the target itself would generate greedily this is exact, since a round that hits sees precisely the
 tokens it drafted.
 
-Shapes: B sequences, T slots.
+Shapes: S depths, M teacher rows (batch.py).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from eyas.train.unroll import DepthScore
+import numpy as np
+from torch import Tensor
+
+from eyas.train.batch import TrainingBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +37,24 @@ class RoundCounts:
         )
 
 
-def walk_rounds(depths: Sequence[DepthScore]) -> RoundCounts:
-    """Walk every turn of a batch, given the hits of each depth."""
-    valid_STs = [score.valid_BT.tolist() for score in depths]
-    hit_STs = [score.hit_BT.tolist() for score in depths]
-    rounds, accepted_at = 0, [0] * len(depths)
-    for row in range(len(valid_STs[0])):
-        slot = 0
-        while slot < len(valid_STs[0][row]):
-            if not valid_STs[0][row][slot]:
-                slot += 1
-                continue
+def walk_rounds(batch: TrainingBatch, hit_SM: Tensor) -> RoundCounts:
+    """Walk every answer of a batch, given the hits of each depth."""
+    depths, rows = hit_SM.shape
+    hits = hit_SM.tolist()
+    run_M = batch.run_lengths
+    # Rows of one answer stand one behind the other; where a run does not go on, another answer begins.
+    begins_M = np.concatenate([[True], run_M[1:] != run_M[:-1] + 1]) if rows else np.zeros(0, dtype=bool)
+    borders = [*np.nonzero(begins_M)[0].tolist(), rows]
+    accepted_at = [0] * depths
+    rounds = 0
+    for first, end in pairwise(borders):
+        row = first
+        while row < end:
+            # A round that starts here drafts row + k at depth k; an answer may end before the round does.
             accepted = 0
-            while accepted < len(depths) and valid_STs[accepted][row][slot] and hit_STs[accepted][row][slot]:
+            while accepted < depths and row + accepted < end and hits[accepted][row + accepted]:
                 accepted_at[accepted] += 1
                 accepted += 1
             rounds += 1
-            slot += accepted + 1
+            row += accepted + 1
     return RoundCounts(rounds=rounds, accepted_at=tuple(accepted_at))

@@ -1,51 +1,46 @@
-"""How far a draft distribution is from the target's, row by row, without ever holding all rows' scores at once.
+"""How far a draft distribution is from the target's, and which way it should move.
 
-p is the target's distribution, q the drafter's. Vocabularies are large and sequences long, so scores are made for a
-chunk of rows, reduced, and made again in the backward pass: memory is chunk x vocabulary, not tokens x vocabulary.
+p is the target's distribution over the draft vocabulary, q the drafter's. p need not sum to one: what is missing lies
+outside the draft vocabulary. Every loss comes with its gradient in closed form, because scores are made for a few
+thousand rows at a time and forgotten (head.py): nothing of vocabulary size waits for a backward pass.
 
-Shapes: M rows, D drafter state, E teacher state, V target vocabulary, W draft vocabulary.
+Shapes: C rows of a chunk, W draft vocabulary.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
-from torch.utils.checkpoint import checkpoint
 
 from eyas.errors import UserError
 
-RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-Head = Callable[[Tensor], Tensor]
+RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the drafter's log-probabilities and p to the loss of each row [C] and its gradient by the scores [C, W]."""
 
 
-def cross_entropy(student_MW: Tensor, teacher_MV: Tensor, kept_W: Tensor) -> Tensor:
+def cross_entropy(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
     """Soft cross-entropy against the target's distribution over the draft vocabulary."""
-    p_MW = teacher_MV[:, kept_W].softmax(dim=-1)
-    return -(p_MW * log_softmax(student_MW, dim=-1)).sum(dim=-1)
+    p_CW = _normalised(p_CW)
+    return -(p_CW * log_q_CW).sum(dim=-1), log_q_CW.exp() - p_CW
 
 
-def kl_divergence(student_MW: Tensor, teacher_MV: Tensor, kept_W: Tensor) -> Tensor:
+def kl_divergence(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
     """The same less the target's own entropy: zero where the drafter is perfect."""
-    log_p_MW = log_softmax(teacher_MV[:, kept_W], dim=-1)
-    return (log_p_MW.exp() * (log_p_MW - log_softmax(student_MW, dim=-1))).sum(dim=-1)
+    p_CW = _normalised(p_CW)
+    return torch.special.xlogy(p_CW, p_CW).sum(dim=-1) - (p_CW * log_q_CW).sum(dim=-1), log_q_CW.exp() - p_CW
 
 
-def overlap(student_MW: Tensor, teacher_MV: Tensor, kept_W: Tensor) -> Tensor:
-    """Sum of min(p, q): the probability that a token drawn from q is accepted; tokens outside W count as missed."""
-    p_MW = teacher_MV.softmax(dim=-1)[:, kept_W]
-    return torch.minimum(p_MW, student_MW.softmax(dim=-1)).sum(dim=-1)
+def total_variation(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
+    """Probability that a draft drawn from q is turned down."""
+    accepted_C, gradient_CW = _acceptance(log_q_CW, p_CW)
+    return 1 - accepted_C, -gradient_CW
 
 
-def total_variation(student_MW: Tensor, teacher_MV: Tensor, kept_W: Tensor) -> Tensor:
-    """Probability that a drawn draft is turned down."""
-    return 1 - overlap(student_MW, teacher_MV, kept_W)
-
-
-def negative_log_acceptance(student_MW: Tensor, teacher_MV: Tensor, kept_W: Tensor) -> Tensor:
+def negative_log_acceptance(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
     """Surprise at acceptance: like total variation, with gradients that do not fade where little is accepted."""
-    return -overlap(student_MW, teacher_MV, kept_W).clamp(min=1e-9).log()
+    accepted_C, gradient_CW = _acceptance(log_q_CW, p_CW)
+    accepted_C = accepted_C.clamp(min=1e-6)
+    return -accepted_C.log(), -gradient_CW / accepted_C[:, None]
 
 
 LOSSES: Mapping[str, RowLoss] = {
@@ -56,44 +51,20 @@ LOSSES: Mapping[str, RowLoss] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowScores:
-    """What was found over some rows."""
-
-    loss_sum: Tensor
-    """The only one with a gradient."""
-    hit_M: Tensor
-    """Whether the drafter's most likely token is the target's; outside the draft vocabulary it never is."""
-    overlap_M: Tensor
+def find_loss(name: str) -> RowLoss:
+    """The loss of that name."""
+    if name not in LOSSES:
+        raise UserError(f"loss {name!r} is not one of {', '.join(LOSSES)}; choose one of them")
+    return LOSSES[name]
 
 
-def score_rows(
-    normed_MD: Tensor,
-    teacher_ME: Tensor,
-    *,
-    student_head: Head,
-    teacher_head: Head,
-    kept_W: Tensor,
-    loss: str = "cross_entropy",
-    chunk: int = 2048,
-) -> RowScores:
-    """Compare the drafter's head on its normed states with the target's head on the target's, row by row."""
-    if loss not in LOSSES:
-        raise UserError(f"loss {loss!r} is not one of {', '.join(LOSSES)}; choose one of them")
+def _acceptance(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of min(p, q), the probability that a token drawn from q is accepted, and its gradient."""
+    q_CW = log_q_CW.exp()
+    # Where p is the smaller one, moving q changes nothing.
+    rising_CW = torch.where(q_CW < p_CW, q_CW, 0.0)
+    return torch.minimum(p_CW, q_CW).sum(dim=-1), rising_CW - q_CW * rising_CW.sum(dim=-1, keepdim=True)
 
-    def score(normed: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        student_MW = student_head(normed).float()
-        with torch.no_grad():
-            teacher_MV = teacher_head(teacher).float()
-        total = LOSSES[loss](student_MW, teacher_MV, kept_W).sum()
-        with torch.no_grad():
-            hits = kept_W[student_MW.argmax(dim=-1)] == teacher_MV.argmax(dim=-1)
-            accepted = overlap(student_MW, teacher_MV, kept_W)
-        return total, hits, accepted
 
-    pieces = [
-        checkpoint(score, normed, teacher, use_reentrant=False)
-        for normed, teacher in zip(torch.split(normed_MD, chunk), torch.split(teacher_ME, chunk), strict=True)
-    ]
-    sums, hits, overlaps = zip(*pieces, strict=True)
-    return RowScores(loss_sum=torch.stack(sums).sum(), hit_M=torch.cat(hits), overlap_M=torch.cat(overlaps))
+def _normalised(p_CW: Tensor) -> Tensor:
+    return p_CW / p_CW.sum(dim=-1, keepdim=True).clamp(min=1e-20)

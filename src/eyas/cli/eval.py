@@ -1,0 +1,351 @@
+"""`eyas eval`: how many tokens a verification really yields, for one or several drafters of one target."""
+
+import json
+import sys
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
+    from eyas.engine.batch import Answer, Pull
+    from eyas.target.model import Target
+    from eyas.train.conversations import Conversation
+    from eyas.train.evaluate import Estimates, GivenAnswer
+    from eyas.train.prompts import Prompt
+
+LONGEST = 8192
+SLOTS_ON_CPU, SLOTS_ELSEWHERE = 16, 256
+# Tokens that all slots together hold: a few GiB for the default target.
+CACHED_ON_CPU, CACHED_ELSEWHERE = 32_768, 524_288
+# Tokens and rows that the estimate scores at a time.
+PACK_ON_CPU, PACK_ELSEWHERE = 2048, 16_384
+CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
+
+
+def evaluate(
+    context: typer.Context,
+    prompts: Annotated[list[Path], typer.Argument(help="Prompts or conversations: JSON lines or Parquet.")],
+    drafter: Annotated[list[str], typer.Option(help="A drafter's folder or hub id; repeat to compare several.")],
+    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    depth: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens to draft per round; repeat for several.", show_default="3, 5 and 7"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 256,
+    turns: Annotated[int, typer.Option(help="User turns to ask per conversation at most.", min=1)] = 1,
+    limit: Annotated[int | None, typer.Option(help="Conversations to ask at most.", min=1, show_default="all")] = None,
+    prefix: Annotated[Path | None, typer.Option(help="A text file to put some of before every question.")] = None,
+    prefix_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="How much of it, 0 for none; repeat to compare with the first.", min=0, show_default="0"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Estimate on the conversations' own answers as well.")
+    ] = False,
+    estimate: Annotated[bool, typer.Option(help="Estimate on the target's plain answers as well.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for eval.json and eval.png; earlier ones are replaced.")
+    ] = None,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and answer at most.", min=2, show_default=f"{LONGEST}, or the target's context"
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Prompts at the same time.", min=1, show_default="by length and device")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Measure acceptance length by real greedy decoding, and estimate it on the same text.
+
+    Ctrl-C prints what was measured until then.
+    """
+    from eyas.errors import UserError
+    from eyas.target.model import Target
+    from eyas.train.evaluate import Group, estimate_corpus, record_estimates, record_groups
+    from eyas.train.evaluate import evaluate as run
+    from eyas.train.journal import versions
+    from eyas.train.prompts import PrefixText, Questions
+
+    arguments = {name: _plain(value) for name, value in context.params.items()}
+    depths = sorted(set(depth or (3, 5, 7)))
+    if depths[0] < 1:
+        raise UserError(f"--depth {depths[0]} drafts nothing, so there is nothing to measure; give 1 or more")
+    prefixes = list(dict.fromkeys(prefix_tokens or (0,)))
+    conversations = _read(prompts, limit)
+    if any(prefixes) != (prefix is not None):
+        raise UserError("--prefix names a text and --prefix-tokens how much of it to use; give both or neither")
+    if held_out and not any(conversation.answered for conversation in conversations):
+        raise UserError(f"--held-out needs answers and {prompts[0]} holds prompts only; leave it out")
+    if out is not None:
+        _make_folder(out)
+    names = _name_drafters(drafter)
+    _check_drafters(names.values(), target, cache)
+    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache, report=report)
+    max_length = _choose_length(max_length, loaded)
+    if max_tokens >= max_length:
+        raise UserError(
+            f"--max-tokens {max_tokens} leaves no room for a prompt in --max-length {max_length}; "
+            "lower the one or raise the other"
+        )
+    text = None if prefix is None else PrefixText(prefix, loaded)
+    if text is not None:
+        text.check(max(prefixes))
+    questions = Questions(conversations, loaded.encode_chat, turns=turns, longest=max_length - max_tokens, prefix=text)
+    groups = []
+    for tokens in prefixes:
+        asked, skipped = questions.first(tokens)
+        groups.append(Group(prefix_tokens=tokens, prompts=asked, skipped=skipped))
+    drafters = {name: _load_drafter(source, loaded) for name, source in names.items()}
+    on_cpu = loaded.device.type == "cpu"
+
+    def walk(corpus: Any) -> "Estimates":
+        return estimate_corpus(
+            drafters,
+            loaded,
+            corpus,
+            depths=depths,
+            pack_length=PACK_ON_CPU if on_cpu else PACK_ELSEWHERE,
+            chunk=CHUNK_ON_CPU if on_cpu else CHUNK_ELSEWHERE,
+        )
+
+    record: dict[str, Any] = {"versions": versions(), "arguments": arguments, "drafters": names, "depths": depths}
+    record |= {"target": {**asdict(loaded.facts), "dtype": str(loaded.dtype), "device": str(loaded.device)}}
+    record |= {"max_length": max_length, "held_out": None}
+    started = time.perf_counter()
+
+    def finish(*, whole: bool) -> None:
+        """Tell and write what there is."""
+        if not whole:
+            if not any(group.measured for group in groups):
+                return
+            report("stopped early; this is what was measured until then")
+        record.update(whole=whole, seconds=round(time.perf_counter() - started, 1), groups=record_groups(groups))
+        _deliver(record, out, as_json=as_json)
+
+    try:
+        with _Display() as display, _explaining_memory():
+            if held_out:
+                report("estimating on the conversations as they stand")
+                kept, corpus = _encode(conversations, loaded, max_length)
+                record["held_out"] = {"conversations": kept, "estimates": record_estimates(walk(corpus))}
+            run(
+                groups,
+                questions,
+                _Decoders(loaded, drafters, max_tokens=max_tokens, slots=slots),
+                drafters=list(drafters),
+                depths=depths,
+                turns=turns,
+                estimate=walk if estimate else None,
+                follow=display.follow,
+            )
+    except (KeyboardInterrupt, UserError):
+        finish(whole=False)
+        raise
+    finish(whole=True)
+
+
+class _Decoders:
+    """The batch engine as evaluation knows it."""
+
+    def __init__(
+        self, target: "Target", drafters: Mapping[str, "Drafter"], *, max_tokens: int, slots: int | None
+    ) -> None:
+        self._target, self._drafters, self._max_tokens, self._slots = target, drafters, max_tokens, slots
+        self._stop_ids = target.stop_ids()
+
+    def plainly(self, prompts: Sequence["Prompt"]) -> "Iterator[Answer]":
+        """Greedy answers of the target alone."""
+        from eyas.engine.batch import answer_plainly
+        from eyas.sampling import Sampling
+
+        return answer_plainly(self._target, self._pull(prompts), sampling=Sampling(), **self._room(prompts))
+
+    def speculatively(self, drafter: str, depth: int, prompts: Sequence["Prompt"]) -> "Iterator[Answer]":
+        """Greedy answers with this drafter."""
+        from eyas.engine.batch import answer_speculatively
+
+        model = self._drafters[drafter]
+        return answer_speculatively(self._target, model, self._pull(prompts), depth=depth, **self._room(prompts))
+
+    def text(self, answer: "GivenAnswer") -> str:
+        """An answer to put before a next turn."""
+        return self._target.decode(answer.tokens).rstrip("\ufffd")
+
+    def _pull(self, prompts: Sequence["Prompt"]) -> "Pull":
+        from eyas.engine.batch import Request
+
+        requests = (Request(key=prompt.key, prompt=prompt.ids, max_new_tokens=self._max_tokens) for prompt in prompts)
+        return lambda: next(requests, None)
+
+    def _room(self, prompts: Sequence["Prompt"]) -> dict[str, Any]:
+        """Slots no longer than these prompts need, and as many as memory allows."""
+        length = max(len(prompt.ids) for prompt in prompts) + self._max_tokens
+        on_cpu = self._target.device.type == "cpu"
+        cached = CACHED_ON_CPU if on_cpu else CACHED_ELSEWHERE
+        slots = self._slots or min(SLOTS_ON_CPU if on_cpu else SLOTS_ELSEWHERE, max(1, cached // length))
+        return {"slots": min(slots, len(prompts)), "max_length": length, "stop_ids": self._stop_ids}
+
+
+class _Display:
+    """Progress on stderr: a bar where there is a terminal, and a line for every stretch that is done."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> "_Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def follow(self, name: str, answers: "Iterable[GivenAnswer]", total: int) -> "Iterator[GivenAnswer]":
+        """Hand on answers as they come."""
+        task = self._bar.add_task(name, total=total)
+        started = time.perf_counter()
+        tokens = rounds = accepted = 0
+        for answer in answers:
+            tokens, rounds = tokens + len(answer.tokens), rounds + len(answer.accepted)
+            accepted += sum(answer.accepted)
+            self._bar.advance(task)
+            yield answer
+        self._bar.remove_task(task)
+        seconds = time.perf_counter() - started
+        length = f": {1 + accepted / rounds:.3f}" if rounds else ""
+        line = f"{name}{length} ({total} prompts, {tokens} tokens, {seconds:.1f} s)"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _read(files: Sequence[Path], limit: int | None) -> "list[Conversation]":
+    from eyas.train.conversations import read_conversations
+
+    return list(islice(chain.from_iterable(read_conversations(file) for file in files), limit))
+
+
+def _name_drafters(sources: Sequence[str]) -> dict[str, str]:
+    """Short names where they tell the drafters apart, all there is where they do not."""
+    unique = list(dict.fromkeys(sources))
+    short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
+    return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
+
+
+def _check_drafters(sources: Collection[str], target: str, cache: Path | None) -> None:
+    from eyas.drafter.check import check
+    from eyas.errors import UserError
+    from eyas.target.facts import read_facts
+
+    facts = read_facts(target, cache=cache, report=report)
+    for source in sources:
+        faults = [found.message for found in check(source, target=facts).findings if found.severity == "error"]
+        if faults:
+            more = f" (and {len(faults) - 1} more, see `eyas check`)" if len(faults) > 1 else ""
+            raise UserError(f"{source} does not work with {target}: {faults[0]}{more}")
+
+
+def _load_drafter(source: str, target: "Target") -> "Drafter":
+    from eyas.drafter.checkpoint import load_drafter
+
+    drafter = load_drafter(source).to(device=target.device, dtype=target.dtype)
+    return drafter.share_target(target.embedding(), target.head())
+
+
+def _choose_device(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _choose_length(asked: int | None, target: "Target") -> int:
+    from eyas.errors import UserError
+
+    longest = target.facts.max_position_embeddings
+    if asked is None:
+        return min(LONGEST, longest or LONGEST)
+    if longest is not None and asked > longest:
+        raise UserError(
+            f"--max-length {asked} is above the {longest} tokens that {target.facts.source} was made for; "
+            f"choose {longest} or less"
+        )
+    return asked
+
+
+def _encode(conversations: "Sequence[Conversation]", target: "Target", max_length: int) -> tuple[int, Any]:
+    from eyas.train.corpus import encode_conversations
+
+    corpus, counts = encode_conversations(conversations, target.tokenizer, target.stop_ids(), max_length=max_length)
+    return counts.kept, corpus
+
+
+def _make_folder(out: Path) -> None:
+    from eyas.errors import UserError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {out}: {error.strerror}; choose another --out") from error
+
+
+def _deliver(record: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:
+    """Print, then write."""
+    from eyas.cli.eval_tables import print_tables
+    from eyas.errors import UserError
+
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        print_tables(record)
+    if out is not None:
+        from eyas.train.eval_plot import plot_evaluation
+
+        try:
+            (out / "eval.json").write_text(json.dumps(record), encoding="utf-8")
+            plot_evaluation(record, out / "eval.png")
+        except OSError as error:
+            raise UserError(f"cannot write to {out}: {error.strerror}; free space or choose another --out") from error
+        report(f"written: {out / 'eval.json'}, {out / 'eval.png'}")
+
+
+@contextmanager
+def _explaining_memory() -> Iterator[None]:
+    import torch
+
+    from eyas.errors import UserError
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError("the device is out of memory; pass fewer --slots, or shorten --max-length") from error
+
+
+def _plain(value: Any) -> Any:
+    """An argument as JSON."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,207 @@
+"""`eyas train`: from a recipe to a drafter that servers load."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+    from eyas.train.estimate import RoundCounts
+    from eyas.train.loop import Report
+    from eyas.train.ranks import Ranks
+    from eyas.train.recipe import Recipe
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A recipe: a TOML file, see recipes/ and docs/training.md.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a value of the recipe: train.lr=1e-3. Repeatable.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output.folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Train drafters as a recipe says.
+
+    Ctrl-C saves and stops after the step under way; --resume goes on as if nothing had happened. Several processes
+    (torchrun) share the work of every step.
+    """
+    from eyas.train.recipe import load_recipe, to_toml
+
+    chosen = load_recipe(recipe, overrides or [])
+    if dry_run:
+        typer.echo(to_toml(chosen))
+        return
+    ranks = _join_ranks()
+    if ranks.leads:
+        report(to_toml(chosen))
+    try:
+        _train(chosen, ranks, resume=resume, as_json=as_json, cache=cache)
+    finally:
+        _leave_ranks(ranks)
+
+
+def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cache: Path | None) -> None:
+    import json
+
+    from eyas.target.model import Target
+    from eyas.train.run import run
+    from eyas.train.trackers import open_tracker
+
+    say = report if ranks.leads else _say_nothing
+    folder = Path(recipe.output.folder)
+    target = Target.load(
+        recipe.target.source,
+        dtype=recipe.target.dtype,
+        device=_device(recipe.target.device),
+        spread=recipe.target.spread,
+        cache=cache,
+        report=say,
+    )
+    trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.leads]
+    with _StopRequest() as stop, _Screen(shown=ranks.leads) as screen:
+        outcome = run(
+            recipe,
+            target,
+            observers=[screen, *trackers],
+            ranks=ranks,
+            stop=stop.asked,
+            say=say,
+            resuming=resume,
+            cache=cache,
+        )
+    if not ranks.leads:
+        return
+    if outcome.step < outcome.steps:
+        report(f"stopped at step {outcome.step} of {outcome.steps}; `eyas train ... --resume` goes on from there")
+        raise typer.Exit(130)
+    if as_json:
+        typer.echo((folder / "record.json").read_text())
+        return
+    held_out = json.loads((folder / "record.json").read_text())["held_out"]
+    for name, place in outcome.drafters.items():
+        length = f", acceptance length {held_out[name]['acceptance_length']:.2f} held out" if name in held_out else ""
+        typer.echo(f"{name}: {place}{length}")
+    typer.echo(f"log, plot and record: {folder}")
+
+
+class _StopRequest:
+    """Ctrl-C once asks the loop to save and stop; twice interrupts."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def asked(self) -> bool:
+        return self._asked
+
+    def __enter__(self) -> "_StopRequest":
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: object) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+        report("saving after this step; once more stops at once")
+
+
+class _Screen:
+    """A table that is drawn over where there is a terminal, and lines where there is none."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._live: Live | None = None
+        self._lengths: dict[str, str] = {}
+
+    def __enter__(self) -> "_Screen":
+        if self._shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def progressed(self, progress: "Report") -> None:
+        left = progress.seconds_left
+        head = (
+            f"step {progress.step}/{progress.steps}  {progress.tokens_per_second:,.0f} tokens/s  "
+            f"{left // 60:.0f} min {left % 60:.0f} s left"
+        )
+        if self._live is None:
+            for name, own in progress.drafters.items():
+                accuracy = " ".join(f"{value:.3f}" for value in own.accuracy)
+                report(f"{head}  {name}: loss {own.loss:.4f}  accuracy {accuracy}{self._lengths.get(name, '')}")
+            return
+        from rich.table import Table
+
+        table = Table(title=head, title_justify="left")
+        for column in ("drafter", "loss", "gradient", "accuracy by depth", "held out"):
+            table.add_column(column)
+        for name, own in progress.drafters.items():
+            accuracy = " ".join(f"{value:.3f}" for value in own.accuracy)
+            table.add_row(name, f"{own.loss:.4f}", f"{own.gradient_norm:.3g}", accuracy, self._lengths.get(name, ""))
+        self._live.update(table)
+
+    def estimated(self, step: int, counts: "dict[str, RoundCounts]") -> None:
+        self._lengths = {name: f"  length {own.acceptance_length:.3f}" for name, own in counts.items()}
+        if self._live is None and self._shown:
+            for name, own in counts.items():
+                report(f"step {step}  {name}: estimated acceptance length {own.acceptance_length:.3f} on held-out text")
+
+    def saved(self, step: int, place: Path) -> None:
+        if self._live is None and self._shown:
+            report(f"saved {place}")
+
+
+def _join_ranks() -> "Ranks":
+    """Join the other processes when torchrun started this one."""
+    from eyas.train.ranks import Ranks
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return Ranks()
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    return Ranks(rank=dist.get_rank(), world=world)
+
+
+def _leave_ranks(ranks: "Ranks") -> None:
+    if ranks.world > 1:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked != "auto":
+        return asked
+    if not torch.cuda.is_available():
+        return "cpu"
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(local)
+    return f"cuda:{local}"
+
+
+def _say_nothing(message: str) -> None:
+    """The other processes keep quiet."""

@@ -1,0 +1,160 @@
+"""The target over documents laid end to end: final and auxiliary states, no padding, nothing seen across borders.
+
+On a GPU one pass takes them all, with flash attention that knows the borders (registered with transformers, so any
+architecture that attends through its interface runs). Everywhere else each document is a pass of its own, which is
+exact for every model and no slower on a CPU.
+
+Shapes: T tokens of all documents, D hidden size, X concatenated auxiliary states, H heads, G key heads, K head dim.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from eyas.errors import UserError
+from eyas.target.capture import capture, decoder_layers
+from eyas.target.model import Target
+
+_PACKED = "eyas_packed"
+
+
+def _attend_within_documents(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    document_starts: Tensor,
+    longest_document: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within documents: query [1, H, T, K], key and value [1, G, T, K], to [1, T, H, K]."""
+    if softcap is not None or s_aux is not None:
+        raise UserError(
+            f"{type(module).__name__} caps its attention scores or adds sinks, which flash attention cannot do here; "
+            'set target.dtype = "float32" to run documents one by one'
+        )
+    window = {} if sliding_window is None else {"window_size_left": sliding_window - 1, "window_size_right": 0}
+    out = torch.ops.aten._flash_attention_forward(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        document_starts,
+        document_starts,
+        longest_document,
+        longest_document,
+        0.0,
+        True,
+        False,
+        scale=scaling,
+        **window,
+    )[0]
+    return out[None], None
+
+
+AttentionInterface.register(_PACKED, _attend_within_documents)
+
+
+class PackedTarget:
+    """Runs packs of documents through a target."""
+
+    def __init__(self, target: Target, aux_layer_ids: Sequence[int], *, one_pass: bool, compiled: bool = False) -> None:
+        self._target = target
+        self._layer_ids = aux_layer_ids
+        self._decoder: nn.Module = target.model.get_decoder()  # type: ignore[no-untyped-call]
+        self._one_pass = one_pass
+        # Layer by layer: they share one graph, so what compiles is a layer and not a model.
+        self._compiled = [
+            (layer, torch.compile(layer.forward, dynamic=False))
+            for layer in (decoder_layers(target.model) if compiled else ())
+        ]
+
+    @torch.no_grad()
+    def __call__(self, ids_T: Tensor, position_T: Tensor, starts: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Final states [T, D], behind the last norm, and auxiliary states [T, X].
+
+        `starts` (int32) holds where each document begins and, last, where the last one ends.
+        """
+        if self._one_pass:
+            if self._compiled:
+                # Empty documents at the end: compiled code meets few shapes of `starts` instead of one per pack.
+                spare = (1 << (len(starts) - 1).bit_length()) - len(starts)
+                starts = torch.cat([starts, starts[-1:].expand(spare)])
+            with (
+                _attention(self._target.model, _PACKED),
+                _forwards(self._compiled),
+                capture(self._target.model, self._layer_ids) as captured,
+            ):
+                hidden = self._decoder(
+                    input_ids=ids_T[None],
+                    position_ids=position_T[None],
+                    use_cache=False,
+                    document_starts=starts,
+                    longest_document=longest,
+                ).last_hidden_state
+            return hidden[0].to(ids_T.device), captured.aux_hidden()[0].to(ids_T.device)
+        borders = starts.tolist()
+        pieces = [self._alone(ids_T[a:b]) for a, b in pairwise(borders) if a < b]
+        return torch.cat([hidden for hidden, _ in pieces]), torch.cat([aux for _, aux in pieces])
+
+    def _alone(self, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+        with capture(self._target.model, self._layer_ids) as captured:
+            hidden = self._decoder(input_ids=ids_T[None], use_cache=False).last_hidden_state
+        return hidden[0].to(ids_T.device), captured.aux_hidden()[0].to(ids_T.device)
+
+
+def runs_in_one_pass(target: Target) -> bool:
+    """Whether flash attention takes this target's documents in one pass: half precision on a GPU, plain attention."""
+    half = target.dtype in (torch.bfloat16, torch.float16)
+    return half and target.device.type == "cuda" and attends_plainly(target.model)
+
+
+def attends_plainly(model: PreTrainedModel) -> bool:
+    """Whether every layer attends, through transformers' interface, with scores that flash attention can make.
+
+    A layer that carries a state from token to token (linear attention, convolutions) would carry it across borders.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return (
+        bool(model._supports_attention_backend)
+        and not getattr(model, "_is_stateful", False)
+        and kinds <= {"full_attention", "sliding_attention"}
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and not getattr(config, "num_kv_shared_layers", None)
+        and not any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    )
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Attend through another registered function for a while."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+@contextmanager
+def _forwards(compiled: Sequence[tuple[nn.Module, Any]]) -> Iterator[None]:
+    """Run compiled layers for a while; whoever else uses the model finds it as it was."""
+    for layer, forward in compiled:
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer, _ in compiled:
+            del layer.forward

@@ -1,0 +1,360 @@
+"""How many tokens a verification really yields: measured by decoding, and estimated by walking the same text.
+
+Measured is what rounds of real speculative decoding accepted. The decoders are the caller's (training does not know
+the engine). Estimated is what `estimate.walk_rounds` finds in the target's plain greedy answers; the two differ by the
+last round of an answer, which decoding completes and the text does not, and by near-ties that another shape of the
+same product turns.
+
+A small target often ends in a loop, which every drafter predicts; such answers flatter, so all is also told without
+them. Invariant: everything reported is a sum over the answers of `Group.measured`, and an evaluation that is
+interrupted holds what was measured until then.
+
+Shapes: S depths, M teacher rows.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.target.model import Target
+from eyas.train.attention import attention_for
+from eyas.train.batch import TrainingBatch
+from eyas.train.corpus import Corpus, pack_arrays, packs
+from eyas.train.estimate import RoundCounts, walk_rounds
+from eyas.train.features import Features
+from eyas.train.journal import counted
+from eyas.train.loss import find_loss
+from eyas.train.prompts import Prompt, Questions
+from eyas.train.scoring import score
+from eyas.train.sources.live import LiveSource
+from eyas.train.unroll import unroll
+
+LONGEST_PERIOD = 64
+SHORTEST_TAIL = 32
+
+Estimates = Mapping[str, Mapping[int, RoundCounts]]
+"""By drafter and depth."""
+
+
+class GivenAnswer(Protocol):
+    """What a decoder says of an answer."""
+
+    @property
+    def key(self) -> int:
+        """Of the prompt."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """New tokens, the stop token included."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop token ended it, rather than a length."""
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """Accepted drafts of each round; empty without speculation."""
+
+
+class Decoders(Protocol):
+    """Real decoding, passed in."""
+
+    def plainly(self, prompts: Sequence[Prompt]) -> Iterable[GivenAnswer]:
+        """Greedy answers of the target alone, in any order."""
+
+    def speculatively(self, drafter: str, depth: int, prompts: Sequence[Prompt]) -> Iterable[GivenAnswer]:
+        """Greedy answers with this drafter."""
+
+    def text(self, answer: GivenAnswer) -> str:
+        """An answer to put before a next turn."""
+
+
+Follow = Callable[[str, Iterable[GivenAnswer], int], Iterable[GivenAnswer]]
+"""Hands on the answers of one stretch of work as they come: its name, the answers, how many there will be."""
+
+
+@dataclass(kw_only=True)
+class Group:
+    """All prompts behind a prefix of one length, and what was found with them so far."""
+
+    prefix_tokens: int
+    prompts: list[Prompt]
+    skipped: int
+    """Prompts left out because they are too long."""
+    plain: dict[int, GivenAnswer] = field(default_factory=dict)
+    """The target's own answers, by key."""
+    measured: dict[tuple[str, int], list[GivenAnswer]] = field(default_factory=dict)
+    """By drafter and depth."""
+    estimates: Estimates = field(default_factory=dict)
+
+
+def looping(tokens: Sequence[int]) -> bool:
+    """Whether an answer was cut by a length, or ended, while it repeated itself.
+
+    It did if there is a period p of at most 64 with which its last max(3p, 32) tokens repeat: three times around at
+    least, and never on the strength of fewer than 32 tokens. A stop token belongs to no period: leave it out.
+    """
+    for period in range(1, LONGEST_PERIOD + 1):
+        length = max(3 * period, SHORTEST_TAIL)
+        if length > len(tokens):
+            return False
+        tail = tokens[-length:]
+        if tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def loops(answer: GivenAnswer) -> bool:
+    """The same of an answer as decoders give it."""
+    return looping(answer.tokens[:-1] if answer.stopped else answer.tokens)
+
+
+def count_rounds(rounds: Iterable[int], depth: int) -> RoundCounts:
+    """Rounds as counts, given the accepted drafts of each."""
+    found = np.bincount(np.fromiter(rounds, dtype=np.int64), minlength=depth + 1)
+    assert len(found) == depth + 1
+    # Whoever accepted k drafts accepted every one up to k.
+    at_least = list(accumulate(reversed(found.tolist())))[::-1]
+    return RoundCounts(rounds=at_least[0], accepted_at=tuple(at_least[1:]))
+
+
+def evaluate(
+    groups: Sequence[Group],
+    questions: Questions,
+    decoders: Decoders,
+    *,
+    drafters: Sequence[str],
+    depths: Sequence[int],
+    turns: int = 1,
+    estimate: Callable[[Corpus], Estimates] | None = None,
+    follow: Follow,
+) -> None:
+    """Fill the groups: the target's plain answers, those with every drafter at every depth, and the estimate."""
+    for group in groups:
+        behind = f", prefix {group.prefix_tokens}" if len(groups) > 1 else ""
+        asked = list(group.prompts)
+        for turn in range(turns):
+            named = "plainly" if turns == 1 else f"plainly, turn {turn + 1}"
+            for answer in follow(f"{named}{behind}", decoders.plainly(asked), len(asked)):
+                group.plain[answer.key] = answer
+            if turn + 1 < turns:
+                texts = {p.key: decoders.text(group.plain[p.key]) for p in asked if p.key in group.plain}
+                asked, skipped = questions.following(texts, asked)
+                group.prompts += asked
+                group.skipped += skipped
+                if not asked:
+                    break
+        for name in drafters:
+            for depth in depths:
+                found = group.measured.setdefault((name, depth), [])
+                answers = decoders.speculatively(name, depth, group.prompts)
+                for answer in follow(f"{name}, depth {depth}{behind}", answers, len(group.prompts)):
+                    found.append(answer)
+        if estimate is not None:
+            group.estimates = estimate(corpus_of(group))
+
+
+def corpus_of(group: Group) -> Corpus:
+    """The target's plain answers as documents."""
+    ids, mask, lengths = [], [], []
+    for prompt in group.prompts:
+        answer = group.plain[prompt.key].tokens
+        ids += [*prompt.ids, *answer]
+        mask += [False] * len(prompt.ids) + [True] * len(answer)
+        lengths.append(len(prompt.ids) + len(answer))
+    return Corpus(
+        ids=np.array(ids, dtype=np.int32),
+        mask=np.array(mask, dtype=np.bool_),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+    )
+
+
+@torch.no_grad()
+def estimate_corpus(
+    drafters: Mapping[str, Drafter],
+    target: Target,
+    corpus: Corpus,
+    *,
+    depths: Sequence[int],
+    pack_length: int,
+    chunk: int = 4096,
+) -> dict[str, dict[int, RoundCounts]]:
+    """Walk the rounds of every drafter at every depth through the answers of a corpus.
+
+    The target runs once for all drafters and each drafter is unrolled once, to the deepest depth: the first k depths
+    of that are what drafting k tokens does. Documents longer than `pack_length` get a pack of their own.
+    """
+    layer_ids = {
+        name: drafter.config.aux_layer_ids or target.facts.default_aux_layer_ids() for name, drafter in drafters.items()
+    }
+    source = LiveSource(target, sorted({k for ids in layer_ids.values() for k in ids}), chunk=chunk)
+    # Made once: the source keeps the target's head over each of them.
+    kept = {name: drafter.vocab().target_ids_W for name, drafter in drafters.items()}
+    counts = {name: {k: RoundCounts(rounds=0, accepted_at=(0,) * k) for k in depths} for name in drafters}
+    for pack in packs(corpus, length=max(pack_length, corpus.longest), seed=0, epoch=0):
+        used = sum(len(corpus[index].ids) for document in pack for index in document)
+        arrays = pack_arrays(corpus, pack, used)
+        batch = TrainingBatch.build(
+            ids=arrays.ids, mask=arrays.mask, position=arrays.position, starts=arrays.starts, device=target.device
+        )
+        features = source(batch)
+        for name, drafter in drafters.items():
+            hit_SM = find_hits(
+                drafter, batch, features, layer_ids[name], kept[name], depths=max(depths), chunk=chunk
+            ).cpu()
+            for k in depths:
+                counts[name][k] += walk_rounds(batch, hit_SM[:k])
+    return counts
+
+
+def find_hits(
+    drafter: Drafter,
+    batch: TrainingBatch,
+    features: Features,
+    layer_ids: Sequence[int],
+    kept_W: Tensor,
+    *,
+    depths: int,
+    chunk: int,
+) -> Tensor:
+    """Whether the drafter's most likely token is the target's, at every depth and row that counts: [S, M]."""
+    assert drafter.lm_head is not None
+    normed_STD = unroll(
+        drafter,
+        batch,
+        features.aux_of(layer_ids),
+        depths=depths,
+        attend=attention_for(batch, drafter.fc.weight.dtype),
+    )
+    return score(
+        normed_STD,
+        drafter.lm_head.weight,
+        batch,
+        features.teachers(kept_W),
+        kept_W=kept_W,
+        weights=[1.0] * depths,
+        row_loss=find_loss("total_variation"),
+        scale=drafter.config.logit_scale,
+        chunk=chunk,
+    ).hit_SM
+
+
+Json = dict[str, Any]
+
+
+def summarise(answers: Sequence[GivenAnswer], depth: int) -> Json:
+    """Answers as counts: pooled over all rounds, by prompt, by depth."""
+    counts = count_rounds((accepted for answer in answers for accepted in answer.accepted), depth)
+    # An answer of one token takes no round and says nothing.
+    by_prompt = [1 + sum(answer.accepted) / len(answer.accepted) for answer in answers if answer.accepted]
+    return {
+        **_told(counts),
+        "answers": len(answers),
+        "mean_by_answer": sum(by_prompt) / len(by_prompt) if by_prompt else None,
+    }
+
+
+def record_groups(groups: Sequence[Group]) -> list[Json]:
+    """Everything found, as JSON."""
+    recorded = []
+    for group in groups:
+        keys = {prompt.key for prompt in group.prompts}
+        recorded.append(
+            {
+                "prefix_tokens": group.prefix_tokens,
+                "prompts": len(group.prompts),
+                "skipped": group.skipped,
+                "prompt_tokens": sum(len(prompt.ids) for prompt in group.prompts),
+                "plain": {
+                    "answers": len(group.plain),
+                    "tokens": sum(len(answer.tokens) for answer in group.plain.values()),
+                    "looping": sum(loops(answer) for answer in group.plain.values()),
+                },
+                "asked": [
+                    {"key": p.key, "where": p.where, "category": p.category, "turn": p.turn, "tokens": len(p.ids)}
+                    for p in group.prompts
+                ],
+                "measured": [
+                    _record_measured(name, depth, [a for a in answers if a.key in keys], group, groups[0])
+                    for (name, depth), answers in group.measured.items()
+                ],
+            }
+        )
+    return recorded
+
+
+def record_estimates(estimates: Estimates) -> list[Json]:
+    """Estimates alone, as JSON."""
+    return [
+        {"drafter": name, "depth": depth, **_told(counts)}
+        for name, by_depth in estimates.items()
+        for depth, counts in by_depth.items()
+    ]
+
+
+def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: Group, first: Group) -> Json:
+    category = {prompt.key: prompt.category for prompt in group.prompts}
+    by_category: dict[str, list[GivenAnswer]] = defaultdict(list)
+    looped = {answer.key for answer in answers if loops(answer)}
+    for answer in answers:
+        by_category[category[answer.key]].append(answer)
+    whole = summarise(answers, depth)
+    walked = group.estimates.get(name, {}).get(depth)
+    estimated = None if walked is None else _told(walked)
+    same = {a.key for a in answers if a.key in group.plain and a.tokens == group.plain[a.key].tokens}
+    return {
+        "drafter": name,
+        "depth": depth,
+        **whole,
+        "looping": len(looped),
+        "without_loops": summarise([a for a in answers if a.key not in looped], depth),
+        "by_category": {label: summarise(own, depth) for label, own in sorted(by_category.items())},
+        "identical": len(same),
+        "estimate": estimated,
+        "estimate_difference": _ratio(
+            None if estimated is None else estimated["acceptance_length"], whole["acceptance_length"], less=1
+        ),
+        "ratio_to_first_prefix": _ratio_to_first(depth, answers, first.measured.get((name, depth), [])),
+        "by_answer": [
+            {
+                "key": answer.key,
+                "tokens": len(answer.tokens),
+                "stopped": answer.stopped,
+                "looping": answer.key in looped,
+                "identical": answer.key in same,
+                "accepted": list(answer.accepted),
+            }
+            for answer in sorted(answers, key=lambda answer: answer.key)
+        ],
+    }
+
+
+def _told(counts: RoundCounts) -> Json:
+    """Counts and what follows from them; None where nothing was counted."""
+    before = (counts.rounds, *counts.accepted_at)
+    return {
+        **counted(counts),
+        "acceptance_length": counts.acceptance_length if counts.rounds else None,
+        "acceptance_by_depth": [_ratio(n, counts.rounds) for n in counts.accepted_at],
+        "acceptance_by_depth_given_all_before": [
+            _ratio(n, m) for n, m in zip(counts.accepted_at, before, strict=False)
+        ],
+    }
+
+
+def _ratio_to_first(depth: int, answers: Sequence[GivenAnswer], first: Sequence[GivenAnswer]) -> float | None:
+    """Length over length, of the prompts that both groups answered: long prefixes leave some out."""
+    common = {answer.key for answer in answers} & {answer.key for answer in first}
+    lengths = [summarise([a for a in side if a.key in common], depth)["acceptance_length"] for side in (answers, first)]
+    return _ratio(*lengths)
+
+
+def _ratio(over: float | None, under: float | None, *, less: float = 0.0) -> float | None:
+    return None if over is None or not under else over / under - less

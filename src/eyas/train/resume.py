@@ -1,0 +1,91 @@
+"""Checkpoints of a run: every drafter as servers load it, and beside it what training needs to go on exactly.
+
+    checkpoints/step-000500/NAME/          config.json, model.safetensors: loads in vLLM as it is
+    checkpoints/step-000500/state/NAME.safetensors   float32 masters and the optimiser's moments
+    checkpoints/step-000500/state.json     step, and what must be the same for the rest of the run
+
+A checkpoint appears whole or not at all, and the newest two are kept.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from eyas.atomic import new_folder
+from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+from eyas.errors import UserError
+from eyas.train.trainee import Trainee
+
+KEPT = 2
+
+
+def save(folder: Path, trainees: Sequence[Trainee], *, step: int, same: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; `same` is compared when it is taken up again."""
+    place = folder / f"step-{step:06d}"
+    with new_folder(place, replace=True) as staging:
+        (staging / "state").mkdir()
+        for trainee in trainees:
+            write_checkpoint(checkpoint_of(trainee.drafter), staging / trainee.name)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in trainee.state().items()}
+            try:
+                save_file(tensors, staging / "state" / f"{trainee.name}.safetensors")
+            except SafetensorError as error:  # a full disk, for one
+                raise OSError(str(error)) from error
+        (staging / "state.json").write_text(json.dumps({"step": step, "same": same}, indent=1))
+    for old in _all(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return place
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint, if there is one."""
+    return next(reversed(_all(folder)), None)
+
+
+def restore(place: Path, trainees: Sequence[Trainee], *, same: Mapping[str, Any]) -> int:
+    """Take up a checkpoint and return its step; refuse when the run it belongs to was another one."""
+    require_same(place, same)
+    try:
+        tensors = {trainee.name: load_file(place / "state" / f"{trainee.name}.safetensors") for trainee in trainees}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(place, error) from error
+    for trainee in trainees:
+        trainee.restore(tensors[trainee.name])
+    return step_of(place)
+
+
+def require_same(place: Path, same: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another run."""
+    try:
+        before = json.loads((place / "state.json").read_text())["same"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unreadable(place, error) from error
+    now = json.loads(json.dumps(same))
+    for key in (*now, *(key for key in before if key not in now)):
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"the run in {place.parent.parent} had {key} = {before.get(key)!r} and now it is {now.get(key)!r}; "
+                "go on with the same recipe and data, or choose another output.folder"
+            )
+
+
+def step_of(place: Path) -> int:
+    """The step after which a checkpoint was written."""
+    return int(place.name.partition("-")[2])
+
+
+def _unreadable(place: Path, error: Exception) -> UserError:
+    return UserError(
+        f"the checkpoint {place} cannot be read ({error}); remove it, an earlier one or the start is taken then"
+    )
+
+
+def _all(folder: Path) -> list[Path]:
+    """All checkpoints, oldest first."""
+    places = [place for place in folder.glob("step-*") if place.is_dir() and place.name[5:].isdecimal()]
+    return sorted(places, key=step_of)

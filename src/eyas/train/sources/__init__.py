@@ -1,0 +1,1 @@
+"""Where features come from: the target itself, or a disk that remembers it."""

@@ -1,0 +1,172 @@
+"""Training that starts from a drafter that exists, and EAGLE-3 turned into EAGLE-3.1 on the way.
+
+The shape and the draft vocabulary are the checkpoint's; a recipe that says otherwise is refused. What the recipe may
+add are the two flags of EAGLE-3.1. Each changes the function; as much of it as can be is folded into the weights, so
+that training starts from a drafter that works (the contract's names; u are the weights of a norm):
+
+`fc_norm`: fc reads RMS(x_i) * u_i in place of x_i. With u_i = the typical RMS of x_i over real text, the same for every
+channel, a typical token's input is what it was; what changes is that tokens with unusually large states look like
+the others, which is what the norm is for. Typical is the median: attention sinks, one token in hundreds, have states
+a thousand times as large and would spoil a mean. A norm over all states (`norm_before_fc`) is replaced: with s the RMS
+of the concatenation and v_i its weights, fc read x_i * v_i / s, so u_i = v_i * typical(RMS of x_i / s).
+
+`norm_output`: the next depth receives y = RMS(p) * u instead of p. The head reads y as well, so u moves into it:
+
+    head' = head * u / c,  u' = c for every channel      same scores, and y' = c * p / rms(p) points where p does
+
+The next depth's hidden_norm does not care about length, so what its attention reads is exactly what it was. (Folding u
+into hidden_norm instead would be wrong: depth 0 reads fc's output through the same weights.) With
+`norm_before_residual` the residual comes from behind hidden_norm too, and the upgrade changes nothing at all. Otherwise
+the residual is y' itself: its direction is right and its length is that of a typical p if c = typical(rms of p). What
+is left to training is that lengths no longer differ from token to token, or grow from depth to depth.
+
+The norms' epsilon is the one thing that none of this accounts for; it matters to states near zero only.
+
+Shapes: T tokens, X concatenated auxiliary states, E target hidden size, D drafter state, W draft vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.checkpoint import Checkpoint, build_drafter, read_checkpoint
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.model import Drafter
+from eyas.errors import UserError
+from eyas.target.model import Target
+from eyas.train.attention import attention_for
+from eyas.train.batch import TrainingBatch
+from eyas.train.recipe import DrafterChoice
+from eyas.train.unroll import shifted
+
+ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Tensor]]
+"""A batch of real text, and the target's states [T, X] behind the layers that are asked for."""
+
+
+def inherit(target: Target, choice: DrafterChoice, *, dtype: str, read_text: ReadText) -> Drafter:
+    """The drafter of `choice.init_from` with the flags of `choice`, ready to train on the target's device."""
+    assert choice.init_from is not None
+    checkpoint = read_checkpoint(choice.init_from)
+    aux_layer_ids = _agreed_layers(checkpoint.config, choice, target)
+    _require_fit(checkpoint.config, choice, target)
+    tensors = {name: t.float() if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
+    if "lm_head.weight" not in tensors:
+        # It drafted with the target's head; from here on it has its own, since training moves it.
+        tensors["lm_head.weight"] = target.head().float().cpu()
+    checkpoint = replace(
+        checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=aux_layer_ids, dtype=dtype)
+    )
+    if choice.fc_norm > checkpoint.config.fc_norm or choice.norm_output > checkpoint.config.norm_output:
+        checkpoint = _upgraded(checkpoint, choice, target, read_text)
+    drafter = _built(checkpoint, target)
+    for name, parameter in drafter.named_parameters():  # embeddings are never trained, its own or the target's
+        parameter.requires_grad_(not name.startswith("embed_tokens."))
+    return drafter
+
+
+def _built(checkpoint: Checkpoint, target: Target) -> Drafter:
+    dtype = getattr(torch, checkpoint.config.dtype)
+    drafter = build_drafter(checkpoint).to(device=target.device, dtype=dtype)
+    return drafter.share_target(target.embedding().to(dtype), target.head())
+
+
+def _upgraded(checkpoint: Checkpoint, choice: DrafterChoice, target: Target, read_text: ReadText) -> Checkpoint:
+    """Turn on the flags that are asked for and fold what can be folded."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    assert config.aux_layer_ids is not None
+    batch, aux_TX = read_text(config.aux_layer_ids)
+    if choice.norm_output and not config.norm_output:
+        # Measured before fc_norm comes in: its inputs are then what the drafter was trained with.
+        typical = float(_pre_norm_lengths(checkpoint, target, batch, aux_TX).median())
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] * tensors["norm.weight"] / typical
+        tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], typical)
+        config = replace(config, norm_output=True)
+    if choice.fc_norm and not config.fc_norm:
+        aux_TX = aux_TX.float()
+        length_T = _rms(aux_TX) if config.norm_before_fc else torch.ones(len(aux_TX), device=aux_TX.device)
+        weight_X = tensors.pop("input_norm.weight", torch.ones(aux_TX.shape[-1]))
+        parts = config.num_aux_hidden_states
+        for i, (aux_TE, weight_E) in enumerate(zip(aux_TX.chunk(parts, dim=-1), weight_X.chunk(parts), strict=True)):
+            tensors[f"fc_norm.{i}.weight"] = weight_E * float((_rms(aux_TE) / length_T).median())
+        config = replace(config, fc_norm=True, norm_before_fc=False)
+    return replace(checkpoint, config=config, tensors=tensors)
+
+
+@torch.no_grad()
+def _pre_norm_lengths(checkpoint: Checkpoint, target: Target, batch: TrainingBatch, aux_TX: Tensor) -> Tensor:
+    """RMS of the state that depth 0 hands on, for every token."""
+    drafter = _built(checkpoint, target)
+    dtype = drafter.fc.weight.dtype
+    attend = attention_for(batch, dtype, compiled=False).at(0)
+    output = drafter.step(drafter.fuse(aux_TX.to(dtype)), shifted(batch.ids_T, 1), batch.position_T, attend)
+    return _rms(output.feedback)
+
+
+def _rms(x_TE: Tensor) -> Tensor:
+    return x_TE.float().square().mean(dim=-1).sqrt()
+
+
+def _agreed_layers(config: DrafterConfig, choice: DrafterChoice, target: Target) -> tuple[int, ...]:
+    """The layers that the drafter reads: the checkpoint's word first, then the recipe's, then the target's default."""
+    theirs, ours = config.aux_layer_ids, choice.aux_layer_ids
+    if theirs is not None and ours is not None and theirs != ours:
+        raise UserError(
+            f"drafter.aux_layer_ids is {list(ours)} but {choice.init_from} was trained on layers {list(theirs)}; leave "
+            f"drafter.aux_layer_ids out or set it to {list(theirs)}"
+        )
+    ids = theirs or ours or target.facts.default_aux_layer_ids()
+    if len(ids) != config.num_aux_hidden_states:
+        raise UserError(
+            f"{choice.init_from} reads {config.num_aux_hidden_states} target states and does not say which; set "
+            f"drafter.aux_layer_ids to that many layers (now {list(ids)})"
+        )
+    if max(ids) > target.facts.num_hidden_layers:
+        raise UserError(
+            f"{choice.init_from} reads layer {max(ids)} but {target.facts.source} has "
+            f"{target.facts.num_hidden_layers}; it drafts for another one: correct target.source or drafter.init_from"
+        )
+    return tuple(ids)
+
+
+def _require_fit(config: DrafterConfig, choice: DrafterChoice, target: Target) -> None:
+    """Refuse a checkpoint of another target, and a recipe that wants another drafter than the checkpoint is."""
+    source, facts = choice.init_from, target.facts
+    for name, theirs, ours in (
+        ("channels", config.target_hidden_size, facts.hidden_size),
+        ("tokens in its vocabulary", config.vocab_size, facts.vocab_size),
+    ):
+        if theirs != ours:
+            raise UserError(
+                f"{source} drafts for a target with {theirs} {name} but {facts.source} has {ours}; "
+                "correct target.source or drafter.init_from"
+            )
+    for key, asked, has in (
+        ("draft_vocab_size", choice.draft_vocab_size, config.draft_vocab_size),
+        ("intermediate_size", choice.intermediate_size, config.intermediate_size),
+        # One layer is what a recipe says that says nothing.
+        ("layers", None if choice.layers == 1 else choice.layers, config.num_hidden_layers),
+    ):
+        if asked is not None and asked != has:
+            raise UserError(
+                f"drafter.{key} is {asked} but {source} has {has}; leave drafter.{key} out, set it to {has} or start "
+                "from scratch without drafter.init_from"
+            )
+    for key in ("fc_norm", "norm_output"):
+        if getattr(config, key) and not getattr(choice, key):
+            raise UserError(
+                f"drafter.{key} is false but {source} was trained with it, and without it would draft garbage; set "
+                f"drafter.{key} to true: flags can be added to a drafter, not taken away"
+            )
+    for key in ("norm_before_residual", "norm_before_fc"):
+        if getattr(choice, key) and not getattr(config, key):
+            raise UserError(
+                f"drafter.{key} is true but {source} was trained without it; leave drafter.{key} out: only fc_norm and "
+                "norm_output can be added to a drafter"
+            )
+    if choice.norm_before_fc and choice.fc_norm and not config.fc_norm:
+        raise UserError(
+            f"drafter.norm_before_fc is true but drafter.fc_norm takes the place of that norm of {source}; leave "
+            "drafter.norm_before_fc out"
+        )

@@ -1,0 +1,259 @@
+"""`eyas train`: what it prints, how it exits, how it is interrupted, and what it refuses."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.cli.train import _Screen, _StopRequest
+from eyas.target.model import Target
+from eyas.train.recipe import load_recipe
+from eyas.train.run import Outcome
+from tiny import AUX_IDS, target_config
+from train.test_journal import counts_of, report_at
+
+Run = Callable[..., Any]
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small target with a tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "target"
+    torch.manual_seed(0)
+    LlamaForCausalLM(target_config(vocab_size=260)).save_pretrained(folder)
+    chat_tokenizer(CHATML).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    (tmp_path / "data.jsonl").write_text(f"{json.dumps({'messages': CHAT})}\n" * 4)
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'[target]\nsource = "{model}"\n'
+        f'[data]\nfiles = ["{tmp_path / "data.jsonl"}"]\nworkers = 1\n'
+        f"[drafter]\naux_layer_ids = {list(AUX_IDS)}\n"
+        f'[train]\nsteps = 2\ndepths = 1\n[output]\nfolder = "{tmp_path / "run"}"\n'
+    )
+    return path
+
+
+Fake = Callable[..., Outcome]
+
+
+@pytest.fixture
+def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
+    """Put something else in the place of the training itself."""
+
+    def put(fake: Fake) -> None:
+        monkeypatch.setattr(Target, "load", lambda *_, **__: SimpleNamespace())
+        monkeypatch.setattr("eyas.train.run.run", fake)
+
+    return put
+
+
+def test_a_dry_run_prints_a_recipe_that_loads_again(run: Run, recipe: Path, tmp_path: Path) -> None:
+    outcome = run("train", recipe, "--dry-run", "--set", "train.lr=3e-4", "--set", "drafter.draft_vocab_size=64")
+    assert (outcome.code, outcome.err) == (0, "")
+    again = tmp_path / "again.toml"
+    again.write_text(outcome.out)
+    assert load_recipe(again) == load_recipe(recipe, ["train.lr=3e-4", "drafter.draft_vocab_size=64"])
+    assert load_recipe(again).train.lr == 3e-4
+    assert not (tmp_path / "run").exists()
+
+
+# --- faults ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[train\nlr = 1", ("recipe.toml is not TOML", "line 1", "mend it")),
+        ("[trian]\nlr = 1", ("trian", "train")),
+        ("LEAST[train]\nlrr = 1e-3", ("lrr", "[train]", "'lr'")),
+        ("LEAST[train]\nlr = 'fast'", ("train.lr", "'fast'")),
+        ("LEAST[train]\nlr = 7", ("train.lr is 7", "at most 1")),
+        ("[data]\nfiles = []\n[output]\nfolder = 'x'", ("data.files is empty", "at least one")),
+        ("[data]\nfiles = ['a']", ("output.folder",)),
+        ("\0", ("recipe.toml is not TOML",)),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_one_line(run: Run, recipe: Path, text: str, parts: tuple[str, ...]) -> None:
+    recipe.write_text(text.replace("LEAST", "[data]\nfiles = ['a']\n[output]\nfolder = 'x'\n"))
+    run("train", recipe).assert_refused(*parts)
+
+
+def test_a_recipe_that_is_nowhere_is_one_line(run: Run, tmp_path: Path) -> None:
+    run("train", tmp_path / "none.toml").assert_refused("none.toml", "No such file", "check the path")
+    run("train", tmp_path).assert_refused(str(tmp_path), "Is a directory")
+
+
+def test_an_override_that_cannot_be_is_one_line(run: Run, recipe: Path) -> None:
+    run("train", recipe, "--set", "train.lrr=1").assert_refused("lrr", "'lr'")
+    run("train", recipe, "--set", "train").assert_refused("train")
+    run("train", recipe, "--set", "target.device=tpu").assert_refused("target.device is 'tpu'", "cuda")
+
+
+GOOD = json.dumps({"messages": CHAT})
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        ([GOOD, GOOD, '{"messages": ['], ("data.jsonl:3 is not JSON", "mend or remove the line")),
+        (
+            [GOOD, '{"messages": [{"role": "asistant", "content": "x"}]}'],
+            ("data.jsonl:2", "'asistant'", "'assistant'?"),
+        ),
+        ([GOOD, '{"text": "x"}'], ("data.jsonl:2", "['text']", "messages (OpenAI)")),
+        ([GOOD, '{"messages": [{"role": "user", "content": 7}]}'], ("data.jsonl:2", "content 7", "give text")),
+        (['{"prompt": "Hi"}'], ("of 1 conversations none", "1 unanswered", "let the target answer")),
+        ([], ("data.jsonl holds no conversations", "at least one line")),
+        (None, ("cannot read", "data.jsonl", "No such file", "; check")),
+        ([GOOD], ("1 document cannot be split", "data.held_out")),
+    ],
+)
+def test_data_that_cannot_be_trained_on_is_said_in_the_last_line(
+    run: Run, recipe: Path, tmp_path: Path, lines: list[str] | None, parts: tuple[str, ...]
+) -> None:
+    if lines is None:
+        (tmp_path / "data.jsonl").unlink()
+    else:
+        (tmp_path / "data.jsonl").write_text("".join(line + "\n" for line in lines))
+    assert_fails(run("train", recipe), *parts)
+    assert not (tmp_path / "run" / "recipe.toml").exists()
+
+
+def assert_fails(outcome: Any, *parts: str) -> None:
+    """The recipe is printed before the work begins, so the fault is the last line."""
+    last = outcome.err.splitlines()[-1]
+    assert (outcome.code, outcome.out) == (2, ""), outcome
+    assert last.startswith("eyas: "), outcome.err
+    assert "Traceback" not in outcome.err
+    for part in parts:
+        assert part in last, (part, last)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(run: Run, recipe: Path, model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    LlamaForCausalLM.from_pretrained(model).save_pretrained(bare)
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(bare)
+    assert_fails(run("train", recipe, "--set", f"target.source={bare}"), "no chat template", "use an instruct model")
+
+
+def test_other_faults_of_the_recipe_show_once_the_target_is_known(run: Run, recipe: Path, tmp_path: Path) -> None:
+    for override, parts in (
+        (f"target.source={tmp_path / 'none'}", ("none", "check the path")),
+        ("drafter.draft_vocab_size=300", ("draft_vocab_size 300", "target's 260", "choose less")),
+        ("drafter.aux_layer_ids=[1, 2, 5]", ("auxiliary layer id 5", "0..4")),
+        ("data.max_length=4", ("too long for data.max_length 4",)),
+    ):
+        assert_fails(run("train", recipe, "--set", override), *parts)
+    assert_fails(run("train", recipe, "--resume"), "no checkpoint", "leave out --resume")
+    (tmp_path / "taken").write_text("a file")
+    outcome = run("train", recipe, "--set", f"output.folder={tmp_path / 'taken'}")
+    assert_fails(outcome, "cannot write", str(tmp_path / "taken"))
+
+
+# --- stopping --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_asks_and_the_second_interrupts(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with _StopRequest() as stop:
+        assert not stop.asked()
+        os.kill(os.getpid(), number)
+        assert stop.asked()
+        assert capfd.readouterr().err == "saving after this step; once more stops at once\n"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+
+
+def test_a_stopped_run_says_how_to_go_on_and_exits_130(run: Run, recipe: Path, instead: Callable[[Fake], None]) -> None:
+    def interrupted(*_: Any, stop: Callable[[], bool], **__: Any) -> Outcome:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        return Outcome(step=2, steps=4, drafters={})
+
+    instead(interrupted)
+    outcome = run("train", recipe)
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err.splitlines()[-1] == "stopped at step 2 of 4; `eyas train ... --resume` goes on from there"
+
+
+def test_interrupted_twice_it_ends_at_once(run: Run, recipe: Path, instead: Callable[[Fake], None]) -> None:
+    def interrupted(*_: Any, **__: Any) -> Outcome:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError
+
+    instead(interrupted)
+    assert run("train", recipe).code == 130
+
+
+# --- what it prints --------------------------------------------------------------------------------------------
+
+
+def test_progress_goes_to_stderr_and_results_to_stdout(
+    run: Run, recipe: Path, tmp_path: Path, instead: Callable[[Fake], None]
+) -> None:
+    record = json.dumps({"held_out": {"old": {"acceptance_length": 1.7}}})
+
+    def trained(_: Any, __: Any, *, observers: list[_Screen], resuming: bool, cache: Path, **___: Any) -> Outcome:
+        assert resuming
+        assert cache == tmp_path
+        for observer in observers:
+            observer.estimated(1, counts_of("old"))
+            observer.progressed(report_at(2, "old", "new"))
+            observer.saved(2, Path("place"))
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "record.json").write_text(record)
+        return Outcome(step=4, steps=4, drafters={name: tmp_path / "run" / name for name in ("old", "new")})
+
+    instead(trained)
+    outcome = run("train", recipe, "--resume", "--cache", tmp_path)
+    folder = tmp_path / "run"
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == [
+        f"old: {folder / 'old'}, acceptance length 1.70 held out",
+        f"new: {folder / 'new'}",
+        f"log, plot and record: {folder}",
+    ]
+    assert outcome.err.startswith("[target]")
+    assert outcome.err.splitlines()[-4:] == [
+        "step 1  old: estimated acceptance length 1.700 on held-out text",
+        "step 2/9  12 tokens/s  0 min 3 s left  old: loss 2.0000  accuracy 0.500 0.500  length 1.700",
+        "step 2/9  12 tokens/s  0 min 3 s left  new: loss 2.0000  accuracy 0.500 0.500",
+        "saved place",
+    ]
+    assert run("train", recipe, "--resume", "--cache", tmp_path, "--json").out == record + "\n"
+
+
+def test_on_a_terminal_a_table_is_drawn(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with _Screen(shown=True) as screen:
+        screen.estimated(1, counts_of("old"))
+        screen.progressed(report_at(2, "old"))
+        screen.saved(2, Path("place"))
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert "accuracy by depth" in shown.err
+    assert "length 1.700" in shown.err

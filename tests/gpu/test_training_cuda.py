@@ -1,0 +1,145 @@
+"""What training computes on a GPU in half precision is what it computes on a CPU written out in float32."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+import tiny
+from eyas.target.facts import facts_of
+from eyas.target.model import Target
+from eyas.target.packed import PackedTarget, runs_in_one_pass
+from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
+from eyas.train.newborn import config_for, newborn
+from eyas.train.sources.live import LiveSource
+from eyas.train.stream import CorpusPacks
+from eyas.train.trainee import Trainee
+from eyas.train.unroll import depth_weights
+from train.lessons import EAGLE_31, batch_of
+from train.test_loop import corpus_of, trainee_of
+
+pytestmark = pytest.mark.gpu
+
+DOCUMENTS = [300, 17, 200, 183]
+DEPTHS = 4
+HEADS, KEY_HEADS, SIZE = 9, 3, 64
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Length of the difference relative to the length of what is right."""
+    ours, theirs = ours.float().cpu(), theirs.float().cpu()
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def attended(attend: UnrollAttention, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of every depth, and the gradients of a sum over all of them by every query, key and value."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        # Rounded once, so that both precisions see the same numbers.
+        x = torch.randn(sum(DOCUMENTS), heads, SIZE, device="cuda", generator=generator)
+        return x.bfloat16().to(dtype)
+
+    inputs = [[draw(heads).requires_grad_() for heads in (HEADS, KEY_HEADS, KEY_HEADS)] for _ in range(DEPTHS)]
+    pulls = [draw(HEADS) for _ in range(DEPTHS)]
+    outputs = [attend.at(depth)(0, q, k, v) for depth, (q, k, v) in enumerate(inputs)]
+    leaves = [x for own in inputs for x in own]
+    return outputs, list(torch.autograd.grad(outputs, leaves, pulls))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flash_attention_equals_attention_written_out_in_values_and_gradients(compiled: bool) -> None:
+    batch = batch_of(DOCUMENTS, device="cuda")
+    ours = attended(FlashUnrollAttention(batch, compiled=compiled), torch.bfloat16)
+    theirs = attended(DenseUnrollAttention(batch), torch.float32)
+    for depth in range(DEPTHS):
+        assert distance(ours[0][depth], theirs[0][depth]) < 0.01, f"output of depth {depth}"
+    names = [f"{name} of depth {depth}" for depth in range(DEPTHS) for name in ("query", "key", "value")]
+    for name, flash, dense in zip(names, ours[1], theirs[1], strict=True):
+        assert distance(flash, dense) < 0.01, name
+
+
+def test_the_last_depth_reads_the_first_ones_keys_and_its_own_slot_only() -> None:
+    batch = batch_of(DOCUMENTS, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    attend = FlashUnrollAttention(batch)
+    keys = []
+    for depth in range(2):
+        q, k, v = (
+            torch.randn(sum(DOCUMENTS), heads, SIZE, device="cuda", generator=generator).bfloat16().requires_grad_()
+            for heads in (HEADS, KEY_HEADS, KEY_HEADS)
+        )
+        keys.append(k)
+        out = attend.at(depth)(0, q, k, v)
+    first, own = torch.autograd.grad(out[310].float().sum(), keys)  # a slot of the second document, 300 to 316
+    assert first.abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == list(range(300, 311))
+    assert own.abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == [310]
+
+
+def random_llama(dtype: torch.dtype) -> Target:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.05}
+    model = LlamaForCausalLM(tiny.target_config(**sizes)).to("cuda", dtype).eval().requires_grad_(False)
+    return Target(facts=facts_of(model.config, "random"), model=model, tokenizer=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_pass_over_all_documents_equals_each_document_alone(compiled: bool) -> None:
+    target, batch = random_llama(torch.bfloat16), batch_of(DOCUMENTS, device="cuda")
+    assert runs_in_one_pass(target)
+    inputs = (batch.ids_T, batch.position_T, batch.starts, batch.longest)
+    together = PackedTarget(target, tiny.AUX_IDS, one_pass=True, compiled=compiled)(*inputs)
+    alone = PackedTarget(target, tiny.AUX_IDS, one_pass=False)(*inputs)
+    for ours, theirs in zip(together, alone, strict=True):
+        assert distance(ours, theirs) < 0.02
+    # The control: one document of all tokens is something else.
+    whole = batch_of([sum(DOCUMENTS)], device="cuda")
+    leaking = PackedTarget(target, tiny.AUX_IDS, one_pass=True)(
+        batch.ids_T, batch.position_T, whole.starts, whole.longest
+    )
+    assert distance(leaking[0], alone[0]) > 0.05
+
+
+def losses(target: Target, trainee: Trainee, *, steps: int, compiled: bool) -> list[float]:
+    """The loss before each of some steps on one and the same pack."""
+    packs = CorpusPacks(corpus=corpus_of(24), length=512, seed=0, device=target.device, padded=compiled)
+    batch = packs.epoch(0)[0].build()
+    features = LiveSource(target, tiny.AUX_IDS, compiled=compiled)(batch)
+    depths = trainee.regime.depths
+    counts, found = batch.counts(depths), []
+    for _ in range(steps):
+        trainee.learn(batch, features, counts)
+        mean_S = trainee.sums_3S[0].cpu() / torch.tensor(counts)
+        found.append(float((mean_S * torch.tensor(depth_weights(depths, trainee.regime.gamma))).sum()))
+        trainee.move(trainee.gradient_norm().cpu(), 1.0)
+    return found
+
+
+def trainee_in(dtype: str, target: Target, like: Trainee, *, compiled: bool) -> Trainee:
+    config = config_for(target, aux_layer_ids=tiny.AUX_IDS, dtype=dtype, draft_vocab_size=80, **EAGLE_31)
+    drafter = newborn(target, config, torch.arange(80), seed=0)
+    return Trainee("it", drafter, replace(like.regime, compiled=compiled))
+
+
+def test_a_compiled_trainee_in_bfloat16_starts_where_float32_starts_and_learns(tiny_target: Target) -> None:
+    exact = trainee_of(tiny_target)
+    (start,) = losses(tiny_target, exact, steps=1, compiled=False)
+    target = replace(tiny_target, model=copy.deepcopy(tiny_target.model).to("cuda", torch.bfloat16))
+    trainee = trainee_in("bfloat16", target, exact, compiled=True)
+    assert isinstance(attention_for(batch_of([4], device="cuda"), torch.bfloat16), FlashUnrollAttention)
+    assert {p.dtype for p in trainee.drafter.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in trainee.masters.values()} == {torch.float32}
+    found = losses(target, trainee, steps=30, compiled=True)
+    assert found[0] == pytest.approx(start, rel=0.02)
+    assert found[-1] < 0.7 * found[0]
+    for name, master in trainee.masters.items():
+        assert torch.equal(trainee.drafter.get_parameter(name), master.bfloat16()), name

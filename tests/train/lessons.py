@@ -1,0 +1,69 @@
+"""Batches, features and drafters of a few lines for the tests of training."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import tiny
+from eyas.drafter.model import Drafter
+from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features, ScoredLesson
+
+EAGLE_31 = {"fc_norm": True, "norm_output": True}
+
+
+@dataclass(frozen=True)
+class ScoreTeacher:
+    """A teacher whose scores are written down."""
+
+    scores_TV: Tensor
+    kept_W: Tensor
+
+    def lesson(self, row_C: Tensor) -> ScoredLesson:
+        scores_CV = self.scores_TV[row_C]
+        return ScoredLesson(
+            scores_CW=scores_CV[:, self.kept_W],
+            normaliser_C=scores_CV.logsumexp(dim=-1),
+            best_C=scores_CV.argmax(dim=-1),
+        )
+
+
+def batch_of(
+    lengths: list[int],
+    *,
+    seed: int = 0,
+    mask: list[int] | None = None,
+    ids: Tensor | None = None,
+    device: str = "cpu",
+) -> TrainingBatch:
+    """Documents of these lengths; everything but the first token of each counts unless a mask says otherwise."""
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(seed)
+    if ids is None:
+        ids = torch.randint(tiny.VOCAB, (total,), generator=generator)
+    return TrainingBatch.build(
+        ids=ids.numpy(),
+        mask=np.ones(total, dtype=bool) if mask is None else np.array(mask, dtype=bool),
+        position=np.concatenate([np.arange(n) for n in lengths]),
+        starts=np.cumsum([0, *lengths]),
+        device=device,
+    )
+
+
+def features_of(batch: TrainingBatch, *, seed: int = 1) -> Features:
+    """Random states and random scores."""
+    generator = torch.Generator().manual_seed(seed)
+    total = len(batch.ids_T)
+    aux = torch.randn(total, 3 * tiny.HIDDEN, generator=generator)
+    scores = torch.randn(total, tiny.VOCAB, generator=generator) * 3
+    return Features(aux_TX=aux, aux_layer_ids=tiny.AUX_IDS, teachers=lambda kept_W: ScoreTeacher(scores, kept_W))
+
+
+def drafter_of(**flags: object) -> Drafter:
+    return tiny.random_drafter(tiny.drafter_config(**flags)).requires_grad_(True)
+
+
+def gradients(drafter: Drafter) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in drafter.named_parameters() if p.grad is not None}

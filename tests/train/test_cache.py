@@ -1,0 +1,443 @@
+"""What a disk remembers of the target teaches what the target would have taught."""
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tiny
+from eyas.errors import UserError
+from eyas.target.model import Target
+from eyas.train.batch import TrainingBatch
+from eyas.train.corpus import Corpus
+from eyas.train.features import Features, FeatureSource
+from eyas.train.loss import LOSSES
+from eyas.train.packing import FitCounts
+from eyas.train.recipe import read_recipe
+from eyas.train.run import Outcome, run
+from eyas.train.sources import cache_writer
+from eyas.train.sources.cache import (
+    BucketLesson,
+    CacheKey,
+    CacheSource,
+    fingerprint_vocabulary,
+    from_fp8,
+    to_fp8,
+)
+from eyas.train.sources.cache_writer import CacheWriter, Sizes, combined, plan_shards
+from eyas.train.sources.live import LiveSource
+from eyas.train.stream import CorpusPacks
+from train.test_loop import Diary, corpus_of, trainee_of
+
+KEPT = torch.arange(80)
+
+
+def uneven_corpus(documents: int = 40, *, seed: int = 0) -> Corpus:
+    """Documents of 8 to 40 tokens with answers here and there."""
+    chance = np.random.default_rng(seed)
+    whole = corpus_of(documents, seed=seed, length=40)
+    pieces = [(whole[i].ids[:n], chance.random(n) < 0.8) for i, n in enumerate(chance.integers(8, 41, documents))]
+    return Corpus(
+        ids=np.concatenate([ids for ids, _ in pieces]),
+        mask=np.concatenate([mask for _, mask in pieces]),
+        offsets=np.concatenate([[0], np.cumsum([len(ids) for ids, _ in pieces])]),
+    )
+
+
+def key_of(**changes: object) -> CacheKey:
+    key = CacheKey(
+        target="tiny",
+        corpus="a",
+        vocabulary=fingerprint_vocabulary(KEPT),
+        aux_layer_ids=tiny.AUX_IDS,
+        top_k=8,
+        dtype="bfloat16",
+    )
+    return replace(key, **changes)  # type: ignore[arg-type]
+
+
+def writer_of(
+    speaker: Target,
+    folder: Path,
+    documents: Corpus,
+    *,
+    live: Callable[[], FeatureSource] | None = None,
+    **changes: object,
+) -> CacheWriter:
+    return CacheWriter(
+        folder=folder,
+        corpus=documents,
+        key=key_of(**changes),
+        kept_W=KEPT,
+        hidden_size=tiny.HIDDEN,
+        live=live or (lambda: LiveSource(speaker, tiny.AUX_IDS)),
+        device=torch.device("cpu"),
+        pack_length=100,
+        padded=False,
+        chunk=64,
+    )
+
+
+def cache_of(speaker: Target, folder: Path, documents: Corpus, **changes: object) -> CacheSource:
+    writer = writer_of(speaker, folder, documents, **changes)
+    writer.write()
+    return CacheSource(folder, writer.key)
+
+
+def batches_of(corpus: Corpus, *, padded: bool = False, first_document: int = 0) -> list[TrainingBatch]:
+    packs = CorpusPacks(
+        corpus=corpus,
+        length=100,
+        seed=3,
+        device=torch.device("cpu"),
+        padded=padded,
+        first_document=first_document,
+    )
+    return [planned.build() for planned in packs.epoch(0)]
+
+
+def lessons(features: Features, batch: TrainingBatch) -> Any:
+    return features.teachers(KEPT).lesson(batch.row_M)
+
+
+def bucketed(scores_CW: Tensor, lesson: BucketLesson) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the drafter and p with everything outside the top k summed into one last token."""
+    log_q_CW = scores_CW.log_softmax(dim=-1)
+    outside_CW = log_q_CW.scatter(-1, lesson.ids_CK, float("-inf")).logsumexp(dim=-1, keepdim=True)
+    log_q = torch.cat([log_q_CW.gather(-1, lesson.ids_CK), outside_CW], dim=-1)
+    return log_q, torch.cat([lesson.probability_CK.float(), lesson.rest_C[:, None]], dim=-1)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) -> None:
+    torch.manual_seed(0)
+    scores_CW = (torch.randn(6, 20) * 2).requires_grad_()
+    p_CW = (torch.randn(6, 20) * 2).softmax(dim=-1) * 0.9
+    probability_CK, ids_CK = p_CW.topk(5)
+    rest_C = p_CW.scatter(-1, ids_CK, 0.0).sum(dim=-1)
+    lesson = BucketLesson(ids_CK=ids_CK, probability_CK=probability_CK, rest_C=rest_C, best_C=ids_CK[:, 0])
+    log_q_CW = scores_CW.detach().log_softmax(dim=-1)
+    value_C, gradient_CW = LOSSES[loss](log_q_CW, lesson.probabilities(log_q_CW))
+    log_q, p = bucketed(scores_CW, lesson)
+    theirs_C = _by_autograd(loss, log_q, p)
+    theirs_C.sum().backward()
+    assert scores_CW.grad is not None
+    torch.testing.assert_close(gradient_CW, scores_CW.grad, rtol=1e-4, atol=1e-6)
+    if loss == "cross_entropy":  # reports the entropy of q within the bucket on top
+        assert bool((value_C > theirs_C).all())
+    else:
+        torch.testing.assert_close(value_C, theirs_C, rtol=1e-4, atol=1e-6)
+
+
+def _by_autograd(loss: str, log_q: Tensor, p: Tensor) -> Tensor:
+    normalised = p / p.sum(dim=-1, keepdim=True)
+    accepted = torch.minimum(p, log_q.exp()).sum(dim=-1)
+    return {
+        "cross_entropy": -(normalised * log_q).sum(dim=-1),
+        "kl": (normalised * (normalised.log() - log_q)).sum(dim=-1),
+        "total_variation": 1 - accepted,
+        "acceptance": -accepted.log(),
+    }[loss]
+
+
+def test_float8_keeps_a_sixteenth_of_every_number_even_beside_outliers() -> None:
+    torch.manual_seed(0)
+    aux_TX = torch.randn(50, 3 * 64)
+    aux_TX[7, 70] = 2.5e4  # in the second state of one token
+    back_TX = from_fp8(*to_fp8(aux_TX, 3)).float()
+    largest_TX = aux_TX.view(50, 3, 64).abs().amax(dim=-1, keepdim=True).expand(-1, -1, 64).reshape(50, -1)
+    # Half a step of the 3-bit mantissa and bfloat16's own rounding; below the normal range, half of its smallest step.
+    bound_TX = (aux_TX.abs() * (2**-4 + 2**-8)).maximum(largest_TX / 448 * 2**-9)
+    assert bool(((back_TX - aux_TX).abs() <= bound_TX).all())
+    assert float(back_TX[7, 70]) == pytest.approx(2.5e4, rel=2**-7)
+    assert to_fp8(torch.zeros(2, 6), 3)[0].float().abs().sum() == 0
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_what_is_read_is_what_the_target_said(tiny_target: Target, tmp_path: Path, dtype: str, padded: bool) -> None:
+    corpus = uneven_corpus()
+    cache, live = cache_of(tiny_target, tmp_path, corpus, dtype=dtype, top_k=80), LiveSource(tiny_target, tiny.AUX_IDS)
+    error = 2**-8 if dtype == "bfloat16" else 2**-4 + 2**-8
+    for batch in batches_of(corpus, padded=padded):
+        ours, theirs = cache(batch), live(batch)
+        used = len(batch.ids_T) if not padded else sum(int(corpus.lengths[i]) for i in batch.documents or ())
+        a, b = ours.aux_TX[:used].float(), theirs.aux_TX[:used]
+        largest = b.view(used, 3, -1).abs().amax(dim=-1).amax()
+        assert ours.aux_TX.shape == theirs.aux_TX.shape
+        assert bool(((a - b).abs() <= b.abs() * error + largest / 448 * 2**-9).all())
+        mine, live_lesson = lessons(ours, batch), lessons(theirs, batch)
+        log_q = torch.zeros(len(batch.row_M), 80).log_softmax(dim=-1)
+        torch.testing.assert_close(
+            mine.probabilities(log_q), live_lesson.probabilities(log_q), rtol=2**-11, atol=2**-25
+        )
+        assert torch.equal(mine.best_C, live_lesson.best_C)
+
+
+def test_the_remainder_is_the_mass_outside_the_likely_tokens(tiny_target: Target, tmp_path: Path) -> None:
+    corpus = uneven_corpus()
+    cache, live = cache_of(tiny_target, tmp_path, corpus, top_k=4), LiveSource(tiny_target, tiny.AUX_IDS)
+    batch = batches_of(corpus)[0]
+    p_MW = lessons(live(batch), batch).probabilities(torch.empty(0))
+    outside_M = p_MW.sort(dim=-1).values[:, :-4].sum(dim=-1)
+    torch.testing.assert_close(lessons(cache(batch), batch).rest_C, outside_M, rtol=1e-4, atol=1e-9)
+
+
+def _learnt(target: Target, source: FeatureSource, batch: TrainingBatch) -> tuple[float, dict[str, Tensor], Tensor]:
+    trainee = trainee_of(target)
+    trainee.learn(batch, source(batch), batch.counts(3))
+    loss = float(trainee.sums_3S[0].sum()) / batch.counts(1)[0]
+    return loss, {name: m.grad.clone() for name, m in trainee.masters.items() if m.grad is not None}, trainee.sums_3S[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "top_k", "most"), [("bfloat16", 80, 0.01), ("bfloat16", 16, 0.15), ("fp8", 80, 0.08)]
+)
+def test_loss_and_gradient_are_close_to_those_of_the_target(
+    tiny_target: Target, tmp_path: Path, dtype: str, top_k: int, most: float
+) -> None:
+    corpus = uneven_corpus()
+    cache = cache_of(tiny_target, tmp_path, corpus, dtype=dtype, top_k=top_k)
+    batch = batches_of(corpus)[0]
+    ours, our_gradients, _ = _learnt(tiny_target, cache, batch)
+    theirs, their_gradients, _ = _learnt(tiny_target, LiveSource(tiny_target, tiny.AUX_IDS), batch)
+    if top_k == 80:  # of fewer, the loss is another one: the tail's own shape is not known
+        assert ours == pytest.approx(theirs, rel=most / 10)
+    assert our_gradients.keys() == their_gradients.keys()
+    a, b = (torch.cat([g.flatten() for g in gradients.values()]) for gradients in (our_gradients, their_gradients))
+    assert float((a - b).norm() / b.norm()) < most
+
+
+def test_the_size_is_known_before_anything_is_written(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = uneven_corpus(200)
+    for dtype in ("bfloat16", "fp8"):
+        folder, said = tmp_path / dtype, list[str]()
+        monkeypatch.setattr(cache_writer, "SHARD_BYTES", 600_000)
+        writer = writer_of(tiny_target, folder, corpus, dtype=dtype)
+        sizes = Sizes.of(writer.key, tiny.HIDDEN)
+        shards = plan_shards(corpus, sizes)
+        assert len(shards) > 1
+        writer.write(say=said.append)
+        found = sum(path.stat().st_size for path in folder.iterdir())
+        assert sum(sizes.bytes_of(shard) for shard in shards) == pytest.approx(found, rel=0.02)
+        assert max(path.stat().st_size for path in folder.iterdir()) < 610_000
+        assert "the cache needs" in said[0]
+        assert f"states of {corpus.tokens:,} tokens" in said[0]
+
+
+def test_a_disk_that_would_not_hold_it_is_refused_before_the_target_runs(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = uneven_corpus()
+    folder = tmp_path / "not" / "there"
+
+    def never() -> FeatureSource:
+        raise AssertionError
+
+    writer = writer_of(tiny_target, folder, corpus, live=never)
+    sizes = Sizes.of(writer.key, tiny.HIDDEN)
+    needed = sum(sizes.bytes_of(shard) for shard in plan_shards(corpus, sizes))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.04)))
+    with pytest.raises(UserError, match=r"the cache needs .* are free in .*too little.*features\.folder"):
+        writer.write()
+    assert not folder.exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.06)))
+    with pytest.raises(AssertionError):
+        writer.write()
+
+
+class Counting:
+    """A source that says how often it was asked, and may fail."""
+
+    def __init__(self, source: FeatureSource, *, fails_at: int | None = None, error: Exception | None = None) -> None:
+        self._source, self._fails_at, self._error = source, fails_at, error
+        self.documents: list[int] = []
+        self._asked = 0
+
+    def __call__(self, batch: TrainingBatch) -> Features:
+        self._asked += 1
+        if self._asked == self._fails_at:
+            assert self._error is not None
+            raise self._error
+        self.documents += batch.documents or ()
+        return self._source(batch)
+
+
+def test_interrupted_writing_goes_on_behind_the_finished_shards(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_writer, "SHARD_BYTES", 100_000)
+    corpus = uneven_corpus(120)
+    live = LiveSource(tiny_target, tiny.AUX_IDS)
+    broken = Counting(live, fails_at=12, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        writer_of(tiny_target, tmp_path / "cache", corpus, live=lambda: broken).write()
+    finished = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    assert finished[0] == "shard-00000.safetensors"
+    assert "index.json" not in finished
+    times = {name: (tmp_path / "cache" / name).stat().st_mtime_ns for name in finished}
+    second = Counting(live)
+    writer = writer_of(tiny_target, tmp_path / "cache", corpus, live=lambda: second)
+    writer.write()
+    assert times == {name: (tmp_path / "cache" / name).stat().st_mtime_ns for name in finished}
+    assert second.documents == list(range(second.documents[0], 120))
+    assert 0 < second.documents[0] < max(broken.documents)
+    third = Counting(live)
+    writer_of(tiny_target, tmp_path / "cache", corpus, live=lambda: third).write()
+    assert third.documents == []
+    cache_of(tiny_target, tmp_path / "whole", corpus)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "cache" / path.name).read_bytes()
+
+
+def test_an_error_of_the_disk_is_a_line_and_loses_no_finished_shard(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_writer, "SHARD_BYTES", 100_000)
+    real, calls = cache_writer.save_file, list[Path]()
+
+    def full(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        real(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(cache_writer, "save_file", full)
+    with pytest.raises(UserError, match=r"No space left on device.*what is finished stays"):
+        writer_of(tiny_target, tmp_path, uneven_corpus(120)).write()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-0000{i}.safetensors" for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target": "other"},
+        {"corpus": "b"},
+        {"vocabulary": "80-0"},
+        {"aux_layer_ids": (1, 2, 4)},
+        {"top_k": 9},
+        {"dtype": "fp8"},
+    ],
+)
+def test_a_cache_of_another_run_is_refused_by_name(
+    tiny_target: Target, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    corpus = uneven_corpus(10)
+    cache_of(tiny_target, tmp_path, corpus)
+    (name,) = changes
+    with pytest.raises(UserError, match=rf"was made for {name} .*features\.folder"):
+        CacheSource(tmp_path, key_of(**changes))
+    (tmp_path / "index.json").unlink()  # as if it had been interrupted
+    with pytest.raises(UserError, match=rf"was made for {name} .*features\.folder"):
+        writer_of(tiny_target, tmp_path, corpus, **changes).write()
+
+
+def test_a_drafter_with_another_vocabulary_is_refused(tiny_target: Target, tmp_path: Path) -> None:
+    corpus = uneven_corpus(10)
+    features = cache_of(tiny_target, tmp_path, corpus)(batches_of(corpus)[0])
+    with pytest.raises(UserError, match="same one"):
+        features.teachers(torch.arange(1, 81))
+
+
+def test_held_out_documents_are_found_behind_the_others(tiny_target: Target, tmp_path: Path) -> None:
+    corpus, held_out = uneven_corpus(20), uneven_corpus(6, seed=5)
+    cache = cache_of(tiny_target, tmp_path, combined([corpus, held_out]))
+    live = LiveSource(tiny_target, tiny.AUX_IDS)
+    for batch in batches_of(held_out, first_document=20):
+        torch.testing.assert_close(cache(batch).aux_TX.float(), live(batch).aux_TX, rtol=2**-8, atol=1e-6)
+
+
+def recipe_of(output: Path, **features: object) -> Any:
+    file = output.parent / "conversations.jsonl"
+    file.touch()  # what it holds is made up by `trained`
+    return read_recipe(
+        {
+            "data": {"files": [str(file)], "pack_length": 100, "max_length": 100, "held_out_share": 0.1},
+            "drafter": {"aux_layer_ids": list(tiny.AUX_IDS), "draft_vocab_size": 80},
+            "train": {"steps": 40, "lr": 4e-3, "depths": 3, "eval_every": 20, "save_every": 20, "log_every": 1},
+            "features": features,
+            "output": {"folder": str(output)},
+        }
+    )
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **options: Any) -> tuple[Outcome, Diary]:
+    def encoded(files: Sequence[Path], source: str, **_: object) -> tuple[Corpus, FitCounts]:
+        return corpus_of(120), FitCounts(kept=120)
+
+    monkeypatch.setattr("eyas.train.run.encode_corpus", encoded)
+    monkeypatch.setattr(Target, "stop_ids", lambda self: frozenset({1}))
+    diary = Diary()
+    return run(recipe, target, observers=[diary], **options), diary
+
+
+def test_a_run_from_the_cache_learns_what_a_live_one_does(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, live = trained(monkeypatch, tiny_target, recipe_of(tmp_path / "live"))
+    recipe = recipe_of(tmp_path / "remembering", source="cache", folder=str(tmp_path / "cache"), top_k=80)
+    outcome, remembering = trained(monkeypatch, tiny_target, recipe)
+    assert outcome.step == outcome.steps == 40
+    assert remembering.losses()[-1] < 0.7 * remembering.losses()[0]
+    np.testing.assert_allclose(remembering.losses(), live.losses(), rtol=0.002)
+    for step, counts in live.estimates.items():
+        theirs, ours = (c["drafter"].acceptance_length for c in (counts, remembering.estimates[step]))
+        assert ours == pytest.approx(theirs, rel=0.03)
+
+
+def test_a_resumed_run_reads_the_cache_that_is_there(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(tmp_path / "run", source="cache", folder=str(tmp_path / "cache"), top_k=16)
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return len(asked) > 50  # some while the cache is written, the rest one a step
+
+    stopped, first = trained(monkeypatch, tiny_target, recipe, stop=stop)
+    assert 0 < stopped.step < stopped.steps
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("eyas.train.run.LiveSource", never)
+    finished, second = trained(monkeypatch, tiny_target, recipe, resuming=True)
+    assert finished.step == 40
+    assert [report.step for report in first.reports + second.reports] == list(range(1, 41))
+
+
+def test_writing_can_be_stopped(tiny_target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"stopped while the cache .* start again to go on"):
+        writer_of(tiny_target, tmp_path, uneven_corpus()).write(stop=lambda: True)
+
+
+def test_joined_documents_need_the_target_itself(tiny_target: Target, tmp_path: Path) -> None:
+    tables = recipe_of(tmp_path, source="cache", folder="x").resolved()
+    tables["data"] |= {"join_share": 0.5, "join_length": 2048, "pack_length": 4096}
+    with pytest.raises(UserError, match=r"data\.join_share is 0\.5.*features\.source"):
+        read_recipe(json.loads(json.dumps(tables)))
+    corpus = uneven_corpus(10)
+    batch = replace(batches_of(corpus)[0], documents=None)
+    with pytest.raises(UserError, match=r"one by one.*data\.join_share"):
+        cache_of(tiny_target, tmp_path, corpus)(batch)
+
+
+def test_drafters_side_by_side_must_share_their_vocabulary(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = recipe_of(tmp_path / "run", source="cache", folder=str(tmp_path / "cache")).resolved()
+    tables["drafters"] = {"small": {"draft_vocab_size": 40}, "large": {}}
+    with pytest.raises(UserError, match=r"one draft vocabulary.*small has one of 40.*large another of 80"):
+        trained(monkeypatch, tiny_target, read_recipe(json.loads(json.dumps(tables))))

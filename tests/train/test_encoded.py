@@ -1,0 +1,55 @@
+"""Tokenising happens once, and never for something else."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eyas.errors import UserError
+from eyas.train.corpus import Corpus
+from eyas.train.encoded import encoded_once
+from eyas.train.packing import FitCounts
+
+
+class Encoder:
+    """Counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> tuple[Corpus, FitCounts]:
+        self.asked += 1
+        corpus = Corpus(
+            ids=np.arange(5, dtype=np.int32), mask=np.array([0, 1, 1, 0, 1], dtype=bool), offsets=np.array([0, 3, 5])
+        )
+        return corpus, FitCounts(kept=2, cut=1)
+
+
+def test_what_was_encoded_is_read_back_as_it_was(tmp_path: Path) -> None:
+    file, place, encode = tmp_path / "a.jsonl", tmp_path / "out" / "train.safetensors", Encoder()
+    file.write_text("one")
+    first, counts = encoded_once(place, [file], {"seed": 0}, encode)
+    again, counted = encoded_once(place, [file], {"seed": 0}, encode)
+    assert encode.asked == 1
+    assert counts == counted == asdict(FitCounts(kept=2, cut=1))
+    for name in ("ids", "mask", "offsets"):
+        assert np.array_equal(getattr(first, name), getattr(again, name))
+        assert getattr(first, name).dtype == getattr(again, name).dtype
+
+
+def test_other_contents_other_settings_or_a_damaged_file_are_encoded_again(tmp_path: Path) -> None:
+    file, place, encode = tmp_path / "a.jsonl", tmp_path / "train.safetensors", Encoder()
+    file.write_text("one")
+    encoded_once(place, [file], {"seed": 0}, encode)
+    encoded_once(place, [file], {"seed": 1}, encode)
+    file.write_text("two")
+    encoded_once(place, [file], {"seed": 1}, encode)
+    place.write_bytes(place.read_bytes()[:40])
+    encoded_once(place, [file], {"seed": 1}, encode)
+    assert encode.asked == 4
+
+
+def test_a_missing_file_of_conversations_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*none\.jsonl"):
+        encoded_once(tmp_path / "x.safetensors", [tmp_path / "none.jsonl"], {}, Encoder())

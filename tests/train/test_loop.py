@@ -1,0 +1,246 @@
+"""A run can be stopped, taken up and shared between processes without changing what is learnt."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from eyas.drafter.checkpoint import load_drafter
+from eyas.target.model import Target
+from eyas.train.batch import TrainingBatch
+from eyas.train.corpus import Corpus
+from eyas.train.estimate import RoundCounts
+from eyas.train.features import Features
+from eyas.train.loop import DivergedError, LoopPlan, Report, train
+from eyas.train.newborn import config_for, newborn
+from eyas.train.ranks import Ranks
+from eyas.train.schedule import learning_rate_share
+from eyas.train.sources.live import LiveSource
+from eyas.train.stream import CorpusPacks
+from eyas.train.trainee import Regime, Trainee
+
+STEPS = 6
+
+
+class Diary:
+    """Writes down what the loop says."""
+
+    def __init__(self) -> None:
+        self.reports: list[Report] = []
+        self.estimates: dict[int, dict[str, RoundCounts]] = {}
+        self.places: list[Path] = []
+
+    def progressed(self, report: Report) -> None:
+        self.reports.append(report)
+
+    def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
+        self.estimates[step] = counts
+
+    def saved(self, step: int, place: Path) -> None:
+        self.places.append(place)
+
+    def losses(self, name: str = "drafter") -> list[float]:
+        return [report.drafters[name].loss for report in self.reports]
+
+
+def corpus_of(documents: int, *, seed: int = 0, length: int = 24) -> Corpus:
+    """Texts of the tiny language; the first four tokens are the prompt."""
+    ids = tiny.language(documents, length, torch.Generator().manual_seed(seed)).numpy().astype(np.int32)
+    mask = np.tile(np.arange(length) >= 4, documents)
+    return Corpus(ids=ids.reshape(-1), mask=mask, offsets=np.arange(documents + 1) * length)
+
+
+def packs_of(corpus: Corpus, *, length: int = 100) -> CorpusPacks:
+    return CorpusPacks(corpus=corpus, length=length, seed=0, device=torch.device("cpu"), padded=False)
+
+
+def trainee_of(target: Target, name: str = "drafter", **flags: bool) -> Trainee:
+    flags = flags or {"fc_norm": True, "norm_output": True}
+    config = config_for(target, aux_layer_ids=tiny.AUX_IDS, dtype="float32", draft_vocab_size=80, **flags)
+    drafter = newborn(target, config, torch.arange(80), seed=0)
+    regime = Regime(
+        depths=3,
+        gamma=0.8,
+        loss="cross_entropy",
+        lr=4e-3,
+        head_lr_scale=0.3,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.01,
+        clip=1.0,
+        chunk=64,
+        checkpointed=False,
+        compiled=False,
+    )
+    return Trainee(name, drafter, regime)
+
+
+def plan_of(folder: Path, **changes: object) -> LoopPlan:
+    plan = LoopPlan(
+        steps=STEPS,
+        packs_per_step=2,
+        schedule="cosine",
+        warmup=0.1,
+        decay=0.2,
+        final_lr=0.02,
+        log_every=1,
+        eval_every=0,
+        save_every=0,
+        folder=folder,
+        same={"seed": 0},
+    )
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def run(
+    target: Target, plan: LoopPlan, *, stop: Callable[[], bool] = lambda: False, ranks: Ranks | None = None
+) -> tuple[Diary, Trainee]:
+    diary, trainee = Diary(), trainee_of(target)
+    source = LiveSource(target, tiny.AUX_IDS)
+    train([trainee], packs_of(corpus_of(24)), [], source, plan, observer=diary, stop=stop, ranks=ranks or Ranks())
+    return diary, trainee
+
+
+def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(tiny_target: Target, tmp_path: Path) -> None:
+    whole, uninterrupted = run(tiny_target, plan_of(tmp_path / "whole"))
+    asked = iter([False, False, True])
+    first, _ = run(tiny_target, plan_of(tmp_path / "parts"), stop=lambda: next(asked))
+    assert [report.step for report in first.reports] == [1, 2, 3]
+    second, resumed = run(tiny_target, plan_of(tmp_path / "parts"))
+    assert [report.step for report in second.reports] == [4, 5, 6]
+    assert first.losses() + second.losses() == whole.losses()  # bit for bit
+    for name, master in uninterrupted.masters.items():
+        assert torch.equal(master, resumed.masters[name]), name
+
+
+def test_checkpoints_are_drafters_and_the_newest_two_stay(tiny_target: Target, tmp_path: Path) -> None:
+    _, trainee = run(tiny_target, plan_of(tmp_path, save_every=2))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    drafter = load_drafter(str(tmp_path / "checkpoints" / "step-000006" / "drafter"))
+    assert torch.equal(drafter.fc.weight, trainee.drafter.fc.weight)
+
+
+def test_another_run_is_not_taken_up(tiny_target: Target, tmp_path: Path) -> None:
+    run(tiny_target, plan_of(tmp_path, steps=2))
+    with pytest.raises(Exception, match=r"had seed = 0 and now it is 1.*output.folder"):
+        run(tiny_target, plan_of(tmp_path, steps=3, same={"seed": 1}))
+
+
+def test_drafters_side_by_side_learn_what_they_learn_alone(tiny_target: Target, tmp_path: Path) -> None:
+    alone, _ = run(tiny_target, plan_of(tmp_path / "alone"))
+    diary = Diary()
+    both = [trainee_of(tiny_target), trainee_of(tiny_target, "eagle3", fc_norm=False)]
+    source = LiveSource(tiny_target, tiny.AUX_IDS)
+    train(both, packs_of(corpus_of(24)), [], source, plan_of(tmp_path / "both"), observer=diary)
+    assert diary.losses() == alone.losses()
+    assert diary.losses("eagle3") != alone.losses()
+
+
+class PoisonedSource:
+    """A target that says nonsense at the fourth batch."""
+
+    def __init__(self, source: LiveSource) -> None:
+        self._source, self._bad, self._seen = source, torch.empty(0), 0
+
+    def __call__(self, batch: TrainingBatch) -> Features:
+        features = self._source(batch)
+        self._seen += 1
+        if self._seen == 4:
+            self._bad = batch.ids_T
+        if torch.equal(batch.ids_T, self._bad):
+            return replace(features, aux_TX=features.aux_TX * float("nan"))
+        return features
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_step_and_sample(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    source = PoisonedSource(LiveSource(tiny_target, tiny.AUX_IDS))
+    trainee, diary = trainee_of(tiny_target), Diary()
+    with pytest.raises(DivergedError, match=r"step 2, in pack \d of epoch 1 \(conversations \d+.*train\.lr"):
+        train([trainee], packs_of(corpus_of(24)), [], source, plan_of(tmp_path), observer=diary)
+    kept = load_drafter(str(tmp_path / "checkpoints" / "step-000001" / "drafter"))
+    assert bool(kept.fc.weight.isfinite().all())
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    def shares(schedule: str) -> list[float]:
+        return [
+            learning_rate_share(step, 100, schedule=schedule, warmup=0.1, decay=0.2, final=0.1) for step in range(100)
+        ]
+
+    cosine, wsd = shares("cosine"), shares("wsd")
+    for curve in (cosine, wsd):
+        assert curve[0] == pytest.approx(0.1)
+        assert max(curve) == pytest.approx(1.0)
+        assert curve[-1] < 0.2
+    assert cosine[55] == pytest.approx(0.55, abs=0.02)
+    assert wsd[55] == 1.0
+    assert wsd[90] == pytest.approx(0.55, abs=0.02)
+
+
+def test_a_tiny_drafter_learns_far_above_chance(tiny_target: Target, tmp_path: Path) -> None:
+    """From the target's text to a drafter that is mostly right, in seconds; chance is one in ninety-six."""
+    trainee, diary = trainee_of(tiny_target), Diary()
+    source = LiveSource(tiny_target, tiny.AUX_IDS)
+    held_out = packs_of(corpus_of(16, seed=9)).epoch(0)
+    train(
+        [trainee],
+        packs_of(corpus_of(400), length=256),
+        held_out,
+        source,
+        plan_of(tmp_path, steps=140, packs_per_step=1, eval_every=70),
+        observer=diary,
+    )
+    before, after = diary.reports[0].drafters["drafter"], diary.reports[-1].drafters["drafter"]
+    assert after.loss < before.loss / 1.5
+    assert min(after.accuracy) > 0.4
+    lengths = [counts["drafter"].acceptance_length for counts in diary.estimates.values()]
+    assert lengths[-1] > 1.6
+
+
+WORKER = """
+import sys, torch, torch.distributed as dist
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import json
+from eyas.train.ranks import Ranks
+from eyas.target.facts import facts_of
+from eyas.target.model import Target
+from transformers import LlamaForCausalLM
+from train.test_loop import plan_of, run
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+model = LlamaForCausalLM.from_pretrained(Path(sys.argv[1]) / "target").eval().requires_grad_(False)
+target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=None)
+ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size())
+diary, trainee = run(target, plan_of(Path(sys.argv[1]) / "two"), ranks=ranks)
+if ranks.leads:
+    (Path(sys.argv[1]) / "losses.json").write_text(json.dumps(diary.losses()))
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_learn_what_one_does(tiny_target: Target, tmp_path: Path) -> None:
+    alone, _ = run(tiny_target, plan_of(tmp_path / "one"))
+    tiny_target.model.save_pretrained(tmp_path / "target")
+    (tmp_path / "worker.py").write_text(WORKER)
+    root = Path(__file__).parent.parent
+    paths = [str(root), str(root.parent / "src")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run(
+        [*command, str(tmp_path / "worker.py"), str(tmp_path), *paths], check=True, env=environment, timeout=300
+    )
+    assert json.loads((tmp_path / "losses.json").read_text()) == pytest.approx(alone.losses(), rel=1e-4)
+    one = load_drafter(str(tmp_path / "one" / "checkpoints" / f"step-{STEPS:06d}" / "drafter"))
+    two = load_drafter(str(tmp_path / "two" / "checkpoints" / f"step-{STEPS:06d}" / "drafter"))
+    torch.testing.assert_close(one.fc.weight, two.fc.weight, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,182 @@
+"""A newborn drafter speaks the target's language of states and is one that servers load."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+import tiny
+from eyas.drafter.check import check
+from eyas.drafter.checkpoint import checkpoint_of, load_drafter, read_checkpoint, tensor_problems, write_checkpoint
+from eyas.drafter.model import Drafter
+from eyas.errors import UserError
+from eyas.target.facts import facts_of
+from eyas.target.head import read_head, score_scale
+from eyas.target.model import Target
+from eyas.train.newborn import MODEST_SPREAD, config_for, newborn
+from target.test_head import target_of
+
+KEPT = torch.arange(1, 80, 2)
+FLAGS = {"fc_norm": True, "norm_output": True}
+
+
+def born(target: Target, kept: torch.Tensor = KEPT, *, seed: int = 0, **choice: Any) -> Drafter:
+    size = len(kept) if len(kept) < target.facts.vocab_size else None
+    config = config_for(target, aux_layer_ids=(1, 2, 3), draft_vocab_size=size, dtype="float32", **choice)
+    return newborn(target, config, kept, seed=seed)
+
+
+def llama(**changes: Any) -> Target:
+    """A target of odd shape; its weights do not matter."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(tiny.target_config(**changes))
+    return Target(facts=facts_of(model.config, "odd"), model=model, tokenizer=PreTrainedTokenizerBase())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "granite"])
+def test_the_last_norm_is_the_targets_however_it_is_stored(family: str) -> None:
+    target = target_of(family)
+    drafter = born(target)
+    states = torch.randn(5, target.facts.hidden_size, generator=torch.Generator().manual_seed(0)) * 3
+    decoder: Any = target.model.get_decoder()
+    with torch.no_grad():
+        ours, theirs = drafter.norm(states), decoder.norm(states)
+    # Loud heads make it smaller, alike in every channel.
+    torch.testing.assert_close(ours, theirs * float(ours.norm() / theirs.norm()), rtol=1e-4, atol=1e-4)
+    assert float(ours.norm()) <= float(theirs.norm()) * 1.0001
+
+
+def test_a_norm_that_takes_the_mean_off_lends_its_scale_and_one_with_a_bias_nothing() -> None:
+    cohere: Any = target_of("cohere")
+    ours, theirs = born(cohere).norm.weight.data, cohere.model.model.norm.weight
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for family in ("phi", "gpt2"):
+        assert bool((born(target_of(family)).norm.weight == 1).all())
+
+
+def test_scores_of_a_newborn_are_modest_where_the_targets_are_loud() -> None:
+    target: Any = target_of("llama")
+    quiet = born(target).norm.weight.data
+    target.model.lm_head.weight *= 1000
+    drafter = born(target)
+    states = torch.randn(2000, target.facts.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        spread = drafter.logits(drafter.norm(states)).std()
+    assert float(spread) == pytest.approx(MODEST_SPREAD, rel=0.1)
+    torch.testing.assert_close(
+        drafter.norm.weight.data / quiet, torch.full_like(quiet, float(drafter.norm.weight.data[0] / quiet[0]))
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere", "phi", "gpt2"])
+def test_the_head_is_the_targets_rows_scaled_as_the_target_scales(family: str) -> None:
+    target = target_of(family)
+    drafter = born(target)
+    assert drafter.lm_head is not None
+    states = torch.randn(5, target.facts.hidden_size, generator=torch.Generator().manual_seed(0))
+    plain = replace(read_head(target), cap=None, bias_V=None).only(KEPT)
+    with torch.no_grad():
+        torch.testing.assert_close(drafter.logits(states), plain.scores(states), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(drafter.lm_head.weight.data, target.head()[KEPT] * score_scale(target))
+    assert drafter.vocab().target_ids_W.tolist() == KEPT.tolist()
+    assert drafter.shares_embedding
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere", "phi", "phi3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize("kept", [KEPT, torch.arange(80)], ids=["pruned", "whole"])
+def test_a_newborn_passes_the_check_and_comes_back_as_it_was(family: str, kept: torch.Tensor, tmp_path: Path) -> None:
+    target = target_of(family)
+    drafter = born(target, kept, layers=2, **FLAGS)
+    checkpoint = checkpoint_of(drafter)
+    assert tensor_problems(checkpoint.config, checkpoint.tensors) == []
+    write_checkpoint(checkpoint, tmp_path / "it")
+    report = check(str(tmp_path / "it"), target=target.facts)
+    assert report.findings == ()
+    assert report.family == "EAGLE-3.1"
+    assert read_checkpoint(str(tmp_path / "it")).config == drafter.config
+    again = load_drafter(str(tmp_path / "it"))
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in checkpoint.tensors.items())
+
+
+def test_the_last_state_goes_straight_through() -> None:
+    target = target_of("llama")
+    size = target.facts.hidden_size
+    weight = born(target).fc.weight.data
+    assert float(weight[:, -size:].diagonal().mean()) == pytest.approx(1, abs=0.1)
+    assert float(weight[:, :-size].abs().max()) < 0.5
+
+
+def test_the_seed_decides_and_nobody_elses_numbers_change() -> None:
+    target = target_of("llama")
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    one, same, other = born(target), born(target), born(target, seed=1)
+    assert torch.equal(torch.rand(1), expected)
+    assert torch.equal(one.fc.weight, same.fc.weight)
+    assert not torch.equal(one.fc.weight, other.fc.weight)
+
+
+def test_weights_are_in_the_precision_that_was_asked_for() -> None:
+    target = target_of("llama")
+    config = config_for(target, aux_layer_ids=(1, 2, 3), draft_vocab_size=40)
+    drafter = newborn(target, config, KEPT, seed=0)
+    assert config.dtype == "bfloat16"
+    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "default"}),
+        (
+            {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 4.0},
+            {"rope_type": "default"},
+        ),
+        ({"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+            {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0},
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "default"}),
+    ],
+    ids=lambda value: value.get("rope_type") if "factor" in value or "partial_rotary_factor" in value else "as",
+)
+def test_the_rope_is_the_targets_or_its_base(rope: dict[str, Any], expected: dict[str, Any]) -> None:
+    target = llama(rope_parameters={**rope, "rope_theta": 5e5})
+    config = config_for(target, aux_layer_ids=(1, 2, 3))
+    assert dict(config.rope_parameters) == {**expected, "rope_theta": 5e5}
+    Drafter(config)
+
+
+def test_of_several_ropes_the_one_of_full_attention_is_taken() -> None:
+    target = target_of("gemma3_text")
+    theirs = target.model.config.rope_parameters
+    assert theirs["full_attention"]["rope_theta"] != theirs["sliding_attention"]["rope_theta"]
+    ours = config_for(target, aux_layer_ids=(1, 2, 3)).rope_parameters
+    assert ours["rope_theta"] == theirs["full_attention"]["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ({"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 20}, (16, 2, 20)),
+        ({"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": None}, (4, 4, 16)),
+        ({"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}, (8, 1, 64)),
+    ],
+)
+def test_heads_are_as_the_targets(shape: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    config = config_for(llama(**shape), aux_layer_ids=(1, 2, 3))
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == expected
+    assert (config.hidden_size, config.target_hidden_size, config.intermediate_size) == (64, 64, 128)
+
+
+def test_what_the_recipe_says_goes_before_what_the_target_has() -> None:
+    config = config_for(llama(num_hidden_layers=9), intermediate_size=40, layers=3, norm_before_residual=True)
+    assert (config.intermediate_size, config.num_hidden_layers, config.norm_before_residual) == (40, 3, True)
+    assert (config.aux_layer_ids, config.draft_vocab_size) == ((2, 4, 6), tiny.VOCAB)
+    with pytest.raises(UserError, match=r"has 4 layers.*name three ascending ids"):
+        config_for(llama())

@@ -1,0 +1,291 @@
+"""From a recipe and a folder of conversations to drafters on disk; stopped, broken and taken up again on the way."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+import tiny
+from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.drafter.check import check
+from eyas.drafter.checkpoint import load_drafter
+from eyas.errors import UserError
+from eyas.target.model import Target
+from eyas.train import resume
+from eyas.train.journal import read_log
+from eyas.train.recipe import read_recipe, to_toml
+from eyas.train.run import Outcome, run
+
+STEPS = 4
+Tables = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A small target with a tokenizer, loaded by its folder as users do."""
+    folder = tmp_path_factory.mktemp("models") / "target"
+    torch.manual_seed(0)
+    LlamaForCausalLM(tiny.target_config(vocab_size=260)).save_pretrained(folder)
+    chat_tokenizer(CHATML).save_pretrained(folder)
+    return Target.load(str(folder))
+
+
+@pytest.fixture
+def tables(target: Target, tmp_path: Path) -> Tables:
+    """A recipe that runs in a second."""
+    return {
+        "target": {"source": target.facts.source},
+        "data": {"files": [conversations(tmp_path)], "workers": 1, "pack_length": 160, "max_length": 120},
+        "drafter": {"aux_layer_ids": list(tiny.AUX_IDS), "draft_vocab_size": 64},
+        "train": {"steps": STEPS, "depths": 2, "lr": 4e-3, "log_every": 1, "save_every": 2, "packs_per_step": 2},
+        "output": {"folder": str(tmp_path / "run")},
+    }
+
+
+def conversations(folder: Path, answer: Callable[[int], str] = lambda i: f"it is {i} " * (1 + i % 3)) -> str:
+    rows = [
+        [{"role": "user", "content": f"What is {i}?"}, {"role": "assistant", "content": answer(i)}] for i in range(16)
+    ]
+    path = folder / "conversations.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return str(path)
+
+
+def ran(tables: Tables, target: Target, **options: Any) -> Outcome:
+    return run(read_recipe(tables), target, **options)
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    asked = iter(range(1, 1000))
+    return lambda: next(asked) >= steps
+
+
+def folder_of(tables: Tables) -> Path:
+    return Path(tables["output"]["folder"])
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a run byte for byte, but the encoded text, which is made anew when it does not fit."""
+    files = [path for path in folder.rglob("*") if path.is_file() and "encoded" not in path.parts]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_two_drafters_side_by_side_come_out_as_servers_load_them(tables: Tables, target: Target) -> None:
+    tables["drafters"] = {"old": {"fc_norm": False, "norm_output": False}, "new": {"lr": 2e-3, "draft_vocab_size": 260}}
+    tables["train"]["eval_every"] = 2
+    said: list[str] = []
+    outcome = ran(tables, target, say=said.append)
+    folder = folder_of(tables)
+    assert (outcome.step, outcome.steps) == (STEPS, STEPS)
+    assert outcome.drafters == {"old": folder / "old", "new": folder / "new"}
+    for name, family, draft_vocab_size in (("old", "EAGLE-3", 64), ("new", "EAGLE-3.1", 260)):
+        report = check(str(folder / name), target=target.facts)
+        assert report.findings == ()
+        assert (report.family, report.config.draft_vocab_size) == (family, draft_vocab_size)
+        kept = load_drafter(str(folder / "checkpoints" / "step-000004" / name))
+        assert torch.equal(load_drafter(str(folder / name)).fc.weight, kept.fc.weight)
+    assert any("1 held out" in line for line in said)
+    files = {"checkpoints", "log.jsonl", "new", "old", "recipe.toml", "record.json", "training.png"}
+    assert {path.name for path in folder.iterdir()} - {"encoded"} == files
+    assert (folder / "recipe.toml").read_text() == to_toml(read_recipe(tables))
+    record = json.loads((folder / "record.json").read_text())
+    assert (record["step"], record["data"]["conversations"], record["processes"]) == (STEPS, 15, 1)
+    assert record["vocabulary"]["new"] == {"size": 260, "coverage": 1.0}
+    assert set(record["held_out"]) == {"old", "new"}
+    assert {line["step"] for line in read_log(folder / "log.jsonl") if "held_out" in line} == {2, 4}
+
+
+def test_a_run_taken_up_again_ends_where_an_uninterrupted_one_does(
+    tables: Tables, target: Target, tmp_path: Path
+) -> None:
+    ran(tables, target)
+    tables["output"]["folder"] = str(tmp_path / "parts")
+    stopped = ran(tables, target, stop=stop_after(3))
+    assert (stopped.step, stopped.drafters) == (3, {})
+    assert not (tmp_path / "parts" / "drafter").exists()
+    # What does not change what is learnt may change.
+    tables["train"] |= {"log_every": 2, "save_every": 1}
+    assert ran(tables, target, resuming=True).step == STEPS
+    whole, parts = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("run", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    steps = [line["step"] for line in read_log(tmp_path / "parts" / "log.jsonl") if "loss" in line]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_a_finished_run_taken_up_again_loses_nothing(tables: Tables, target: Target) -> None:
+    ran(tables, target)
+    record = (folder_of(tables) / "record.json").read_text()
+    log = (folder_of(tables) / "log.jsonl").read_text()
+    again = ran(tables, target, resuming=True)
+    assert (again.step, list(again.drafters)) == (STEPS, ["drafter"])
+    assert (folder_of(tables) / "record.json").read_text() == record
+    assert (folder_of(tables) / "log.jsonl").read_text() == log
+
+
+def test_a_folder_that_holds_something_is_not_written_over(tables: Tables, target: Target) -> None:
+    folder = folder_of(tables)
+    with pytest.raises(UserError, match=r"no checkpoint in .*run/checkpoints to go on from; leave out --resume"):
+        ran(tables, target, resuming=True)
+    (folder / "drafter").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"run/drafter exists and would be overwritten.*output\.folder"):
+        ran(tables, target)
+    (folder / "drafter").rmdir()
+    (folder / "log.jsonl").write_text('{"drafter": "drafter", "step": 1}\n')
+    with pytest.raises(UserError, match=r"saved no checkpoint; remove .*log\.jsonl"):
+        ran(tables, target)
+    (folder / "log.jsonl").unlink()
+    ran(tables, target, stop=stop_after(1))
+    with pytest.raises(UserError, match=r"already holds a run; pass --resume"):
+        ran(tables, target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": {"lr": 1e-3}}, r"had train\.lr = 0\.004 and now it is 0\.001"),
+        ({"train": {"steps": 6}}, r"had train\.steps = 4 and now it is 6"),
+        ({"data": {"max_length": 60}}, r"had data\.max_length = 120 and now it is 60"),
+        ({"drafter": {"draft_vocab_size": 80}}, r"had drafter\.draft_vocab_size = 64 and now it is 80"),
+        ({"drafters": {"old": {}, "new": {}}}, r"had drafters\.old = None and now it is \{\}"),
+    ],
+)
+def test_a_changed_recipe_is_not_taken_up_and_nothing_is_touched(
+    tables: Tables, target: Target, changes: Tables, message: str
+) -> None:
+    ran(tables, target, stop=stop_after(1))
+    before = contents(folder_of(tables))
+    for table, values in changes.items():
+        tables[table] = {**tables.get(table, {}), **values}
+    with pytest.raises(UserError, match=message):
+        ran(tables, target, resuming=True)
+    assert contents(folder_of(tables)) == before
+
+
+def test_a_drafter_that_is_gone_and_other_data_are_not_taken_up(tables: Tables, target: Target, tmp_path: Path) -> None:
+    tables["drafters"] = {"old": {}, "new": {}}
+    ran(tables, target, stop=stop_after(1))
+    with pytest.raises(UserError, match=r"had drafters\.new = \{\} and now it is None"):
+        ran({**tables, "drafters": {"old": {}}}, target, resuming=True)
+    conversations(tmp_path, lambda i: f"it was {i} " * (1 + i % 3))
+    with pytest.raises(UserError, match=r"had the data = "):
+        ran(tables, target, resuming=True)
+
+
+def test_nothing_need_be_held_out(tables: Tables, target: Target) -> None:
+    tables["data"]["held_out_share"] = 0.0
+    assert ran(tables, target).step == STEPS
+    record = json.loads((folder_of(tables) / "record.json").read_text())
+    assert (record["held_out"], record["data"]["conversations"]) == ({}, 16)
+
+
+def test_held_out_conversations_may_have_a_file_of_their_own(tables: Tables, target: Target, tmp_path: Path) -> None:
+    (tmp_path / "apart").mkdir()
+    tables["data"]["held_out"] = conversations(tmp_path / "apart", lambda i: f"apart {i}")
+    ran(tables, target)
+    record = json.loads((folder_of(tables) / "record.json").read_text())
+    assert record["data"]["conversations"] == 16
+    assert record["held_out"]["drafter"]["rounds"] > 0
+
+
+def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
+    tables: Tables, target: Target, tmp_path: Path
+) -> None:
+    def refused(message: str, **changes: dict[str, Any]) -> None:
+        with pytest.raises(UserError, match=message):
+            ran({name: {**table, **changes.get(name, {})} for name, table in tables.items()}, target)
+        assert contents(folder_of(tables)) == {}
+
+    refused(r"draft_vocab_size 261 is not between 1 and the target's 260", drafter={"draft_vocab_size": 261})
+    refused(r"auxiliary layer id 9 is outside 0\.\.4", drafter={"aux_layer_ids": [1, 2, 9]})
+    refused(r"of 16 conversations none .*16 too long for data\.max_length 10", data={"max_length": 10})
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello?"}\n' * 3)
+    refused(r"of 3 conversations none .*3 unanswered", data={"files": [str(prompts)]})
+    (tmp_path / "empty.jsonl").write_text("\n")
+    refused(r"empty\.jsonl holds no conversations", data={"files": [str(tmp_path / "empty.jsonl")]})
+    refused(r"cannot read .*absent\.jsonl", data={"files": [str(tmp_path / "absent.jsonl")]})
+    conversations(tmp_path, lambda i: "!")
+    # The closing token of this template is no stop token of the target: an answer is its text and what closes it.
+    assert ran(tables, target, stop=stop_after(1)).step == 1
+
+
+def test_answers_without_a_second_token_teach_nothing_and_are_refused(
+    tables: Tables, target: Target, tmp_path: Path
+) -> None:
+    bare = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
+    place = tmp_path / "bare"
+    target.model.save_pretrained(place)
+    chat_tokenizer(bare).save_pretrained(place)
+    tables["target"]["source"] = str(place)
+    conversations(tmp_path, lambda i: "!")
+    with pytest.raises(UserError, match=r"answers of 15 conversations have one token each.*longer answers"):
+        ran(tables, target)
+
+
+def test_tokens_that_the_target_does_not_know_are_refused(tables: Tables, tmp_path: Path) -> None:
+    place = tmp_path / "narrow"
+    LlamaForCausalLM(tiny.target_config()).save_pretrained(place)
+    chat_tokenizer(CHATML).save_pretrained(place)
+    tables["target"]["source"] = str(place)
+    with pytest.raises(UserError, match=r"token id 259 but the target's vocabulary ends at 95.*own tokenizer"):
+        ran(tables, Target.load(str(place)))
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("eyas.train.resume.save_file", OSError(28, "No space left on device")),
+        ("eyas.train.resume.save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+        ("eyas.drafter.checkpoint.save_file", OSError(28, "No space left on device")),
+        ("eyas.drafter.checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)")),
+    ],
+)
+def test_a_full_disk_leaves_the_earlier_checkpoint_to_go_on_from(
+    tables: Tables, target: Target, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran(tables, target, stop=stop_after(2))
+
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as disk:
+        disk.setattr(where, full)
+        with pytest.raises(UserError, match=r"cannot write .*step-000004.*No space left.*free space"):
+            ran(tables, target, resuming=True)
+    checkpoints = folder_of(tables) / "checkpoints"
+    assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
+    assert ran(tables, target, resuming=True).step == STEPS
+
+
+def test_a_checkpoint_that_was_damaged_is_named(tables: Tables, target: Target) -> None:
+    ran(tables, target, stop=stop_after(1))
+    place = folder_of(tables) / "checkpoints" / "step-000001"
+    (place / "state" / "drafter.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UserError, match=r"checkpoint .*step-000001 cannot be read .* remove it"):
+        ran(tables, target, resuming=True)
+    (place / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"checkpoint .*step-000001 cannot be read .* remove it"):
+        ran(tables, target, resuming=True)
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) -> None:
+    assert resume.newest(tmp_path / "nowhere") is None
+    for name in ("step-999999", "step-1000000", "step-000002", "step-old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-2000000").write_text("a file")
+    found = resume.newest(tmp_path)
+    assert found == tmp_path / "step-1000000"
+    assert resume.step_of(found) == 1000000
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "state", "tensorboard"])
+def test_a_drafter_does_not_take_the_name_of_a_folder_of_the_run(tables: Tables, name: str) -> None:
+    with pytest.raises(UserError, match=rf"cannot be called '{name}'.*choose another"):
+        read_recipe({**tables, "drafters": {name: {}}})
