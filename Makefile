@@ -10,7 +10,7 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 PROMPTS ?=
 
-.PHONY: demo test lint parity lossless gpu clean
+.PHONY: demo test lint parity lossless gpu train-speed clean
 
 demo: $(READY)
 	$(BIN)/eyas generate "What is the capital of France?"
@@ -20,8 +20,8 @@ test: lint
 	$(BIN)/pytest
 
 lint: $(READY)
-	$(BIN)/ruff format --check src tests
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests benchmarks recipes
+	$(BIN)/ruff check src tests benchmarks recipes
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
@@ -36,6 +36,11 @@ lossless: $(READY)
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu
+
+# How fast a drafter of an 8B-shaped target trains, and how much of that is the target: needs a large GPU.
+train-speed: $(READY)
+	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096 --compile
+	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 1 --length 32768
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -59,6 +59,9 @@ def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: 
     write_checkpoint(checkpoint_of(drafter), tmp_path / "my-drafter")
     answer = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (tmp_path / "conversations.jsonl").write_text(json.dumps({"messages": answer}))
+    prompts = ["Name a bird.", "Name a tree.", "Say hello.", "What is rain?"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "recipe.toml").write_text(blocks("toml")[0])
     monkeypatch.chdir(tmp_path)
     for words in commands():
         if words[0] == "eyas":
