@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Ticker, report
 
 if TYPE_CHECKING:
     from eyas.sampling import Sampling
@@ -166,7 +166,7 @@ def _answerer(
 
 
 class _Display:
-    """Progress on stderr: a bar where there is a terminal, nothing where there is none."""
+    """Progress on stderr: a bar where there is a terminal, now and then a line where there is none."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -182,6 +182,7 @@ class _Display:
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
         )
+        self._tick = Ticker()
         self._started = time.perf_counter()
         self.latest: Progress | None = None
 
@@ -198,4 +199,6 @@ class _Display:
             self._task = self._bar.add_task("", total=progress.total, completed=progress.done, rate="")
         rate = progress.tokens / (time.perf_counter() - self._started)
         self._bar.update(self._task, completed=progress.done, rate=f"{rate:,.0f} tokens/s")
+        if self._bar.disable:
+            self._tick(f"answered {progress.done:,} of {progress.total:,}, {rate:,.0f} tokens/s")
         self.latest = progress

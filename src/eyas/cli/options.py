@@ -1,6 +1,7 @@
 """Options that several commands share, and how every command reports progress."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -18,3 +19,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs in
 def report(message: str) -> None:
     """Progress goes to stderr, so that stdout holds results only."""
     print(message, file=sys.stderr, flush=True)
+
+
+class Ticker:
+    """Reports at most every few seconds: for long work, where there may be no terminal to draw on."""
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self._seconds = seconds
+        self._last = time.monotonic()
+
+    def __call__(self, message: str) -> None:
+        """Report, if it is time."""
+        now = time.monotonic()
+        if now - self._last >= self._seconds:
+            self._last = now
+            report(message)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Ticker, report
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -67,6 +67,7 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
         report=say,
     )
     trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.leads]
+    tick = Ticker()
     with _StopRequest() as stop, _Screen(shown=ranks.leads) as screen:
         outcome = run(
             recipe,
@@ -76,6 +77,7 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
             stop=stop.asked,
             say=say,
             resuming=resume,
+            encoded=lambda done: tick(f"encoded {done:,} conversations"),
             cache=cache,
         )
     if not ranks.leads:
