@@ -40,6 +40,7 @@ gpu: $(READY)
 # How fast a drafter of an 8B-shaped target trains, and how much of that is the target: needs a large GPU.
 train-speed: $(READY)
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096 --compile
+	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 1 --length 32768
 
 $(READY): pyproject.toml constraints.txt

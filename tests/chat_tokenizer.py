@@ -1,7 +1,9 @@
 """A tokenizer of a few hundred tokens with the chat template a test wants."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from eyas.train.data import Encoded
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
@@ -19,3 +21,14 @@ def chat_tokenizer(template: str, bos: str | None = None) -> PreTrainedTokenizer
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>", bos_token=bos)
+
+
+def masked_runs(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+    """What is trained on, as text, run by run."""
+    runs: list[list[int]] = []
+    for i, (token, on) in enumerate(zip(encoded.ids, encoded.mask, strict=True)):
+        if on and (i == 0 or not encoded.mask[i - 1]):
+            runs.append([])
+        if on:
+            runs[-1].append(token)
+    return [str(tokenizer.decode(run)) for run in runs]

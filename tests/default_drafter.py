@@ -15,7 +15,8 @@ from torch import Tensor
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
-from tiny import set_vocabulary, unroll_loss
+from eyas.train.newborn import set_vocabulary
+from tiny import unroll_loss
 
 ANSWER_TOKENS = 64
 DEPTHS = 3

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
-from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
 from eyas.target.capture import capture
+from eyas.train.newborn import set_vocabulary
 
 VOCAB = 96
 LAYERS = 4
@@ -126,14 +126,6 @@ def random_drafter(
         kept = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
         set_vocabulary(drafter, kept)
     return drafter.eval().requires_grad_(False)
-
-
-def set_vocabulary(drafter: Drafter, kept: Tensor) -> None:
-    """Let the drafter propose these target ids."""
-    assert drafter.d2t is not None
-    assert drafter.t2d is not None
-    drafter.d2t.copy_(offsets_from_target_ids(kept))
-    drafter.t2d.copy_(membership_from_target_ids(kept, drafter.config.vocab_size))
 
 
 def features(model: LlamaForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+import eyas
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.cli.train import _Screen, _StopRequest
+from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.train.recipe import load_recipe
 from eyas.train.run import Outcome
@@ -70,6 +73,18 @@ def test_a_dry_run_prints_a_recipe_that_loads_again(run: Run, recipe: Path, tmp_
     assert load_recipe(again) == load_recipe(recipe, ["train.lr=3e-4", "drafter.draft_vocab_size=64"])
     assert load_recipe(again).train.lr == 3e-4
     assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_share_a_run_as_the_documents_say(recipe: Path, tmp_path: Path) -> None:
+    """`torchrun ... -m eyas train`, by the module that torchrun is."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eyas"]
+    options = ["train", str(recipe), "--set", "train.packs_per_step=2", "--set", "data.pack_length=64"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    options += ["--set", "data.max_length=64"]
+    subprocess.run([*command, *options], check=True, env=environment, timeout=300, capture_output=True)
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["step"], record["processes"]) == (2, 2)
+    load_drafter(str(tmp_path / "run" / "drafter"))
 
 
 # --- faults ----------------------------------------------------------------------------------------------------

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from chat_tokenizer import CHATML, chat_tokenizer
+from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
 from eyas.errors import UserError
 from eyas.train.augment import SYSTEM_PROMPTS, Augmentation, Augmenter
 from eyas.train.conversations import Conversation, Message
 from eyas.train.corpus import encode_conversations
-from eyas.train.data import ChatEncoder, Encoded
+from eyas.train.data import ChatEncoder
 
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML
 WITH_BOS = "<s>" + DEFAULT_SYSTEM
@@ -30,16 +30,6 @@ def rendered(
     rendering = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0).rendering(0)
     encoded = rendering.encode(Conversation(messages=messages, where="f:1"))
     return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), rendering.outcome
-
-
-def masked_runs(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
-    runs: list[list[int]] = []
-    for i, (token, on) in enumerate(zip(encoded.ids, encoded.mask, strict=True)):
-        if on and (i == 0 or not encoded.mask[i - 1]):
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-    return [str(tokenizer.decode(run)) for run in runs]
 
 
 def with_template(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:

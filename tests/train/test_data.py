@@ -4,16 +4,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from chat_tokenizer import CHATML, masked_runs
 from eyas.errors import UserError
 from eyas.train.conversations import Conversation, Message
 from eyas.train.data import ChatEncoder, Encoded
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>")
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MISTRAL = (
     "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% elif m['role'] == 'assistant' %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
@@ -57,17 +54,6 @@ def encode(template: str, messages: list[Message], *, finished: bool = True) -> 
     return chosen, ChatEncoder(chosen, stops).encode(conversation)
 
 
-def marked_text(chosen: PreTrainedTokenizerFast, encoded: Encoded) -> list[str]:
-    """The masked runs as text."""
-    runs: list[list[int]] = []
-    for i, (token, on) in enumerate(zip(encoded.ids, encoded.mask, strict=True)):
-        if on and (i == 0 or not encoded.mask[i - 1]):
-            runs.append([])
-        if on:
-            runs[-1].append(token)
-    return [str(chosen.decode(run)) for run in runs]
-
-
 def turns(*texts: str) -> list[Message]:
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
 
@@ -79,7 +65,7 @@ def turns(*texts: str) -> list[Message]:
 )
 def test_every_answer_is_masked_with_its_closing_token_and_nothing_else(template: str, closing: str) -> None:
     chosen, encoded = encode(template, turns("Hi", "Hello, you", "And?", "Bye"))
-    assert marked_text(chosen, encoded) == [f"Hello, you{closing}", f"Bye{closing}"]
+    assert masked_runs(chosen, encoded) == [f"Hello, you{closing}", f"Bye{closing}"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +76,7 @@ def test_every_answer_is_masked_with_its_closing_token_and_nothing_else(template
 def test_the_closing_token_of_an_answer_that_a_length_ended_is_not_masked(template: str, closing: str) -> None:
     messages = turns("Hi", "Hello, you", "And?", "Bye and")
     chosen, encoded = encode(template, messages, finished=False)
-    assert marked_text(chosen, encoded) == [f"Hello, you{closing}", "Bye and"]
+    assert masked_runs(chosen, encoded) == [f"Hello, you{closing}", "Bye and"]
     assert encoded.ids == encode(template, messages)[1].ids
 
 
@@ -105,13 +91,13 @@ def test_system_prompts_and_thinking_are_kept() -> None:
     messages: list[Message] = [{"role": "system", "content": "Be brief."}, *turns("Hi", "<think>Hm</think>Hello")]
     chosen, encoded = encode(CHATML, messages)
     assert "Be brief." in str(chosen.decode(encoded.ids))
-    assert marked_text(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
+    assert masked_runs(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
 
 
 def test_a_token_across_the_opening_is_not_masked() -> None:
     # "assistant\n" + "xy": newline and x merge into one token, which no target would have generated.
     chosen, encoded = encode(CHATML, turns("Hi", "xy"))
-    assert marked_text(chosen, encoded) == ["y<|im_end|>"]
+    assert masked_runs(chosen, encoded) == ["y<|im_end|>"]
 
 
 def test_a_conversation_without_answers_has_an_empty_mask() -> None:
@@ -121,7 +107,7 @@ def test_a_conversation_without_answers_has_an_empty_mask() -> None:
 
 def test_a_template_that_forgets_earlier_thinking_is_refused_only_where_it_matters() -> None:
     chosen, encoded = encode(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello"))
-    assert marked_text(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
+    assert masked_runs(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
     with pytest.raises(UserError, match=r"f:1: .* rewrites turn 2 .* one record per answer"):
         encode(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello", "And?", "Bye"))
 

@@ -8,12 +8,10 @@ from eyas.engine.dense import DenseTarget, EagleDraft
 from eyas.engine.reference import Chain, decode_plainly, decode_speculatively
 from eyas.sampling import SeededDraws
 from eyas.target.model import Target
-from eyas.train.attention import DenseUnrollAttention
 from eyas.train.estimate import RoundCounts, walk_rounds
+from eyas.train.judge import judge
 from eyas.train.loss import find_loss
-from eyas.train.scoring import score
 from eyas.train.sources.live import LiveSource
-from eyas.train.unroll import unroll
 from train.lessons import batch_of
 
 DEPTHS, NEW = 4, 40
@@ -50,7 +48,6 @@ def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Targe
     target, decoder = DenseTarget(tiny_target, tiny_drafter.config), EagleDraft(tiny_drafter)
     source = LiveSource(tiny_target, tiny.AUX_IDS)
     kept = tiny_drafter.vocab().target_ids_W
-    assert tiny_drafter.lm_head is not None
     estimated = RoundCounts(rounds=0, accepted_at=(0,) * DEPTHS)
     rounds = []
     # Prompts of plain noise, where the trained drafter misses often.
@@ -64,15 +61,15 @@ def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Targe
         batch = batch_of([len(text)], mask=[i >= len(prompt) for i in range(len(text))], ids=torch.tensor(text))
         features = source(batch)
         with torch.no_grad():
-            normed = unroll(tiny_drafter, batch, features.aux_TX, depths=DEPTHS, attend=DenseUnrollAttention(batch))
-            scores = score(
-                normed,
-                tiny_drafter.lm_head.weight,
+            scores = judge(
+                tiny_drafter,
                 batch,
-                features.teachers(kept),
+                features,
                 kept_W=kept,
+                layer_ids=tiny.AUX_IDS,
                 weights=[1.0] * DEPTHS,
                 row_loss=find_loss("kl"),
+                chunk=64,
             )
         counts = walk_rounds(batch, scores.hit_SM)
         assert counts.rounds == len(asked.rounds)

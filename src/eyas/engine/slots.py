@@ -14,18 +14,18 @@ Shapes: N tokens of a pass, R rows, Q queries of a row, S positions of a slot, H
 V vocabulary, M logits asked for.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from eyas.drafter.attention import KeysAndValues
 from eyas.errors import UserError
+from eyas.target.attention import attending_through
 from eyas.target.model import Target
 
 IMPLEMENTATION = "eyas_slots"
@@ -209,7 +209,7 @@ class SlotTarget:
         """Run the tokens of a pass; logits [M, V] behind the tokens `keep_M`, or behind all of them."""
         model = self._target.model
         attention = SlotAttention(self.cache, spans)
-        with _attending_over_slots(model):
+        with attending_through(model, IMPLEMENTATION):
             logits_BMV: Tensor = model(
                 input_ids=ids_N[None],
                 position_ids=spans.position_N[None],
@@ -257,25 +257,6 @@ def _attend_for_transformers(
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend_for_transformers)
-
-
-@contextmanager
-def _attending_over_slots(model: PreTrainedModel) -> Iterator[None]:
-    """Switch the model's attention for one pass; everybody else finds it as it was."""
-    config = model.config
-    before: dict[str, Any] = {"": config._attn_implementation}
-    for part in config.sub_configs:
-        if getattr(config, part) is not None:
-            before[part] = getattr(config, part)._attn_implementation
-    try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        if config.get_text_config()._attn_implementation != IMPLEMENTATION:
-            raise UserError(
-                f"the attention of {type(model).__name__} cannot be replaced; batches cannot run this target"
-            )
-        yield
-    finally:
-        model.set_attn_implementation(before)
 
 
 def _refuse_partial_attention(target: Target, length: int) -> None:

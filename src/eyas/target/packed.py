@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from eyas.errors import UserError
+from eyas.target.attention import attending_through
 from eyas.target.capture import capture, decoder_layers
 from eyas.target.model import Target
 
@@ -91,7 +92,7 @@ class PackedTarget:
                 spare = (1 << (len(starts) - 1).bit_length()) - len(starts)
                 starts = torch.cat([starts, starts[-1:].expand(spare)])
             with (
-                _attention(self._target.model, _PACKED),
+                attending_through(self._target.model, _PACKED),
                 _forwards(self._compiled),
                 capture(self._target.model, self._layer_ids) as captured,
             ):
@@ -134,18 +135,6 @@ def attends_plainly(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", None)
         and not any(name.endswith(".sinks") for name, _ in model.named_parameters())
     )
-
-
-@contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Attend through another registered function for a while."""
-    config = model.config.get_text_config()
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 @contextmanager

@@ -10,15 +10,18 @@ Shapes: T slots, H heads, G key heads, R = H / G, K head dim.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from eyas.drafter.attention import KeysAndValues
 from eyas.errors import UserError
 from eyas.train.batch import TrainingBatch
 
-KeysAndValues = tuple[Tensor, Tensor]
+Merge = Callable[..., tuple[Tensor, Tensor]]
+Split = Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
 
 
 class UnrollAttention(Protocol):
@@ -37,7 +40,6 @@ class _Remembered:
     """Keys and values of every depth, by layer. A depth that is run again (checkpointing) finds what it left."""
 
     def __init__(self) -> None:
-        self._depth = 0
         self._kept: dict[int, list[KeysAndValues]] = {}
 
     def remember(self, depth: int, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
@@ -86,8 +88,7 @@ class FlashUnrollAttention:
 
     def __init__(self, batch: TrainingBatch, *, compiled: bool = False) -> None:
         self._starts, self._longest = batch.starts, batch.longest
-        self._merge = _compiled_merge if compiled else merge_own_slot
-        self._split = _compiled_split if compiled else split_gradient
+        self._kernels: tuple[Merge, Split] = _compiled() if compiled else (merge_own_slot, split_gradient)
         self._memory = _Remembered()
         self._depth = 0
 
@@ -102,7 +103,7 @@ class FlashUnrollAttention:
         (first_k, first_v), later = self._memory.remember(self._depth, layer, k, v)
         own = [tensor for pair in later for tensor in pair]
         out: Tensor = _MergedFlash.apply(  # type: ignore[no-untyped-call]
-            q, first_k, first_v, self._starts, self._longest, self._merge, self._split, *own
+            q, first_k, first_v, self._starts, self._longest, *self._kernels, *own
         )
         return out
 
@@ -156,8 +157,10 @@ def _gather(x_THK: Tensor, like_TGK: Tensor) -> Tensor:
     return x_THK.view(slots, groups, -1, size).sum(dim=2).to(like_TGK.dtype)
 
 
-_compiled_merge: Callable[..., tuple[Tensor, Tensor]] = torch.compile(merge_own_slot, dynamic=False)
-_compiled_split: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]] = torch.compile(split_gradient, dynamic=False)
+@cache
+def _compiled() -> tuple[Merge, Split]:
+    """Compiled when a run asks for it, once for all batches."""
+    return torch.compile(merge_own_slot, dynamic=False), torch.compile(split_gradient, dynamic=False)
 
 
 class _MergedFlash(torch.autograd.Function):
@@ -169,8 +172,8 @@ class _MergedFlash(torch.autograd.Function):
         v: Tensor,
         starts: Tensor,
         longest: int,
-        merge: Callable[..., tuple[Tensor, Tensor]],
-        split: Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]],
+        merge: Merge,
+        split: Split,
         *own: Tensor,
     ) -> Tensor:
         out, lse_HT, rng, unused, _ = torch.ops.aten._flash_attention_forward(

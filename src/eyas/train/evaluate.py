@@ -20,21 +20,17 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
-from eyas.train.attention import attention_for
-from eyas.train.batch import TrainingBatch
-from eyas.train.corpus import Corpus, pack_arrays, packs
+from eyas.train.corpus import Corpus
 from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.features import Features
 from eyas.train.journal import counted
+from eyas.train.judge import judge
 from eyas.train.loss import find_loss
 from eyas.train.prompts import Prompt, Questions
-from eyas.train.scoring import score
 from eyas.train.sources.live import LiveSource
-from eyas.train.unroll import unroll
+from eyas.train.stream import CorpusPacks
 
 LONGEST_PERIOD = 64
 SHORTEST_TAIL = 32
@@ -198,52 +194,24 @@ def estimate_corpus(
     # Made once: the source keeps the target's head over each of them.
     kept = {name: drafter.vocab().target_ids_W for name, drafter in drafters.items()}
     counts = {name: {k: RoundCounts(rounds=0, accepted_at=(0,) * k) for k in depths} for name in drafters}
-    for pack in packs(corpus, length=max(pack_length, corpus.longest), seed=0, epoch=0):
-        used = sum(len(corpus[index].ids) for document in pack for index in document)
-        arrays = pack_arrays(corpus, pack, used)
-        batch = TrainingBatch.build(
-            ids=arrays.ids, mask=arrays.mask, position=arrays.position, starts=arrays.starts, device=target.device
-        )
+    length = max(pack_length, corpus.longest)
+    batches = CorpusPacks(corpus=corpus, length=length, seed=0, device=target.device, padded=False)
+    for batch in (planned.build() for planned in batches.epoch(0)):
         features = source(batch)
         for name, drafter in drafters.items():
-            hit_SM = find_hits(
-                drafter, batch, features, layer_ids[name], kept[name], depths=max(depths), chunk=chunk
-            ).cpu()
+            hit_SM = judge(
+                drafter,
+                batch,
+                features,
+                kept_W=kept[name],
+                layer_ids=layer_ids[name],
+                weights=[1.0] * max(depths),
+                row_loss=find_loss("total_variation"),
+                chunk=chunk,
+            ).hit_SM.cpu()
             for k in depths:
                 counts[name][k] += walk_rounds(batch, hit_SM[:k])
     return counts
-
-
-def find_hits(
-    drafter: Drafter,
-    batch: TrainingBatch,
-    features: Features,
-    layer_ids: Sequence[int],
-    kept_W: Tensor,
-    *,
-    depths: int,
-    chunk: int,
-) -> Tensor:
-    """Whether the drafter's most likely token is the target's, at every depth and row that counts: [S, M]."""
-    assert drafter.lm_head is not None
-    normed_STD = unroll(
-        drafter,
-        batch,
-        features.aux_of(layer_ids),
-        depths=depths,
-        attend=attention_for(batch, drafter.fc.weight.dtype),
-    )
-    return score(
-        normed_STD,
-        drafter.lm_head.weight,
-        batch,
-        features.teachers(kept_W),
-        kept_W=kept_W,
-        weights=[1.0] * depths,
-        row_loss=find_loss("total_variation"),
-        scale=drafter.config.logit_scale,
-        chunk=chunk,
-    ).hit_SM
 
 
 Json = dict[str, Any]

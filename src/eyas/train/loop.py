@@ -132,7 +132,6 @@ def train(
     device = trainees[0].drafter.fc.weight.device
     depths = max(trainee.regime.depths for trainee in trainees)
     window = _Window(trainees, start)
-    saved = start
     with ThreadPoolExecutor(1) as builder:
         steps = _prefetched(_steps(packs, plan, ranks, start), builder)
         for step, planned, batches in steps:
@@ -163,11 +162,10 @@ def train(
             if last or stopping or (plan.save_every and done % plan.save_every == 0):
                 if ranks.leads:
                     observer.saved(done, resume.save(checkpoints, trainees, step=done, same=plan.same))
-                saved = done
                 ranks.wait()
             if stopping:
                 return done
-    return max(saved, start)
+    return plan.steps
 
 
 def estimate(

@@ -120,7 +120,7 @@ def run(
         join_share=recipe.data.join_share,
         join_length=recipe.data.join_length,
     )
-    plan = _plan(recipe, corpus, len(packs.epoch(0)), folder)
+    plan = _plan(recipe, data_record["fingerprint"], len(packs.epoch(0)), folder)
     if newest is not None:
         resume.require_same(newest, plan.same)
     say(f"{plan.steps} steps of {plan.packs_per_step} x {recipe.data.pack_length} tokens")
@@ -370,7 +370,7 @@ def _precision(recipe: Recipe, target: Target) -> str:
     return "bfloat16" if target.device.type == "cuda" else "float32"
 
 
-def _plan(recipe: Recipe, corpus: Corpus, packs_in_epoch: int, folder: Path) -> LoopPlan:
+def _plan(recipe: Recipe, fingerprint: str, packs_in_epoch: int, folder: Path) -> LoopPlan:
     choice = recipe.train
     steps = choice.steps or max(1, round(choice.epochs * packs_in_epoch / choice.packs_per_step))
     same = {
@@ -390,7 +390,7 @@ def _plan(recipe: Recipe, corpus: Corpus, packs_in_epoch: int, folder: Path) -> 
         eval_every=choice.eval_every,
         save_every=choice.save_every,
         folder=folder,
-        same={**same, "steps": steps, "the data": _fingerprint(corpus)},
+        same={**same, "steps": steps, "the data": fingerprint},
     )
 
 

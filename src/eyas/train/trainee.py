@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from eyas.drafter.model import Drafter
-from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
+from eyas.train.judge import judge
 from eyas.train.loss import find_loss
-from eyas.train.scoring import Scores, compare, score
-from eyas.train.unroll import Step, depth_weights, unroll
+from eyas.train.scoring import Scores, compare
+from eyas.train.unroll import Step, depth_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,28 +86,19 @@ class Trainee:
         return self._score(batch, features, [1.0] * depths)
 
     def _score(self, batch: TrainingBatch, features: Features, weights: Sequence[float]) -> Scores:
-        drafter, regime = self.drafter, self.regime
-        assert drafter.lm_head is not None
-        dtype = drafter.fc.weight.dtype
-        normed_STD = unroll(
-            drafter,
+        regime = self.regime
+        return judge(
+            self.drafter,
             batch,
-            features.aux_of(drafter.config.aux_layer_ids or features.aux_layer_ids),
-            depths=len(weights),
-            attend=attention_for(batch, dtype, compiled=regime.compiled),
-            checkpointed=regime.checkpointed,
-            step=self._step,
-        )
-        return score(
-            normed_STD,
-            drafter.lm_head.weight,
-            batch,
-            features.teachers(self.kept_W),
+            features,
             kept_W=self.kept_W,
+            layer_ids=self.drafter.config.aux_layer_ids or features.aux_layer_ids,
             weights=weights,
             row_loss=self._row_loss,
-            scale=drafter.config.logit_scale,
             chunk=regime.chunk,
+            checkpointed=regime.checkpointed,
+            compiled=regime.compiled,
+            step=self._step,
             compare=self._compare,
         )
 

@@ -1,0 +1,53 @@
+"""A drafter over one batch: unrolled, then scored against the target. Training and evaluation alike."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.train.attention import attention_for
+from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features
+from eyas.train.loss import RowLoss
+from eyas.train.scoring import Compare, Scores, compare, score
+from eyas.train.unroll import Step, unroll
+
+
+def judge(
+    drafter: Drafter,
+    batch: TrainingBatch,
+    features: Features,
+    *,
+    kept_W: Tensor,
+    layer_ids: Sequence[int],
+    weights: Sequence[float],
+    row_loss: RowLoss,
+    chunk: int,
+    checkpointed: bool = False,
+    compiled: bool = False,
+    step: Step | None = None,
+    compare: Compare = compare,
+) -> Scores:
+    """Run as many depths as there are weights and score them over the draft vocabulary `kept_W`."""
+    assert drafter.lm_head is not None
+    normed_STD = unroll(
+        drafter,
+        batch,
+        features.aux_of(layer_ids),
+        depths=len(weights),
+        attend=attention_for(batch, drafter.fc.weight.dtype, compiled=compiled),
+        checkpointed=checkpointed,
+        step=step,
+    )
+    return score(
+        normed_STD,
+        drafter.lm_head.weight,
+        batch,
+        features.teachers(kept_W),
+        kept_W=kept_W,
+        weights=weights,
+        row_loss=row_loss,
+        scale=drafter.config.logit_scale,
+        chunk=chunk,
+        compare=compare,
+    )
