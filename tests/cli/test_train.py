@@ -186,15 +186,17 @@ def test_other_faults_of_the_recipe_show_once_the_target_is_known(run: Run, reci
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_the_second_interrupts(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+def test_the_first_signal_asks_and_a_later_one_interrupts(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(number)
     with _StopRequest() as stop:
         assert not stop.asked()
         os.kill(os.getpid(), number)
         assert stop.asked()
+        os.kill(os.getpid(), number)  # as `timeout` does: to the process and at once to its group
         assert capfd.readouterr().err == "saving after this step; once more stops at once\n"
+        monkeypatch.setattr(_StopRequest, "MOMENT", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before
@@ -213,7 +215,11 @@ def test_a_stopped_run_says_how_to_go_on_and_exits_130(run: Run, recipe: Path, i
     assert outcome.err.splitlines()[-1] == "stopped at step 2 of 4; `eyas train ... --resume` goes on from there"
 
 
-def test_interrupted_twice_it_ends_at_once(run: Run, recipe: Path, instead: Callable[[Fake], None]) -> None:
+def test_interrupted_twice_it_ends_at_once(
+    run: Run, recipe: Path, instead: Callable[[Fake], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_StopRequest, "MOMENT", 0.0)
+
     def interrupted(*_: Any, **__: Any) -> Outcome:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,13 +97,18 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
 
 
 class _StopRequest:
-    """Ctrl-C once asks the loop to save and stop; twice interrupts."""
+    """Ctrl-C once asks the loop to save and stop; once more, a moment later, interrupts.
+
+    The same request often comes twice at once: `timeout`, terminals and launchers signal a process and its group.
+    """
+
+    MOMENT = 2.0
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked_at: float | None = None
 
     def asked(self) -> bool:
-        return self._asked
+        return self._asked_at is not None
 
     def __enter__(self) -> "_StopRequest":
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -113,10 +119,12 @@ class _StopRequest:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: object) -> None:
-        if self._asked:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            report("saving after this step; once more stops at once")
+        elif now - self._asked_at > self.MOMENT:
             raise KeyboardInterrupt
-        self._asked = True
-        report("saving after this step; once more stops at once")
 
 
 class _Screen:
