@@ -1,0 +1,134 @@
+"""What a caller asks for, and how far the engine has come with it.
+
+A `Request` never changes; a `Live` is the engine's own record of one. Two caches belong to a live request, the target's
+and the drafter's, and each holds a prefix of its tokens. Drafter slot i is made of the target's state at i and of token
+i + 1, so the drafter cannot be ahead of the target.
+
+Invariant: drafter_length <= target_length < len(tokens), since the newest token has been chosen but not read yet.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+from eyas.errors import UserError
+
+if TYPE_CHECKING:  # sampling imports torch, which bookkeeping must not
+    from eyas.sampling import Sampling
+
+MOST_LOGPROBS = 20
+SEED_BITS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How much a request may be drafted for. It changes the speed of an answer, never its tokens."""
+
+    mode: Literal["auto", "off", "fixed"] = "auto"
+    """auto: as deep as pays, perhaps not at all; off: never; fixed: `depth`, wherever there is room for it."""
+    depth: int | None = None
+    """Draft tokens in a row; with fixed alone."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "off", "fixed"):
+            raise UserError(f"speculation mode {self.mode!r} is unknown; use auto, off or fixed")
+        if self.mode == "fixed" and (self.depth is None or self.depth < 1):
+            raise UserError(f"speculation fixed has depth {self.depth}; give 1 or more, or use mode off")
+        if self.mode != "fixed" and self.depth is not None:
+            raise UserError(f"speculation {self.mode} does not take depth {self.depth}; drop it or use mode fixed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue, and all that decides how."""
+
+    prompt: tuple[int, ...]
+    sampling: "Sampling"
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    """Before there are as many, no stop id may be chosen."""
+    stop_ids: frozenset[int] = frozenset()
+    stop_strings: tuple[str, ...] = ()
+    seed: int = 0
+    """With the position it decides all chance of the request, in whatever company it runs."""
+    logprobs: int | None = None
+    """How many alternatives to report beside each chosen token; 0 reports the chosen one alone, None nothing."""
+    speculation: Speculation = field(default_factory=Speculation)
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise UserError("the prompt has 0 tokens; give at least 1")
+        if min(self.prompt) < 0:
+            raise UserError(f"the prompt holds token {min(self.prompt)}; token ids are 0 or more")
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {self.max_new_tokens}; it must be 1 or more")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens is {self.min_new_tokens}, outside 0 to max_new_tokens {self.max_new_tokens}; lower it"
+            )
+        if "" in self.stop_strings:
+            raise UserError("a stop string is empty, which would stop every answer at once; drop it")
+        if not -(2 ** (SEED_BITS - 1)) <= self.seed < 2 ** (SEED_BITS - 1):
+            raise UserError(f"seed {self.seed} does not fit in {SEED_BITS} bits; use a smaller number")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
+            raise UserError(f"logprobs is {self.logprobs}, outside 0 to {MOST_LOGPROBS}; choose within")
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """A stop id or a stop string."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(eq=False, kw_only=True)
+class Live:
+    """A request in the engine. The scheduler alone changes its lengths, tokens and pages."""
+
+    key: int
+    """The engine's name for it."""
+    arrival: int
+    """Earlier requests go first and are sent back last."""
+    request: Request
+    tokens: list[int] = field(init=False)
+    """The prompt, then what was chosen."""
+    target_length: int = 0
+    """Tokens that have keys and values of the target."""
+    drafter_length: int = 0
+    """Tokens that have keys and values of the drafter."""
+    pages: list[int] = field(default_factory=list)
+    """Where both caches keep token i: in page number i // page_size of this list."""
+    finished: FinishReason | None = None
+    preemptions: int = 0
+    """How often it lost its pages to an earlier request."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def new_tokens(self) -> int:
+        """How many tokens were chosen so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def pending(self) -> int:
+        """Tokens the target has not read yet. With 1 the request decodes, with more it reads (again, if preempted)."""
+        return len(self.tokens) - self.target_length
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the drafter follows it."""
+        return self.request.speculation.mode != "off"
+
+    @property
+    def limit(self) -> int:
+        """The most tokens it asks for, prompt included; the engine's longest context may be less."""
+        return self.prompt_length + self.request.max_new_tokens

@@ -1,0 +1,95 @@
+"""Requests refuse what cannot be meant, and a live one knows where it stands."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from eyas.engine.request import FinishReason, Live, Request, Speculation
+from eyas.errors import UserError
+from eyas.sampling import Sampling
+
+
+def request(**changes: Any) -> Request:
+    fields: dict[str, Any] = {"prompt": (1, 2, 3), "sampling": Sampling(), "max_new_tokens": 5}
+    return Request(**fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ()}, "prompt has 0 tokens"),
+        ({"prompt": (4, -1)}, "token -1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"min_new_tokens": 6}, "min_new_tokens is 6, outside 0 to max_new_tokens 5"),
+        ({"stop_strings": ("END", "")}, "stop string is empty"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": 21}, "logprobs is 21, outside 0 to 20"),
+        ({"seed": 2**63}, "does not fit in 64 bits"),
+    ],
+)
+def test_a_request_names_what_is_wrong_with_it(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        request(**changes)
+
+
+def test_a_request_takes_every_value_up_to_its_limits() -> None:
+    for changes in (
+        {"min_new_tokens": 5},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"seed": -(2**63)},
+        {"max_new_tokens": 1},
+    ):
+        request(**changes)
+    assert request().speculation == Speculation(mode="auto", depth=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mode": "fixed"}, "depth None"),
+        ({"mode": "fixed", "depth": 0}, "depth 0"),
+        ({"mode": "auto", "depth": 3}, "auto does not take depth 3"),
+        ({"mode": "off", "depth": 3}, "off does not take depth 3"),
+        ({"mode": "fast"}, "'fast' is unknown"),
+    ],
+)
+def test_only_fixed_speculation_has_a_depth(fields: dict[str, Any], message: str) -> None:
+    assert Speculation(mode="fixed", depth=1).depth == 1
+    with pytest.raises(UserError, match=message):
+        Speculation(**fields)
+
+
+def test_a_live_request_begins_with_its_prompt_unread() -> None:
+    live = Live(key=7, arrival=0, request=request())
+    assert (live.tokens, live.pending, live.new_tokens, live.prompt_length, live.limit) == ([1, 2, 3], 3, 0, 3, 8)
+    assert live.finished is None
+    assert live.speculates
+    assert not Live(key=8, arrival=1, request=request(speculation=Speculation(mode="off"))).speculates
+
+
+def test_a_live_request_counts_what_it_chose_and_what_is_pending() -> None:
+    live = Live(key=7, arrival=0, request=request())
+    live.tokens += [4, 5]
+    live.target_length = 4
+    assert (live.new_tokens, live.pending, live.prompt_length, live.limit) == (2, 1, 3, 8)
+    assert live.request.prompt == (1, 2, 3)
+
+
+def test_two_live_requests_are_never_equal() -> None:
+    assert Live(key=7, arrival=0, request=request()) != Live(key=7, arrival=0, request=request())
+
+
+def test_finish_reasons_are_their_names_on_the_wire() -> None:
+    assert [str(reason) for reason in FinishReason] == ["stop", "length", "cancelled", "error"]
+
+
+def test_bookkeeping_does_not_import_torch() -> None:
+    code = (
+        "import sys, eyas.engine.request, eyas.engine.pages, eyas.engine.scheduler;"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
