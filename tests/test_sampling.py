@@ -1,29 +1,53 @@
 """Shaping and acceptance, held against implementations of another hand."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from eyas import sampling as sampling_module
 from eyas.errors import UserError
-from eyas.sampling import Candidate, Sampling, SeededDraws, one_hot, probabilities, residual, try_candidates
+from eyas.sampling import (
+    Candidate,
+    Sampling,
+    SeededDraws,
+    one_hot,
+    probabilities,
+    residual,
+    shape_logits,
+    try_candidates,
+)
 
 SHAPES = [
-    Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for temperature in (0.3, 1.0, 2.5)
     for top_k in (0, 1, 3, 50)
     for top_p in (0.05, 0.6, 0.95, 1.0)
+    for min_p in (0.0, 0.2)
 ]
+PROMPT, OUTPUT = (1, 4, 4, 7), (2, 7, 2, 2)
 
 
 def plain_probabilities(logits: Sequence[float], sampling: Sampling) -> list[float]:
     """The same law in lists and sorting; ties at the k-th score stay, ties at the edge of top-p go by index."""
     k = sampling.top_k or len(logits)
     threshold = sorted(logits, reverse=True)[: min(k, len(logits))][-1]
+    if sampling.min_p:
+        threshold = max(threshold, max(logits) + sampling.temperature * math.log(sampling.min_p))
     weights = [math.exp((x - max(logits)) / sampling.temperature) if x >= threshold else 0.0 for x in logits]
     p = [w / math.fsum(weights) for w in weights]
     kept: set[int] = set()
@@ -67,6 +91,8 @@ def test_shaping_equals_the_plain_implementation(sampling: Sampling) -> None:
 def test_shaping_equals_the_warpers_of_transformers(sampling: Sampling) -> None:
     logits_BV = torch.stack([random_logits(seed) for seed in range(20)])
     scores_BV = TemperatureLogitsWarper(sampling.temperature)(None, logits_BV)
+    if sampling.min_p:
+        scores_BV = MinPLogitsWarper(sampling.min_p)(None, scores_BV)
     if sampling.top_k:
         scores_BV = TopKLogitsWarper(sampling.top_k)(None, scores_BV)
     if sampling.top_p < 1:
@@ -74,13 +100,17 @@ def test_shaping_equals_the_warpers_of_transformers(sampling: Sampling) -> None:
     torch.testing.assert_close(probabilities(logits_BV, sampling), scores_BV.softmax(-1), rtol=0, atol=1e-12)
 
 
-def test_the_order_of_the_filters_matters_and_is_that_of_transformers() -> None:
+def test_the_order_of_the_filters_matters_and_is_that_of_vllm() -> None:
     logits_V = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log()
     # Among the two left by top-k the first has 4/7 > 0.5; top-p before top-k would have kept both.
     assert probabilities(logits_V, Sampling(temperature=1, top_k=2, top_p=0.5)).tolist() == [1, 0, 0, 0]
     # A high temperature flattens before top-p counts, so more tokens stay.
     assert int((probabilities(logits_V, Sampling(temperature=1, top_p=0.65)) > 0).sum()) == 2
     assert int((probabilities(logits_V, Sampling(temperature=9, top_p=0.65)) > 0).sum()) == 3
+    # Among the three that min-p leaves, the first two have 7/9 > 0.75; min-p after top-p would have kept all three.
+    assert int((probabilities(logits_V, Sampling(temperature=1, top_p=0.75, min_p=0.4)) > 0).sum()) == 2
+    # And it is by the tempered distribution that min-p measures: at 9 the last has 0.86 of the first.
+    assert int((probabilities(logits_V, Sampling(temperature=9, min_p=0.8)) > 0).sum()) == 4
 
 
 def test_ties_stay_together_under_top_k_and_go_by_index_under_top_p() -> None:
@@ -88,6 +118,20 @@ def test_ties_stay_together_under_top_k_and_go_by_index_under_top_p() -> None:
     third = pytest.approx(1 / 3)
     assert probabilities(logits_V, Sampling(temperature=1, top_k=1)).tolist() == [0, third, third, third]
     assert probabilities(torch.zeros(4), Sampling(temperature=1, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999, 1 - 1e-9])
+def test_the_nucleus_of_a_large_vocabulary_is_that_of_the_whole_order(spread: float, top_p: float) -> None:
+    # From a single likely token to thousands of equal ones: the short ways and the whole sort, and ties among them.
+    noise_BV = spread * torch.randn(3, 3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits_BV = (4 * noise_BV).round() / 4
+    p_BV = probabilities(logits_BV, Sampling(temperature=1, top_p=top_p))
+    for logits_V, p_V in zip(logits_BV.softmax(-1), p_BV, strict=True):
+        sorted_V, order_V = logits_V.sort(descending=True, stable=True)
+        kept = int((sorted_V.cumsum(-1) - sorted_V < top_p).sum())
+        assert set(p_V.nonzero()[:, 0].tolist()) == set(order_V[:kept].tolist())
+        assert float(p_V.sum()) == pytest.approx(1)
 
 
 def test_temperature_0_is_certain_of_the_first_of_the_most_likely() -> None:
@@ -119,6 +163,92 @@ def test_the_smallest_and_largest_temperatures_stay_distributions() -> None:
     assert probabilities(logits_V, Sampling(temperature=1e30)).tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
 
 
+def test_the_repetition_penalty_is_that_of_transformers_over_prompt_and_output() -> None:
+    for penalty in (0.7, 1.3, 2.0):
+        logits_V = random_logits(2)
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([PROMPT + OUTPUT]), logits_V[None])[0]
+        ours = shape_logits(logits_V, Sampling(repetition_penalty=penalty), prompt=PROMPT, output=OUTPUT)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        assert not torch.equal(ours, logits_V)
+
+
+def test_presence_and_frequency_are_counted_in_the_output_alone() -> None:
+    logits_V, counts = random_logits(3), Counter(OUTPUT)
+    sampling = Sampling(presence_penalty=0.5, frequency_penalty=-1.25)
+    expected = [float(x) + 1.25 * counts[token] - 0.5 * (token in counts) for token, x in enumerate(logits_V)]
+    ours = shape_logits(logits_V, sampling, prompt=PROMPT, output=OUTPUT)
+    assert ours.tolist() == pytest.approx(expected)
+    assert torch.equal(shape_logits(logits_V, sampling, prompt=PROMPT + OUTPUT), logits_V)
+
+
+def test_the_bias_is_that_of_transformers_and_allowed_tokens_are_the_only_ones() -> None:
+    logits_V = random_logits(4)
+    theirs = SequenceBiasLogitsProcessor([[[3], 2.5], [[9], -100.0]])(torch.tensor([PROMPT]), logits_V[None].float())[0]
+    torch.testing.assert_close(shape_logits(logits_V.float(), Sampling(logit_bias={9: -100.0, 3: 2.5})), theirs)
+    allowed_V = shape_logits(logits_V, Sampling(allowed_tokens=frozenset({0, 5})))
+    assert allowed_V.isfinite().nonzero()[:, 0].tolist() == [0, 5]
+    assert allowed_V[[0, 5]].tolist() == logits_V[[0, 5]].tolist()
+
+
+def test_options_follow_each_other_as_in_vllm() -> None:
+    logits_V = torch.tensor([1.0, -1.0, 2.0, 3.0], dtype=torch.float64)
+    sampling = Sampling(
+        logit_bias={0: 3.0, 3: 50.0},
+        repetition_penalty=2.0,
+        frequency_penalty=0.25,
+        presence_penalty=0.5,
+        allowed_tokens=frozenset({0, 1, 2}),
+    )
+    # The repetition penalty divides the biased 1 + 3, what is subtracted comes after it, and no bias allows a token.
+    shaped = shape_logits(logits_V, sampling, prompt=(1,), output=(0, 0))
+    assert shaped.tolist() == [(1 + 3) / 2 - 2 * 0.25 - 0.5, -1 * 2, 2, -math.inf]
+
+
+def test_greedy_decoding_obeys_whatever_shapes_the_logits() -> None:
+    logits_V = torch.tensor([3.0, 2.0, 1.0, 0.0])
+
+    def best(**options: Any) -> int:
+        sampling = Sampling(**options)
+        return int(probabilities(shape_logits(logits_V, sampling, prompt=(1,), output=(0, 0)), sampling).argmax())
+
+    assert best() == 0
+    assert best(logit_bias={3: 4.0}) == 3
+    assert best(allowed_tokens=frozenset({2, 3})) == 2
+    assert best(frequency_penalty=0.6) == 1
+    assert best(presence_penalty=1.5) == 1
+    assert best(repetition_penalty=4.0) == 2
+    assert best(min_p=0.5, top_k=1) == 0
+
+
+def test_shaping_leaves_its_input_alone_and_serves_whole_batches() -> None:
+    logits_BV = torch.stack([random_logits(seed) for seed in range(4)])
+    before_BV = logits_BV.clone()
+    sampling = Sampling(
+        logit_bias={2: 1.0}, presence_penalty=1.0, repetition_penalty=1.5, allowed_tokens=frozenset({2})
+    )
+    shaped_BV = shape_logits(logits_BV, sampling, prompt=PROMPT, output=OUTPUT)
+    assert torch.equal(logits_BV, before_BV)
+    for logits_V, shaped_V in zip(logits_BV, shaped_BV, strict=True):
+        assert torch.equal(shape_logits(logits_V, sampling, prompt=PROMPT, output=OUTPUT), shaped_V)
+    assert shape_logits(logits_BV, Sampling(top_p=0.5, temperature=1)) is logits_BV, "nothing to shape, nothing to copy"
+
+
+def test_sampling_is_a_value_whatever_form_the_bias_had() -> None:
+    from_mapping, from_pairs = Sampling(logit_bias={7: 1.0, 3: -2.0}), Sampling(logit_bias=((3, -2.0), (7, 1.0)))
+    assert from_mapping == from_pairs
+    assert len({from_mapping, from_pairs, replace(from_mapping, top_k=0)}) == 1
+    assert from_mapping.bias_pairs == ((3, -2.0), (7, 1.0))
+    assert from_mapping != Sampling()
+
+
+def test_tables_are_kept_for_the_vocabulary_they_were_made_for() -> None:
+    sampling = Sampling(allowed_tokens=frozenset({1}))
+    sampling_module._membership.cache_clear()
+    for size in (3, 5, 3):
+        assert shape_logits(torch.zeros(size), sampling).isfinite().tolist() == [token == 1 for token in range(size)]
+    assert sampling_module._membership.cache_info().hits == 1
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [
@@ -130,11 +260,29 @@ def test_the_smallest_and_largest_temperatures_stay_distributions() -> None:
         ({"top_p": 0.0}, "top_p 0.0"),
         ({"top_p": 1.01}, "top_p 1.01"),
         ({"top_p": float("nan")}, "top_p nan"),
+        ({"min_p": -0.1}, "min_p -0.1"),
+        ({"min_p": 1.5}, "min_p 1.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty inf"),
+        ({"presence_penalty": 2.1}, "presence_penalty 2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty nan"),
+        ({"logit_bias": {5: 101.0}}, "logit_bias 101.0 of token 5"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias nan of token 5"),
+        ({"logit_bias": {-5: 1.0}}, "token -5"),
+        ({"allowed_tokens": frozenset()}, "allowed_tokens names 0 tokens"),
+        ({"allowed_tokens": frozenset({-1, 4})}, "token -1"),
     ],
 )
-def test_a_value_that_means_nothing_is_refused_by_name(values: dict[str, float], named: str) -> None:
+def test_a_value_that_means_nothing_is_refused_by_name(values: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        Sampling(**values)  # type: ignore[arg-type]
+        Sampling(**values)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_by_name() -> None:
+    for sampling in (Sampling(logit_bias={10: 1.0}), Sampling(allowed_tokens=frozenset({2, 10}))):
+        sampling.require_vocabulary(11)
+        with pytest.raises(UserError, match="token 10, above the last one 9"):
+            sampling.require_vocabulary(10)
 
 
 def test_the_residual_is_what_p_has_above_q() -> None:

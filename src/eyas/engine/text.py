@@ -1,0 +1,62 @@
+"""From tokens to text, piece by piece: what may be shown already, and where a stop string ends the answer.
+
+Text is held back while it can still change: the bytes of an unfinished character, and whatever could be the
+beginning of a stop string. A stop string itself is never shown.
+Invariant: the pieces joined are the text of all tokens pushed, cut before the earliest stop string.
+"""
+
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "\ufffd"
+
+
+class TextStream:
+    """The text of one answer as its tokens come."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stops = tuple(stop_strings)
+        self._tokens: list[int] = []
+        # Tokens from _anchor to _shown are decoded again with each new one, because the text of a token may depend
+        # on the one before it (a leading space, a character in several tokens); only what follows them is new.
+        self._anchor, self._shown = 0, 0
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Take one more token and return the text that can no longer change; nothing after a stop string."""
+        assert not self.stopped, "the answer has ended"
+        self._tokens.append(token)
+        before = self._decode(self._tokens[self._anchor : self._shown])
+        text = self._decode(self._tokens[self._anchor :])
+        if text.endswith(UNFINISHED) or len(text) <= len(before):
+            return ""
+        self._anchor, self._shown = self._shown, len(self._tokens)
+        return self._release(text[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back, once it is certain that nothing follows."""
+        if self.stopped:
+            return ""
+        before = self._decode(self._tokens[self._anchor : self._shown])
+        text = self._held + self._decode(self._tokens[self._anchor :])[len(before) :].rstrip(UNFINISHED)
+        self._held, self._anchor, self._shown = "", len(self._tokens), len(self._tokens)
+        return text
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How long an end of `text` is a beginning of `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
