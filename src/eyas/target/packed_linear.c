@@ -1,0 +1,145 @@
+/* y = x W^T + bias in float32 for few rows of x, as fast as W can be read from memory.
+ *
+ * Decoding one token reads every weight once and does little with it; verifying a handful of drafted tokens does a
+ * handful of times as much with the same bytes. A general matrix product rearranges W on every call to please its
+ * inner loop, which for few rows costs more than the product. Here W is rearranged once, when the model is loaded:
+ *
+ *     panels[p][k][c] = W[p * PANEL + c][k]        PANEL neighbouring outputs, all their weights for one input together
+ *
+ * so the inner loop reads W from front to back and feeds up to ROWS rows of x with every value it reads. Outputs
+ * missing from the last panel are zeros.
+ *
+ * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
+ * threads. It is the sum over chunks of DEPTH inputs, each added up in order in a register of its own; tiles, stripes
+ * and threads only choose which elements are worked on together. (Chunks also keep rounding errors small: a chunk's
+ * sum starts from zero.)
+ *
+ * Vectors are GCC's and Clang's own, so one source serves NEON, SSE, AVX2 and AVX-512: compile for the machine at hand.
+ *
+ * Names: M rows of x and y, N outputs, K inputs.
+ */
+
+#include <string.h>
+
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 12 }; /* 24 of 32 registers hold sums */
+#elif defined(__AVX__)
+enum { LANES = 8, ROWS = 6 }; /* 12 of 16 */
+#elif defined(__aarch64__)
+enum { LANES = 4, ROWS = 8 }; /* 16 of 32; 8 more hold x */
+#else
+enum { LANES = 4, ROWS = 6 };
+#endif
+
+enum {
+    PANEL = 2 * LANES,  /* outputs in a panel: two vectors hide the latency of the additions of a single row */
+    DEPTH = 128,        /* inputs in a chunk: its part of a panel stays in the first-level cache for all tiles */
+    STRIPE = 8 * ROWS,  /* rows per sweep over W: they stay in the second-level cache for all panels */
+};
+
+typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+
+/* Four neighbouring inputs of a row. ARM multiplies by one lane of a register, so they are loaded at once; x86
+ * spreads a float over a register while loading it, so they are left in memory. */
+#if defined(__aarch64__)
+typedef vector four;
+static inline four read_four(const float *x) { return *(const vector *)x; }
+#else
+typedef const float *four;
+static inline four read_four(const float *x) { return x; }
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+static long smaller(long a, long b) { return a < b ? a : b; }
+
+/* y[r][c] = before[r][c] + sum over k < depth of x[r][k] * w[k][c] for one tile: up to ROWS rows, one chunk of a panel.
+ * The sums stay in registers, for `rows` is a constant at every call. */
+INLINE void multiply(const int rows, const float *x, long K, const float *w, long depth, const float *before,
+                     long before_stride, float *y, long y_stride) {
+    vector low[ROWS], high[ROWS];
+    UNROLL for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
+    long k = 0;
+    for (; k + 4 <= depth; k += 4) {
+        four x_k[ROWS];
+        UNROLL for (int r = 0; r < rows; r++) x_k[r] = read_four(x + r * K + k);
+        UNROLL for (int j = 0; j < 4; j++) {
+            const vector *w_k = (const vector *)(w + (k + j) * PANEL);
+            UNROLL for (int r = 0; r < rows; r++) {
+                low[r] += w_k[0] * x_k[r][j];
+                high[r] += w_k[1] * x_k[r][j];
+            }
+        }
+    }
+    for (; k < depth; k++) {
+        const vector *w_k = (const vector *)(w + k * PANEL);
+        UNROLL for (int r = 0; r < rows; r++) {
+            low[r] += w_k[0] * x[r * K + k];
+            high[r] += w_k[1] * x[r * K + k];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        const vector *before_r = (const vector *)(before + r * before_stride);
+        vector *y_r = (vector *)(y + r * y_stride);
+        y_r[0] = before_r[0] + low[r];
+        y_r[1] = before_r[1] + high[r];
+    }
+}
+
+/* y[:M, :PANEL] = bias + x[:M] times one panel. */
+static void panel(const float *x, long M, long K, const float *w, const float *bias, float *y, long y_stride) {
+    const long tiles = (M + ROWS - 1) / ROWS;
+    for (long k = 0; k < K; k += DEPTH) {
+        const long depth = smaller(DEPTH, K - k);
+        for (long t = 0; t < tiles; t++) { /* as even as can be: 9 rows are 5 + 4, not 8 + 1 */
+            const long first = M * t / tiles, rows = M * (t + 1) / tiles - first;
+            const float *x_t = x + first * K + k, *w_k = w + k * PANEL;
+            float *y_t = y + first * y_stride;
+            const float *before = k > 0 ? y_t : bias;
+            const long before_stride = k > 0 ? y_stride : 0;
+            switch (rows) {
+#define CASE(n) case n: multiply(n, x_t, K, w_k, depth, before, before_stride, y_t, y_stride); break;
+                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__) || defined(__aarch64__)
+                CASE(7) CASE(8)
+#endif
+#if defined(__AVX512F__)
+                CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+            }
+        }
+    }
+}
+
+/* The same where only the first `columns` exist, of y and of bias: by way of memory that has them all. */
+static void narrow_panel(const float *x, long M, long K, const float *w, const float *bias, long columns, float *y,
+                         long y_stride) {
+    float wide_bias[PANEL] = {0}, wide_y[STRIPE * PANEL];
+    memcpy(wide_bias, bias, columns * sizeof(float));
+    panel(x, M, K, w, wide_bias, wide_y, PANEL);
+    for (long m = 0; m < M; m++) memcpy(y + m * y_stride, wide_y + m * PANEL, columns * sizeof(float));
+}
+
+/* How many outputs make a panel here: what packs W must know. */
+int panel_width(void) { return PANEL; }
+
+/* y[M][N] = x[M][K] W[N][K]^T + bias[N]; `bias` may be null, rows lie densely, K > 0. */
+void packed_linear(const float *x, long M, long K, const float *panels, const float *bias, long N, float *y,
+                   int threads) {
+    static const float zeros[PANEL];
+    const long count = (N + PANEL - 1) / PANEL;
+    for (long m = 0; m < M; m += STRIPE) {
+        const long rows = smaller(STRIPE, M - m);
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (long p = 0; p < count; p++) {
+            const long n = p * PANEL;
+            const float *x_m = x + m * K, *w = panels + n * K, *bias_n = bias ? bias + n : zeros;
+            float *y_mn = y + m * N + n;
+            if (N - n >= PANEL)
+                panel(x_m, rows, K, w, bias_n, y_mn, N);
+            else
+                narrow_panel(x_m, rows, K, w, bias_n, N - n, y_mn, N);
+        }
+    }
+}

@@ -1,0 +1,228 @@
+"""Linear layers whose float32 weights lie in panels, for the few rows of decoding on a processor.
+
+Verifying four drafted tokens should cost little more than decoding one, since the weights are read once either way;
+torch's product for two or more rows takes three times as long as for one. packed_linear.c says why and does better.
+There is one copy of the weights, in panels; it serves any number of rows, prompts included. Only a head that shares its
+matrix with the embedding becomes a second copy: lookups need rows, the product needs panels.
+
+Invariant: a row's result does not depend on how many rows are computed with it, to the last bit. Greedy decoding
+therefore gives the same tokens one by one and verified in drafts.
+
+Shapes: M rows, N outputs, K inputs; P panels of C outputs each.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.target.native import load_native
+
+SOURCE = Path(__file__).with_name("packed_linear.c")
+# Linears of one parent that read the same input: packed side by side, so that `joined` can run them as one.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The compiled product."""
+
+    library: ctypes.CDLL
+    made_by: str
+
+    def __post_init__(self) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_long
+        product = self.library.packed_linear
+        product.argtypes = [pointer, size, size, pointer, pointer, size, pointer, ctypes.c_int]
+        product.restype = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Kernel":
+        return self  # code, not state: copies of a model share it
+
+    @property
+    def width(self) -> int:
+        """Outputs in a panel, C."""
+        return int(self.library.panel_width())
+
+    def linear(self, x: Tensor, panels_PKC: Tensor, out_features: int, bias_N: Tensor | None) -> Tensor:
+        """As torch's linear; all are float32 on the processor, and panels and bias lie densely."""
+        x = x.contiguous()
+        inputs = panels_PKC.shape[1]
+        y = x.new_empty((*x.shape[:-1], out_features))
+        self.library.packed_linear(
+            x.data_ptr(),
+            x.numel() // inputs,
+            inputs,
+            panels_PKC.data_ptr(),
+            None if bias_N is None else bias_N.data_ptr(),
+            out_features,
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y
+
+
+def load_kernel(*, cache: Path | None = None) -> tuple[Kernel | None, str]:
+    """Return the kernel and who compiled it, or None and the reason why there is none."""
+    library, words = load_native(SOURCE, cache=cache)
+    if library is None:
+        return None, words
+    kernel = Kernel(library, words)
+    return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
+
+
+@torch.no_grad()
+def _is_right(kernel: Kernel) -> bool:
+    """Try it: the compiler is one that nobody here has met."""
+    linear = nn.Linear(2 * kernel.width + 1, 2 * kernel.width + 1, device="meta").to_empty(device="cpu")
+    for parameter in linear.parameters():
+        parameter.copy_(torch.arange(parameter.numel()).view_as(parameter) % 7 - 3)  # small integers: sums are exact
+    x_MK = torch.arange(15 * linear.in_features).view(15, -1) % 5 - 2.0
+    return torch.equal(pack(kernel, [linear])[0](x_MK), linear(x_MK))
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference; what the kernel does not do (gradients, other types) runs unpacked and slowly."""
+
+    panels_PKC: Tensor
+    bias: Tensor | None
+
+    def __init__(self, kernel: Kernel, panels_PKC: Tensor, out_features: int, bias_N: Tensor | None = None) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.in_features = panels_PKC.shape[1]
+        self.out_features = out_features
+        self.register_buffer("panels_PKC", panels_PKC)
+        self.register_buffer("bias", bias_N)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as nn.Linear keeps it, [N, K]: a copy made on each call."""
+        return self.panels_PKC.transpose(1, 2).flatten(0, 1)[: self.out_features].contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of rows [..., K], [..., N]."""
+        panels_PKC = self.panels_PKC
+        if (
+            x.dtype == panels_PKC.dtype == torch.float32
+            and x.is_cpu
+            and panels_PKC.is_cpu
+            and x.shape[-1] == self.in_features
+            and not (x.requires_grad and torch.is_grad_enabled())
+        ):
+            return self.kernel.linear(x, panels_PKC, self.out_features, self.bias)
+        return functional.linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear prints itself."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A saved model holds the names and shapes of nn.Linear, not panels, which differ between processors."""
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+
+@torch.no_grad()
+def pack(kernel: Kernel, linears: Sequence[nn.Linear]) -> list[PackedLinear]:
+    """Pack linears of equally many inputs side by side into one block of memory."""
+    width, inputs = kernel.width, linears[0].in_features
+    counts = [-(-linear.out_features // width) for linear in linears]
+    panels_PKC = torch.zeros(sum(counts), inputs, width)
+    packed = []
+    for linear, part_PKC in zip(linears, torch.split(panels_PKC, counts), strict=True):
+        weight_NK = linear.weight.detach()
+        full, rest = divmod(linear.out_features, width)
+        part_PKC[:full] = weight_NK[: full * width].reshape(full, width, inputs).transpose(1, 2)
+        if rest:
+            part_PKC[full, :, :rest] = weight_NK[full * width :].T
+        bias_N = None if linear.bias is None else linear.bias.detach().contiguous()
+        packed.append(PackedLinear(kernel, part_PKC, linear.out_features, bias_N))
+    return packed
+
+
+def joined(linears: Sequence[PackedLinear]) -> PackedLinear | None:
+    """Return one layer with the outputs of all, in order, on the same memory; None where they do not lie side by side.
+
+    They do after `pack` if every number of outputs but the last is a multiple of the panel's width.
+    """
+    parts = [linear.panels_PKC for linear in linears]
+    width = parts[0].shape[-1]
+    for linear, before, after in zip(linears, parts, parts[1:], strict=False):
+        end = before.data_ptr() + before.numel() * before.element_size()
+        same_storage = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+        if not same_storage or end != after.data_ptr() or linear.out_features % width:
+            return None
+    panels_PKC = parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+    bias_N = None
+    if any(linear.bias is not None for linear in linears):
+        biases = [torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        bias_N = torch.cat(biases)
+    return PackedLinear(linears[0].kernel, panels_PKC, sum(linear.out_features for linear in linears), bias_N)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """What `pack_linears` did."""
+
+    linears: int
+    """How many were replaced; 0 means that the model is as it was."""
+    bytes: int
+    """Size of all panels."""
+    second_copy_bytes: int
+    """The part of it whose original stays in memory too: a head tied to the embedding."""
+    words: str
+    """Who compiled the kernel, or why nothing was packed."""
+
+
+def pack_linears(model: nn.Module, *, cache: Path | None = None) -> Packing:
+    """Replace every float32 nn.Linear on the processor inside `model`, in place; the model can no longer be trained."""
+    groups = _groups(model)
+    kernel, words = load_kernel(cache=cache) if groups else (None, "there are no float32 linears on the processor")
+    if kernel is None:
+        return Packing(linears=0, bytes=0, second_copy_bytes=0, words=words)
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if not _can_pack(module)
+        for parameter in module.parameters(recurse=False)
+    }
+    count = total = second_copy = 0
+    for parent, names in groups:
+        linears = [getattr(parent, name) for name in names]
+        for name, linear, packed in zip(names, linears, pack(kernel, linears), strict=True):
+            setattr(parent, name, packed)
+            count += 1
+            total += packed.panels_PKC.nbytes
+            second_copy += packed.panels_PKC.nbytes if id(linear.weight) in kept else 0
+    return Packing(linears=count, bytes=total, second_copy_bytes=second_copy, words=words)
+
+
+def _groups(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Where the linears are: a parent and the names of those to be packed together."""
+    groups: list[tuple[nn.Module, tuple[str, ...]]] = []
+    for parent in model.modules():
+        inputs = {name: child.in_features for name, child in parent.named_children() if _can_pack(child)}
+        together = [group for group in GROUPS if len({inputs.get(name) for name in group}) == 1 and group[0] in inputs]
+        grouped = {name for group in together for name in group}
+        groups += [(parent, group) for group in (*together, *((name,) for name in inputs if name not in grouped))]
+    return groups
+
+
+def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is an nn.Linear and nothing more: no subclass, which may do otherwise, and none with hooks."""
+    return (
+        type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter
+        and module.weight.dtype == torch.float32
+        and module.weight.is_cpu
+        and module.weight.numel() > 0
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
