@@ -1,0 +1,197 @@
+"""Which targets take the lean pass of `block.py`, and the proof that each of them may.
+
+Most targets are the same block. They are known by their parts, not by their names: every module, weight and window
+that the block has no place for is a reason to let transformers' own code run, as it does for all other targets.
+
+Parts do not tell all that a model's code does with them (a factor, a layer without rotation). So the invariant, a
+lean pass that was handed out is right, rests on a trial: the states behind every layer and the logits are compared
+with those of the model's own code. A target must not be moved or cast afterwards; its weights are in use.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.engine.block import Block, LeanPass, Product, RMSNorm, Sizes, join
+from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged_attention import PagedAttention
+from eyas.engine.paged_target import PagedTarget
+from eyas.errors import UserError
+from eyas.target.capture import capture
+from eyas.target.model import Target
+
+TOLERANCE = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""How far a token's state may lie from the model's own, relative to its length; sums in another order lie nearer."""
+
+
+class UnlikeError(Exception):
+    """A model is not the plain block; says why."""
+
+
+def lean_pass(target: Target, report: Callable[[str], None] | None = None) -> LeanPass | None:
+    """The lean pass of a target; None where the model's own code must run, and `report` hears why."""
+    try:
+        with torch.inference_mode(False), torch.no_grad():  # joined weights outlive the caller's mode
+            lean = _build(target)
+        _prove(lean, target)
+    except (UnlikeError, UserError) as reason:
+        if report is not None:
+            report(f"{target.facts.source} runs by transformers' own code: {reason}")
+        return None
+    return lean
+
+
+# --- recognition ---------------------------------------------------------------------------------------------------
+
+
+def _build(target: Target) -> LeanPass:
+    model: Any = target.model
+    weights = list(model.parameters())
+    for what, found in (
+        ("devices", {x.device for x in (*weights, *model.buffers())}),
+        ("types", {x.dtype for x in weights}),
+    ):
+        if len(found) > 1:
+            raise UnlikeError(f"its weights are of several {what}: {', '.join(sorted(map(str, found)))}")
+    if weights[0].dtype not in TOLERANCE:
+        raise UnlikeError(f"its weights are {weights[0].dtype}")
+    _expect(model, "model", "lm_head")
+    decoder = model.model
+    _expect(decoder, "embed_tokens", "layers", "norm", "rotary_emb")
+    if type(decoder.embed_tokens) is not nn.Embedding:
+        raise UnlikeError(f"its embeddings are {type(decoder.embed_tokens).__name__}")
+    several = {_sizes(layer, model.config) for layer in decoder.layers}
+    if len(several) > 1:
+        raise UnlikeError("its layers differ in size")
+    sizes = several.pop()
+    probe = weights[0].new_zeros(1, 1)
+    rotated: int = decoder.rotary_emb(probe, position_ids=probe.long())[0].shape[-1]
+    if rotated != sizes.head_dim:
+        raise UnlikeError(f"it rotates {rotated} of {sizes.head_dim} numbers of a head")
+    return LeanPass(
+        embedding_VD=decoder.embed_tokens.weight.detach(),
+        rotary=decoder.rotary_emb,
+        blocks=[_block(layer, sizes) for layer in decoder.layers],
+        norm=_norm(decoder.norm),
+        head=_join(model.lm_head),
+        sizes=sizes,
+    )
+
+
+def _expect(module: nn.Module, *names: str) -> None:
+    """Refuse a module that does not consist of these parts, or has weights besides."""
+    own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    odd = {name for name, _ in own} ^ set(names)
+    if odd:
+        expected = ", ".join(names)
+        raise UnlikeError(f"{type(module).__name__} does not consist of {expected} alone: {', '.join(sorted(odd))}")
+
+
+def _sizes(layer: Any, config: Any) -> Sizes:
+    """Look a layer over."""
+    _expect(layer, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = ("q_norm", "k_norm") if hasattr(attention, "q_norm") else ()
+    _expect(attention, "q_proj", "k_proj", "v_proj", "o_proj", *norms)
+    _expect(mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
+    numbers = torch.linspace(-9, 9, 64)
+    if not torch.allclose(mlp.act_fn(numbers), functional.silu(numbers)):
+        raise UnlikeError(f"its activation is {type(mlp.act_fn).__name__}")
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]  # of one kind, with or without a window
+    windows = [config, attention] if "sliding_attention" in kinds else [attention]
+    if any(getattr(place, "sliding_window", None) is not None for place in windows):
+        raise UnlikeError("its attention has a window")
+    try:
+        size = attention.head_dim
+        heads, keys, values = (x.out_features // size for x in (attention.q_proj, attention.k_proj, attention.v_proj))
+        inner, other = mlp.gate_proj.out_features, mlp.up_proj.out_features
+    except AttributeError as error:
+        raise UnlikeError(str(error)) from error
+    if keys != values or inner != other or any(getattr(attention, norm).weight.shape != (size,) for norm in norms):
+        raise UnlikeError("its keys and values, or gates and what they gate, or norms of heads differ in size")
+    return Sizes(heads=heads, key_heads=keys, head_dim=size, intermediate=inner)
+
+
+def _block(layer: Any, sizes: Sizes) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    qk_norm = None
+    if hasattr(attention, "q_norm"):
+        norms = [attention.q_norm] * sizes.heads + [attention.k_norm] * sizes.key_heads
+        qk_norm = _norm(*norms)
+    return Block(
+        attention_norm=_norm(layer.input_layernorm),
+        qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        qk_norm=qk_norm,
+        output=_join(attention.o_proj),
+        scale=float(attention.scaling),
+        mlp_norm=_norm(layer.post_attention_layernorm),
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=_join(mlp.down_proj),
+    )
+
+
+def _norm(*norms: Any) -> RMSNorm:
+    """One norm, or one for each of several heads."""
+    for norm in norms:
+        _expect(norm, "weight")
+    epsilon, *others = {getattr(norm, "variance_epsilon", None) for norm in norms}
+    if others or not isinstance(epsilon, float):
+        raise UnlikeError(f"{type(norms[0]).__name__} is no RMSNorm as Llama has it")
+    weights = [norm.weight.detach() for norm in norms]
+    return RMSNorm(weights[0] if len(weights) == 1 else torch.stack(weights), epsilon)
+
+
+def _join(*linears: Any) -> Product:
+    product = join(linears)
+    if product is None:
+        raise UnlikeError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")
+    return product
+
+
+# --- proof ---------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def _prove(lean: LeanPass, target: Target) -> None:
+    """Run both over a few random tokens: two chunks of one request, then three tokens of it beside another's first.
+
+    All of it once more at the end of the context: what models do to far positions (other rotations, scores that
+    grow) does not show at the beginning. Where a token lies and what it sees is not told by its position.
+    """
+    one, other = (2, 0, 3), (1,)
+    passes = (
+        [Row(pages=one, base=0, count=5)],
+        [Row(pages=one, base=5, count=2)],
+        [Row(pages=one, base=7, count=3), Row(pages=other, base=0, count=2)],
+    )
+    device, ids = target.device, range(len(lean.blocks) + 1)
+    own, cache = PagedTarget(target, PageCache(pages=4, page_size=4)), PageCache(pages=4, page_size=4)
+    generator = torch.Generator().manual_seed(0)
+    for shift in (0, max(0, (target.facts.max_position_embeddings or 0) - 10)):
+        for rows in passes:
+            layout = Layout.of(rows, page_size=4, device=device)
+            layout = replace(layout, position_N=layout.position_N + shift)
+            ids_N = torch.randint(len(lean.embedding_VD), layout.slot_N.shape, generator=generator).to(device)
+            keep_M = torch.arange(0, len(ids_N), 2, device=device)
+            with capture(target.model, ids) as captured:
+                their_logits = own.forward(ids_N, layout, keep_M)
+            logits, aux = lean.forward(ids_N, PagedAttention(cache, layout), keep_M, ids)
+            assert aux is not None
+            _compare("states", aux.chunk(len(ids), dim=-1), captured.aux_hidden()[0].chunk(len(ids), dim=-1))
+            _compare("logits", [logits], [their_logits])
+
+
+def _compare(what: str, all_ours: Sequence[Tensor], all_theirs: Sequence[Tensor]) -> None:
+    for k, (ours, theirs) in enumerate(zip(all_ours, all_theirs, strict=True)):
+        behind = f" behind {k} layers" if len(all_ours) > 1 else ""
+        allowed = TOLERANCE[theirs.dtype]
+        length = theirs.float().norm(dim=-1).clamp(min=1e-30)
+        error = ((ours.float() - theirs.float()).norm(dim=-1) / length).max().item()
+        if not error <= allowed:  # nor if it is no number
+            raise UnlikeError(
+                f"a trial gave other {what}{behind}, by {error:.1e} of their length ({allowed:.0e} allowed)"
+            )

@@ -1,0 +1,252 @@
+"""A lean pass computes what the model's own code computes, and is handed out for no other model."""
+
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.test_paged_target import built
+from eyas.engine.block import LeanPass, RMSNorm, join
+from eyas.engine.lean import lean_pass
+from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged_attention import PagedAttention
+from eyas.engine.paged_target import PagedTarget
+from eyas.target.capture import capture
+from eyas.target.model import Target, _computes
+from eyas.target.packed_linear import pack_linears
+
+CPU = torch.device("cpu")
+LAYERS = 4
+PAGE_SIZE = 4
+TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+PASSES = (
+    [Row(pages=(5, 1, 7), base=0, count=6), Row(pages=(2, 0), base=0, count=3)],
+    [Row(pages=(5, 1, 7), base=6, count=3, ancestors=TREE), Row(pages=(2, 0), base=3, count=1)],
+    [Row(pages=(2, 0), base=4, count=4)],
+)
+
+
+def plain(family: str = "llama", **changes: Any) -> Target:
+    if family == "mistral":
+        changes = {"sliding_window": None, **changes}
+    return built(family, **changes)
+
+
+def lean_of(target: Target) -> LeanPass:
+    reasons: list[str] = []
+    lean = lean_pass(target, reasons.append)
+    assert lean is not None, reasons
+    return lean
+
+
+def reason_against(target: Target) -> str:
+    reasons: list[str] = []
+    assert lean_pass(target, reasons.append) is None
+    (reason,) = reasons
+    return reason
+
+
+@torch.inference_mode()
+def assert_same_pass(target: Target, lean: LeanPass, aux_layer_ids: tuple[int, ...] = (1, 3), **close: float) -> None:
+    own, cache = PagedTarget(target, PageCache(pages=8, page_size=PAGE_SIZE)), PageCache(pages=8, page_size=PAGE_SIZE)
+    generator = torch.Generator().manual_seed(4)
+    for rows in PASSES:
+        layout = Layout.of(rows, page_size=PAGE_SIZE, device=CPU)
+        ids_N = torch.randint(80, layout.slot_N.shape, generator=generator)
+        keep_M = torch.arange(len(ids_N)).flip(0)[::2]
+        with capture(target.model, aux_layer_ids) as captured:
+            theirs = own.forward(ids_N, layout, keep_M)
+        ours, aux = lean.forward(ids_N, PagedAttention(cache, layout), keep_M, aux_layer_ids)
+        tolerances = close or {"rtol": 1e-4, "atol": 2e-4}
+        torch.testing.assert_close(ours, theirs, **tolerances)
+        torch.testing.assert_close(aux, captured.aux_hidden()[0], **tolerances)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_lean_pass_equals_the_models_own(family: str, tied: bool) -> None:
+    target = plain(family, tie_word_embeddings=tied)
+    assert_same_pass(target, lean_of(target))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "head_dim": 16},
+        {"rms_norm_eps": 0.5},
+    ],
+)
+def test_shapes_biases_and_epsilons_of_llama_are_followed(changes: dict[str, Any]) -> None:
+    target = plain(**changes)
+    assert_same_pass(target, lean_of(target))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_are_the_models_own(rope: dict[str, Any]) -> None:
+    target = plain(rope_parameters={"rope_theta": 100.0, **rope}, max_position_embeddings=64)
+    assert_same_pass(target, lean_of(target))
+
+
+def test_half_precision_rounds_where_the_model_does() -> None:
+    if not _computes(torch.bfloat16, CPU):
+        pytest.skip("this processor computes bfloat16 slowly")
+    target = plain("qwen3")
+    target = replace(target, model=target.model.bfloat16())
+    assert_same_pass(target, lean_of(target), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_round_before_the_weight(dtype: torch.dtype) -> None:
+    target = plain()
+    norm: Any = target.model.model.norm.to(dtype)
+    x = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    ours, theirs = RMSNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours, theirs)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+def test_states_of_every_depth_are_those_that_are_captured() -> None:
+    target = plain()
+    lean = lean_of(target)
+    assert_same_pass(target, lean, (0, LAYERS))
+    assert_same_pass(target, lean, (LAYERS,))
+
+
+def test_logits_are_made_for_the_tokens_asked_for() -> None:
+    lean = lean_of(plain())
+    layout = Layout.of(PASSES[0], page_size=PAGE_SIZE, device=CPU)
+    ids_N = torch.arange(len(layout.slot_N))
+
+    def run(keep_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return lean.forward(ids_N, PagedAttention(PageCache(pages=8, page_size=PAGE_SIZE), layout), keep_M)
+
+    everything, aux = run(None)
+    assert everything.shape == (9, 80)
+    assert aux is None
+    assert run(torch.tensor([], dtype=torch.int64))[0].shape == (0, 80)
+    torch.testing.assert_close(run(torch.tensor([7, 2]))[0], everything[[7, 2]])
+
+
+def test_joined_weights_take_the_place_of_their_parts() -> None:
+    target = plain("qwen2", tie_word_embeddings=True)
+    model: Any = target.model
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    first, second = lean_of(target), lean_of(target)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    attention = model.model.layers[1].self_attn
+    storages = {getattr(attention, name).weight.untyped_storage().data_ptr() for name in ("q_proj", "k_proj", "v_proj")}
+    assert len(storages) == 1
+    for lean in (first, second):
+        qkv: Any = lean.blocks[1].qkv
+        bias, weight = qkv.args
+        assert weight.data_ptr() == attention.q_proj.weight.data_ptr()
+        assert bias.data_ptr() == attention.q_proj.bias.data_ptr()
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_packed_linears_are_joined_where_they_lie() -> None:
+    target = plain(hidden_size=64, head_dim=32, intermediate_size=96)
+    model: Any = target.model
+    if not pack_linears(model).linears:
+        pytest.skip("there is no compiler")
+    lean = lean_of(target)
+    assert_same_pass(target, lean)
+    qkv: Any = lean.blocks[1].qkv
+    assert qkv.args[0].panels_PKC.data_ptr() == model.model.layers[1].self_attn.q_proj.panels_PKC.data_ptr()
+
+
+def test_linears_that_are_not_alike_are_not_joined() -> None:
+    assert join([nn.Linear(3, 2), nn.Linear(3, 2, bias=False)]) is None
+    assert join([nn.Linear(3, 2), nn.Bilinear(3, 3, 2)]) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma", {}, "embeddings are"),
+        ("gemma2", {}, "embeddings are"),
+        ("gemma3_text", {}, "embeddings are"),
+        ("mixtral", {}, "does not consist of"),
+        ("qwen3_moe", {}, "does not consist of"),
+        ("phi", {}, "does not consist of"),
+        ("phi3", {}, "does not consist of"),
+        ("gpt2", {}, "does not consist of"),
+        ("olmo2", {}, "does not consist of"),
+        ("llama", {"hidden_act": "gelu"}, "activation"),
+        ("mistral", {"sliding_window": 5}, "window"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}, "window"),
+        ("granite", {"residual_multiplier": 0.9}, "behind 1 layers"),
+        ("granite", {"embedding_multiplier": 1.1}, "behind 0 layers"),
+        ("granite", {"logits_scaling": 1.1}, "logits"),
+        ("cohere", {}, "does not consist of"),
+        ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}, "behind 2 layers"),
+    ],
+)
+def test_other_models_are_refused_with_a_reason(family: str, changes: dict[str, Any], reason: str) -> None:
+    assert reason in reason_against(built(family, **changes))
+
+
+def test_a_model_whose_code_does_more_than_its_parts_tell_is_found_out() -> None:
+    target = plain()
+    layer: Any = target.model.model.layers[2]
+    own_forward = layer.forward
+    layer.forward = MethodType(lambda self, *args, **kwargs: own_forward(*args, **kwargs) + 0.01, layer)
+    assert "states behind 3 layers" in reason_against(target)
+
+
+def test_what_a_model_does_to_far_positions_only_is_found_out() -> None:
+    target = plain(max_position_embeddings=4096)
+    layer: Any = target.model.model.layers[0]
+    own_forward = layer.forward
+
+    def forward(self: nn.Module, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        output: Tensor = own_forward(hidden_states, position_ids=position_ids, **kwargs)
+        return output * torch.where(position_ids > 2048, 1.1, 1.0)[..., None]
+
+    layer.forward = MethodType(forward, layer)
+    assert "states behind 1 layers" in reason_against(target)
+
+
+def test_a_part_of_a_head_that_is_not_rotated_is_a_reason() -> None:
+    target = plain()
+    rotary: Any = target.model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq[:2]
+    assert "rotates 4 of 8" in reason_against(target)
+
+
+def test_weights_of_several_types_and_foreign_linears_are_refused() -> None:
+    target = plain()
+    mixed: Any = target.model
+    mixed.model.norm.double()
+    assert "several types" in reason_against(target)
+
+    class Quantised(nn.Linear):
+        pass
+
+    target = plain()
+    foreign: Any = target.model
+    foreign.model.layers[0].mlp.down_proj = Quantised(48, 32, bias=False).requires_grad_(False)
+    assert "Quantised" in reason_against(target)
