@@ -1,0 +1,290 @@
+"""How deep to draft: chosen every step, for every request, from measured costs and measured acceptance. No torch.
+
+    cost.py        what passes take on this machine, from the times of those that ran
+    acceptance.py  how likely drafts are accepted, from the fate of those that were made
+    shapes.py      which drafts give the most tokens per second; none at all is always a candidate
+    planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding
+    probes.py      while nothing is drafted, how to notice that drafting would pay
+
+A request may take the choice away: `off` never drafts, `fixed` always drafts its depth.
+
+Losslessness. No choice made here can change what is generated: a request's token is a function of the target's
+distribution and of the request's own noise, and a draft only decides in which pass it is computed. That is more than
+rejection sampling allows: there, whether draft i is submitted may depend on the drafts before it but not on the drawn
+draft i itself, or the output is biased. `goes_on` would keep to that rule; `keeps` looks at draft i and would break it.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+from eyas.engine.acceptance import Acceptance
+from eyas.engine.cost import Costs
+from eyas.engine.planner import Planner, RowFacts, Situation
+from eyas.engine.probes import Probes
+from eyas.engine.shapes import CHAIN, Plan, Shape, best_count
+
+__all__ = ["Choice", "Controller", "RowFacts", "Shape"]
+
+SMALL = 4
+"""Tokens of a plain pass up to which probes go deeper until one four times as large has been timed: among small passes
+costs jump, and a slope between two of them says little about the next."""
+PLAIN_AGAIN = 256
+"""Steps after which a plain one is timed again: speculation is only as good as what it is compared with."""
+DOUBTFUL, CLOSE, SURE = 8, 1.2, 10
+"""The same as long as speculation promises less than this ratio and plain steps have been timed less than so often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How deep to draft for each request of a step, and why."""
+
+    depths: tuple[int, ...]
+    limits: tuple[int, ...]
+    """How deep each may get where `goes_on` is asked after every pass; `depths` where nobody looks on the way."""
+    shape: Shape
+    """For requests on auto; the others draft chains."""
+    reason: str
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """The step under way."""
+
+    situation: Situation
+    limits: dict[int, int] = field(default_factory=dict)
+    bound: frozenset[int] = frozenset()
+    """Requests that draft to their limit, come what may."""
+    rate: float = 0.0
+    """Tokens per second it is planned to give."""
+    probe: bool = False
+    plain: float = 0.0
+    """Seconds a probe would have taken without drafts."""
+    with_probe: float = 0.0
+    """Seconds it is expected to take with them."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Drafts of each request so far."""
+    survival: dict[int, float] = field(default_factory=dict)
+    """The chance that all of them are accepted."""
+    withheld: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Where drafts were made and not all verified: how many were, and the chance of the next."""
+    accepted: int = 0
+    seconds: float = 0.0
+    timed: bool = False
+    """Whether the target's pass is among the seconds."""
+
+
+class Controller:
+    """Chooses depths and learns from what came of them."""
+
+    def __init__(self, max_depth: int = 7, *, trees: bool = False) -> None:
+        assert max_depth >= 1
+        self.max_depth = max_depth
+        self.costs, self.acceptance, self.probes = Costs(), Acceptance(max_depth), Probes()
+        self._planner = Planner(self.costs, self.acceptance, trees=trees)
+        self._step: _Step | None = None
+        self._steps = 0
+        self._plain_at = 0
+        self._depths: Counter[int] = Counter()
+        self._reason = "no step yet"
+
+    # --- the choice --------------------------------------------------------------------------------------------
+
+    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0) -> Choice:
+        """Depths for the next step, whose target pass reads `other_tokens` of prompts besides."""
+        self._close_step()
+        self._steps += 1
+        situation = Situation(rows, other_tokens)
+        assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
+        self._step = step = _Step(situation=situation, bound=frozenset(situation.fixed))
+        wanted, shape, self._reason = self._decide(step)
+        wanted |= situation.fixed
+        depths = tuple([wanted.get(row.key, 0) for row in rows])
+        step.limits = {
+            row.key: depth if depth == 0 or row.key in step.bound else self.max_depth
+            for row, depth in zip(rows, depths, strict=True)
+        }
+        self._depths.update(depths)
+        return Choice(depths=depths, limits=tuple(step.limits.values()), shape=shape, reason=self._reason)
+
+    def _decide(self, step: _Step) -> tuple[dict[int, int], Shape, str]:
+        """Depths of requests on auto, by key."""
+        situation = step.situation
+        if not situation.auto:
+            return {}, CHAIN, "no request leaves its depth to the controller"
+        if not self.costs.verify.known:
+            return {}, CHAIN, "plain: not enough steps have been timed yet"
+        plan, reason = self._planner.plan(situation, self._steps)
+        if not plan.by_level:
+            self._plain_at = self._steps
+            depths, why = self._probe(step) if not any(situation.fixed.values()) else ({}, "")
+            return depths, CHAIN, why or reason
+        if self._doubts_plain(situation, plan):
+            self._plain_at = self._steps
+            return {}, CHAIN, "plain: to time a step without drafts again"
+        self.probes.rest()
+        step.rate = plan.rate
+        keys = [row.key for row in situation.auto]
+        depths = dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True))
+        return depths, plan.shape, reason
+
+    def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
+        """Whether what speculation is compared with should be timed again."""
+        verify, tokens = self.costs.verify, situation.tokens
+        close = plan.gain < CLOSE and verify.samples(tokens) < SURE
+        return min(self._steps - self._plain_at, verify.age(tokens)) > (DOUBTFUL if close else PLAIN_AGAIN)
+
+    def _probe(self, step: _Step) -> tuple[dict[int, int], str]:
+        """Depths of a probe, if one is due and can be afforded, and what it is for."""
+        situation, auto = step.situation, step.situation.auto
+        timed = bool(self.costs.pass_of_draft.known) and self.costs.verify.tells(situation.tokens + len(auto))
+        if timed and not self.probes.due(self._steps):
+            return {}, ""
+        what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
+        depths = [1]
+        if timed:
+            levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
+            auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
+            if situation.tokens <= SMALL and not self.costs.verify.reaches(4 * situation.tokens):
+                depths = [min(3, self.max_depth), 1]
+        prices = self._planner.prices(situation)
+        step.plain = prices.verify(0)
+        for depth in depths:
+            step.with_probe = prices.verify(depth * len(auto))
+            if timed:
+                step.with_probe += prices.draft(depth, depth * len(auto))
+            if self.probes.affords(step.with_probe - step.plain, step.plain):
+                step.probe, step.bound = True, frozenset(row.key for row in auto)
+                reason = f"probe, {depth} deep for {len(auto)} of {len(situation.auto)} requests: to {what}"
+                return dict.fromkeys(step.bound, depth), reason
+        return {}, ""
+
+    def goes_on(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Which of the requests still drafting should draft one deeper, given how sure the drafter was of each draft.
+
+        A further draft is worth its chance of acceptance; it costs its share of a drafter pass and of the target's.
+        """
+        step, acceptance, depth = self._under_way(), self.acceptance, len(confidences[0])
+        going = [key in step.bound and step.limits[key] > depth for key in keys]
+        worth = []
+        for place, (key, level) in enumerate(zip(keys, acceptance.levels(keys), strict=True)):
+            (chance,) = acceptance.chances_of(confidences[place][-1:], depth)
+            step.survival[key] = survival = step.survival.get(key, 1.0) * chance
+            step.made[key] = depth
+            if step.limits[key] > depth and key not in step.bound:
+                survivals = acceptance.survivals(level)
+                worth.append((survival * survivals[depth] / max(survivals[depth - 1], 1e-9), place))
+        worth.sort(reverse=True)
+        forced, tokens = sum(going), step.situation.tokens + sum(step.made.values())
+
+        def seconds(count: int) -> float:
+            rows = forced + count
+            return self.costs.draft(rows > 0, rows) + self.costs.verify.at(tokens + rows, step.situation.context)
+
+        for _, place in worth[: best_count([value for value, _ in worth], seconds, step.rate)]:
+            going[place] = True
+        return going
+
+    def keeps(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many of each request's drafts are worth verifying, now that all of them are made."""
+        step = self._under_way()
+        kept = [len(sure) if key in step.bound else 0 for key, sure in zip(keys, confidences, strict=True)]
+        chances = [self.acceptance.chances_of(sure) for sure in confidences]
+        worth = sorted(
+            (
+                (survival, place)
+                for place, key in enumerate(keys)
+                if key not in step.bound
+                for survival in accumulate(chances[place], mul)
+            ),
+            reverse=True,
+        )
+        tokens, context, verify = step.situation.tokens + sum(kept), step.situation.context, self.costs.verify
+        enough = best_count([value for value, _ in worth], lambda n: verify.at(tokens + n, context), step.rate)
+        for _, place in worth[:enough]:
+            kept[place] += 1
+        for key, first_left, row in zip(keys, kept, chances, strict=True):
+            if first_left < len(row):
+                step.withheld[key] = first_left, row[first_left]
+        return kept
+
+    # --- what came of it ---------------------------------------------------------------------------------------
+
+    def observe_round(
+        self, key: int, drafted: int, accepted: int, confidences: Sequence[float] = (), ranks: Sequence[int] = ()
+    ) -> None:
+        """Tell the fate of a request's drafts.
+
+        `ranks`, where they are known, say for every accepted depth and the one after it which candidate of the drafter
+        (1, 2, ...) was the target's token, 0 if none of those looked at; in a tree, where second candidates are
+        accepted too, they alone tell how the first ones fared.
+        """
+        verified, chance = self._step.withheld.get(key, (-1, 0.0)) if self._step else (-1, 0.0)
+        withheld = chance if drafted == verified else None
+        self.acceptance.observe(key, drafted, accepted, confidences, ranks, withheld=withheld)
+        if self._step is not None:
+            self._step.accepted += accepted
+
+    def observe_target(self, tokens: int, context: int, seconds: float) -> None:
+        """Tell what a target pass took, until its tokens were known."""
+        self.costs.verify.observe(tokens, seconds, context)
+        self._take_time(seconds)
+        if self._step is not None:
+            self._step.timed = True
+
+    def observe_draft(self, passes: int, tokens: int, seconds: float) -> None:
+        """Tell what drafting took in a step: passes of the drafter, tokens in all of them together."""
+        self.costs.observe_draft(passes, tokens, seconds)
+        self._take_time(seconds)
+
+    def forget(self, key: int) -> None:
+        """Drop a request that has ended."""
+        self.acceptance.forget(key)
+
+    def events(self) -> list[str]:
+        """What an operator should know and has not been told."""
+        return self.acceptance.watch.take()
+
+    def report(self) -> dict[str, Any]:
+        """The state of things, for logs and for people."""
+        verify, draft = self.costs.verify, self.costs.pass_of_draft
+        chosen = max(1, self._depths.total())
+        return {
+            "reason": self._reason,
+            "acceptance_by_depth": [round(chance, 4) for chance in self.acceptance.by_depth],
+            "rounds": self.acceptance.rounds,
+            "collapsed": self.acceptance.watch.collapsed,
+            "target_seconds_by_tokens": {count: verify.at(count) for count in verify.known},
+            "target_seconds_per_context_token": verify.per_context_token,
+            "draft_pass_seconds_by_tokens": {count: draft.at(count) for count in draft.known},
+            "seconds": self.probes.total,
+            "probes": self.probes.count,
+            "seconds_lost_by_probes": self.probes.lost,
+            "share_of_depths": {depth: count / chosen for depth, count in sorted(self._depths.items())},
+        }
+
+    def _under_way(self) -> _Step:
+        assert self._step is not None, "choose comes first"
+        return self._step
+
+    def _take_time(self, seconds: float) -> None:
+        self.probes.total += seconds
+        if self._step is not None:
+            self._step.seconds += seconds
+
+    def _close_step(self) -> None:
+        """Book the last step if it was a probe."""
+        step, self._step = self._step, None
+        self.acceptance.end_step(probe=step is not None and step.probe)
+        if step is not None and step.probe:
+            self._planner.forget()
+            self.probes.settle(
+                self._steps,
+                seconds=step.seconds if step.timed else step.with_probe,
+                plain=step.plain,
+                saved=step.accepted * step.plain / step.situation.rows,
+                hit=step.accepted > 0,
+            )

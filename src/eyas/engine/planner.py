@@ -1,0 +1,121 @@
+"""The best depths for the batch at hand: costs and acceptance brought to `shapes.py`, plans kept for a while. No torch.
+
+A plan is made from estimates that move slowly, for batches that come again: it is kept for some steps, by what the
+batch is like. Kept plans speak of levels of acceptance, not of requests, so they fit whoever is in the batch now.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from eyas.engine.acceptance import Acceptance
+from eyas.engine.cost import Costs, bucket_of
+from eyas.engine.shapes import Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
+
+MARGIN = 1.02
+"""Speculation must promise this many times the tokens per second of plain decoding."""
+KEPT_STEPS = 8
+"""Steps that a plan serves at most. As long as little is known, it is made anew every step."""
+KEPT_PLANS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFacts:
+    """What the choice needs to know about one decoding request."""
+
+    key: int
+    context: int
+    """Tokens that its newest one attends to."""
+    mode: Literal["auto", "off", "fixed"] = "auto"
+    depth: int | None = None
+    """With `fixed`; at most the controller's `max_depth`."""
+    pending: int = 1
+    """Tokens that the drafter has not read yet."""
+
+
+class Situation:
+    """A batch before depths are chosen."""
+
+    def __init__(self, rows: Sequence[RowFacts], other_tokens: int) -> None:
+        self.rows = len(rows)
+        self.auto = [row for row in rows if row.mode == "auto"]
+        self.fixed = {row.key: row.depth or 0 for row in rows if row.mode == "fixed"}
+        self.tokens = len(rows) + other_tokens
+        """Of the target's pass, without drafts."""
+        self.context = sum(row.context for row in rows)
+
+
+class Planner:
+    """Plans for batches, and what their parts cost."""
+
+    def __init__(self, costs: Costs, acceptance: Acceptance, *, trees: bool) -> None:
+        self._costs, self._acceptance, self._trees = costs, acceptance, trees
+        self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
+
+    def forget(self) -> None:
+        """Something was learnt that all kept plans ignore."""
+        self._kept.clear()
+
+    def prices(self, situation: Situation) -> Prices:
+        """What parts of this step cost. Reading prompts is work of its own: speculation is not charged for it."""
+        verify, auto = self._costs.verify, situation.auto
+        tokens, context = situation.tokens, situation.context
+        prompts = max(0.0, verify.at(tokens) - verify.at(situation.rows))
+        # A backlog is a debt, whichever depth follows; what every round adds to it is a cost.
+        round_adds = 1 + round(sum(self._acceptance.survivals(0)))
+        return Prices(
+            verify=cache(lambda drafts: verify.at(tokens + drafts, context) - prompts),
+            draft=self._costs.draft,
+            reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),
+        )
+
+    def plan(self, situation: Situation, step: int) -> tuple[Plan, str]:
+        """The best plan for such a batch, and the reason for it."""
+        fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
+        likeness = (situation.rows, len(situation.auto), bucket_of(other_tokens), *fixed)
+        if likeness in self._kept:
+            until, plan, reason = self._kept[likeness]
+            if step < until:
+                return plan, reason
+        plan, reason = self._make(situation)
+        timed = bucket_of(situation.tokens + plan.drafts) in self._costs.verify.known
+        if len(self._kept) >= KEPT_PLANS:
+            self._kept.clear()
+        until = step + (min(KEPT_STEPS, self._acceptance.rounds // 16) if timed else 0)
+        self._kept[likeness] = until, plan, reason
+        return plan, reason
+
+    def _make(self, situation: Situation) -> tuple[Plan, str]:
+        acceptance, fixed = self._acceptance, situation.fixed.values()
+        acceptance.refresh()
+        levels = Counter(acceptance.settle(row.key) for row in situation.auto)
+        batch = Batch(
+            rows=situation.rows,
+            levels=levels,
+            survivals={level: acceptance.survivals(level) for level in levels},
+            fixed=[sum(depth >= at for depth in fixed) for at in range(1, acceptance.max_depth + 1)],
+            fixed_tokens=sum(sum(acceptance.survivals(0)[:depth]) for depth in fixed),
+        )
+        prices = self.prices(situation)
+        plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
+        if self._trees:
+            tree = plan_tree(batch, prices, acceptance.by_depth, acceptance.siblings())
+            plan = tree if tree is not None and tree.rate > MARGIN * plan.rate else plan
+        compared = (
+            f"{plan.rate:.3g} tokens/s expected against {plain.rate:.3g} plain, "
+            f"{acceptance.by_depth[0]:.0%} of first drafts accepted"
+        )
+        if plan.rate > MARGIN * plain.rate:
+            return replace(plan, gain=plan.rate / plain.rate), f"{_in_words(plan)}: {compared}"
+        return plain, f"plain, drafts would not pay: {compared}"
+
+
+def _in_words(plan: Plan) -> str:
+    depths = [depth for level in plan.by_level.values() for depth in level]
+    drafting = [depth for depth in depths if depth]
+    least, most = min(drafting), max(drafting)
+    deep = f"{most} deep" if least == most else f"{least} to {most} deep"
+    what = "" if plan.shape.kind == "chain" else f" in trees of {plan.shape.budget} tokens"
+    return f"{deep}{what} for {len(drafting)} of {len(depths)} requests"

@@ -1,0 +1,222 @@
+"""Which drafts pay: how deep to draft for each request of a step, in a chain or in a tree. Pure functions, no torch.
+
+A step of a batch gives E = sum over requests of 1 + S(1) + ... + S(k) tokens in expectation, k being the request's
+depth, and takes the time of one target pass over all tokens and of the drafter's passes. Steps follow each other, so
+by renewal-reward tokens per second over a long time are E / time of the step: that ratio is maximised.
+
+Where the ratio is best, at a rate of L tokens per second, no set of drafts has E - L * time above zero (Dinkelbach). So
+one more draft pays if its chance of acceptance exceeds L times the seconds that it adds, and whichever number of
+drafts is best, they are the likeliest ones, but for the depth to which the drafter runs at all: each depth is a pass
+of its own. Hence the search: for each deepest depth, go through the drafts from the likeliest down, and keep the best
+ratio met. A likelier draft never lies behind a less likely one of its request, so what is kept is a set of chains.
+No curve is assumed to be smooth or convex: every set on the way is priced as it stands.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heappop, heappush
+from math import inf
+from typing import Literal
+
+PORTIONS = 4
+"""Drafts of requests that are alike are added in this many portions of the batch, not one by one."""
+FINE_PORTIONS = 16
+"""The same where drafts already made, or about to be, are weighed one against the other."""
+TREE_ROWS = 8
+"""Batches above this are not considered for trees: their chains already fill a pass."""
+TREE_DEPTHS, TREE_WIDTHS, TREE_BUDGETS = (2, 3, 5, 7), (2, 4), (4, 8, 16, 32, 64)
+"""The trees that are considered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What is drafted for a request: a chain, or a tree of at most `budget` tokens."""
+
+    kind: Literal["chain", "tree"] = "chain"
+    width: int = 1
+    """Candidates of a node, and nodes of a depth that get any."""
+    budget: int = 0
+    """Tokens of a tree that are verified; a chain has its depth."""
+
+
+CHAIN = Shape()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Seconds of the parts of a step, for the batch at hand."""
+
+    verify: Callable[[int], float]
+    """The target's pass with so many drafts in it."""
+    draft: Callable[[int, int], float]
+    """The drafter's passes, so many, over so many tokens together."""
+    reads: float
+    """Tokens that the first of these passes reads for a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The requests of a step. Those that leave their depth to us are grouped by level: a level's requests are alike."""
+
+    rows: int
+    levels: Mapping[int, int]
+    """How many requests of each level may be drafted for."""
+    survivals: Mapping[int, Sequence[float]]
+    """S(1), S(2), ... of each level."""
+    fixed: Sequence[int]
+    """How many requests draft at each depth, whatever we say; depth 1 first."""
+    fixed_tokens: float
+    """Tokens that they are expected to gain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was found best."""
+
+    by_level: Mapping[int, Sequence[int]]
+    """For each level the depths of its requests; no levels at all: plain decoding."""
+    drafts: int
+    """Of all requests together."""
+    tokens: float
+    """Expected."""
+    seconds: float
+    shape: Shape = CHAIN
+    gain: float = 1.0
+    """Its rate against that of plain decoding."""
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+    def depths(self, levels: Sequence[int]) -> list[int]:
+        """Depths of requests of these levels.
+
+        A plan outlives its batch by some steps: a level that it does not know is treated as the nearest one.
+        """
+        depths: list[int] = []
+        places: dict[int, int] = {}
+        for level in levels:
+            place = places.get(level, 0)
+            places[level] = place + 1
+            planned = self.by_level.get(level)
+            if planned is None:
+                planned = self.by_level[min(self.by_level, key=lambda known: abs(known - level))]
+            depths.append(planned[place % len(planned)])
+        return depths
+
+
+def plan_nothing(batch: Batch, prices: Prices) -> Plan:
+    """Plain decoding, apart from requests whose depth is fixed."""
+    drafts = sum(batch.fixed)
+    passes = sum(rows > 0 for rows in batch.fixed)
+    drafting = prices.draft(passes, round(drafts + batch.fixed[0] * (prices.reads - 1)))
+    return Plan(
+        by_level={},
+        drafts=drafts,
+        tokens=batch.rows + batch.fixed_tokens,
+        seconds=prices.verify(drafts) + drafting,
+    )
+
+
+def plan_chains(batch: Batch, prices: Prices) -> Plan:
+    """The best depths that are not all zero."""
+    verify, draft = prices.verify, prices.draft
+    plain = plan_nothing(batch, prices)
+    portion = max(1, sum(batch.levels.values()) // PORTIONS)
+    offers = sorted(
+        (-survival, depth, level, min(portion, rows - start))
+        for level, rows in batch.levels.items()
+        for depth, survival in enumerate(batch.survivals[level], 1)
+        for start in range(0, rows, portion)
+    )
+    passes_before = sum(rows > 0 for rows in batch.fixed)
+    best_rate, best = 0.0, (plain.tokens, inf, 0, 0, 0)
+    for deepest in range(1, len(batch.fixed) + 1):
+        hoped = sum(rows * batch.survivals[level][deepest - 1] for level, rows in batch.levels.items())
+        if hoped < best_rate * draft(1, 1):
+            break  # drafts of this depth would not pay for their pass, were they verified for nothing
+        tokens, drafts, passes = plain.tokens, plain.drafts, passes_before
+        drafter_tokens = drafts + batch.fixed[0] * (prices.reads - 1)
+        for number, (chance, depth, _, rows) in enumerate(offers, 1):
+            if depth > deepest:
+                continue
+            passes = max(passes, depth)
+            drafter_tokens += rows * prices.reads if depth == 1 else rows
+            drafts += rows
+            tokens -= chance * rows
+            seconds = verify(drafts) + draft(passes, round(drafter_tokens))
+            if tokens > best_rate * seconds:
+                best_rate, best = tokens / seconds, (tokens, seconds, drafts, deepest, number)
+    tokens, seconds, drafts, deepest, number = best
+    by_level = {level: [0] * rows for level, rows in batch.levels.items()}
+    starts: Counter[tuple[int, int]] = Counter()
+    for _, depth, level, rows in offers[:number]:
+        if depth <= deepest:
+            start = starts[level, depth]
+            starts[level, depth] += rows
+            by_level[level][start : start + rows] = [depth] * rows
+    return Plan(by_level=by_level, drafts=drafts, tokens=tokens, seconds=seconds)
+
+
+def best_count(values: Sequence[float], seconds: Callable[[int], float], rate: float) -> int:
+    """How many of the values, largest first, are worth their seconds: the argmax of their sum - rate * seconds."""
+    portion = max(1, len(values) // FINE_PORTIONS)
+    best, best_count, gained = -rate * seconds(0), 0, 0.0
+    for count, value in enumerate(values, 1):
+        gained += value
+        if count % portion == 0 or count == len(values):
+            net = gained - rate * seconds(count)
+            if net > best:
+                best, best_count = net, count
+    return best_count
+
+
+def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: Sequence[float]) -> Plan | None:
+    """The best tree, the same for all requests that may draft; None where trees are not considered.
+
+    A node's chance is the product along its path: a(j) for a first candidate, the rest shared out over its siblings
+    as measured. Wider trees catch what the first candidate misses; they pay when tokens of a pass are nearly free.
+    """
+    rows = sum(batch.levels.values())
+    if not 0 < rows <= TREE_ROWS or any(batch.fixed) or not any(siblings):
+        return None
+    best: Plan | None = None
+    # Coarse chances, since gains are kept: a tree's gain is looked up far more often than it changes.
+    coarse = tuple(round(chance * 50) / 50 for chance in chances)
+    coarse_siblings = tuple(round(chance * 50) / 50 for chance in siblings)
+    for depth in TREE_DEPTHS:
+        for width in TREE_WIDTHS:
+            gains = tree_gains(coarse[:depth], coarse_siblings[: width - 1], TREE_BUDGETS[-1])
+            # The nodes of a depth run beside those above them: width * (1 + 2 + ...) for a request.
+            drafting = prices.draft(depth, round(rows * (prices.reads + width * depth * (depth - 1) / 2)))
+            for budget in TREE_BUDGETS:
+                if depth > len(chances) or not depth < budget <= len(gains):
+                    continue
+                plan = Plan(
+                    by_level={level: [depth] * count for level, count in batch.levels.items()},
+                    drafts=rows * budget,
+                    tokens=batch.rows + rows * gains[budget - 1],
+                    seconds=prices.verify(rows * budget) + drafting,
+                    shape=Shape(kind="tree", width=width, budget=budget),
+                )
+                if best is None or plan.rate > best.rate:
+                    best = plan
+    return best
+
+
+@lru_cache(maxsize=512)
+def tree_gains(chances: tuple[float, ...], siblings: tuple[float, ...], budget: int) -> list[float]:
+    """Expected accepted tokens of the likeliest 1, 2, ... nodes of a tree: their chances, summed."""
+    frontier = [(-1.0, 0)]  # the root, which is the request's own newest token
+    gains = [-1.0]
+    while frontier and len(gains) < budget + 2:
+        chance, depth = heappop(frontier)
+        gains.append(gains[-1] - chance)
+        if depth < len(chances):
+            first = chances[depth]
+            for candidate in (first, *((1 - first) * sibling for sibling in siblings)):
+                heappush(frontier, (chance * candidate, depth + 1))
+    return gains[2:]

@@ -1,0 +1,285 @@
+"""Speculation never costs the user, and is used where it pays: laws of whole runs on a virtual clock."""
+
+import random
+import subprocess
+import sys
+import timeit
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from engine.simulated import (
+    CPU,
+    GOOD,
+    GPU,
+    GREAT,
+    KIND_CPU,
+    POOR,
+    RANDOM,
+    TILED_GPU,
+    Machine,
+    Mode,
+    best_rate,
+    plain_rate,
+    serve,
+)
+from eyas.engine.controller import Choice, Controller, RowFacts
+
+MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
+PROFILES = {"random": RANDOM, "poor": POOR, "good": GOOD, "great": GREAT}
+STEPS = {1: 1600, 4: 800, 16: 500}
+both_ways = pytest.mark.parametrize("sees", [False, True], ids=["blind", "sees confidence"])
+
+
+def rows_of(count: int, mode: Mode = "auto", depth: int | None = None) -> list[RowFacts]:
+    return [RowFacts(key=key, context=100, mode=mode, depth=depth, pending=2) for key in range(count)]
+
+
+def told(controller: Controller, machine: Machine, *, users: int, acceptance: float, steps: int = 400) -> Controller:
+    """A controller that has lived through so much."""
+    serve(controller, machine, lambda request, step: [acceptance] * 7, users=users, steps=steps)
+    return controller
+
+
+# --- speculation never costs the user ------------------------------------------------------------------------------
+
+
+@both_ways
+@pytest.mark.parametrize("users", [1, 4, 16])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_random_drafter_costs_less_than_three_percent(machine: str, users: int, sees: bool) -> None:
+    run = serve(Controller(), MACHINES[machine], RANDOM, users=users, steps=500, sees=sees)
+    assert run.rate() > 0.97 * plain_rate(MACHINES[machine], users), "from the first step on"
+    assert run.rate(200) > 0.98 * plain_rate(MACHINES[machine], users)
+
+
+@pytest.mark.parametrize("users", [2, 8, 24, 64])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_good_drafter_is_never_slower_than_plain_decoding(machine: str, users: int) -> None:
+    run = serve(Controller(), MACHINES[machine], GOOD, users=users, steps=600, sees=True)
+    assert run.rate(200) > 0.98 * plain_rate(MACHINES[machine], users)
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+def test_a_drafter_that_is_rarely_sure_does_not_draft_in_vain(machine: str) -> None:
+    """What is made and then withheld costs drafter time, and must not count as success."""
+    run = serve(
+        Controller(),
+        MACHINES[machine],
+        lambda request, step: [0.95 if random.Random(1000 * request + step).random() < 0.1 else 0.02] * 7,
+        users=4,
+        steps=800,
+        sees=True,
+        spread=0.0,
+    )
+    assert run.rate() > 0.98 * plain_rate(MACHINES[machine], 4)
+
+
+def test_more_users_than_a_pass_is_good_for_mean_less_depth() -> None:
+    depths = [serve(Controller(), GPU, GREAT, users=users, steps=300).mean_depth(100) for users in (1, 16, 64)]
+    assert depths[0] > depths[1] > depths[2] > 1
+    depths = [serve(Controller(), CPU, GREAT, users=users, steps=300).mean_depth(100) for users in (4, 16, 64)]
+    assert depths[0] > 1.5 > depths[1] >= depths[2] < 0.1, "on this machine 64 users leave nothing to gain"
+
+
+def test_users_that_come_and_go_get_the_depth_of_the_moment() -> None:
+    run = serve(Controller(), GPU, GREAT, users=lambda step: 2 if step // 200 % 2 else 64, steps=1600)
+    assert run.mean_depth(1500, 1600) > 4 > 3.5 > run.mean_depth(1300, 1400)
+    assert run.rate(1220, 1400) > 1.35 * plain_rate(GPU, 64)
+    assert run.rate(1420, 1600) > 2.3 * plain_rate(GPU, 2)
+
+
+# --- and is used where it pays -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("users", [1, 4, 16])
+@pytest.mark.parametrize("profile", ["good", "great"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_within_five_percent_of_the_best_fixed_depth(machine: str, profile: str, users: int) -> None:
+    best = best_rate(MACHINES[machine], PROFILES[profile], users=users)
+    run = serve(Controller(), MACHINES[machine], PROFILES[profile], users=users, steps=STEPS[users])
+    if best > 1.05 * plain_rate(MACHINES[machine], users):
+        assert run.rate(150) > 0.95 * best
+    else:
+        assert run.rate(150) > 0.98 * plain_rate(MACHINES[machine], users)
+
+
+@pytest.mark.parametrize("machine", ["cpu", "kind cpu", "gpu"])
+def test_confidence_beats_every_fixed_depth(machine: str) -> None:
+    best = best_rate(MACHINES[machine], GREAT, users=1)
+    run = serve(Controller(), MACHINES[machine], GREAT, users=1, steps=3000, sees=True, spread=0.4)
+    assert run.rate(150) > 1.0 * best
+
+
+def test_requests_get_depths_of_their_own() -> None:
+    run = serve(
+        Controller(),
+        TILED_GPU,
+        lambda request, step: [0.95 if request % 2 else 0.05] * 7,
+        users=lambda step: 24,
+        steps=300,
+        length=100_000,
+    )
+    by_request = [sum(depths[place] for depths in run.depths[100:]) / 200 for place in range(24)]
+    good, bad = by_request[0::2], by_request[1::2]
+    assert min(good) > 2 > 0.5 > max(bad)
+
+
+def test_speculation_comes_back_after_drift_ends() -> None:
+    for users in (1, 8):
+        run = serve(
+            Controller(),
+            GPU,
+            lambda request, step: [0.0 if 500 <= step < 1000 else 0.8] * 7,
+            users=users,
+            steps=1600,
+        )
+        plain = plain_rate(GPU, users)
+        assert run.rate(100, 500) > 1.9 * plain
+        assert run.rate(550, 1000) > 0.97 * plain
+        assert run.rate(1150, 1600) > 1.9 * plain
+
+
+def test_costs_that_fall_bring_speculation_back() -> None:
+    """Another process made verification dear; when it has gone, nobody says so."""
+    run = serve(Controller(), through_a_busy_spell(), GOOD, users=1, steps=4000)
+    assert run.mean_depth(1000, 1500) < 0.3
+    assert run.mean_depth(3500) > 2
+
+
+def through_a_busy_spell() -> Machine:
+    class Busy:
+        calls = 0
+
+        def __call__(self, tokens: int) -> float:
+            self.calls += 1
+            dear = self.calls < 2000
+            return 4.9e-3 * (1 + (0.9 if dear else 0.0) * (tokens - 1))
+
+    return replace(GPU, verify=Busy())
+
+
+def test_outliers_and_warm_ups_do_not_move_it() -> None:
+    calm = serve(Controller(), replace(GPU, noise=0.0, outliers=0.0), GOOD, users=4, steps=800).rate(100)
+    wild = serve(Controller(), replace(GPU, noise=0.1, outliers=0.1), GOOD, users=4, steps=800).rate(100)
+    assert wild > 0.96 * calm
+    warm = replace(GPU, slower=lambda step: 50.0 if step < 2 else 1.0)
+    assert serve(Controller(), warm, GOOD, users=4, steps=800).rate(100) > 0.96 * calm
+
+
+# --- what it is told and what it says ------------------------------------------------------------------------------
+
+
+def test_off_and_fixed_are_obeyed_and_auto_is_unmoved_by_them() -> None:
+    modes: dict[int, tuple[Mode, int | None]] = {0: ("off", None), 1: ("fixed", 5), 2: ("auto", None)}
+    run = serve(
+        Controller(), CPU, RANDOM, users=6, steps=300, length=100_000, mode=lambda number: modes[number % 3], sees=True
+    )
+    for depths in run.depths:
+        assert [depth for place, depth in enumerate(depths) if (place + 1) % 3 == 0] == [0, 0]
+        assert [depth for place, depth in enumerate(depths) if (place + 1) % 3 == 1] == [5, 5]
+    assert run.mean_depth(50) < 10 / 6 + 0.1, "auto has learnt from the fixed ones"
+    assert min(run.made) >= 10, "fixed is fixed, however unsure the drafter is"
+
+
+def test_depth_zero_is_always_a_choice() -> None:
+    controller = told(Controller(), CPU, users=4, acceptance=0.0)
+    counts = Counter(controller.choose(rows_of(4)).depths for _ in range(50))
+    assert counts.most_common(1)[0][0] == (0, 0, 0, 0)
+
+
+def start(controller: Controller, users: int) -> Choice:
+    """The next choice to draft, passing over steps that only measure."""
+    while not any((choice := controller.choose(rows_of(users))).depths) or "probe" in choice.reason:
+        pass
+    return choice
+
+
+def test_confidence_stops_hopeless_drafts() -> None:
+    controller = told(Controller(), KIND_CPU, users=1, acceptance=0.9)
+    assert start(controller, 1).limits == (7,)
+    assert controller.goes_on([0], [[0.05]]) == [False]
+    start(controller, 1)
+    assert controller.goes_on([0], [[0.98]]) == [True]
+    start(controller, 2)
+    assert controller.keeps([0, 1], [[0.98, 0.97], [0.03, 0.9]]) == [2, 0]
+
+
+def test_free_verification_keeps_unlikely_drafts() -> None:
+    controller = told(Controller(), replace(GPU, noise=0.0), users=2, acceptance=0.6)
+    start(controller, 2)
+    assert controller.keeps([0, 1], [[0.9, 0.4, 0.3], [0.3]]) == [3, 1]
+
+
+@pytest.mark.parametrize("users", [4, 16])
+def test_collapse_is_said_once(users: int) -> None:
+    run = serve(Controller(), GPU, lambda request, step: [0.8 if step < 300 else 0.0] * 7, users=users, steps=1500)
+    ((step, said),) = run.events
+    assert 300 < step < 1200
+    assert "accepted in 0% of the last 24 rounds" in said
+    assert "eyas check" in said
+
+
+def test_it_says_why() -> None:
+    controller = Controller()
+    assert controller.choose(rows_of(2)).reason == "plain: not enough steps have been timed yet"
+    assert "no request" in controller.choose(rows_of(2, "off")).reason
+    good = told(controller, GPU, users=2, acceptance=0.7).choose(rows_of(2)).reason
+    assert "for 2 of 2 requests" in good
+    assert "tokens/s expected against" in good
+    bad = {told(Controller(), CPU, users=2, acceptance=0.0).choose(rows_of(2)).reason.split(":")[0]}
+    assert bad <= {"plain, drafts would not pay", "probe, 1 deep for 1 of 2 requests"}
+
+
+def test_the_report_tells_what_is_known() -> None:
+    report = told(Controller(), replace(GPU, noise=0.0), users=4, acceptance=0.7).report()
+    assert report["acceptance_by_depth"][0] == pytest.approx(0.7, abs=0.1)
+    assert report["target_seconds_by_tokens"][4] == pytest.approx(4.9e-3)
+    assert sum(report["share_of_depths"].values()) == pytest.approx(1.0)
+    assert sum(share for depth, share in report["share_of_depths"].items() if depth) > 0.9
+    assert report["seconds_lost_by_probes"] < 0.02 * report["seconds"]
+
+
+def test_prompts_in_a_pass_are_not_charged_to_speculation() -> None:
+    controller = told(Controller(), replace(GPU, noise=0.0), users=4, acceptance=0.7)
+    with_prompts = controller.choose(rows_of(4), other_tokens=32)
+    assert min(with_prompts.depths) >= 3
+
+
+def test_trees_only_where_they_were_asked_for_and_pay() -> None:
+    for trees, kind in ((False, "chain"), (True, "tree")):
+        controller, chance = Controller(trees=trees), random.Random(0)
+        for tokens in (1, 2, 4, 8, 16, 32, 64):
+            for _ in range(5):
+                controller.observe_target(tokens, 100, 4.9e-3)
+                controller.observe_draft(3, 6, 1.5e-3)
+        for _ in range(300):
+            rank = chance.choices((1, 2, 3, 0), (0.4, 0.3, 0.15, 0.15))[0]
+            controller.observe_round(0, 1, int(rank == 1), ranks=[rank])
+        choice = controller.choose(rows_of(1))
+        assert choice.shape.kind == kind, choice.reason
+        assert choice.depths[0] > 0
+
+
+def test_what_a_request_taught_is_forgotten_with_it() -> None:
+    controller = told(Controller(), GPU, users=4, acceptance=0.7)
+    for number in range(10_000):
+        controller.observe_round(number, 3, 1)
+        controller.forget(number)
+    assert len(controller.acceptance._requests) < 10
+
+
+# --- what it costs -------------------------------------------------------------------------------------------------
+
+
+def test_a_choice_for_64_requests_takes_well_under_a_millisecond() -> None:
+    controller = Controller()
+    serve(controller, GPU, lambda request, step: [0.3 + 0.1 * (request % 7)] * 7, users=64, steps=60)
+    rows = rows_of(64)
+    assert min(timeit.repeat(lambda: controller.choose(rows), number=16, repeat=20)) / 16 < 0.5e-3
+
+
+def test_it_runs_without_torch() -> None:
+    program = "import sys, eyas.engine.controller; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
