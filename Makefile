@@ -10,7 +10,9 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 PROMPTS ?=
 
-.PHONY: demo test lint parity lossless gpu train-speed clean
+DRAFTER ?=
+
+.PHONY: demo test lint parity lossless gpu train-speed engine-speed clean
 
 demo: $(READY)
 	$(BIN)/eyas generate "What is the capital of France?"
@@ -29,7 +31,7 @@ lint: $(READY)
 parity: $(VLLM_READY)
 	PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m parity tests/parity -s
 
-# Greedy losslessness on real prompts: PROMPTS=file.jsonl (Spec-Bench format), 50 of them.
+# Greedy losslessness on real prompts: PROMPTS=file.jsonl (Spec-Bench format), 50 by the reference, 200 by the engine.
 lossless: $(READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make lossless PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/pytest -m lossless tests/engine --prompts "$(PROMPTS)" -s
@@ -42,6 +44,12 @@ train-speed: $(READY)
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096 --compile
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 1 --length 32768
+
+# The engine on real prompts, with and without speculation: PROMPTS=file.jsonl DRAFTER=folder.
+engine-speed: $(READY)
+	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make engine-speed PROMPTS=prompts.jsonl"; exit 2; }
+	$(BIN)/python benchmarks/engine_speed.py "$(PROMPTS)" --generate --users 1 --users 4 --users 16 \
+		$(if $(DRAFTER),--drafter "$(DRAFTER)" --random)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

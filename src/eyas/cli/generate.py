@@ -1,102 +1,211 @@
-"""`eyas generate`: answer a prompt, plainly or with a drafter."""
+"""`eyas generate`: answer a prompt, or a file of them, with or without a drafter."""
 
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from eyas.cli.options import AsJson, Cache, report
 
 if TYPE_CHECKING:
-    from eyas.engine.reference import Generation
-    from eyas.sampling import Sampling
+    from eyas.drafter.model import Drafter
+    from eyas.engine.answer import Answer, Piece, Tally
+    from eyas.engine.draft import Tree
+    from eyas.engine.request import Request, Speculation
     from eyas.target.model import Target
+
+ACCEPTED, OWN = typer.colors.GREEN, typer.colors.YELLOW
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
+    prompt: Annotated[str | None, typer.Argument(help="What to ask; - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts or conversations instead: JSON lines or Parquet.")] = None,
     target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
     drafter: Annotated[str | None, typer.Option(help="A drafter's folder or hub id: decode with speculation.")] = None,
-    depth: Annotated[int, typer.Option(help="Tokens to draft per round.", min=0)] = 3,
-    max_tokens: Annotated[int, typer.Option(help="New tokens at most.", min=1)] = 128,
+    depth: Annotated[
+        str, typer.Option(help="Tokens to draft: a number, 0 for none, or auto: as deep as pays.")
+    ] = "auto",
+    tree: Annotated[str | None, typer.Option(help="Draft trees: DEPTHxWIDTHxBUDGET, for example 5x4x24.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this likely in proportion to the most likely.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens that were there less likely.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for several.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling; answers differ by their number.")] = 0,
+    users: Annotated[int, typer.Option(help="Prompts at the same time.", min=1)] = 16,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:
-    """Answer a prompt through the target's chat template.
+    """Answer through the target's chat template.
 
-    With --drafter this is the reference decoder: exact and simple, not fast.
+    A drafter changes how fast answers come, never what they are: the same seed gives the same text without it.
     """
+    from eyas.engine.engine import Engine
+    from eyas.engine.options import EngineOptions
+    from eyas.engine.request import Request
+    from eyas.errors import UserError
     from eyas.sampling import Sampling
     from eyas.target.model import Target
+    from eyas.target.packed_linear import pack_linears
 
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
-    ids = loaded.encode_chat([{"role": "user", "content": text}])
-    started = time.perf_counter()
-    speculation: Generation | None = None
-    if drafter is None:
-        from eyas.engine.plain import generate_plainly
-
-        stream = None if as_json else _write_text
-        tokens = generate_plainly(loaded, ids, sampling=sampling, max_new_tokens=max_tokens, seed=seed, on_text=stream)
-    else:
-        speculation = _speculate(loaded, drafter, ids, sampling, depth=depth, max_tokens=max_tokens, seed=seed)
-        tokens = speculation.tokens
-        if not as_json:
-            _write_text(loaded.decode(tokens))
-    seconds = time.perf_counter() - started
-    if as_json:
-        result = {
-            "target": target,
-            "drafter": drafter,
-            "prompt_tokens": len(ids),
-            "tokens": len(tokens),
-            "seconds": seconds,
-            "answer": loaded.decode(tokens),
-        }
-        if speculation is not None:
-            result |= {"acceptance_length": speculation.acceptance_length, "drafts": len(speculation.rounds)}
-        typer.echo(json.dumps(result))
-        return
-    typer.echo()
-    line = f"[{target}: {len(tokens)} tokens in {seconds:.1f} s, {len(tokens) / seconds:.1f} tokens/s"
-    if speculation is not None:
-        line += f"; {Path(drafter or '').name}: acceptance length {speculation.acceptance_length:.2f} at depth {depth}"
-    report(line + "]")
-
-
-def _speculate(
-    target: "Target", drafter: str, ids: list[int], sampling: "Sampling", *, depth: int, max_tokens: int, seed: int
-) -> "Generation":
-    from eyas.drafter.checkpoint import load_drafter
-    from eyas.engine.dense import DenseTarget, EagleDraft
-    from eyas.engine.reference import Chain, decode_speculatively
-    from eyas.sampling import SeededDraws
-
-    model = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
-    model.share_target(target.embedding(), target.head())
-    return decode_speculatively(
-        DenseTarget(target, model.config),
-        EagleDraft(model),
-        ids,
-        shape=Chain(depth=depth),
-        draws=SeededDraws(seed),
-        max_new_tokens=max_tokens,
-        sampling=sampling,
-        stop_ids=target.stop_ids(),
+    if (prompt is None) == (file is None):
+        raise UserError("give a prompt or --file, one of them")
+    speculation, shape = _speculation(depth, drafter), _tree(tree, drafter)
+    sampling = Sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
+    asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
+    model = None if drafter is None else _load_drafter(drafter, loaded)
+    if loaded.device.type == "cpu":
+        packing = pack_linears(loaded.model, cache=cache)
+        how = f"in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
+        report(f"matrix products {how}")
+        if model is not None:
+            pack_linears(model, cache=cache)
+    deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
+    engine = Engine(loaded, model, options=EngineOptions(max_rows=users, max_depth=deepest, tree=shape), report=report)
+    requests = [
+        Request(
+            prompt=tuple(loaded.encode_chat(messages)),
+            sampling=sampling,
+            max_new_tokens=max_tokens,
+            stop_ids=loaded.stop_ids(),
+            stop_strings=tuple(stop or ()),
+            seed=seed + number,
+            speculation=speculation,
+        )
+        for number, messages in enumerate(asked)
+    ]
+    started = time.perf_counter()
+    alone = len(requests) == 1 and not as_json
+    answers = engine.generate(requests, on_piece=_Painter(shown=show_drafts).write if alone else None)
+    seconds = time.perf_counter() - started
+    for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        if as_json:
+            typer.echo(json.dumps(_record(target, drafter, request, answer, seconds)))
+        elif not alone:
+            typer.echo(f"{'' if number == 0 else chr(10)}[{number + 1}] {answer.text}")
+    if alone:
+        typer.echo()
+    if not as_json:
+        report(_summary(target, drafter, answers, engine.tally, seconds))
+    for event in engine.controller.events():
+        report(event)
 
 
-def _write_text(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _speculation(depth: str, drafter: str | None) -> "Speculation":
+    from eyas.engine.request import Speculation
+    from eyas.errors import UserError
+
+    if depth == "auto":
+        return Speculation()
+    if not depth.isdigit():
+        raise UserError(f"--depth {depth} is neither a number from 0 nor auto")
+    if int(depth) == 0:
+        return Speculation(mode="off")
+    if drafter is None:
+        raise UserError(f"--depth {depth} needs a drafter to draft; give --drafter or leave --depth out")
+    return Speculation(mode="fixed", depth=int(depth))
+
+
+def _tree(text: str | None, drafter: str | None) -> "Tree | None":
+    from eyas.engine.draft import Tree
+    from eyas.errors import UserError
+
+    if text is None:
+        return None
+    if drafter is None:
+        raise UserError(f"--tree {text} needs a drafter to draft; give --drafter or leave --tree out")
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() for part in parts):
+        raise UserError(f"--tree {text} is no DEPTHxWIDTHxBUDGET such as 5x4x24")
+    depth, width, budget = map(int, parts)
+    return Tree(depth=depth, width=width, budget=budget)
+
+
+def _ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def _read(file: Path) -> list[list[dict[str, str]]]:
+    """The questions of a file: each conversation up to its first user turn."""
+    from eyas.errors import UserError
+    from eyas.train.conversations import read_conversations
+
+    asked = []
+    for conversation in read_conversations(file):
+        messages = [dict(message) for message in conversation.messages]
+        last = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+        if last is not None:
+            asked.append(messages[: last + 1])
+    if not asked:
+        raise UserError(f"{file} holds no user turn to answer; give a file of prompts or conversations")
+    return asked
+
+
+def _load_drafter(source: str, target: "Target") -> "Drafter":
+    from eyas.drafter.checkpoint import load_drafter
+
+    model = load_drafter(source).to(device=target.device, dtype=target.dtype)
+    return model.share_target(target.embedding(), target.head())
+
+
+class _Painter:
+    """Writes pieces as they come."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown
+        self._colour = sys.stdout.isatty()
+
+    def write(self, piece: "Piece") -> None:
+        """Colours on a terminal; elsewhere accepted tokens stand in brackets."""
+        for text, depth in zip(piece.texts, piece.depths, strict=True):
+            if self._shown and text and self._colour:
+                text = typer.style(text, fg=ACCEPTED if depth else OWN)
+            elif self._shown and text and depth:
+                text = f"[{text}]"
+            sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _record(target: str, drafter: str | None, request: "Request", answer: "Answer", seconds: float) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "target": target,
+        "drafter": drafter,
+        "prompt_tokens": len(request.prompt),
+        "tokens": len(answer.tokens),
+        "seconds": seconds,
+        "answer": answer.text,
+        "finished": answer.finished.value,
+    }
+    if drafter is not None:
+        tally = answer.tally
+        record |= {
+            "acceptance_length": tally.acceptance_length,
+            "drafts": tally.drafts,
+            "accepted": tally.accepted,
+            "accepted_at": tally.accepted_at,
+            "depths": list(answer.depths),
+        }
+    return record
+
+
+def _summary(target: str, drafter: str | None, answers: "Sequence[Answer]", tally: "Tally", seconds: float) -> str:
+    tokens = sum(len(answer.tokens) for answer in answers)
+    line = f"[{target}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
+    if drafter is not None:
+        line += f"; {Path(drafter).name}: acceptance length {tally.acceptance_length:.2f} over {tally.drafts} drafts"
+        line += f", {tally.tokens_per_pass:.2f} tokens per pass"
+    return line + "]"

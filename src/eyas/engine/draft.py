@@ -1,0 +1,295 @@
+"""The drafter over the requests' pages: it reads what the target has seen, then drafts behind it.
+
+Reading is lazy. The target's states of tokens that the drafter has not read wait beside the request; they are read,
+many in one pass, when the request is to be drafted for, or when a lump of them has gathered. A request that does not
+speculate for a while therefore costs next to nothing, and still can come back.
+
+    read    slot i takes the target's state at i beside token i + 1, for every token but the newest
+    chain   one candidate per depth; a row may stop early
+    tree    the dynamic tree of EAGLE-2: `width` candidates per node, the `width` most confident nodes of a depth
+            grow, the `budget` most confident of all are offered
+
+Drafted slots lie behind the read ones and are overwritten by the next read: rejected guesses are never seen.
+
+Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary states, W draft vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged_attention import PagedAttention
+from eyas.engine.request import Live
+from eyas.engine.verify import Drawn, Wanted, draw, draw_many
+from eyas.errors import UserError
+
+LUMP = 64
+"""States that wait at most before the drafter reads them, drafting or not."""
+
+GoesOn = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[bool]]
+"""Given the keys of requests still drafting and how sure the drafter was of each draft: which go one deeper."""
+
+WantedAt = Callable[[Live, Sequence[int]], Wanted]
+"""How a request's token behind its tokens and these drafts is to be chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """How wide a tree grows."""
+
+    depth: int
+    width: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "budget"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} of the tree is {getattr(self, name)}; it must be 1 or more")
+
+    def within(self, slots: int) -> "Tree":
+        """The same, as far as so many slots allow."""
+        depth = min(self.depth, max(1, slots // self.width + 1))
+        return Tree(depth=depth, width=self.width, budget=min(self.budget, slots))
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that growing and verifying it take at most."""
+        return max(self.budget, (self.depth - 1) * self.width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """Tokens proposed behind a request's newest one: a tree in which a parent precedes its children."""
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    """Index of each token's predecessor, -1 for the newest token of the request."""
+    confidences: tuple[float, ...] = ()
+    """The drafter's probability of each token behind its parent."""
+
+    @property
+    def depth(self) -> int:
+        """The most tokens that could be accepted."""
+        return max((len(self.path(index)) for index in range(len(self.tokens))), default=0)
+
+    def cut(self, count: int) -> "Draft":
+        """The first tokens alone; what is cut off is never the parent of what stays."""
+        return Draft(tokens=self.tokens[:count], parents=self.parents[:count], confidences=self.confidences[:count])
+
+    def tokens_to(self, index: int) -> list[int]:
+        """The tokens from the first depth down to `index`; none for -1."""
+        return [self.tokens[i] for i in self.path(index)]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    def path(self, index: int) -> list[int]:
+        """Indices from the first depth down to `index`; empty for -1."""
+        path: list[int] = []
+        while index >= 0:
+            path.append(index)
+            index = self.parents[index]
+        return path[::-1]
+
+
+class PagedDrafter:
+    """A drafter for many requests."""
+
+    def __init__(self, drafter: Drafter, cache: PageCache, *, window: int | None = None, sinks: int = 0) -> None:
+        self._drafter, self._cache = drafter, cache
+        self._window, self._sinks = window, sinks
+        self._vocab = drafter.vocab()
+        self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self._waiting: dict[int, list[Tensor]] = {}
+        self._normed_D: dict[int, Tensor] = {}
+        self._feedback_D: dict[int, Tensor] = {}
+
+    def take(self, live: Live, aux_TX: Tensor) -> None:
+        """Keep the target's states of the tokens it has just read, until the drafter reads them."""
+        self._waiting.setdefault(live.key, []).append(aux_TX)
+
+    def forget(self, key: int) -> None:
+        """Drop what is kept for a request that ended or lost its pages."""
+        for kept in (self._waiting, self._normed_D, self._feedback_D):
+            kept.pop(key, None)
+
+    @torch.inference_mode()
+    def read(self, lives: Sequence[Live]) -> None:
+        """Read what waits; the caller records the new `drafter_length` of each."""
+        lives = [live for live in lives if self._waiting.get(live.key)]
+        if not lives:
+            return
+        aux, tokens, rows = [], list[int](), []
+        for live in lives:
+            start, end = live.drafter_length, live.target_length
+            aux += self._waiting.pop(live.key)
+            tokens += live.tokens[start + 1 : end + 1]
+            rows.append(Row(pages=live.pages, base=start, count=end - start))
+        aux_NX = torch.cat(aux)
+        assert len(aux_NX) == len(tokens), "one state for every token but the newest"
+        layout = self._lay_out(rows)
+        hidden_ND = self._drafter.fuse(aux_NX.to(self._dtype))
+        token_N = torch.tensor(tokens, device=self._device)
+        output = self._drafter.step(hidden_ND, token_N, layout.position_N, self._attention(layout))
+        end = 0
+        for live, row in zip(lives, rows, strict=True):
+            end += row.count
+            self._normed_D[live.key], self._feedback_D[live.key] = output.normed[end - 1], output.feedback[end - 1]
+
+    @torch.inference_mode()
+    def chain(
+        self, lives: Sequence[Live], depths: Sequence[int], wanted_at: WantedAt, goes_on: GoesOn | None = None
+    ) -> list[Draft]:
+        """Draft up to `depths` tokens for each request, all of which have been read to their end."""
+        tokens: list[list[int]] = [[] for _ in lives]
+        confidences: list[list[float]] = [[] for _ in lives]
+        rows = list(range(len(lives)))
+        normed_RD = torch.stack([self._normed_D[live.key] for live in lives])
+        feedback_RD = torch.stack([self._feedback_D[live.key] for live in lives])
+        for depth in range(1, max(depths) + 1):
+            if depth > 1:
+                going = [depths[row] >= depth for row in rows]
+                if goes_on is not None:
+                    allowed = goes_on([lives[row].key for row in rows], [confidences[row] for row in rows])
+                    going = [a and b for a, b in zip(going, allowed, strict=True)]
+                places = [place for place, goes in enumerate(going) if goes]
+                if not places:
+                    break
+                if len(places) < len(rows):
+                    rows = [rows[place] for place in places]
+                    feedback_RD = feedback_RD[places]
+                behind = depth - 2
+                layout = self._lay_out(
+                    Row(pages=lives[row].pages, base=lives[row].drafter_length + behind, count=1) for row in rows
+                )
+                token_R = torch.tensor([tokens[row][-1] for row in rows], device=self._device)
+                output = self._drafter.step(feedback_RD, token_R, layout.position_N, self._attention(layout))
+                normed_RD, feedback_RD = output.normed, output.feedback
+            drawn = self._draw(normed_RD, [wanted_at(lives[row], tokens[row]) for row in rows])
+            for row, token, confidence in zip(rows, drawn.tokens, drawn.confidences, strict=True):
+                tokens[row].append(token)
+                confidences[row].append(confidence)
+        return [
+            Draft(tokens=tuple(made), parents=tuple(range(-1, len(made) - 1)), confidences=tuple(sure))
+            for made, sure in zip(tokens, confidences, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def tree(self, lives: Sequence[Live], shapes: Sequence[Tree], wanted_at: WantedAt) -> list[Draft]:
+        """Grow a tree for each request, all of which have been read to their end."""
+        growths = [_Growth(live, shape) for live, shape in zip(lives, shapes, strict=True)]
+        normed_RD = torch.stack([self._normed_D[live.key] for live in lives])
+        parents: list[tuple[_Growth, int]] = [(growth, -1) for growth in growths]
+        for depth in range(1, max(shape.depth for shape in shapes) + 1):
+            if depth > 1:
+                grown = [(growth, growth.grow(depth)) for growth in growths]
+                parents = [(growth, node) for growth, nodes in grown for node in nodes]
+                if not parents:
+                    break
+                normed_RD = self._expand([growth for growth, nodes in grown if nodes])
+            wanted = [wanted_at(growth.live, growth.tokens_to(node)) for growth, node in parents]
+            widths = [growth.shape.width for growth, _ in parents]
+            drawn = draw_many(self._drafter.logits(normed_RD), wanted, self._vocab.target_ids_W, max(widths))
+            for (growth, node), width, tokens, confidences in zip(
+                parents, widths, drawn.tokens, drawn.confidences, strict=True
+            ):
+                growth.add(node, tokens[:width], confidences[:width])
+        return [growth.offered() for growth in growths]
+
+    def _expand(self, growths: Sequence["_Growth"]) -> Tensor:
+        """Run the nodes that grow now, each behind its own path."""
+        rows, hidden, tokens = [], list[Tensor](), list[int]()
+        for growth in growths:
+            live, nodes = growth.live, growth.newest
+            ancestors = torch.tensor(growth.ancestors())
+            rows.append(Row(pages=live.pages, base=live.drafter_length, count=len(nodes), ancestors=ancestors))
+            first_D = self._feedback_D[live.key]
+            hidden += [growth.feedback_D.get(growth.parents[node], first_D) for node in nodes]
+            tokens += [growth.tokens[node] for node in nodes]
+        layout = self._lay_out(rows)
+        token_N = torch.tensor(tokens, device=self._device)
+        output = self._drafter.step(torch.stack(hidden), token_N, layout.position_N, self._attention(layout))
+        places = iter(range(len(tokens)))
+        for growth in growths:
+            growth.feedback_D |= {node: output.feedback[next(places)] for node in growth.newest}
+        return output.normed
+
+    def _draw(self, normed_RD: Tensor, wanted: Sequence[Wanted]) -> Drawn:
+        return draw(self._drafter.logits(normed_RD), wanted, self._vocab.target_ids_W)
+
+    def _lay_out(self, rows: Iterable[Row]) -> Layout:
+        return Layout.of(list(rows), page_size=self._cache.page_size, device=self._device)
+
+    def _attention(self, layout: Layout) -> PagedAttention:
+        return PagedAttention(self._cache, layout, window=self._window, sinks=self._sinks)
+
+
+class _Growth:
+    """One request's tree while it grows."""
+
+    def __init__(self, live: Live, shape: Tree) -> None:
+        self.live, self.shape = live, shape
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.grown: list[int] = []
+        """Nodes that the drafter has run, in the order of their slots."""
+        self.newest: list[int] = []
+        """The last of them, which it is about to run."""
+        self.feedback_D: dict[int, Tensor] = {}
+        self._sure: list[float] = []
+        self._path_sure: list[float] = []
+
+    def add(self, parent: int, tokens: Sequence[int], confidences: Sequence[float]) -> None:
+        """Take candidates behind a node, -1 for the root."""
+        path_sure = 1.0 if parent < 0 else self._path_sure[parent]
+        depth = 1 if parent < 0 else self.depths[parent] + 1
+        for token, sure in zip(tokens, confidences, strict=True):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.depths.append(depth)
+            self._sure.append(sure)
+            self._path_sure.append(path_sure * sure)
+
+    def grow(self, depth: int) -> list[int]:
+        """The most confident nodes of the depth before, which get children now."""
+        nodes: list[int] = []
+        if depth <= self.shape.depth:
+            level = [node for node, at in enumerate(self.depths) if at == depth - 1]
+            nodes = sorted(level, key=lambda node: -self._path_sure[node])[: self.shape.width]
+        self.grown += nodes
+        self.newest = nodes
+        return nodes
+
+    def ancestors(self) -> list[list[bool]]:
+        """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
+        paths = [set(self._path(node)) for node in self.newest]
+        return [[other in path for other in self.grown] for path in paths]
+
+    def tokens_to(self, node: int) -> list[int]:
+        """The tokens from the first depth to a node; none for the root."""
+        return [self.tokens[i] for i in self._path(node)]
+
+    def offered(self) -> Draft:
+        """The most confident nodes. A child is never more confident than its parent, so what is kept is a tree."""
+        order = sorted(range(len(self.tokens)), key=lambda node: (-self._path_sure[node], self.depths[node]))
+        kept = sorted(order[: self.shape.budget], key=lambda node: (self.depths[node], node))
+        place = {node: index for index, node in enumerate(kept)} | {-1: -1}
+        return Draft(
+            tokens=tuple(self.tokens[node] for node in kept),
+            parents=tuple(place[self.parents[node]] for node in kept),
+            confidences=tuple(self._sure[node] for node in kept),
+        )
+
+    def _path(self, node: int) -> list[int]:
+        path: list[int] = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]

@@ -1,0 +1,51 @@
+"""Real prompts and a real drafter, for the tests that `make lossless` runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from eyas.drafter.model import Drafter
+    from eyas.target.model import Target
+
+    RealPrompts = Callable[[int, int], list[list[int]]]
+
+
+@pytest.fixture(scope="session")
+def real_prompts(request: pytest.FixtureRequest, default_target: Target) -> RealPrompts:
+    """So many prompts of at most so many tokens, spread evenly over those of the file that are short enough."""
+    path = request.config.getoption("--prompts")
+    if not path:
+        pytest.skip("no --prompts FILE; run `make lossless PROMPTS=FILE`")
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    encoded = [default_target.encode_chat([{"role": "user", "content": first_turn(line)}]) for line in lines]
+
+    def choose(count: int, tokens: int) -> list[list[int]]:
+        short = [ids for ids in encoded if len(ids) <= tokens]
+        assert len(short) >= count, f"{path} has {len(short)} prompts of at most {tokens} tokens, not {count}"
+        print(f"\n{count} of {len(lines)} prompts; {len(lines) - len(short)} are longer than {tokens} tokens")
+        return [short[i * len(short) // count] for i in range(count)]
+
+    return choose
+
+
+def first_turn(line: dict[str, Any]) -> str:
+    return str(line["turns"][0] if "turns" in line else line["prompt"])
+
+
+@pytest.fixture(scope="session")
+def real_drafter(request: pytest.FixtureRequest, default_target: Target) -> Drafter:
+    """The one given by --drafter, or one trained here on other prompts."""
+    from default_drafter import default_drafter_config, train_default_drafter
+    from eyas.drafter.checkpoint import load_drafter
+
+    path = request.config.getoption("--drafter")
+    if path:
+        return load_drafter(path).float().share_target(default_target.embedding(), default_target.head())
+    return train_default_drafter(default_target, default_drafter_config(fc_norm=True, norm_output=True))
