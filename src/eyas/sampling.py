@@ -118,6 +118,12 @@ class Sampling:
         return [*(token for token, _ in self.bias_pairs), *(self.allowed_tokens or ())]
 
 
+def require_unshaped(sampling: Sampling, decoder: str) -> None:
+    """Refuse options that a decoder without `shape_logits` would silently leave out."""
+    if sampling.shapes_logits:
+        raise UserError(f"{decoder} has no penalties, logit_bias or allowed_tokens; leave them out or use the engine")
+
+
 class Draws(Protocol):
     """Where chance comes from."""
 

@@ -12,10 +12,12 @@ from scipy import stats
 
 from eyas.drafter.model import Drafter
 from eyas.engine.answer import Answer, Piece
+from eyas.engine.batch import answer_plainly
 from eyas.engine.dense import DenseTarget, EagleDraft
 from eyas.engine.draft import Tree
 from eyas.engine.engine import Engine
 from eyas.engine.options import EngineOptions
+from eyas.engine.plain import generate_plainly
 from eyas.engine.reference import Chain, decode_plainly, decode_speculatively
 from eyas.engine.reference import Tree as ReferenceTree
 from eyas.engine.request import FinishReason, Request, Speculation
@@ -374,3 +376,41 @@ def test_more_memory_than_there_is_is_refused_with_the_numbers(target: Target) -
         Engine(target, options=options(memory=2**50))
     with pytest.raises(UserError, match=r"one request of 128 tokens needs .* lower max_length"):
         Engine(target, options=options(memory=2**10))
+
+
+# --- what other decoders cannot do, and the drafter's reading ----------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"presence_penalty": 1.0}, {"logit_bias": {1: 2.0}}, {"allowed_tokens": {1, 2}}])
+def test_decoders_without_an_option_refuse_it(target: Target, tiny_drafter: Drafter, changes: dict[str, Any]) -> None:
+    sampling = Sampling(temperature=1.0, **changes)
+    dense, draws = DenseTarget(target, tiny_drafter.config), SeededDraws(0)
+    with pytest.raises(UserError, match="the reference decoder has no penalties"):
+        decode_plainly(dense, [1], draws=draws, max_new_tokens=1, sampling=sampling)
+    with pytest.raises(UserError, match="the reference decoder has no penalties"):
+        decode_speculatively(
+            dense,
+            EagleDraft(tiny_drafter),
+            [1],
+            shape=Chain(depth=1),
+            draws=draws,
+            max_new_tokens=1,
+            sampling=sampling,
+        )
+    with pytest.raises(UserError, match="slots has no penalties"):
+        next(answer_plainly(target, lambda: None, sampling=sampling, slots=1, max_length=8, stop_ids=()))
+    with pytest.raises(UserError, match="transformers has no penalties"):
+        generate_plainly(target, [1], sampling=sampling, max_new_tokens=1)
+
+
+def test_requests_that_are_not_drafted_for_are_read_together_now_and_then(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(target, tiny_drafter, options=options(max_length=256))
+    monkeypatch.setattr(engine.controller, "choose", lambda rows: SimpleNamespace(limits=(0,) * len(rows)))
+    reads: list[int] = []
+    read = engine._read
+    monkeypatch.setattr(engine, "_read", lambda lives: (reads.append(len(lives)), read(lives)))
+    run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
+    assert len(reads) <= 3
+    assert max(reads) == 6

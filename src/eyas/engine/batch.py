@@ -23,7 +23,7 @@ from torch import Tensor
 from eyas.drafter.model import DepthOutput, Drafter
 from eyas.engine.slots import SlotAttention, SlotCache, SlotTarget, Spans
 from eyas.errors import UserError
-from eyas.sampling import Sampling, probabilities
+from eyas.sampling import Sampling, probabilities, require_unshaped
 from eyas.target.capture import capture
 from eyas.target.model import Target
 
@@ -81,6 +81,7 @@ def answer_plainly(
     Prompt and answer together hold `max_length` tokens at most. Sampling repeats by seed only for the same requests
     in the same order with the same slots. `graph` allows a CUDA graph where one can be used.
     """
+    require_unshaped(sampling, "decoding in slots")
     batch = _PlainBatch(target, sampling, slots=slots, max_length=max_length, stop_ids=stop_ids, seed=seed, graph=graph)
     running: dict[int, Request] = {}
     waiting: deque[Request] = deque()

@@ -91,11 +91,15 @@ class Draft:
 
     def path(self, index: int) -> list[int]:
         """Indices from the first depth down to `index`; empty for -1."""
-        path: list[int] = []
-        while index >= 0:
-            path.append(index)
-            index = self.parents[index]
-        return path[::-1]
+        return _path(self.parents, index)
+
+
+def _path(parents: Sequence[int], index: int) -> list[int]:
+    path: list[int] = []
+    while index >= 0:
+        path.append(index)
+        index = parents[index]
+    return path[::-1]
 
 
 class PagedDrafter:
@@ -269,12 +273,12 @@ class _Growth:
 
     def ancestors(self) -> list[list[bool]]:
         """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
-        paths = [set(self._path(node)) for node in self.newest]
+        paths = [set(_path(self.parents, node)) for node in self.newest]
         return [[other in path for other in self.grown] for path in paths]
 
     def tokens_to(self, node: int) -> list[int]:
         """The tokens from the first depth to a node; none for the root."""
-        return [self.tokens[i] for i in self._path(node)]
+        return [self.tokens[i] for i in _path(self.parents, node)]
 
     def offered(self) -> Draft:
         """The most confident nodes. A child is never more confident than its parent, so what is kept is a tree."""
@@ -286,10 +290,3 @@ class _Growth:
             parents=tuple(place[self.parents[node]] for node in kept),
             confidences=tuple(self._sure[node] for node in kept),
         )
-
-    def _path(self, node: int) -> list[int]:
-        path: list[int] = []
-        while node >= 0:
-            path.append(node)
-            node = self.parents[node]
-        return path[::-1]

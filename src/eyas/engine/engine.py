@@ -331,10 +331,12 @@ class Engine:
             self.scheduler.note_read(live, live.target_length)
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Read where much has gathered: prompts, and requests that have not been drafted for in a while."""
+        """Read where much has gathered: prompts, and requests that have not been drafted for in a while.
+
+        Once one is due all are read, or as many passes would follow as there are requests.
+        """
         lives = [row.live for row in rows if row.live.finished is None and self._follows(row.live)]
-        lives = [live for live in lives if live.target_length - live.drafter_length >= LUMP]
-        if lives:
+        if any(live.target_length - live.drafter_length >= LUMP for live in lives):
             self._read(lives)
 
     def _wanted(self, live: Live, drafts: Sequence[int]) -> Wanted:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
-from eyas.sampling import Sampling
+from eyas.errors import UserError
+from eyas.sampling import Sampling, require_unshaped
 from eyas.target.model import Target
 
 
@@ -34,6 +35,9 @@ def generate_plainly(
     on_text: Callable[[str], None] | None = None,
 ) -> tuple[int, ...]:
     """New tokens, the stop token included; text is handed to `on_text` as it comes."""
+    require_unshaped(sampling, "decoding by transformers")
+    if sampling.min_p:
+        raise UserError(f"min_p {sampling.min_p}: transformers applies it after top_p, not before; use the engine")
     ids_BT = torch.tensor([ids], device=target.device)
     options: dict[str, object] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
     if sampling.temperature > 0:

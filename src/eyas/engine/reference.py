@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eyas.errors import UserError
-from eyas.sampling import Candidate, Draws, Sampling, one_hot, probabilities, try_candidates
+from eyas.sampling import Candidate, Draws, Sampling, one_hot, probabilities, require_unshaped, try_candidates
 
 State = TypeVar("State")
 
@@ -132,6 +132,7 @@ def decode_plainly(
 ) -> tuple[int, ...]:
     """Decode without speculation: what `decode_speculatively` must be indistinguishable from."""
     sampling = sampling or Sampling()
+    require_unshaped(sampling, "the reference decoder")
     _require_tokens(prompt)
     ids = list(prompt)
     while len(ids) - len(prompt) < max_new_tokens:
@@ -155,6 +156,7 @@ def decode_speculatively(
 ) -> Generation:
     """Decode with speculation. Rounds are complete even where the last one overshoots; tokens are cut to fit."""
     sampling = sampling or Sampling()
+    require_unshaped(sampling, "the reference decoder")
     _require_tokens(prompt)
     ids = list(prompt)
     logits_TV, aux_TX = target([ids])[0]
