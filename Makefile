@@ -10,13 +10,14 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 PROMPTS ?=
 
-DRAFTER ?=
+DRAFTER ?= smollm2-eagle3.1
+GIVEN ?=
+EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu train-speed engine-speed clean
+.PHONY: demo test lint parity lossless gpu train-speed engine-speed smollm2-drafters clean
 
 demo: $(READY)
-	$(BIN)/eyas generate "What is the capital of France?"
-	$(BIN)/eyas generate "Explain in one sentence why the sky is blue."
+	$(BIN)/eyas demo
 
 test: lint
 	$(BIN)/pytest
@@ -45,11 +46,22 @@ train-speed: $(READY)
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 1 --length 32768
 
-# The engine on real prompts, with and without speculation: PROMPTS=file.jsonl DRAFTER=folder.
+# The engine on real prompts, with and without speculation: PROMPTS=file.jsonl, DRAFTER=folder if not the shipped one.
 engine-speed: $(READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make engine-speed PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/python benchmarks/engine_speed.py "$(PROMPTS)" --generate --users 1 --users 4 --users 16 \
-		$(if $(DRAFTER),--drafter "$(DRAFTER)" --random)
+		--drafter "$(DRAFTER)" --random
+
+# The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
+# GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
+smollm2-drafters: $(READY)
+	$(BIN)/python recipes/smollm2/prompts.py --out prompts.jsonl --held-out held-out.jsonl \
+		$(addprefix --prompts ,$(GIVEN)) $(addprefix --exclude ,$(EXCLUDE))
+	$(BIN)/eyas data answer prompts.jsonl --out answers-greedy.jsonl --max-length 1536 --device cuda
+	$(BIN)/eyas data answer prompts.jsonl --out answers-sampled.jsonl --max-length 1536 --device cuda \
+		--temperature 0.8 --seed 1
+	$(BIN)/eyas data answer held-out.jsonl --out answers-held-out.jsonl --max-length 1536 --device cuda
+	$(BIN)/eyas train recipes/smollm2/drafters.toml
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

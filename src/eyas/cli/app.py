@@ -12,6 +12,7 @@ from eyas import __version__
 from eyas.cli.check import check
 from eyas.cli.convert import convert
 from eyas.cli.data import app as data_app
+from eyas.cli.demo import demo
 from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(demo)
 app.command()(generate)
 app.command()(check)
 app.command()(convert)

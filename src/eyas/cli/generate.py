@@ -12,11 +12,8 @@ import typer
 from eyas.cli.options import AsJson, Cache, report
 
 if TYPE_CHECKING:
-    from eyas.drafter.model import Drafter
     from eyas.engine.answer import Answer, Piece, Tally
-    from eyas.engine.draft import Tree
-    from eyas.engine.request import Request, Speculation
-    from eyas.target.model import Target
+    from eyas.engine.request import Request
 
 ACCEPTED, OWN = typer.colors.GREEN, typer.colors.YELLOW
 
@@ -25,7 +22,10 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts or conversations instead: JSON lines or Parquet.")] = None,
     target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
-    drafter: Annotated[str | None, typer.Option(help="A drafter's folder or hub id: decode with speculation.")] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="A drafter's name, folder or hub id, or none.", show_default="the target's own, if shipped"),
+    ] = None,
     depth: Annotated[
         str, typer.Option(help="Tokens to draft: a number, 0 for none, or auto: as deep as pays.")
     ] = "auto",
@@ -51,29 +51,23 @@ def generate(
 
     A drafter changes how fast answers come, never what they are: the same seed gives the same text without it.
     """
+    from eyas.cli.pair import choose_drafter, load_pair
+    from eyas.cli.speculation import read_depth, read_tree
     from eyas.engine.engine import Engine
     from eyas.engine.options import EngineOptions
     from eyas.engine.request import Request
     from eyas.errors import UserError
     from eyas.sampling import Sampling
-    from eyas.target.model import Target
-    from eyas.target.packed_linear import pack_linears
 
     if (prompt is None) == (file is None):
         raise UserError("give a prompt or --file, one of them")
-    speculation, shape = _speculation(depth, drafter), _tree(tree, drafter)
+    drafter = choose_drafter(drafter, target)
+    speculation, shape = read_depth(depth, drafter), read_tree(tree, drafter)
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
-    model = None if drafter is None else _load_drafter(drafter, loaded)
-    if loaded.device.type == "cpu":
-        packing = pack_linears(loaded.model, cache=cache)
-        how = f"in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
-        report(f"matrix products {how}")
-        if model is not None:
-            pack_linears(model, cache=cache)
+    loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache)
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
     engine = Engine(loaded, model, options=EngineOptions(max_rows=users, max_depth=deepest, tree=shape), report=report)
     requests = [
@@ -105,36 +99,6 @@ def generate(
         report(event)
 
 
-def _speculation(depth: str, drafter: str | None) -> "Speculation":
-    from eyas.engine.request import Speculation
-    from eyas.errors import UserError
-
-    if depth == "auto":
-        return Speculation()
-    if not depth.isdigit():
-        raise UserError(f"--depth {depth} is neither a number from 0 nor auto")
-    if int(depth) == 0:
-        return Speculation(mode="off")
-    if drafter is None:
-        raise UserError(f"--depth {depth} needs a drafter to draft; give --drafter or leave --depth out")
-    return Speculation(mode="fixed", depth=int(depth))
-
-
-def _tree(text: str | None, drafter: str | None) -> "Tree | None":
-    from eyas.engine.draft import Tree
-    from eyas.errors import UserError
-
-    if text is None:
-        return None
-    if drafter is None:
-        raise UserError(f"--tree {text} needs a drafter to draft; give --drafter or leave --tree out")
-    parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdigit() for part in parts):
-        raise UserError(f"--tree {text} is no DEPTHxWIDTHxBUDGET such as 5x4x24")
-    depth, width, budget = map(int, parts)
-    return Tree(depth=depth, width=width, budget=budget)
-
-
 def _ask(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
@@ -153,13 +117,6 @@ def _read(file: Path) -> list[list[dict[str, str]]]:
     if not asked:
         raise UserError(f"{file} holds no user turn to answer; give a file of prompts or conversations")
     return asked
-
-
-def _load_drafter(source: str, target: "Target") -> "Drafter":
-    from eyas.drafter.checkpoint import load_drafter
-
-    model = load_drafter(source).to(device=target.device, dtype=target.dtype)
-    return model.share_target(target.embedding(), target.head())
 
 
 class _Painter:

@@ -19,6 +19,7 @@ from eyas.atomic import new_folder
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import LAYOUTS, Json, Layout, detect
 from eyas.drafter.model import Drafter
+from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import TensorSpec, expected_tensors
 from eyas.drafter.vocab import check_offsets, membership_from_target_ids
 from eyas.errors import UserError
@@ -47,7 +48,9 @@ class Checkpoint:
 
 
 def find_folder(source: str) -> Path:
-    """The folder of a drafter: `source` itself, or a snapshot of that hub id."""
+    """The folder of a drafter: one that comes with eyas, `source` itself, or a snapshot of that hub id."""
+    if (shipped := shipped_folder(source)) is not None:
+        return shipped
     folder = Path(source)
     try:
         is_folder, exists = folder.is_dir(), folder.exists()

@@ -1,0 +1,124 @@
+"""`eyas demo`: the same prompts with and without speculation, side by side."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+if TYPE_CHECKING:
+    from eyas.engine.answer import Answer
+    from eyas.engine.engine import Engine
+    from eyas.engine.request import Speculation
+
+PROMPTS = (
+    "Explain to a child why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?",
+)
+
+
+def demo(
+    prompts: Annotated[list[str] | None, typer.Argument(help="What to ask.", show_default="three prompts")] = None,
+    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    drafter: Annotated[
+        str | None, typer.Option(help="A drafter's name, folder or hub id.", show_default="the target's own, shipped")
+    ] = None,
+    depth: Annotated[str, typer.Option(help="Tokens to draft: a number, or auto: as deep as pays.")] = "auto",
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 128,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Answer prompts plainly and with a drafter, one at a time, and compare speed and text."""
+    from eyas.cli.pair import choose_drafter, load_pair
+    from eyas.cli.speculation import read_depth
+    from eyas.engine.engine import Engine
+    from eyas.engine.options import EngineOptions
+    from eyas.errors import UserError
+
+    name = choose_drafter(drafter, target)
+    if name is None:
+        raise UserError(f"there is no drafter for {target} to compare with; name one with --drafter")
+    speculation = read_depth(depth, name)
+    if speculation.mode == "off":
+        raise UserError("--depth 0 leaves nothing to compare; give 1 or more, or auto")
+    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
+    # Without the prefix cache: the second answer to a prompt must not profit from the first.
+    options = EngineOptions(max_rows=1, max_depth=speculation.depth or 7, prefix_cache=False)
+    engine = Engine(loaded, model, options=options, report=report)
+    _both(engine, "Hello! Who are you?", speculation, max_tokens=32)  # later ones find done what this one pays for
+    rows = [_both(engine, prompt, speculation, max_tokens=max_tokens) for prompt in prompts or PROMPTS]
+    whole = _figures(rows)
+    if as_json:
+        typer.echo(json.dumps({"target": target, "drafter": name, "depth": depth, "prompts": rows, "all": whole}))
+        return
+    for row in rows:
+        typer.secho(f"\n{row['prompt']}", bold=True)
+        typer.echo(row["answer"])
+        same = "the same text" if row["same"] else "text differs behind a near-tie"
+        typer.secho(f"[{row['tokens']} tokens: {_told(row)}; {same}]", dim=True)
+    typer.secho(f"\nall {len(rows)}: {_told(whole)}", bold=True)
+
+
+def _both(engine: "Engine", prompt: str, speculation: "Speculation", *, max_tokens: int) -> dict[str, Any]:
+    """One prompt, plainly and with drafts."""
+    from eyas.engine.request import Speculation
+
+    ids = tuple(engine.target.encode_chat([{"role": "user", "content": prompt}]))
+    plain, plain_seconds = _timed(engine, ids, Speculation(mode="off"), max_tokens)
+    drafted, drafted_seconds = _timed(engine, ids, speculation, max_tokens)
+    measured = {
+        "tokens": len(drafted.tokens),
+        "plain_tokens": len(plain.tokens),
+        "plain_seconds": plain_seconds,
+        "drafted_seconds": drafted_seconds,
+        "drafts": drafted.tally.drafts,
+        "accepted": drafted.tally.accepted,
+    }
+    return {"prompt": prompt, "answer": drafted.text, "same": plain.tokens == drafted.tokens, **_figures([measured])}
+
+
+def _timed(
+    engine: "Engine", ids: tuple[int, ...], speculation: "Speculation", max_tokens: int
+) -> "tuple[Answer, float]":
+    from eyas.engine.request import Request
+    from eyas.sampling import Sampling
+
+    request = Request(
+        prompt=ids,
+        sampling=Sampling(),
+        max_new_tokens=max_tokens,
+        stop_ids=engine.target.stop_ids(),
+        speculation=speculation,
+    )
+    started = time.perf_counter()
+    (answer,) = engine.generate([request])
+    return answer, time.perf_counter() - started
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was measured, over all rows, and what follows of it."""
+    names = ("tokens", "plain_tokens", "plain_seconds", "drafted_seconds", "drafts", "accepted")
+    all_: dict[str, Any] = {name: sum(row[name] for row in rows) for name in names}
+    plain = all_["plain_tokens"] / all_["plain_seconds"]
+    drafted = all_["tokens"] / all_["drafted_seconds"]
+    return {
+        **all_,
+        "plain_tokens_per_second": plain,
+        "drafted_tokens_per_second": drafted,
+        "speedup": drafted / plain,
+        "acceptance_length": 1 + all_["accepted"] / max(1, all_["drafts"]),
+    }
+
+
+def _told(figures: Mapping[str, Any]) -> str:
+    return (
+        f"plain {figures['plain_tokens_per_second']:.1f} tokens/s, with drafts "
+        f"{figures['drafted_tokens_per_second']:.1f} tokens/s, {figures['speedup']:.2f}x; "
+        f"acceptance length {figures['acceptance_length']:.2f}"
+    )

@@ -1,0 +1,43 @@
+"""A target and the drafter that drafts for it, loaded and made ready to decode."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eyas.cli.options import report
+
+if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
+    from eyas.target.model import Target
+
+NO_DRAFTER = "none"
+
+
+def choose_drafter(drafter: str | None, target: str) -> str | None:
+    """The drafter that was named; if none was, the one that comes with eyas for that target."""
+    from eyas.drafter.shipped import DEFAULT_DRAFTER
+
+    if drafter is None:
+        return DEFAULT_DRAFTER.get(target)
+    return None if drafter == NO_DRAFTER else drafter
+
+
+def load_pair(
+    target: str, drafter: str | None, *, dtype: str, device: str, cache: Path | None
+) -> "tuple[Target, Drafter | None]":
+    """Load both; on a CPU their matrix products are packed, and the user hears how."""
+    from eyas.drafter.checkpoint import load_drafter
+    from eyas.target.model import Target
+    from eyas.target.packed_linear import pack_linears
+
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
+    model = None
+    if drafter is not None:
+        model = load_drafter(drafter).to(device=loaded.device, dtype=loaded.dtype)
+        model.share_target(loaded.embedding(), loaded.head())
+    if loaded.device.type == "cpu":
+        packing = pack_linears(loaded.model, cache=cache)
+        how = f"in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
+        report(f"matrix products {how}")
+        if model is not None:
+            pack_linears(model, cache=cache)
+    return loaded, model

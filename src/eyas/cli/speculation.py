@@ -1,0 +1,39 @@
+"""`--depth` and `--tree`, read."""
+
+from typing import TYPE_CHECKING
+
+from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from eyas.engine.draft import Tree
+    from eyas.engine.request import Speculation
+
+
+def read_depth(text: str, drafter: str | None) -> "Speculation":
+    """Whether and how deep to draft: auto, 0 or a number."""
+    from eyas.engine.request import Speculation
+
+    if text == "auto":
+        return Speculation()
+    if not text.isdigit():
+        raise UserError(f"--depth {text} is neither a number from 0 nor auto")
+    if int(text) == 0:
+        return Speculation(mode="off")
+    if drafter is None:
+        raise UserError(f"--depth {text} needs a drafter to draft; give --drafter or leave --depth out")
+    return Speculation(mode="fixed", depth=int(text))
+
+
+def read_tree(text: str | None, drafter: str | None) -> "Tree | None":
+    """The shape of trees: DEPTHxWIDTHxBUDGET."""
+    from eyas.engine.draft import Tree
+
+    if text is None:
+        return None
+    if drafter is None:
+        raise UserError(f"--tree {text} needs a drafter to draft; give --drafter or leave --tree out")
+    parts = text.split("x")
+    if len(parts) != 3 or not all(part.isdigit() for part in parts):
+        raise UserError(f"--tree {text} is no DEPTHxWIDTHxBUDGET such as 5x4x24")
+    depth, width, budget = map(int, parts)
+    return Tree(depth=depth, width=width, budget=budget)
