@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu train-speed engine-speed smollm2-drafters clean
+.PHONY: demo test lint parity lossless gpu train-speed engine-speed drafters clean
 
 demo: $(READY)
 	$(BIN)/eyas demo
@@ -54,7 +54,7 @@ engine-speed: $(READY)
 
 # The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
 # GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
-smollm2-drafters: $(READY)
+drafters: $(READY)
 	$(BIN)/python recipes/smollm2/prompts.py --out prompts.jsonl --held-out held-out.jsonl \
 		$(addprefix --prompts ,$(GIVEN)) $(addprefix --exclude ,$(EXCLUDE))
 	$(BIN)/eyas data answer prompts.jsonl --out answers-greedy.jsonl --max-length 1536 --device cuda
