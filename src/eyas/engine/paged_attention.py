@@ -3,10 +3,11 @@
 One law of visibility, for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
 row says (`paged.py`); with a window it sees of these only positions above p - window, and the first `sinks` slots.
 
-Dense attention, in this file, is what a CPU runs. A row is worked off in pieces of some queries against the slots
-they see; where those lie side by side in memory they are read in place, and everything that is the same for all
-layers (slices, masks) is worked out at the first one. On CUDA a kernel reads through the page tables instead
-(`paged_triton.py`), and dense attention is its oracle.
+Dense attention, in this file, runs anywhere. A row is worked off in pieces of some queries against the slots they see;
+where those lie side by side in memory they are read in place, and everything that is the same for all layers (slices,
+masks) is worked out at the first one. Kernels read through the page tables instead, on CUDA (`paged_triton.py`) and,
+where there is a C compiler, for the few queries of decoding on a CPU (`paged_native.py`); dense attention is their
+oracle.
 
 Shapes: N tokens of a pass, Q queries of a piece, S slots that it reads, C slots of the cache, H query heads, G key
 heads, F = H / G heads that share keys, K head dim.
@@ -24,9 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged_native import NativeRead, load_kernel
 from eyas.errors import UserError
 
-Backend = Literal["dense", "triton"]
+Backend = Literal["dense", "native", "triton"]
 Read = Callable[[Tensor, Tensor, Tensor, float, float | None, int | None], Tensor]
 """Answers q [N, H, K] from keys and values [G, C, K] with scale, softcap and window."""
 
@@ -57,8 +59,8 @@ class PagedAttention:
         self.cache, self.layout, self.window = cache, layout, window
         self.asked: list[tuple[int, int | None]] = []
         """The layers that have attended, in their order, with the windows that they asked for."""
-        if backend is None:
-            backend = "triton" if layout.slot_N.is_cuda and _has_triton() else "dense"
+        backend = backend or _best(layout)
+        self._native = _native(layout, sinks) if backend == "native" else None
         self._read = _reader(backend, layout, sinks)
 
     def __call__(
@@ -76,9 +78,13 @@ class PagedAttention:
         Scores are scaled by `scale`, K ** -0.5 if none is given, and bent to softcap * tanh(score / softcap).
         """
         self.asked.append((layer, window))
-        keys, values = self.cache.write(layer, self.layout.slot_N, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        return self._read(q, keys, values, scale, softcap, self.window if window is None else window)
+        window = self.window if window is None else window
+        if self._native is not None and self._native.takes(q, k, v):
+            pair = self.cache.layers.get(layer) or self.cache.write(layer, self.layout.slot_N, k, v)
+            return self._native(q, k, v, *pair, scale, softcap, window)
+        keys, values = self.cache.write(layer, self.layout.slot_N, k, v)
+        return self._read(q, keys, values, scale, softcap, window)
 
 
 @cache
@@ -86,8 +92,21 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def _best(layout: Layout) -> Backend:
+    if layout.slot_N.is_cuda:
+        return "triton" if _has_triton() else "dense"
+    return "native" if NativeRead.serves(layout) and load_kernel()[0] is not None else "dense"
+
+
+def _native(layout: Layout, sinks: int) -> NativeRead:
+    kernel, words = load_kernel()
+    if kernel is None:
+        raise UserError(f"attention by native code needs a C compiler: {words}; install one or use 'dense'")
+    return NativeRead(kernel, layout, sinks, DenseRead)
+
+
 def _reader(backend: Backend, layout: Layout, sinks: int) -> Read:
-    if backend == "dense":
+    if backend != "triton":  # native code hands on what it does not serve
         return DenseRead(layout, sinks)
     if not _has_triton():
         raise UserError("attention by triton needs the package triton; `pip install triton` or use 'dense'")

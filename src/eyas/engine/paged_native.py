@@ -1,0 +1,244 @@
+"""Attention over pages on a processor, by code compiled for it (`paged_native.c`): for rows of few queries.
+
+Decoding and verification take a few queries per request against all its keys. Done piece by piece in torch
+(`DenseRead`), a layer costs several operations for every row, which together take as long as the matrix products.
+Here a layer is one call, whatever the rows; all that is the same for all layers is worked out once per pass. Long rows,
+which are chunks of prompts, stay with `DenseRead`: there torch's own matrix products pay.
+
+Invariant: a query's answer depends on its own path alone, to the last bit; not on the rows beside it, on drafts behind
+it, on where its pages lie, or on the number of threads. Together with linears that have the same property
+(`target/packed_linear.py`) greedy decoding gives the same tokens one by one and verified in drafts.
+
+Shapes: N tokens of a pass, R rows, H query heads, G key heads, C slots of the cache, K size of queries and keys, V of
+values. A unit is up to `BLOCK` (query, head) lines of a row that share a key head; it is worked off in chunks of
+positions.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.engine.paged import MOST_IN_TREE, Layout, Row
+from eyas.target.native import load_native
+
+SOURCE = Path(__file__).with_name("paged_native.c")
+MOST_QUERIES = MOST_IN_TREE
+"""New tokens of a row that is answered here; every tree is."""
+MOST_PARTS_BYTES = 32 * 2**20
+"""Intermediate results kept at once, unless a single unit has more."""
+WORK_OF_A_THREAD = 1 << 15
+"""Products of numbers below which a second thread costs more than it saves."""
+
+Read = Callable[[Tensor, Tensor, Tensor, float, float | None, int | None], Tensor]
+
+_POINTERS = ("table", "base", "start", "seen", "slot", "units", "tasks", "parts")
+_NUMBERS = (
+    *("pages", "page_size", "new_tokens", "unit_count", "task_count", "window", "sinks"),
+    *("shared", "key_heads", "slots", "key_size", "value_size"),
+    *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
+)
+
+
+class _Pass(ctypes.Structure):
+    """`struct pass`."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int64) for name in _NUMBERS))
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """The compiled attention."""
+
+    library: ctypes.CDLL
+    made_by: str
+
+    def __post_init__(self) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_float
+        self.library.attend_pages.argtypes = [pointer] * 7 + [number] * 2
+        self.library.attend_pages.restype = None
+
+    @property
+    def chunk(self) -> int:
+        """Positions in a chunk."""
+        return int(self.library.chunk_positions())
+
+    @property
+    def block(self) -> int:
+        """Lines in a unit, at most."""
+        return int(self.library.block_lines())
+
+
+@cache
+def load_kernel() -> tuple[Kernel | None, str]:
+    """Return the kernel and who compiled it, or None and the reason why there is none."""
+    library, words = load_native(SOURCE)
+    if library is None:
+        return None, words
+    kernel = Kernel(library, words)
+    return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
+
+
+@torch.no_grad()
+def _is_right(kernel: Kernel) -> bool:
+    """Try it: the compiler is one that nobody here has met."""
+    size, count, base = 20, 3, kernel.chunk + 5
+    end = base + count
+    layout = Layout.of([Row(pages=range(end), base=base, count=count)], page_size=1, device=torch.device("cpu"))
+    x = torch.linspace(-1, 1, end * size).mul(99).sin()
+    keys, values = x.view(1, end, size), x.flip(0).view(1, end, size)
+    q, k, v = keys[0, -count:, None], keys[0, base:, None].clone(), values[0, base:, None].clone()
+    ours = NativeRead(kernel, layout, 0)(q.contiguous(), k, v, keys.clone(), values.clone(), 0.5, None, None)
+    visible = torch.ones(count, end, dtype=torch.bool).tril(base)
+    weights = (q[:, 0] @ keys[0].T * 0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.allclose(ours[:, 0], weights @ values[0], rtol=1e-5, atol=1e-5)
+
+
+class _Asked(NamedTuple):
+    """What a layer's plan depends on, beside the rows."""
+
+    window: int | None
+    q_shape: torch.Size
+    v_shape: torch.Size
+    strides: tuple[int, ...]
+    slots: int
+
+
+class NativeRead:
+    """One pass: writes the new keys and values, and answers. Needs a layout whose rows are known on the host.
+
+    `others` makes what answers the rows of more than MOST_QUERIES tokens.
+    """
+
+    def __init__(
+        self, kernel: Kernel, layout: Layout, sinks: int, others: Callable[[Layout, int], Read] | None = None
+    ) -> None:
+        self._kernel, self._layout, self._sinks = kernel, layout, sinks
+        self._call = kernel.library.attend_pages
+        self._plans: dict[_Asked, list[_Wave]] = {}
+        self._q: Tensor | None = None
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._others: Read | None = None
+        self._few = [index for index, row in enumerate(layout.rows) if row.count <= MOST_QUERIES]
+        many = [index for index, row in enumerate(layout.rows) if row.count > MOST_QUERIES]
+        if many:
+            assert others is not None
+            spans = list(pairwise(layout.starts))
+            self._many_N = torch.cat([torch.arange(*spans[index]) for index in many])
+            rows = tuple(layout.rows[index] for index in many)
+            self._others = others(replace(layout, rows=rows), sinks)
+
+    @staticmethod
+    def serves(layout: Layout) -> bool:
+        """Whether any of it would be answered here."""
+        return not layout.slot_N.is_cuda and any(row.count <= MOST_QUERIES for row in layout.rows)
+
+    def takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
+        """Whether the kernel can read these."""
+        return (q_NHK is self._q and k_NGK is self._k and v_NGV is self._v) or all(
+            x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1 and not x.requires_grad
+            for x in (q_NHK, k_NGK, v_NGV)
+        )
+
+    def __call__(
+        self,
+        q_NHK: Tensor,
+        k_NGK: Tensor,
+        v_NGV: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Write and answer every query, [N, H, V]. Keys and values are of one cache for all layers."""
+        if q_NHK is not self._q or k_NGK is not self._k or v_NGV is not self._v or window != self._window:
+            self._prepare(q_NHK, k_NGK, v_NGV, keys.shape[1], window)
+        output_NHV = torch.empty(self._output_shape)
+        for wave in self._waves:
+            self._call(
+                *(wave.address, *self._pointers, keys.data_ptr(), values.data_ptr(), output_NHV.data_ptr()),
+                *(scale, softcap or 0.0),
+            )
+        if self._others is not None:
+            output_NHV[self._many_N] = self._others(q_NHK[self._many_N], keys, values, scale, softcap, window)
+        return output_NHV
+
+    def _prepare(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor, slots: int, window: int | None) -> None:
+        """Most layers bring what the one before brought: new numbers in the same memory, laid out alike."""
+        strides = (*q_NHK.stride()[:2], *k_NGK.stride()[:2], *v_NGV.stride()[:2])
+        asked = _Asked(window=window, q_shape=q_NHK.shape, v_shape=v_NGV.shape, strides=strides, slots=slots)
+        if asked not in self._plans:
+            self._plans[asked] = list(self._plan(asked))
+        self._waves, self._window = self._plans[asked], window
+        self._output_shape = (*q_NHK.shape[:2], v_NGV.shape[-1])
+        self._q, self._k, self._v = q_NHK, k_NGK, v_NGV  # held, so that no others can take their place unnoticed
+        self._pointers = (q_NHK.data_ptr(), k_NGK.data_ptr(), v_NGV.data_ptr())
+
+    def _plan(self, asked: _Asked) -> Iterator["_Wave"]:
+        """What one layer does: almost always a single call."""
+        (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
+        layout, shared, part_bytes = self._layout, heads // key_heads, 4 * (2 + value_size)
+        tables = layout.tables
+        new_tokens, left = tokens, list(self._units(asked.window, shared))
+        while left or new_tokens:
+            units: list[tuple[int, ...]] = []
+            tasks: list[tuple[int, int]] = []
+            parts = work = 0
+            while left:
+                row, first, lines, begin, end = left[-1]
+                more = (end - begin) * key_heads * lines
+                if units and (parts + more) * part_bytes > MOST_PARTS_BYTES:
+                    break
+                units.append((*left.pop(), parts))
+                tasks += [(len(units) - 1, chunk) for chunk in range(begin, end)]
+                parts += more
+                work += more * self._kernel.chunk * (key_size + value_size)
+            units_U6, tasks_T2 = (torch.tensor(x or [[0]], dtype=torch.int32) for x in (units, tasks))
+            parts_P = torch.empty(parts * part_bytes // 4)
+            kept = (
+                *(tables.table_RP, tables.base_R, tables.start_R, tables.seen_N, layout.slot_N),
+                *(units_U6, tasks_T2, parts_P),
+            )
+            numbers = (
+                *(tables.table_RP.shape[1], layout.page_size, new_tokens, len(units), len(tasks), asked.window or 0),
+                *(self._sinks, shared, key_heads, asked.slots, key_size, value_size),
+                *asked.strides,
+                min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
+            )
+            yield _Wave.of(kept, numbers)
+            new_tokens = 0
+
+    def _units(self, window: int | None, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Of every row of few queries: the row, lines from and how many, chunks from and to. The last row first."""
+        chunk, block = self._kernel.chunk, self._kernel.block
+        for index in reversed(self._few):
+            row = self._layout.rows[index]
+            positions, lines = row.positions(), row.count * shared
+            for first in range(0, lines, block):
+                count = min(block, lines - first)
+                asking = positions[first // shared : (first + count - 1) // shared + 1]
+                nearest = 0 if window is None else max(0, min(asking) + 1 - window)
+                begin = 0 if self._sinks else nearest // chunk
+                yield index, first, count, begin, max(asking) // chunk + 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Wave:
+    """One call for a layer: as many units as memory is set aside for."""
+
+    address: int
+    kept: Sequence[object]
+    """What lies at the address, and behind the pointers in it."""
+
+    @classmethod
+    def of(cls, pointers: Sequence[Tensor | None], numbers: Sequence[int]) -> "_Wave":
+        made = _Pass(*(None if x is None else x.data_ptr() for x in pointers), *numbers)
+        return cls(address=ctypes.addressof(made), kept=(made, *pointers))
