@@ -6,8 +6,7 @@ row says (`paged.py`); with a window it sees of these only positions above p - w
 Dense attention, in this file, runs anywhere. A row is worked off in pieces of some queries against the slots they see;
 where those lie side by side in memory they are read in place, and everything that is the same for all layers (slices,
 masks) is worked out at the first one. Kernels read through the page tables instead, on CUDA (`paged_triton.py`) and,
-where there is a C compiler, for the few queries of decoding on a CPU (`paged_native.py`); dense attention is their
-oracle.
+where there is a C compiler, in float32 on a CPU (`paged_native.py`); dense attention is their oracle.
 
 Shapes: N tokens of a pass, Q queries of a piece, S slots that it reads, C slots of the cache, H query heads, G key
 heads, F = H / G heads that share keys, K head dim.
@@ -93,16 +92,16 @@ def _has_triton() -> bool:
 
 
 def _best(layout: Layout) -> Backend:
-    if layout.slot_N.is_cuda:
-        return "triton" if _has_triton() else "dense"
-    return "native" if NativeRead.serves(layout) and load_kernel()[0] is not None else "dense"
+    if not layout.slot_N.is_cpu:
+        return "triton" if layout.slot_N.is_cuda and _has_triton() else "dense"
+    return "native" if layout.rows and load_kernel()[0] is not None else "dense"
 
 
 def _native(layout: Layout, sinks: int) -> NativeRead:
     kernel, words = load_kernel()
     if kernel is None:
         raise UserError(f"attention by native code needs a C compiler: {words}; install one or use 'dense'")
-    return NativeRead(kernel, layout, sinks, DenseRead)
+    return NativeRead(kernel, layout, sinks)
 
 
 def _reader(backend: Backend, layout: Layout, sinks: int) -> Read:

@@ -1,4 +1,4 @@
-/* Attention of few queries over pages in float32: one layer of a whole pass in one call.
+/* Attention over pages in float32: one layer of a whole pass in one call.
  *
  * Decoding one token reads all keys and values of its request once and does little with them, so what counts is that
  * they are read where they lie, by all cores, and that nothing else is done per row and layer.
@@ -57,8 +57,9 @@ typedef float four __attribute__((vector_size(4 * sizeof(float)), aligned(sizeof
 struct pass {
     const int32_t *table; /* [rows][pages] */
     const int32_t *base;  /* [rows] */
+    const int32_t *end;   /* [rows]: the slot behind the tail */
     const int32_t *start; /* [rows]: the first token */
-    const uint64_t *seen; /* [N]: bit t: the token sees tail slot t; null if all rows are chains */
+    const uint64_t *seen; /* [N]: bit t: the token sees tail slot t, where a tail is that short; null: all are chains */
     const int64_t *slot;  /* [N]: where new keys and values are written */
     const struct unit *units;
     const struct task *tasks;
@@ -272,10 +273,14 @@ static void attend(const float *const *q, long lines, const float *keys, const f
 
 /* --- who sees what ----------------------------------------------------------------------------------------------- */
 
-/* The position of a row's query, and the tail slots that it sees as bits unless they are all up to its own. */
+/* Whether the tail slots that a row's queries see are told by bits; else they are all up to a query's own. */
+static int has_bits(const struct pass *pass, long row) {
+    return pass->seen && pass->end[row] - pass->base[row] <= 64;
+}
+
 static long position_of(const struct pass *pass, long row, long query) {
-    if (pass->seen) return pass->base[row] + __builtin_popcountll(pass->seen[pass->start[row] + query]) - 1;
-    return pass->base[row] + query;
+    if (!has_bits(pass, row)) return pass->base[row] + query;
+    return pass->base[row] + __builtin_popcountll(pass->seen[pass->start[row] + query]) - 1;
 }
 
 static int32_t place_of(const struct pass *pass, long row, long slot) {
@@ -287,12 +292,13 @@ static long list_slots(const struct pass *pass, long row, long query, long chunk
     const long base = pass->base[row], own = position_of(pass, row, query);
     const long begin = chunk * CHUNK, end = smaller(begin + CHUNK, own + 1);
     const long nearest = pass->window ? own - pass->window + 1 : 0; /* positions from here on are seen */
-    uint64_t bits = pass->seen ? pass->seen[pass->start[row] + query] : ~(uint64_t)0;
-    for (long p = base; p < begin && pass->seen; p++) bits &= bits - 1;
+    const int branches = has_bits(pass, row);
+    uint64_t bits = branches ? pass->seen[pass->start[row] + query] : 0;
+    for (long p = base; p < begin; p++) bits &= bits - 1;
     const int32_t *page = pass->table + row * pass->pages + begin / pass->page_size; /* that of p, while slots are p */
     long inside = begin % pass->page_size, count = 0;
     for (long p = begin; p < end; p++) {
-        if (p < base || !pass->seen) {
+        if (p < base || !branches) {
             if (p >= nearest || p < pass->sinks) slots[count++] = *page * pass->page_size + inside;
             if (++inside == pass->page_size) page++, inside = 0;
         } else { /* the next node of the path */
@@ -306,12 +312,12 @@ static long list_slots(const struct pass *pass, long row, long query, long chunk
 
 /* Whether all queries of a unit see all positions of a chunk, and those in the same slots. */
 static int is_shared(const struct pass *pass, const struct unit *unit, long chunk) {
-    const long begin = chunk * CHUNK, end = begin + CHUNK;
-    if (end > pass->base[unit->row]) return 0;
+    const long begin = chunk * CHUNK, end = begin + CHUNK, row = unit->row;
+    const long first = unit->first / pass->shared, last = (unit->first + unit->lines - 1) / pass->shared;
+    if (end > (has_bits(pass, row) ? pass->base[row] : position_of(pass, row, first) + 1)) return 0;
     if (!pass->window || end <= pass->sinks) return 1;
-    const long last = (unit->first + unit->lines - 1) / pass->shared;
-    for (long query = unit->first / pass->shared; query <= last; query++)
-        if (begin <= position_of(pass, unit->row, query) - pass->window) return 0;
+    for (long query = first; query <= last; query++)
+        if (begin <= position_of(pass, row, query) - pass->window) return 0;
     return 1;
 }
 
@@ -371,8 +377,10 @@ static void merge(const struct pass *pass, const struct layer *layer, const stru
     }
 }
 
+/* What whoever prepares a pass must know. */
 int chunk_positions(void) { return CHUNK; }
 int block_lines(void) { return BLOCK; }
+int pass_bytes(void) { return sizeof(struct pass); }
 
 /* Write the new keys and values [N, G, .] to their slots in keys and values [G, C, .], then answer q [N, H, K] of all
  * units in output [N, H, V]. `softcap` 0 is none. */

@@ -1,44 +1,38 @@
-"""Attention over pages on a processor, by code compiled for it (`paged_native.c`): for rows of few queries.
+"""Attention over pages on a processor, by code compiled for it (`paged_native.c`).
 
 Decoding and verification take a few queries per request against all its keys. Done piece by piece in torch
-(`DenseRead`), a layer costs several operations for every row, which together take as long as the matrix products.
-Here a layer is one call, whatever the rows; all that is the same for all layers is worked out once per pass. Long rows,
-which are chunks of prompts, stay with `DenseRead`: there torch's own matrix products pay.
+(`DenseRead`), a layer costs several operations for every row, which together can take as long as the matrix products.
+Here a layer is one call, whatever the rows; all that is the same for all layers is worked out once per pass.
 
 Invariant: a query's answer depends on its own path alone, to the last bit; not on the rows beside it, on drafts behind
-it, on where its pages lie, or on the number of threads. Together with linears that have the same property
-(`target/packed_linear.py`) greedy decoding gives the same tokens one by one and verified in drafts.
+it, on how a prompt was cut into chunks, on where its pages lie or on the number of threads. Together with linears that
+have the same property (`target/packed_linear.py`) greedy decoding gives the same tokens one by one and verified in
+drafts.
 
-Shapes: N tokens of a pass, R rows, H query heads, G key heads, C slots of the cache, K size of queries and keys, V of
-values. A unit is up to `BLOCK` (query, head) lines of a row that share a key head; it is worked off in chunks of
-positions.
+Shapes: N tokens of a pass, H query heads, G key heads, C slots of the cache, K size of queries and keys, V of values. A
+unit is up to a block of (query, head) lines of a row that share a key head; it is worked off in chunks of positions.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from eyas.engine.paged import MOST_IN_TREE, Layout, Row
+from eyas.engine.paged import Layout, Row
 from eyas.target.native import load_native
 
 SOURCE = Path(__file__).with_name("paged_native.c")
-MOST_QUERIES = MOST_IN_TREE
-"""New tokens of a row that is answered here; every tree is."""
-MOST_PARTS_BYTES = 32 * 2**20
-"""Intermediate results kept at once, unless a single unit has more."""
-WORK_OF_A_THREAD = 1 << 15
+MOST_PARTS_BYTES = 4 * 2**20
+"""Intermediate results kept at once, unless a single unit has more: they should stay in a processor's cache."""
+WORK_OF_A_THREAD = 1 << 18
 """Products of numbers below which a second thread costs more than it saves."""
 
-Read = Callable[[Tensor, Tensor, Tensor, float, float | None, int | None], Tensor]
-
-_POINTERS = ("table", "base", "start", "seen", "slot", "units", "tasks", "parts")
+_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts")
 _NUMBERS = (
     *("pages", "page_size", "new_tokens", "unit_count", "task_count", "window", "sinks"),
     *("shared", "key_heads", "slots", "key_size", "value_size"),
@@ -88,6 +82,8 @@ def load_kernel() -> tuple[Kernel | None, str]:
 @torch.no_grad()
 def _is_right(kernel: Kernel) -> bool:
     """Try it: the compiler is one that nobody here has met."""
+    if kernel.library.pass_bytes() != ctypes.sizeof(_Pass):
+        return False
     size, count, base = 20, 3, kernel.chunk + 5
     end = base + count
     layout = Layout.of([Row(pages=range(end), base=base, count=count)], page_size=1, device=torch.device("cpu"))
@@ -111,34 +107,16 @@ class _Asked(NamedTuple):
 
 
 class NativeRead:
-    """One pass: writes the new keys and values, and answers. Needs a layout whose rows are known on the host.
+    """One pass: writes the new keys and values, and answers. Needs a layout whose rows are known on the host."""
 
-    `others` makes what answers the rows of more than MOST_QUERIES tokens.
-    """
-
-    def __init__(
-        self, kernel: Kernel, layout: Layout, sinks: int, others: Callable[[Layout, int], Read] | None = None
-    ) -> None:
+    def __init__(self, kernel: Kernel, layout: Layout, sinks: int) -> None:
+        assert layout.rows, "native attention needs rows known on the host"
         self._kernel, self._layout, self._sinks = kernel, layout, sinks
         self._call = kernel.library.attend_pages
         self._plans: dict[_Asked, list[_Wave]] = {}
         self._q: Tensor | None = None
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._others: Read | None = None
-        self._few = [index for index, row in enumerate(layout.rows) if row.count <= MOST_QUERIES]
-        many = [index for index, row in enumerate(layout.rows) if row.count > MOST_QUERIES]
-        if many:
-            assert others is not None
-            spans = list(pairwise(layout.starts))
-            self._many_N = torch.cat([torch.arange(*spans[index]) for index in many])
-            rows = tuple(layout.rows[index] for index in many)
-            self._others = others(replace(layout, rows=rows), sinks)
-
-    @staticmethod
-    def serves(layout: Layout) -> bool:
-        """Whether any of it would be answered here."""
-        return not layout.slot_N.is_cuda and any(row.count <= MOST_QUERIES for row in layout.rows)
 
     def takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
         """Whether the kernel can read these."""
@@ -160,15 +138,14 @@ class NativeRead:
     ) -> Tensor:
         """Write and answer every query, [N, H, V]. Keys and values are of one cache for all layers."""
         if q_NHK is not self._q or k_NGK is not self._k or v_NGV is not self._v or window != self._window:
+            assert keys.dtype == values.dtype == torch.float32
             self._prepare(q_NHK, k_NGK, v_NGV, keys.shape[1], window)
-        output_NHV = torch.empty(self._output_shape)
+        output_NHV = torch.empty(self._output_shape, dtype=torch.float32)
         for wave in self._waves:
             self._call(
                 *(wave.address, *self._pointers, keys.data_ptr(), values.data_ptr(), output_NHV.data_ptr()),
                 *(scale, softcap or 0.0),
             )
-        if self._others is not None:
-            output_NHV[self._many_N] = self._others(q_NHK[self._many_N], keys, values, scale, softcap, window)
         return output_NHV
 
     def _prepare(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor, slots: int, window: int | None) -> None:
@@ -187,13 +164,13 @@ class NativeRead:
         (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
         layout, shared, part_bytes = self._layout, heads // key_heads, 4 * (2 + value_size)
         tables = layout.tables
-        new_tokens, left = tokens, list(self._units(asked.window, shared))
-        while left or new_tokens:
+        new_tokens, left = tokens, [*self._units(asked.window, shared)][::-1]
+        while left:
             units: list[tuple[int, ...]] = []
             tasks: list[tuple[int, int]] = []
             parts = work = 0
             while left:
-                row, first, lines, begin, end = left[-1]
+                _, _, lines, begin, end = left[-1]
                 more = (end - begin) * key_heads * lines
                 if units and (parts + more) * part_bytes > MOST_PARTS_BYTES:
                     break
@@ -201,10 +178,10 @@ class NativeRead:
                 tasks += [(len(units) - 1, chunk) for chunk in range(begin, end)]
                 parts += more
                 work += more * self._kernel.chunk * (key_size + value_size)
-            units_U6, tasks_T2 = (torch.tensor(x or [[0]], dtype=torch.int32) for x in (units, tasks))
-            parts_P = torch.empty(parts * part_bytes // 4)
+            units_U6, tasks_T2 = (torch.tensor(x, dtype=torch.int32) for x in (units, tasks))
+            parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
             kept = (
-                *(tables.table_RP, tables.base_R, tables.start_R, tables.seen_N, layout.slot_N),
+                *(tables.table_RP, tables.base_R, tables.end_R, tables.start_R, tables.seen_N, layout.slot_N),
                 *(units_U6, tasks_T2, parts_P),
             )
             numbers = (
@@ -217,10 +194,9 @@ class NativeRead:
             new_tokens = 0
 
     def _units(self, window: int | None, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Of every row of few queries: the row, lines from and how many, chunks from and to. The last row first."""
+        """The row, lines from and how many, chunks from and to."""
         chunk, block = self._kernel.chunk, self._kernel.block
-        for index in reversed(self._few):
-            row = self._layout.rows[index]
+        for index, row in enumerate(self._layout.rows):
             positions, lines = row.positions(), row.count * shared
             for first in range(0, lines, block):
                 count = min(block, lines - first)
