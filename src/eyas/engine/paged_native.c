@@ -9,7 +9,7 @@
  *     chunk   CHUNK neighbouring positions. A unit, a chunk and a key head are a task; any core may do it
  *     part    what a line has of a chunk: its largest score, the sum of weights and of weighted values
  *
- * Parts are put together when all tasks are done.
+ * Who ends the last task of a unit puts its parts together: nobody waits for anybody before the end of the layer.
  *
  * Invariant: a query's answer is the same to the last bit whatever stands beside it in the pass, whether its path is a
  * chain or a branch of a tree, wherever its pages lie and however many threads there are. A query's slots are listed by
@@ -64,7 +64,8 @@ struct pass {
     const struct unit *units;
     const struct task *tasks;
     float *parts;
-    int64_t pages, page_size, new_tokens, unit_count, task_count;
+    int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
+    int64_t pages, page_size, new_tokens, task_count;
     int64_t window, sinks; /* window 0: none */
     int64_t shared, key_heads, slots, key_size, value_size; /* F, G, C, K, V */
     int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides, in floats */
@@ -394,11 +395,14 @@ void attend_pages(const struct pass *pass, const float *q, const float *k, const
             memcpy(values + place * V, v + n * pass->v_token + g * pass->v_head, V * sizeof(float));
         }
     const struct layer layer = {q, keys, values, output, scale, softcap};
-#pragma omp parallel num_threads(pass->threads)
-    {
-#pragma omp for schedule(dynamic)
-        for (long t = 0; t < pass->task_count * G; t++) run_task(pass, &layer, t / G, t % G);
-#pragma omp for schedule(static)
-        for (long u = 0; u < pass->unit_count * G; u++) merge(pass, &layer, pass->units + u / G, u % G);
+#pragma omp parallel for num_threads(pass->threads) schedule(dynamic)
+    for (long t = 0; t < pass->task_count * G; t++) {
+        const long u = pass->tasks[t / G].unit, g = t % G;
+        run_task(pass, &layer, t / G, g);
+        int32_t *left = pass->left + u * G + g;
+        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) {
+            merge(pass, &layer, pass->units + u, g);
+            *left = pass->units[u].end_chunk - pass->units[u].first_chunk;
+        }
     }
 }

@@ -32,9 +32,9 @@ MOST_PARTS_BYTES = 4 * 2**20
 WORK_OF_A_THREAD = 1 << 18
 """Products of numbers below which a second thread costs more than it saves."""
 
-_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts")
+_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left")
 _NUMBERS = (
-    *("pages", "page_size", "new_tokens", "unit_count", "task_count", "window", "sinks"),
+    *("pages", "page_size", "new_tokens", "task_count", "window", "sinks"),
     *("shared", "key_heads", "slots", "key_size", "value_size"),
     *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
 )
@@ -179,13 +179,14 @@ class NativeRead:
                 parts += more
                 work += more * self._kernel.chunk * (key_size + value_size)
             units_U6, tasks_T2 = (torch.tensor(x, dtype=torch.int32) for x in (units, tasks))
+            left_UG = (units_U6[:, 4:5] - units_U6[:, 3:4]).repeat(1, key_heads)
             parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
             kept = (
                 *(tables.table_RP, tables.base_R, tables.end_R, tables.start_R, tables.seen_N, layout.slot_N),
-                *(units_U6, tasks_T2, parts_P),
+                *(units_U6, tasks_T2, parts_P, left_UG),
             )
             numbers = (
-                *(tables.table_RP.shape[1], layout.page_size, new_tokens, len(units), len(tasks), asked.window or 0),
+                *(tables.table_RP.shape[1], layout.page_size, new_tokens, len(tasks), asked.window or 0),
                 *(self._sinks, shared, key_heads, asked.slots, key_size, value_size),
                 *asked.strides,
                 min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
