@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eyas.engine.glue import Glue, load_glue
 from eyas.engine.paged_attention import PagedAttention
 from eyas.target.packed_linear import PackedLinear, joined
 
@@ -39,16 +40,24 @@ class RMSNorm:
         # CPUs have no kernel for it; weight * x / sqrt(|x|^2 / D + eps) as (sqrt(D) weight) * x / hypot(|x|, c) takes
         # four operations.
         self._written_out = weight.device.type == "cpu" and weight.dtype == torch.float32
-        if self._written_out:
+        self._glue = _glue_for(weight) if weight.ndim == 1 else None
+        if self._written_out and self._glue is None:
             self._weight = weight * self._size[0] ** 0.5
             self._least = torch.tensor((self._size[0] * eps) ** 0.5)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Norm the last dimension."""
+        if self._glue is not None:
+            return self._glue.norm(x, self._weight, self._eps)
         if self._written_out:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
             return x.div(length).mul_(self._weight)
         return functional.rms_norm(x, self._size, None, self._eps).mul_(self._weight)
+
+
+def _glue_for(like: Tensor) -> Glue | None:
+    """Compiled steps, if there are any for tensors like this one."""
+    return load_glue() if like.is_cpu and like.dtype == torch.float32 else None
 
 
 def join(linears: Sequence[Any]) -> Product | None:
@@ -77,8 +86,7 @@ def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tenso
 
 
 def _packed_product(packed: PackedLinear, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-    y_NE = packed.kernel.linear(x_ND, packed.panels_PKC, packed.out_features, packed.bias)
-    return y_NE if out_NE is None else out_NE.copy_(y_NE)
+    return packed.kernel.linear(x_ND, packed.panels_PKC, packed.out_features, packed.bias, out_NE)
 
 
 def _merge(parts: Sequence[Tensor]) -> Tensor:
@@ -124,7 +132,9 @@ class Rotation:
     """Turns the halves a, b of every query and key, in memory [N, B, K]: a cos - b sin, b cos + a sin."""
 
     def __init__(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> None:
-        self._qk, self._cos, self.turned_NBK = qk_NBK, cos_NK.unsqueeze(1), torch.empty_like(qk_NBK)
+        self._glue, self._cos_NK, self._sin_NK = _glue_for(qk_NBK), cos_NK.contiguous(), sin_NK.contiguous()
+        self._qk, self._cos = qk_NBK, cos_NK.unsqueeze(1)
+        self.turned_NBK = torch.empty_like(qk_NBK, memory_format=torch.contiguous_format)
         (self._a, self._b), (sin_a, sin_b) = qk_NBK.chunk(2, dim=-1), sin_NK.unsqueeze(1).chunk(2, dim=-1)
         self._sin_a, self._sin_b = -sin_a, sin_b
         self._crossed = torch.empty_like(qk_NBK)
@@ -132,6 +142,9 @@ class Rotation:
 
     def __call__(self) -> None:
         """Turn what was written to the queries and keys since."""
+        if self._glue is not None:
+            self._glue.rotate(self._qk, self._cos_NK, self._sin_NK, self.turned_NBK)
+            return
         torch.mul(self._qk, self._cos, out=self.turned_NBK)
         torch.mul(self._b, self._sin_a, out=self._crossed_a)
         torch.mul(self._a, self._sin_b, out=self._crossed_b)
@@ -166,6 +179,7 @@ class LeanPass:
         q, k = torch.split(rotate.turned_NBK, [sizes.heads, sizes.key_heads], dim=1)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gate, up = gate_up.chunk(2, dim=1)
+        glue = _glue_for(x_ND)
 
         for layer, block in enumerate(self.blocks):
             if layer in states:
@@ -176,7 +190,8 @@ class LeanPass:
             rotate()
             x_ND += block.output(attention(layer, q, k, v, block.scale).reshape(tokens, -1), None)
             block.gate_up(block.mlp_norm(x_ND), gate_up)
-            x_ND += block.down(functional.silu(gate).mul_(up), None)
+            gated = functional.silu(gate).mul_(up) if glue is None else glue.gate(gate_up)
+            x_ND += block.down(gated, None)
 
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)

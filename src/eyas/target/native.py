@@ -61,7 +61,9 @@ def load_native(source: Path, *, cache: Path | None = None) -> tuple[ctypes.CDLL
 
 def _load(source: Path, compiler: list[str], folder: Path) -> ctypes.CDLL:
     flags = FLAGS + (FLAGS_OF_ARM if platform.machine() == "aarch64" else FLAGS_OF_X86)
-    identity = [source.read_text(), *flags, *compiler, _version(compiler), platform.machine(), _processor()]
+    parts = [source, *sorted(source.parent.glob("*.h"))]  # a header beside it may be a part of it
+    identity = [part.read_text() for part in parts]
+    identity += [*flags, *compiler, _version(compiler), platform.machine(), _processor()]
     key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
     made = folder / f"{source.stem}-{key}"
     if not _is_whole(made):

@@ -49,11 +49,13 @@ class Kernel:
         """Outputs in a panel, C."""
         return int(self.library.panel_width())
 
-    def linear(self, x: Tensor, panels_PKC: Tensor, out_features: int, bias_N: Tensor | None) -> Tensor:
-        """As torch's linear; all are float32 on the processor, and panels and bias lie densely."""
+    def linear(
+        self, x: Tensor, panels_PKC: Tensor, out_features: int, bias_N: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """As torch's linear; all are float32 on the processor, and panels, bias and `out` lie densely."""
         x = x.contiguous()
         inputs = panels_PKC.shape[1]
-        y = x.new_empty((*x.shape[:-1], out_features))
+        y = x.new_empty((*x.shape[:-1], out_features)) if out is None else out
         self.library.packed_linear(
             x.data_ptr(),
             x.numel() // inputs,

@@ -1,0 +1,59 @@
+"""The steps between products are torch's, and no row shows in another."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from eyas.engine.glue import Glue, load_glue
+
+WIDTHS = [1, 2, 7, 32, 100, 576, 1536]
+ROWS = [1, 2, 5, 16, 40]
+
+
+@pytest.fixture
+def glue() -> Glue:
+    found = load_glue()
+    if found is None:
+        pytest.skip("no C compiler here, or none that can be trusted")
+    return found
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_norms_are_those_of_torch(glue: Glue, rows: int, width: int) -> None:
+    x_ND, weight_D = torch.randn(rows, width) * 30, torch.randn(width)
+    ours = glue.norm(x_ND, weight_D, 1e-5)
+    torch.testing.assert_close(ours, functional.rms_norm(x_ND, (width,), weight_D, 1e-5), rtol=2e-6, atol=1e-6)
+    assert torch.equal(ours, torch.cat([glue.norm(row, weight_D, 1e-5) for row in x_ND.split(1)]))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_gates_are_those_of_torch(glue: Glue, rows: int, width: int) -> None:
+    x_NI = torch.randn(rows, 2 * width) * 9
+    ours, (gate, up) = glue.gate(x_NI), x_NI.chunk(2, dim=1)
+    torch.testing.assert_close(ours, functional.silu(gate) * up, rtol=2e-6, atol=1e-6)
+    assert torch.equal(ours, torch.cat([glue.gate(row) for row in x_NI.split(1)]))
+
+
+def test_gates_far_out_are_finite_and_what_is_no_number_stays_none(glue: Glue) -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -0.0, 0.0, 88.0, 200.0, 1e30])
+    ours = glue.gate(torch.cat([gate, torch.ones(8)])[None])[0]
+    torch.testing.assert_close(ours, functional.silu(gate), rtol=1e-6, atol=1e-30)
+    assert glue.gate(torch.tensor([[float("nan"), 1.0]])).isnan().all()
+
+
+@pytest.mark.parametrize("size", [2, 6, 8, 64, 80])
+@pytest.mark.parametrize("rows", ROWS)
+def test_rotations_are_those_of_transformers(glue: Glue, rows: int, size: int) -> None:
+    qkv = torch.randn(rows, 7, size)
+    qk, angle = qkv[:, :5], torch.randn(rows, size)
+    cos, sin = angle.cos(), angle.sin()
+    turned = torch.empty(rows, 5, size)
+    glue.rotate(qk, cos, sin, turned)
+    crossed = torch.cat([-qk[..., size // 2 :], qk[..., : size // 2]], dim=-1)
+    torch.testing.assert_close(turned, qk * cos[:, None] + crossed * sin[:, None], rtol=2e-6, atol=1e-6)
+    for n in range(rows):
+        alone = torch.empty(1, 5, size)
+        glue.rotate(qk[n : n + 1], cos[n : n + 1], sin[n : n + 1], alone)
+        assert torch.equal(alone[0], turned[n])
