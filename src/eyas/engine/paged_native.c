@@ -18,7 +18,7 @@
  *
  * What a query does not see is never read: it may hold anything.
  *
- * Names: N tokens, H query heads, G key heads, F = H / G, C slots of the cache, K size of queries and keys, V of values.
+ * Names: N tokens, H query heads, G key heads, F = H / G, C slots of the cache, K size of keys, V of values.
  */
 
 #include "vectors.h"
@@ -188,13 +188,11 @@ INLINE void score_all(const int rows, const float *const *q, const float *keys, 
     }
 }
 
-#if defined(__aarch64__) || defined(__AVX512VL__)
-#define TILES(call) switch (rows) { case 1: call(1); break; case 2: call(2); break; case 3: call(3); break; default: call(4); }
-#else
-#define TILES(call) switch (rows) { case 1: call(1); break; case 2: call(2); break; default: call(3); }
-#endif
+/* Call a macro with the number of lines in a tile as a constant. */
+#define TILES(call) \
+    switch (rows) { case 1: call(1); break; case 2: call(2); break; case 3: call(3); break; default: call(TILE); }
 
-/* The parts of up to BLOCK lines, all of which see these slots and no others of the chunk. `slot` has room for CHUNK. */
+/* The parts of up to BLOCK lines, which all see these slots and no others of the chunk; `slot` has room for CHUNK. */
 static void attend(const float *const *q, long lines, const float *keys, const float *values, long K, long V,
                    int32_t *slot, long count, float scale, float softcap, float *parts) {
     float weight[BLOCK * CHUNK];
