@@ -22,7 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,8 +89,14 @@ class PageCache:
 
     def _zeros(self, like_NGK: Tensor) -> Tensor:
         _, heads, size = like_NGK.shape
+        shape = heads, self.scrap + self.page_size, size
         with torch.inference_mode(False):  # else it could be written in inference mode only
-            return like_NGK.new_zeros(heads, self.scrap + self.page_size, size)
+            if not like_NGK.is_cpu:
+                return like_NGK.new_zeros(shape)
+            # The system hands out zeros when they are first touched, and pages that are never used cost nothing;
+            # torch would touch all of them now.
+            numbers = np.zeros(prod(shape) * like_NGK.element_size(), dtype=np.uint8)
+            return torch.from_numpy(numbers).view(like_NGK.dtype).view(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
