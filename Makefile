@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu train-speed engine-speed drafters clean
+.PHONY: demo test lint parity lossless gpu train-speed engine-speed gpu-speed drafters clean
 
 demo: $(READY)
 	$(BIN)/eyas demo
@@ -45,6 +45,11 @@ train-speed: $(READY)
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096 --compile
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096
 	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 1 --length 32768
+
+# How fast the engine decodes on a GPU, for random targets of two shapes and a tossed acceptance.
+gpu-speed: $(READY)
+	$(BIN)/python benchmarks/engine_gpu.py --shape 135m --length 2.5
+	$(BIN)/python benchmarks/engine_gpu.py --shape 8b --length 3.0
 
 # The engine on real prompts, with and without speculation: PROMPTS=file.jsonl, DRAFTER=folder if not the shipped one.
 engine-speed: $(READY)

@@ -410,7 +410,7 @@ def test_requests_that_are_not_drafted_for_are_read_together_now_and_then(
     monkeypatch.setattr(engine.controller, "choose", lambda rows: SimpleNamespace(limits=(0,) * len(rows)))
     reads: list[int] = []
     read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda lives: (reads.append(len(lives)), read(lives)))
+    monkeypatch.setattr(engine, "_read", lambda lives, **how: (reads.append(len(lives)), read(lives, **how)))
     run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
     assert len(reads) <= 3
     assert max(reads) == 6

@@ -358,7 +358,7 @@ def test_memory_is_counted_and_taken_before_it_is_needed() -> None:
 
 
 def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.paged_attention._has_triton", lambda: False)
+    monkeypatch.setattr("eyas.engine.paged_attention.has_triton", lambda: False)
     layout = Layout.of([Row(pages=[0], base=0, count=1)], page_size=4, device=CPU)
     with pytest.raises(UserError, match="needs the package triton"):
         PagedAttention(PageCache(pages=1, page_size=4), layout, backend="triton")

@@ -47,7 +47,8 @@ class Tally:
         self.drafted += drafted
         self.accepted += accepted
         self.tokens += tokens
-        self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        if accepted > len(self.accepted_at):
+            self.accepted_at += [0] * (accepted - len(self.accepted_at))
         for depth in range(accepted):
             self.accepted_at[depth] += 1
 

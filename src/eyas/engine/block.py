@@ -36,7 +36,8 @@ class RMSNorm:
     """As transformers computes it: statistics in float32, rounded to the stream's type before the weight."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._size, self._eps, self._weight = weight.shape[-1:], eps, weight
+        self.weight, self.eps = weight, eps
+        self._size, self._weight = weight.shape[-1:], weight
         # CPUs have no kernel for it; weight * x / sqrt(|x|^2 / D + eps) as (sqrt(D) weight) * x / hypot(|x|, c) takes
         # four operations.
         self._written_out = weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -48,11 +49,11 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Norm the last dimension."""
         if self._glue is not None:
-            return self._glue.norm(x, self._weight, self._eps)
+            return self._glue.norm(x, self.weight, self.eps)
         if self._written_out:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
             return x.div(length).mul_(self._weight)
-        return functional.rms_norm(x, self._size, None, self._eps).mul_(self._weight)
+        return functional.rms_norm(x, self._size, None, self.eps).mul_(self._weight)
 
 
 def _glue_for(like: Tensor) -> Glue | None:

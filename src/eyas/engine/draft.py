@@ -16,12 +16,13 @@ Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary s
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged import MOST_IN_TREE, Layout, PageCache, Row
 from eyas.engine.paged_attention import PagedAttention
 from eyas.engine.request import Live
 from eyas.engine.verify import Drawn, Wanted, draw, draw_many
@@ -74,10 +75,14 @@ class Draft:
     @property
     def depth(self) -> int:
         """The most tokens that could be accepted."""
+        if self.is_chain:
+            return len(self.tokens)
         return max((len(self.path(index)) for index in range(len(self.tokens))), default=0)
 
     def cut(self, count: int) -> "Draft":
         """The first tokens alone; what is cut off is never the parent of what stays."""
+        if count == len(self.tokens):
+            return self
         return Draft(tokens=self.tokens[:count], parents=self.parents[:count], confidences=self.confidences[:count])
 
     def tokens_to(self, index: int) -> list[int]:
@@ -87,11 +92,15 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether each token follows the one before it."""
-        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+        return self.parents == _LINE[: len(self.parents)]
 
     def path(self, index: int) -> list[int]:
         """Indices from the first depth down to `index`; empty for -1."""
         return _path(self.parents, index)
+
+
+_LINE = tuple(range(-1, MOST_IN_TREE))
+"""The parents of a chain."""
 
 
 def _path(parents: Sequence[int], index: int) -> list[int]:
@@ -102,21 +111,56 @@ def _path(parents: Sequence[int], index: int) -> list[int]:
     return path[::-1]
 
 
+class States(NamedTuple):
+    """The target's states of some tokens of a request: a few rows of a pass."""
+
+    pass_NX: Tensor
+    first: int
+    size: int
+
+    @property
+    def aux_TX(self) -> Tensor:
+        """They alone."""
+        return self.pass_NX[self.first : self.first + self.size]
+
+
 class PagedDrafter:
     """A drafter for many requests."""
 
     def __init__(self, drafter: Drafter, cache: PageCache, *, window: int | None = None, sinks: int = 0) -> None:
-        self._drafter, self._cache = drafter, cache
+        self.model, self.cache = drafter, cache
         self._window, self._sinks = window, sinks
-        self._vocab = drafter.vocab()
+        self.token_W = drafter.vocab().target_ids_W
         self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        self._waiting: dict[int, list[Tensor]] = {}
+        self._waiting: dict[int, list[States]] = {}
         self._normed_D: dict[int, Tensor] = {}
         self._feedback_D: dict[int, Tensor] = {}
 
-    def take(self, live: Live, aux_TX: Tensor) -> None:
+    def take(self, live: Live, states: States) -> None:
         """Keep the target's states of the tokens it has just read, until the drafter reads them."""
-        self._waiting.setdefault(live.key, []).append(aux_TX)
+        self._waiting.setdefault(live.key, []).append(states)
+
+    def waiting(self, live: Live) -> Sequence[States]:
+        """What the drafter has not read yet."""
+        return self._waiting.get(live.key, ())
+
+    def hand_over(self, live: Live) -> None:
+        """Someone else reads what waits."""
+        self._waiting.pop(live.key, None)
+
+    def save(self, memory_SX: Tensor) -> None:
+        """Copy states that still wait in memory which the next pass overwrites. Only the latest can lie there."""
+        lying = [waiting for waiting in self._waiting.values() if waiting and waiting[-1].pass_NX is memory_SX]
+        if lying:
+            copy_NX = memory_SX[: max(waiting[-1].first + waiting[-1].size for waiting in lying)].clone()
+            for waiting in lying:
+                waiting[-1] = waiting[-1]._replace(pass_NX=copy_NX)
+
+    def move(self, lives: Sequence[Live], memory_SX: Tensor, first: int) -> None:
+        """Bring the one state that waits for each of these requests to rows of `memory_SX`."""
+        memory_SX[first : first + len(lives)] = torch.cat([self._waiting[live.key][-1].aux_TX for live in lives])
+        for row, live in enumerate(lives, first):
+            self._waiting[live.key] = [States(memory_SX, row, 1)]
 
     def forget(self, key: int) -> None:
         """Drop what is kept for a request that ended or lost its pages."""
@@ -124,23 +168,29 @@ class PagedDrafter:
             kept.pop(key, None)
 
     @torch.inference_mode()
-    def read(self, lives: Sequence[Live]) -> None:
-        """Read what waits; the caller records the new `drafter_length` of each."""
-        lives = [live for live in lives if self._waiting.get(live.key)]
+    def read(self, lives: Sequence[Live], *, but_last: bool = False) -> None:
+        """Read what waits, perhaps all but the last state; the caller records the new `drafter_length` of each."""
+        left = int(but_last)
+        lives = [live for live in lives if sum(states.size for states in self.waiting(live)) > left]
         if not lives:
             return
-        aux, tokens, rows = [], list[int](), []
+        aux, tokens, rows = list[Tensor](), list[int](), []
         for live in lives:
-            start, end = live.drafter_length, live.target_length
-            aux += self._waiting.pop(live.key)
+            start, end = live.drafter_length, live.target_length - left
+            waiting = self._waiting.pop(live.key)
+            if but_last:
+                memory, first, size = waiting.pop()
+                waiting.append(States(memory, first, size - 1))
+                self._waiting[live.key] = [States(memory, first + size - 1, 1)]
+            aux += [states.aux_TX for states in waiting]
             tokens += live.tokens[start + 1 : end + 1]
             rows.append(Row(pages=live.pages, base=start, count=end - start))
         aux_NX = torch.cat(aux)
         assert len(aux_NX) == len(tokens), "one state for every token but the newest"
         layout = self._lay_out(rows)
-        hidden_ND = self._drafter.fuse(aux_NX.to(self._dtype))
+        hidden_ND = self.model.fuse(aux_NX.to(self._dtype))
         token_N = torch.tensor(tokens, device=self._device)
-        output = self._drafter.step(hidden_ND, token_N, layout.position_N, self._attention(layout))
+        output = self.model.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
         end = 0
         for live, row in zip(lives, rows, strict=True):
             end += row.count
@@ -173,7 +223,7 @@ class PagedDrafter:
                     Row(pages=lives[row].pages, base=lives[row].drafter_length + behind, count=1) for row in rows
                 )
                 token_R = torch.tensor([tokens[row][-1] for row in rows], device=self._device)
-                output = self._drafter.step(feedback_RD, token_R, layout.position_N, self._attention(layout))
+                output = self.model.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
                 normed_RD, feedback_RD = output.normed, output.feedback
             drawn = self._draw(normed_RD, [wanted_at(lives[row], tokens[row]) for row in rows])
             for row, token, confidence in zip(rows, drawn.tokens, drawn.confidences, strict=True):
@@ -199,7 +249,7 @@ class PagedDrafter:
                 normed_RD = self._expand([growth for growth, nodes in grown if nodes])
             wanted = [wanted_at(growth.live, growth.tokens_to(node)) for growth, node in parents]
             widths = [growth.shape.width for growth, _ in parents]
-            drawn = draw_many(self._drafter.logits(normed_RD), wanted, self._vocab.target_ids_W, max(widths))
+            drawn = draw_many(self.model.logits(normed_RD), wanted, self.token_W, max(widths))
             for (growth, node), width, tokens, confidences in zip(
                 parents, widths, drawn.tokens, drawn.confidences, strict=True
             ):
@@ -218,20 +268,21 @@ class PagedDrafter:
             tokens += [growth.tokens[node] for node in nodes]
         layout = self._lay_out(rows)
         token_N = torch.tensor(tokens, device=self._device)
-        output = self._drafter.step(torch.stack(hidden), token_N, layout.position_N, self._attention(layout))
+        output = self.model.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
         places = iter(range(len(tokens)))
         for growth in growths:
             growth.feedback_D |= {node: output.feedback[next(places)] for node in growth.newest}
         return output.normed
 
     def _draw(self, normed_RD: Tensor, wanted: Sequence[Wanted]) -> Drawn:
-        return draw(self._drafter.logits(normed_RD), wanted, self._vocab.target_ids_W)
+        return draw(self.model.logits(normed_RD), wanted, self.token_W)
 
     def _lay_out(self, rows: Iterable[Row]) -> Layout:
-        return Layout.of(list(rows), page_size=self._cache.page_size, device=self._device)
+        return Layout.of(list(rows), page_size=self.cache.page_size, device=self._device)
 
-    def _attention(self, layout: Layout) -> PagedAttention:
-        return PagedAttention(self._cache, layout, window=self._window, sinks=self._sinks)
+    def attention(self, layout: Layout) -> PagedAttention:
+        """Attention over the drafter's pages in one pass."""
+        return PagedAttention(self.cache, layout, window=self._window, sinks=self._sinks)
 
 
 class _Growth:

@@ -16,6 +16,7 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,12 +24,13 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.answer import Answer, Piece, Tally
 from eyas.engine.controller import Controller, RowFacts
-from eyas.engine.draft import LUMP, Draft, PagedDrafter
+from eyas.engine.draft import LUMP, Draft, PagedDrafter, States
+from eyas.engine.graphs import RecordedSteps, Recorder
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
 from eyas.engine.paged import Layout, PageCache
 from eyas.engine.paged import Row as PassRow
-from eyas.engine.paged_attention import PagedAttention
+from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
 from eyas.engine.request import FinishReason, Live, Request
@@ -40,6 +42,7 @@ from eyas.target.capture import capture
 from eyas.target.model import Target
 
 NOTHING = Draft()
+KEPT_TEXTS = 2**16
 
 
 class Engine:
@@ -77,12 +80,21 @@ class Engine:
             prefill_chunk=None,
             drafter=drafter is not None,
         )
+        self.recorded: RecordedSteps | None = None
+        """Steps that only decode, as CUDA graphs; None where there are none."""
+        if options.graphs and self._device.type == "cuda" and has_triton():
+            self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
+        self._said_early: _Said | None = None
         self.controller = Controller(max_depth=options.max_depth)
         self.tally = Tally()
         self._clock = clock
         self._keys = 0
+        # Streams decode a token or two at a time, and the same ones come again and again.
+        self._decode = lru_cache(maxsize=KEPT_TEXTS)(target.decode)
         self._texts: dict[int, TextStream] = {}
         self._tallies: dict[int, Tally] = {}
+        self._untold: list[_Untold] = []
+        self._told: list[Piece] = []
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -102,7 +114,7 @@ class Engine:
             raise UserError(f"the prompt holds token {max(request.prompt)}; the target knows 0 to {vocab_size - 1}")
         key, self._keys = self._keys, self._keys + 1
         self.scheduler.add(Live(key=key, arrival=key, request=request))
-        self._texts[key] = TextStream(self.target.decode, request.stop_strings)
+        self._texts[key] = TextStream(self._decode, request.stop_strings)
         self._tallies[key] = Tally()
         return key
 
@@ -110,6 +122,8 @@ class Engine:
         """Drop a request, wherever it is, and all that it held; False if it has ended already."""
         if not self.scheduler.cancel(key):
             return False
+        self._untold = [untold for untold in self._untold if untold.key != key]
+        self._told = [piece for piece in self._told if piece.key != key]
         self._forget(key)
         return True
 
@@ -120,7 +134,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._untold)
 
     def generate(self, requests: Iterable[Request], *, on_piece: Callable[[Piece], None] | None = None) -> list[Answer]:
         """Answer requests, all together, in their order. If one is refused or a step fails, none is left behind."""
@@ -146,18 +160,27 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Piece]:
-        """Go once through the algorithm; what it gave to whom."""
+        """Go once through the algorithm; what it gave to whom.
+
+        With recorded steps, what a step gave is put into words during the next one, while the device is busy.
+        """
+        self._said_early = None
         plan = self._schedule()
-        if not plan.rows:
-            return []
-        drafts = self._draft(plan)
-        started = self._clock()
-        logits_MV, aux_NX = self._verify(plan.rows, drafts)
-        verdicts = self._accept(plan.rows, drafts, logits_MV)
-        self._tell_time(plan.rows, drafts, self._clock() - started)
-        pieces = [self._commit(verdict, logits_MV, aux_NX) for verdict in verdicts]
-        self._catch_up(plan.rows)
-        return [piece for piece in pieces if piece is not None]
+        if plan.rows:
+            drafts = self._draft(plan)
+            started = self._clock()
+            said = self._verify(plan.rows, drafts)
+            self._tell()
+            verdicts = self._accept(plan.rows, drafts, said)
+            if not said.early:
+                self._tell_time(plan.rows, drafts, self._clock() - started)
+            for verdict in verdicts:
+                self._commit(verdict, said)
+            self._catch_up(plan.rows)
+        if self.recorded is None or not self.scheduler.running:
+            self._tell()
+        told, self._told = self._told, []
+        return told
 
     def _schedule(self) -> StepPlan:
         """Rows of this step; requests that lost their pages to it start anew later."""
@@ -166,7 +189,9 @@ class Engine:
         if self._drafter is not None and decoding:
             choice = self.controller.choose([_facts(live) for live in decoding])
             tree = self.options.tree
-            for live, limit in zip(decoding, choice.limits, strict=True):
+            # Nobody looks on the way while a recorded chain is drafted.
+            limits = choice.limits if self.recorded is None or tree is not None else choice.depths
+            for live, limit in zip(decoding, limits, strict=True):
                 wanted[live.key] = tree.slots if tree is not None and limit else limit
         plan = self.scheduler.plan(wanted)
         if self._drafter is not None:
@@ -182,22 +207,58 @@ class Engine:
         lives = [row.live for row in rows]
         started = self._clock()
         reads = sum(live.target_length - live.drafter_length for live in lives)
-        self._read(lives)
         if self.options.tree is None:
             limits = [row.drafts for row in rows]
-            drafts = self._drafter.chain(lives, limits, self._wanted, self.controller.goes_on)
+            drafts = self._draft_chains(lives, limits, everyone=len(rows) == len(plan.rows))
             kept = self.controller.keeps([live.key for live in lives], [draft.confidences for draft in drafts])
         else:
+            self._read(lives)
             shapes = [self.options.tree.within(row.drafts) for row in rows]
             drafts = self._drafter.tree(lives, shapes, self._wanted)
             kept = [len(draft.tokens) for draft in drafts]
         deepest = max(draft.depth for draft in drafts)
         deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
-        self.controller.observe_draft(deepest, reads + deeper, self._clock() - started)
+        if self._said_early is None:
+            self.controller.observe_draft(deepest, reads + deeper, self._clock() - started)
         return {live.key: draft.cut(count) for live, draft, count in zip(lives, drafts, kept, strict=True)}
 
-    def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> tuple[Tensor, Tensor | None]:
+    def _draft_chains(self, lives: Sequence[Live], limits: Sequence[int], *, everyone: bool) -> list[Draft]:
+        """Chains for requests, by a recorded step where there is one.
+
+        If they are all that the target is to read, and none of them asks whether a draft is worth it, the target
+        reads them at once, and `_verify` finds that done.
+        """
+        assert self._drafter is not None
+        drafts: list[Draft] | None = None
+        if self.recorded is not None and self.recorded.drafts(lives):
+            strangers = self.recorded.strangers(lives)
+            if strangers:
+                self._read(strangers, but_last=True)
+                self.recorded.adopt(strangers)
+            if everyone and all(live.request.speculation.mode == "fixed" for live in lives):
+                both = self.recorded.draft_and_verify(lives, limits, self._tell)
+                if both is not None:
+                    drafts, made = both
+                    self._said_early = self._recorded_said(*made, early=True)
+            if drafts is None:
+                drafts = self.recorded.draft(lives, limits, self._tell)
+        if drafts is None:
+            self._read(lives)
+            return self._drafter.chain(lives, limits, self._wanted, self.controller.goes_on)
+        for live in lives:
+            self.scheduler.note_read(live, live.target_length)
+        return drafts
+
+    def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> "_Said":
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
+        early, self._said_early = self._said_early, None
+        if early is not None:
+            return early
+        if self.recorded is not None:
+            self.recorded.save()
+            made = self.recorded.verify(rows, [drafts.get(row.live.key, NOTHING) for row in rows])
+            if made is not None:
+                return self._recorded_said(*made)
         ids: list[int] = []
         keep: list[int] = []
         shares = []
@@ -209,7 +270,13 @@ class Engine:
             shares.append(_lay_out(row, draft))
         ids_N, keep_M = (torch.tensor(x, dtype=torch.int64, device=self._device) for x in (ids, keep))
         layout = Layout.of(shares, page_size=self.options.page_size, device=self._device)
-        layer_ids = self._layer_ids if any(self._follows(row.live) for row in rows) else ()
+        follows = any(self._follows(row.live) for row in rows)
+        logits_MV, aux_NX = self._run_target(ids_N, layout, keep_M, self._layer_ids if follows else ())
+        return _Said(logits_MV=logits_MV, aux_NX=aux_NX)
+
+    def _run_target(
+        self, ids_N: Tensor, layout: Layout, keep_M: Tensor | None, layer_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
         if self._lean is not None:
             return self._lean.forward(ids_N, PagedAttention(self._model.cache, layout), keep_M, layer_ids)
         if not layer_ids:
@@ -218,20 +285,35 @@ class Engine:
             logits_MV = self._model.forward(ids_N, layout, keep_M)
         return logits_MV, captured.aux_hidden()[0]
 
-    def _accept(self, rows: Sequence[Row], drafts: Mapping[int, Draft], logits_MV: Tensor) -> list["_Verdict"]:
+    def _recorded_said(self, largest_RQ: Tensor, stride: int, *, early: bool = False) -> "_Said":
+        assert self.recorded is not None
+        logits_SV, states_SX = self.recorded.logits_SV, self.recorded.states_SX
+        return _Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=stride, early=early)
+
+    def _recorded_steps(self, recorder: Recorder) -> RecordedSteps:
+        options, most_rows = self.options, min(self.options.max_rows, self.options.token_budget)
+        return RecordedSteps(
+            lambda ids_N, layout: self._run_target(ids_N, layout, None, self._layer_ids),
+            self._model.cache,
+            self._drafter,
+            recorder=recorder,
+            max_rows=most_rows,
+            most_tokens=min(options.token_budget, most_rows * (options.max_depth + 1)),
+            max_depth=options.max_depth,
+            vocab_size=self.target.facts.vocab_size,
+            dtype=self.target.dtype,
+            # A model's own code may compute logits more finely than the rest.
+            logits_dtype=self.target.dtype if self._lean is not None else torch.float32,
+        )
+
+    def _accept(self, rows: Sequence[Row], drafts: Mapping[int, Draft], said: "_Said") -> list["_Verdict"]:
         """The target's own token behind every position, along the drafts as far as they equal it."""
         offered = [(row, drafts.get(row.live.key, NOTHING)) for row in rows]
-        wanted = [
-            self._wanted(row.live, draft.tokens_to(node))
-            for row, draft in offered
-            if row.samples
-            for node in range(-1, len(draft.tokens))
-        ]
-        own_M: list[int] = choose(logits_MV, wanted).tolist() if wanted else []
+        own_M = self._choose(offered, said)
         verdicts, first_n, first_m = [], 0, 0
         for row, draft in offered:
             own = own_M[first_m : first_m + 1 + len(draft.tokens)] if row.samples else []
-            nodes = accept_tree(draft.parents, draft.tokens, own) if row.samples else []
+            nodes = _accepted(draft, own) if row.samples else []
             verdicts.append(
                 _Verdict(
                     row=row,
@@ -242,9 +324,28 @@ class Engine:
                     logits_at=first_m,
                 )
             )
-            first_n += row.count + len(draft.tokens)
-            first_m += len(own)
+            first_n += said.stride or row.count + len(draft.tokens)
+            first_m += said.stride or len(own)
         return verdicts
+
+    def _choose(self, offered: Sequence[tuple[Row, Draft]], said: "_Said") -> list[int]:
+        """The target's own tokens, each at the place of its logits."""
+        if said.largest_RQ is not None and all(_plainly_greedy(row.live) for row, _ in offered):
+            largest: list[int] = said.largest_RQ.flatten().tolist()
+            return largest
+        wanted, places = list[Wanted](), list[int]()
+        for number, (row, draft) in enumerate(offered):
+            if row.samples:
+                wanted += [self._wanted(row.live, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
+                places += range(number * said.stride, number * said.stride + 1 + len(draft.tokens))
+        if not wanted:
+            return []
+        if not said.stride:
+            chosen: list[int] = choose(said.logits_MV, wanted).tolist()
+            return chosen
+        token_M = choose(said.logits_MV[torch.tensor(places, device=self._device)], wanted)
+        at = dict(zip(places, token_M.tolist(), strict=True))
+        return [at.get(place, 0) for place in range(len(offered) * said.stride)]
 
     def _tell_time(self, rows: Sequence[Row], drafts: Mapping[int, Draft], seconds: float) -> None:
         """The controller learns from passes that only decode; those with prompts in them are another matter."""
@@ -252,41 +353,69 @@ class Engine:
             tokens = len(rows) + sum(len(draft.tokens) for draft in drafts.values())
             self.controller.observe_target(tokens, sum(row.start for row in rows), seconds)
 
-    def _commit(self, verdict: "_Verdict", logits_MV: Tensor, aux_NX: Tensor | None) -> Piece | None:
+    def _commit(self, verdict: "_Verdict", said: "_Said") -> None:
         """Write down what a request got, and let it go if that was its end."""
         row, draft, live = verdict.row, verdict.draft, verdict.row.live
-        texts, finished = self._say(live, verdict.tokens)
-        count = len(texts)
+        count, finished = self._end(live, verdict.tokens)
+        texts: list[str] | None = None
+        if live.request.stop_strings:  # only the text tells whether it ends
+            texts, finished = _words(self._texts[live.key], verdict.tokens[:count], finished)
+            count = len(texts)
         tokens = verdict.tokens[:count]
         nodes = verdict.nodes[: max(0, count - 1)]
-        if self._follows(live) and aux_NX is not None and self._drafter is not None:
-            first = verdict.token_at
-            places = [*range(first, first + row.count), *(first + row.count + node for node in nodes)]
-            contiguous = places[-1] - places[0] == len(places) - 1
-            self._drafter.take(live, aux_NX[first : places[-1] + 1] if contiguous else aux_NX[places])
-        moved = [(node, depth) for depth, node in enumerate(nodes) if node != depth]
+        if self._follows(live) and said.aux_NX is not None and self._drafter is not None:
+            first, size = verdict.token_at, row.count + len(nodes)
+            states = States(said.aux_NX, first, size)
+            if not draft.is_chain:
+                places = [*range(first, first + row.count), *(first + row.count + node for node in nodes)]
+                states = States(said.aux_NX[places], 0, size)
+            self._drafter.take(live, states)
+        moved = [] if draft.is_chain else [(node, depth) for depth, node in enumerate(nodes) if node != depth]
         if moved:
             behind = row.start + row.count
             self._move(live, [behind + node for node, _ in moved], [behind + depth for _, depth in moved])
         self.scheduler.commit(live, read=row.count + len(nodes), new_tokens=tokens)
         if not row.samples:
-            return None
-        sure = draft.confidences if draft.is_chain else ()
-        self.controller.observe_round(live.key, draft.depth, len(verdict.nodes), sure)
-        for tally in (self.tally, self._tallies[live.key]):
-            tally.count(drafted=len(draft.tokens), accepted=len(verdict.nodes), tokens=count)
-        piece = Piece(
-            key=live.key,
-            tokens=tuple(tokens),
-            texts=tuple(texts),
-            depths=(*range(1, len(verdict.nodes) + 1), 0)[:count],
-            logprobs=self._logprobs(live, tokens, logits_MV, verdict),
-            finished=finished,
+            return
+        if self._drafter is not None:
+            sure = draft.confidences if draft.is_chain else ()
+            self.controller.observe_round(live.key, draft.depth, len(verdict.nodes), sure)
+        self._untold.append(
+            _Untold(
+                key=live.key,
+                tokens=tokens,
+                drafted=len(draft.tokens),
+                accepted=len(verdict.nodes),
+                texts=texts,
+                logprobs=self._logprobs(live, tokens, said.logits_MV, verdict),
+                finished=finished,
+                stream=self._texts[live.key],
+                tally=self._tallies[live.key],
+            )
         )
         if finished is not None:
             self.scheduler.finish(live, finished)
             self._forget(live.key)
-        return piece
+
+    def _tell(self) -> None:
+        """Put into words and count what was committed."""
+        for untold in self._untold:
+            texts, tokens = untold.texts, untold.tokens
+            if texts is None:
+                texts, _ = _words(untold.stream, tokens, untold.finished)
+            for tally in (self.tally, untold.tally):
+                tally.count(drafted=untold.drafted, accepted=untold.accepted, tokens=len(tokens))
+            self._told.append(
+                Piece(
+                    key=untold.key,
+                    tokens=tuple(tokens),
+                    texts=tuple(texts),
+                    depths=(*range(1, untold.accepted + 1), 0)[: len(tokens)],
+                    logprobs=untold.logprobs,
+                    finished=untold.finished,
+                )
+            )
+        self._untold = []
 
     def _move(self, live: Live, from_slots: Sequence[int], to_slots: Sequence[int]) -> None:
         """Put the accepted path of a tree side by side, as if it had been a chain."""
@@ -294,20 +423,15 @@ class Engine:
         places = [[live.pages[slot // size] * size + slot % size for slot in slots] for slots in (from_slots, to_slots)]
         self._model.cache.move(*torch.tensor(places, device=self._device))
 
-    def _say(self, live: Live, tokens: Sequence[int]) -> tuple[list[str], FinishReason | None]:
-        """The text of each new token that still belongs to the answer, and whether it ends with them."""
-        request, stream = live.request, self._texts[live.key]
-        texts: list[str] = []
-        for made, token in enumerate(tokens, live.new_tokens + 1):
-            if token in request.stop_ids and made > request.min_new_tokens:
-                return [*texts, stream.finish()], FinishReason.STOP
-            texts.append(stream.push(token))
-            if stream.stopped:
-                return texts, FinishReason.STOP
-            if live.prompt_length + made >= self.scheduler.limit(live):
-                texts[-1] += stream.finish()
-                return texts, FinishReason.LENGTH
-        return texts, None
+    def _end(self, live: Live, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many new tokens still belong to the answer, and whether it ends with them, text apart."""
+        request, limit = live.request, self.scheduler.limit(live)
+        for count, token in enumerate(tokens, 1):
+            if token in request.stop_ids and live.new_tokens + count > request.min_new_tokens:
+                return count, FinishReason.STOP
+            if len(live.tokens) + count >= limit:
+                return count, FinishReason.LENGTH
+        return len(tokens), None
 
     def _logprobs(
         self, live: Live, tokens: Sequence[int], logits_MV: Tensor, verdict: "_Verdict"
@@ -324,20 +448,21 @@ class Engine:
         """Whether the drafter reads along."""
         return self._drafter is not None and live.speculates
 
-    def _read(self, lives: Sequence[Live]) -> None:
+    def _read(self, lives: Sequence[Live], *, but_last: bool = False) -> None:
         assert self._drafter is not None
-        self._drafter.read(lives)
+        self._drafter.read(lives, but_last=but_last)
         for live in lives:
-            self.scheduler.note_read(live, live.target_length)
+            self.scheduler.note_read(live, live.target_length - but_last)
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
         """Read where much has gathered: prompts, and requests that have not been drafted for in a while.
 
-        Once one is due all are read, or as many passes would follow as there are requests.
+        Once one is due all are read, or as many passes would follow as there are requests. A recorded draft begins
+        with reading, so for it a state is left.
         """
         lives = [row.live for row in rows if row.live.finished is None and self._follows(row.live)]
         if any(live.target_length - live.drafter_length >= LUMP for live in lives):
-            self._read(lives)
+            self._read(lives, but_last=self.recorded is not None)
 
     def _wanted(self, live: Live, drafts: Sequence[int]) -> Wanted:
         """How a request's token behind these drafts is chosen."""
@@ -360,7 +485,21 @@ class Engine:
             self._drafter.forget(key)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Said:
+    """What came of the target's pass."""
+
+    logits_MV: Tensor
+    aux_NX: Tensor | None
+    largest_RQ: Tensor | None = None
+    """The most likely tokens, if the pass was recorded."""
+    stride: int = 0
+    """Then rows begin so far apart, among logits and states alike; else they follow one another."""
+    early: bool = False
+    """Said together with the drafts, so that nobody knows how long it took."""
+
+
+@dataclass(kw_only=True, slots=True)
 class _Verdict:
     """What the target said about one row."""
 
@@ -374,6 +513,54 @@ class _Verdict:
     """Where the row begins among the tokens of the pass."""
     logits_at: int
     """Where its logits begin among those asked for."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Untold:
+    """What a request got in a step, before it is put into words."""
+
+    key: int
+    tokens: list[int]
+    drafted: int
+    accepted: int
+    texts: list[str] | None
+    """Where it was known already."""
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finished: FinishReason | None
+    stream: TextStream
+    tally: Tally
+
+
+def _words(
+    stream: TextStream, tokens: Sequence[int], finished: FinishReason | None
+) -> tuple[list[str], FinishReason | None]:
+    """The text of each token, none of its own for a stop id at the end; a stop string may end it earlier."""
+    texts: list[str] = []
+    for token in tokens[:-1] if finished is FinishReason.STOP else tokens:
+        texts.append(stream.push(token))
+        if stream.stopped:
+            return texts, FinishReason.STOP
+    if finished is FinishReason.STOP:
+        texts.append(stream.finish())
+    elif finished is not None:
+        texts[-1] += stream.finish()
+    return texts, finished
+
+
+def _accepted(draft: Draft, own: Sequence[int]) -> list[int]:
+    """Drafts that are the target's own tokens, from the first depth down."""
+    if not draft.is_chain:
+        return accept_tree(draft.parents, draft.tokens, own)
+    same = 0
+    while same < len(draft.tokens) and draft.tokens[same] == own[same]:
+        same += 1
+    return list(range(same))
+
+
+def _plainly_greedy(live: Live) -> bool:
+    """Whether the largest logit is the answer, here and behind drafts."""
+    sampling = live.request.sampling
+    return not (sampling.temperature or sampling.shapes_logits or live.new_tokens < live.request.min_new_tokens)
 
 
 def _facts(live: Live) -> RowFacts:

@@ -9,7 +9,7 @@ with those of the model's own code. A target must not be moved or cast afterward
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from eyas.engine.block import Block, LeanPass, Product, RMSNorm, Sizes, join
 from eyas.engine.paged import Layout, PageCache, Row
-from eyas.engine.paged_attention import PagedAttention
+from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.errors import UserError
 from eyas.target.capture import capture
@@ -37,6 +37,16 @@ def lean_pass(target: Target, report: Callable[[str], None] | None = None) -> Le
     try:
         with torch.inference_mode(False), torch.no_grad():  # joined weights outlive the caller's mode
             lean = _build(target)
+        if target.device.type == "cuda" and has_triton():
+            from eyas.engine.lean_triton import FusedPass  # torch for CPUs comes without triton
+
+            fused = FusedPass(**{part.name: getattr(lean, part.name) for part in fields(lean)})
+            try:
+                _prove(fused, target)
+                return fused
+            except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+                if report is not None:
+                    report(f"{target.facts.source} runs without kernels of its own between its products: {reason}")
         _prove(lean, target)
     except (UnlikeError, UserError) as reason:
         if report is not None:

@@ -34,6 +34,8 @@ class EngineOptions:
     drafter_window: int | None = None
     """Let the drafter see the last tokens only, and `drafter_sinks` first ones: a remedy for long contexts."""
     drafter_sinks: int = 4
+    graphs: bool = True
+    """On CUDA, record steps that only decode and replay them; without, every operation is launched by itself."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_rows", 1), ("token_budget", 1), ("max_depth", 1), ("drafter_sinks", 0)):

@@ -71,12 +71,16 @@ class PageCache:
             if layer not in self.layers:
                 self.layers[layer] = self._zeros(keys.transpose(0, 1)), self._zeros(values.transpose(0, 1))
 
-    def write(self, layer: int, slot_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> KeysAndValues:
-        """Put new keys and values in their slots and return the whole layer."""
+    def memory(self, layer: int, k_NGK: Tensor, v_NGK: Tensor) -> KeysAndValues:
+        """A layer's memory, taken now if it was not yet, for keys and values like these."""
         pair = self.layers.get(layer)
         if pair is None:
             pair = self.layers[layer] = self._zeros(k_NGK), self._zeros(v_NGK)
-        keys, values = pair
+        return pair
+
+    def write(self, layer: int, slot_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> KeysAndValues:
+        """Put new keys and values in their slots and return the whole layer."""
+        keys, values = pair = self.memory(layer, k_NGK, v_NGK)
         keys.index_copy_(1, slot_N, k_NGK.transpose(0, 1))
         values.index_copy_(1, slot_N, v_NGK.transpose(0, 1))
         return pair

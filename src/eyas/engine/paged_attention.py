@@ -85,15 +85,20 @@ class PagedAttention:
         keys, values = self.cache.write(layer, self.layout.slot_N, k, v)
         return self._read(q, keys, values, scale, softcap, window)
 
+    def answer(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Answer queries where the caller has written the new keys and values to a layer's memory."""
+        return self._read(q, keys, values, scale, None, self.window)
+
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether kernels can run; torch for CPUs comes without."""
     return find_spec("triton") is not None
 
 
 def _best(layout: Layout) -> Backend:
     if not layout.slot_N.is_cpu:
-        return "triton" if layout.slot_N.is_cuda and _has_triton() else "dense"
+        return "triton" if layout.slot_N.is_cuda and has_triton() else "dense"
     return "native" if layout.rows and load_kernel()[0] is not None else "dense"
 
 
@@ -107,7 +112,7 @@ def _native(layout: Layout, sinks: int) -> NativeRead:
 def _reader(backend: Backend, layout: Layout, sinks: int) -> Read:
     if backend != "triton":  # native code hands on what it does not serve
         return DenseRead(layout, sinks)
-    if not _has_triton():
+    if not has_triton():
         raise UserError("attention by triton needs the package triton; `pip install triton` or use 'dense'")
     from eyas.engine.paged_triton import KernelRead  # torch for CPUs comes without triton
 

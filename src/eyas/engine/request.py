@@ -116,7 +116,7 @@ class Live:
     @property
     def new_tokens(self) -> int:
         """How many tokens were chosen so far."""
-        return len(self.tokens) - self.prompt_length
+        return len(self.tokens) - len(self.request.prompt)
 
     @property
     def pending(self) -> int:

@@ -95,7 +95,7 @@ class Scheduler:
 
     def limit(self, live: Live) -> int:
         """The most tokens a request can come to, prompt included; with them it must be finished."""
-        return min(live.limit, self._max_length)
+        return min(len(live.request.prompt) + live.request.max_new_tokens, self._max_length)
 
     def add(self, live: Live) -> None:
         """Let a request wait for its turn; refuse one whose turn could never come."""
@@ -173,8 +173,9 @@ class Scheduler:
         assert len(live.tokens) <= self.limit(live), f"request {live.key} has {len(live.tokens)} tokens"
         self._register(live, range(full, live.target_length // self._pool.page_size))
         needed = self._pool.pages_for(len(live.tokens))
-        self._pool.release(live.pages[needed:])
-        del live.pages[needed:]
+        if len(live.pages) > needed:
+            self._pool.release(live.pages[needed:])
+            del live.pages[needed:]
 
     def note_read(self, live: Live, drafter_length: int) -> None:
         """Take note of how far the drafter has read."""
@@ -221,6 +222,8 @@ class Scheduler:
 
     def _seat_drafts(self, live: Live, drafts: int) -> int:
         """Reserve the pages of drafts behind the newest token; fewer drafts, if pages are short."""
+        if drafts == 0:
+            return 0
         room = (len(live.pages) + self._pool.free) * self._pool.page_size - len(live.tokens)
         drafts = min(drafts, room)
         seated = self._extend(live, len(live.tokens) + drafts)
@@ -283,6 +286,8 @@ def _row(live: Live, count: int, *, drafts: int = 0) -> Row:
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:
     """Divide a budget so that nobody gets more than they want, nor less than others unless they want less."""
+    if sum(wanted) <= budget:
+        return list(wanted)
     shares = [0] * len(wanted)
     for served, index in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
         shares[index] = min(wanted[index], budget // (len(wanted) - served))

@@ -13,7 +13,7 @@ UNFINISHED = "\ufffd"
 class TextStream:
     """The text of one answer as its tokens come."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop_strings: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Callable[[tuple[int, ...]], str], stop_strings: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stops = tuple(stop_strings)
         self._tokens: list[int] = []
@@ -27,8 +27,8 @@ class TextStream:
         """Take one more token and return the text that can no longer change; nothing after a stop string."""
         assert not self.stopped, "the answer has ended"
         self._tokens.append(token)
-        before = self._decode(self._tokens[self._anchor : self._shown])
-        text = self._decode(self._tokens[self._anchor :])
+        before = self._decode(tuple(self._tokens[self._anchor : self._shown]))
+        text = self._decode(tuple(self._tokens[self._anchor :]))
         if text.endswith(UNFINISHED) or len(text) <= len(before):
             return ""
         self._anchor, self._shown = self._shown, len(self._tokens)
@@ -38,8 +38,8 @@ class TextStream:
         """What was held back, once it is certain that nothing follows."""
         if self.stopped:
             return ""
-        before = self._decode(self._tokens[self._anchor : self._shown])
-        text = self._held + self._decode(self._tokens[self._anchor :])[len(before) :].rstrip(UNFINISHED)
+        before = self._decode(tuple(self._tokens[self._anchor : self._shown]))
+        text = self._held + self._decode(tuple(self._tokens[self._anchor :]))[len(before) :].rstrip(UNFINISHED)
         self._held, self._anchor, self._shown = "", len(self._tokens), len(self._tokens)
         return text
 

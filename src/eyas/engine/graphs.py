@@ -1,0 +1,349 @@
+"""CUDA graphs of draft and verify: a step of decoding is two copies in, two replays and two copies out.
+
+Launching its kernels one by one takes the host longer than running them takes the device. So the padded steps of
+`fixed.py` are recorded once for each bucket of shapes, when it is first met, and replayed with other numbers.
+
+    rows     rounded up to one of ROWS
+    tokens   the newest and the deepest draft of any row; shorter rows are cut by their own count
+    pages    of the longest row, rounded up to a power of 2
+
+All recordings share one pool of memory, and the memory for states and logits: what a replay leaves there holds until
+the next. Waiting states that still lie there when the next pass begins are copied first (`PagedDrafter.save`).
+
+Where no draft is withheld whatever it is, draft and verify are one recording: one copy in and one out.
+
+Nothing depends on it: whatever is not served here (prompts, trees, passes above the token budget) is answered by None,
+and the engine runs the step eagerly. A shape that cannot be recorded is told about, and its kind of
+step stays eager from then on.
+
+Shapes: R rows, Q tokens of a row, P pages of a row, V vocabulary, X concatenated auxiliary states, S rows of shared
+memory.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.engine import fixed
+from eyas.engine.draft import Draft, PagedDrafter
+from eyas.engine.paged import PageCache
+from eyas.engine.request import Live
+from eyas.engine.scheduler import Row
+from eyas.engine.sheet import Sheet
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
+LEAST_PAGES = 16
+
+Report = Callable[[str], None]
+
+
+@dataclass(kw_only=True, eq=False)
+class Recorder:
+    """Runs functions of sheets, recorded if possible."""
+
+    device: torch.device
+    report: Report | None = None
+    records: bool = True
+    """Without, functions just run: for trials where there is no CUDA."""
+    bytes: int = 0
+    """Memory taken by recording."""
+    refused: set[str] = field(default_factory=set)
+    """Kinds of functions that could not be recorded."""
+    _made: dict[tuple[object, ...], tuple[Sheet, Callable[[], Tensor]]] = field(default_factory=dict)
+    _pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(
+        self,
+        kind: str,
+        bucket: tuple[int, ...],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        function: Callable[[fixed.Numbers], Tensor],
+        keep: Tensor | None = None,
+    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
+        """The sheet of a bucket and what computes from it, recorded now if it was not yet; None if that fails.
+
+        Recording runs the function once, on zeros, and leaves `keep` as it was.
+        """
+        if kind in self.refused:
+            return None
+        made = self._made.get((kind, *bucket))
+        if made is None:
+            sheet = Sheet(shapes(), self.device)
+            try:
+                made = sheet, self._record(sheet, function, keep)
+            except Exception as error:  # whatever it is, decoding goes on
+                self.refused.add(kind)
+                if self.report is not None:
+                    reason = " ".join(str(error).split())[:300]
+                    self.report(
+                        f"{kind} of shape {bucket} cannot be recorded as a CUDA graph, it runs eagerly: {reason}"
+                    )
+                return None
+            self._made[kind, *bucket] = made
+        return made
+
+    def _record(
+        self, sheet: Sheet, function: Callable[[fixed.Numbers], Tensor], keep: Tensor | None
+    ) -> Callable[[], Tensor]:
+        if not self.records:
+            return partial(function, sheet.device)
+        before = torch.cuda.memory_reserved(self.device)
+        sheet.clear()
+        # Once without recording: kernels are compiled and libraries take their memory on first use.
+        beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(beside):
+            kept = None if keep is None else keep.clone()
+            function(sheet.device)
+            if keep is not None and kept is not None:
+                keep.copy_(kept)
+        torch.cuda.current_stream(self.device).wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = function(sheet.device)
+        self._pool = self._pool or graph.pool()
+        self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay
+
+
+class RecordedSteps:
+    """Draft and verify over buckets of shapes."""
+
+    def __init__(
+        self,
+        run: fixed.RunTarget,
+        cache: PageCache,
+        drafter: PagedDrafter | None,
+        *,
+        recorder: Recorder,
+        max_rows: int,
+        most_tokens: int,
+        max_depth: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+    ) -> None:
+        self._run, self._cache, self._drafter, self.recorder = run, cache, drafter, recorder
+        self._rows = (*(rows for rows in ROWS if rows < max_rows), max_rows)
+        self._deepest = max_depth + 1
+        self._most_tokens = most_tokens
+        self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=recorder.device)
+        self.states_SX: Tensor | None = None
+        if drafter is not None:
+            config = drafter.model.config
+            width = config.num_aux_hidden_states * config.target_hidden_size
+            # Behind those of a pass, one for each row that comes from elsewhere.
+            self.states_SX = torch.zeros(most_tokens + max_rows, width, dtype=dtype, device=recorder.device)
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken beside weights and pages."""
+        own = [self.logits_SV] if self.states_SX is None else [self.logits_SV, self.states_SX]
+        return self.recorder.bytes + sum(x.nbytes for x in own)
+
+    # --- draft -------------------------------------------------------------------------------------------------
+
+    def drafts(self, lives: Sequence[Live]) -> bool:
+        """Whether chains for these requests can be drafted here."""
+        return len(lives) <= self._rows[-1] and "draft" not in self.recorder.refused
+
+    def strangers(self, lives: Sequence[Live]) -> list[Live]:
+        """Requests whose waiting states do not lie in the shared memory."""
+        assert self._drafter is not None
+        waits = [(live, self._drafter.waiting(live)) for live in lives]
+        return [live for live, waiting in waits if len(waiting) != 1 or waiting[0].pass_NX is not self.states_SX]
+
+    def adopt(self, lives: Sequence[Live]) -> None:
+        """Bring the last waiting state of strangers, the only one left, to the shared memory."""
+        assert self._drafter is not None
+        assert self.states_SX is not None
+        self._drafter.move(lives, self.states_SX, self._most_tokens)
+
+    def draft(self, lives: Sequence[Live], depths: Sequence[int], meanwhile: Callable[[], None]) -> list[Draft] | None:
+        """Read what waits, all of it in the shared memory, and draft a chain for each request.
+
+        While the device is busy, `meanwhile` is done.
+        """
+        made = self._drafting("draft", lives, depths)
+        if made is None:
+            return None
+        sheet, compute = made
+        sheet.send()
+        both_2RK = compute()
+        meanwhile()
+        both_2RK = both_2RK.cpu()
+        self._hand_over(lives)
+        return _chains(both_2RK, depths)
+
+    def draft_and_verify(
+        self, lives: Sequence[Live], depths: Sequence[int], meanwhile: Callable[[], None]
+    ) -> tuple[list[Draft], tuple[Tensor, int]] | None:
+        """Draft a chain for each request and verify it, without looking at it in between.
+
+        What the target says comes back as from `verify`, its tokens on the host already.
+        """
+        count = 1 + _deepest(lives, depths)
+        largest = self._row_bucket(lives) * count
+        if largest > self._most_tokens:
+            return None
+        made = self._drafting("draft and verify", lives, depths)
+        if made is None:
+            return None
+        self._hand_over(lives)
+        self.save()
+        sheet, compute = made
+        sheet.write("newest", [live.tokens[-1] for live in lives])
+        sheet.send()
+        flat = compute()
+        meanwhile()
+        flat = flat.cpu()
+        return _chains(flat[:-largest].view(2, -1, count - 1), depths), (flat[-largest:].view(-1, count), count)
+
+    def _drafting(
+        self, kind: str, lives: Sequence[Live], depths: Sequence[int]
+    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
+        """What drafts chains for these requests, and perhaps verifies them; its sheet is filled but for `newest`."""
+        drafter, states_SX = self._drafter, self.states_SX
+        assert drafter is not None
+        assert states_SX is not None
+        deepest = _deepest(lives, depths)
+        samplings = [live.request.sampling for live in lives]
+        sampled = any(sampling.temperature for sampling in samplings)
+        # A round of this depth adds no more than so many states; after a deeper one there is a larger bucket.
+        waiting = max(live.target_length - live.drafter_length for live in lives)
+        rows, count, pages = self._bucket(lives, deepest + 1 if waiting <= deepest + 1 else self._deepest)
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            names = ("base", "live", "limit", "newest", "seed", "temperature", "top_k", "top_p", "min_p")
+            per_row = dict.fromkeys(names if sampled else names[:4], (rows,))
+            return {"from": (rows, count), "ids": (rows, count), "table": (rows, pages), **per_row}
+
+        function: Callable[[fixed.Numbers], Tensor] = partial(
+            fixed.draft,
+            drafter=drafter.model,
+            attend=drafter.attention,
+            cache=drafter.cache,
+            token_W=drafter.token_W,
+            states_SX=states_SX,
+            depth=deepest,
+            sampled=sampled,
+        )
+        if kind != "draft":
+            function = partial(
+                fixed.draft_and_verify,
+                draft=function,
+                run=self._run,
+                cache=self._cache,
+                logits_SV=self.logits_SV,
+                states_SX=states_SX,
+            )
+        made = self.recorder.get(kind, (rows, count, pages, deepest, sampled), shapes, function, states_SX)
+        if made is None:
+            return None
+        sheet, _ = made
+        places, ids = list[int](), list[int]()
+        blank = [0] * count
+        for live in lives:
+            _, first, size = drafter.waiting(live)[0]
+            places += [*range(first, first + size), *blank[size:]]
+            ids += [*live.tokens[live.drafter_length + 1 : live.target_length + 1], *blank[size:]]
+        sheet.write("from", places)
+        sheet.write("ids", ids)
+        sheet.write("base", [live.drafter_length for live in lives])
+        sheet.write("live", [live.target_length - live.drafter_length for live in lives])
+        sheet.write("limit", depths)
+        if sampled:
+            sheet.write("seed", [live.request.seed for live in lives])
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                sheet.write_reals(name, [getattr(sampling, name) for sampling in samplings])
+        sheet.write_pages(lives, drafter.cache.page_size)
+        return made
+
+    def _hand_over(self, lives: Sequence[Live]) -> None:
+        assert self._drafter is not None
+        for live in lives:
+            self._drafter.hand_over(live)
+
+    # --- verify ------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """To be called before a pass, whoever runs it: states that wait in the shared memory are copied.
+
+        A recorded pass overwrites them; behind an eager one, later states would hide them.
+        """
+        if self._drafter is not None and self.states_SX is not None:
+            self._drafter.save(self.states_SX)
+
+    def verify(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> tuple[Tensor, int] | None:
+        """Run the target over the newest token and the drafts of each row.
+
+        The most likely tokens [R, Q] come back, and Q: what the pass says of token q of row r lies at r * Q + q of
+        logits and states.
+        """
+        if any(row.count != 1 for row in rows) or not all(draft.is_chain for draft in drafts):
+            return None
+        lives = [row.live for row in rows]
+        if len(lives) > self._rows[-1]:
+            return None
+        bucket = self._bucket(lives, 1 + max(len(draft.tokens) for draft in drafts))
+        many, count, pages = bucket
+        if many * count > self._most_tokens:
+            return None
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            return {"ids": (many, count), "base": (many,), "live": (many,), "table": (many, pages)}
+
+        function = partial(
+            fixed.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self.states_SX
+        )
+        made = self.recorder.get("verify", bucket, shapes, function)
+        if made is None:
+            return None
+        sheet, compute = made
+        ids, blank = list[int](), [0] * count
+        for live, draft in zip(lives, drafts, strict=True):
+            ids += [live.tokens[-1], *draft.tokens, *blank[1 + len(draft.tokens) :]]
+        sheet.write("ids", ids)
+        sheet.write("base", [row.start for row in rows])
+        sheet.write("live", [1 + len(draft.tokens) for draft in drafts])
+        sheet.write_pages(lives, self._cache.page_size)
+        sheet.send()
+        return compute(), count
+
+    # --- buckets -----------------------------------------------------------------------------------------------
+
+    def _bucket(self, lives: Sequence[Live], count: int) -> tuple[int, int, int]:
+        pages = max(LEAST_PAGES, *(len(live.pages) for live in lives))
+        return self._row_bucket(lives), count, 1 << (pages - 1).bit_length()
+
+    def _row_bucket(self, lives: Sequence[Live]) -> int:
+        rows: int = self._rows[bisect_left(self._rows, len(lives))]
+        return rows
+
+
+def _deepest(lives: Sequence[Live], depths: Sequence[int]) -> int:
+    """How deep to draft for all: what requests ask for, or they would need other recordings towards their end."""
+    return max(live.request.speculation.depth or depth for live, depth in zip(lives, depths, strict=True))
+
+
+def _chains(both_2RK: Tensor, depths: Sequence[int]) -> list[Draft]:
+    """Drafts from tokens and the bits of confidences; rows behind those of `depths` are not real."""
+    tokens: list[list[int]] = both_2RK[0].tolist()
+    sure: list[list[float]] = both_2RK[1].view(torch.float64).tolist()
+    return [
+        Draft(tokens=tuple(a[:depth]), parents=tuple(range(-1, depth - 1)), confidences=tuple(b[:depth]))
+        for a, b, depth in zip(tokens, sure, depths, strict=False)
+    ]

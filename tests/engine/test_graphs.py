@@ -1,0 +1,229 @@
+"""Steps in fixed shapes give what ordinary steps give, tried here without recording them; tests/gpu records them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
+from eyas.drafter.model import Drafter
+from eyas.engine import paged_attention
+from eyas.engine.engine import Engine
+from eyas.engine.graphs import Recorder
+from eyas.engine.options import EngineOptions
+from eyas.engine.paged import Layout, Row
+from eyas.engine.paged_attention import DenseRead
+from eyas.engine.request import Request, Speculation
+from eyas.target.model import Target
+from tiny import language
+
+
+class PaddedRead:
+    """Dense attention over a padded layout, whose numbers are no secret on a CPU. Dead tokens get nothing."""
+
+    def __init__(self, layout: Layout, sinks: int) -> None:
+        tables = layout.tables
+        count = tables.counts[0]
+        ends, bases = tables.end_R.tolist(), tables.base_R.tolist()
+        pages: list[list[int]] = tables.table_RP.tolist()
+        rows = [(r, Row(pages=pages[r], base=bases[r], count=ends[r] - bases[r])) for r in range(len(ends)) if ends[r]]
+        self._live = [r * count + q for r, row in rows for q in range(row.count)]
+        self._read = None
+        if rows:
+            made = Layout.of([row for _, row in rows], page_size=layout.page_size, device=layout.slot_N.device)
+            assert made.slot_N.tolist() == layout.slot_N[self._live].tolist()
+            assert made.position_N.tolist() == layout.position_N[self._live].tolist()
+            self._read = DenseRead(made, sinks)
+
+    def __call__(self, q_NHK: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+        output = q_NHK.new_zeros(*q_NHK.shape[:2], values.shape[2])
+        if self._read is not None:
+            output[self._live] = self._read(q_NHK[self._live], keys, values, *rest)
+        return output
+
+
+@pytest.fixture(autouse=True)
+def _dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = paged_attention._reader
+    monkeypatch.setattr(
+        paged_attention,
+        "_reader",
+        lambda backend, layout, sinks: (
+            PaddedRead(layout, sinks) if layout.on_device is not None else reader(backend, layout, sinks)
+        ),
+    )
+
+
+def fixed_engine(target: Target, drafter: Drafter | None, engine_options: EngineOptions) -> Engine:
+    """An engine that decodes in fixed shapes."""
+    engine = Engine(target, drafter, options=engine_options)
+    engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu"), records=False))
+    return engine
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target) -> Target:
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
+    return replace(tiny_target, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
+    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
+
+
+def both(
+    target: Target, drafter: Drafter | None, asked: Sequence[Request], **changes: Any
+) -> tuple[Engine, list[Any], list[Any]]:
+    fixed = fixed_engine(target, drafter, options(**changes))
+    ours = run(fixed, asked)
+    theirs = run(Engine(target, drafter, options=options(**changes)), asked)
+    return fixed, ours, theirs
+
+
+@pytest.mark.parametrize("depth", range(6))
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_chains_of_every_depth(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], depth: int, rows: int
+) -> None:
+    asked = [request(prompt, speculation=at_depth(depth) if depth else OFF) for prompt in prompts]
+    engine, ours, theirs = both(target, tiny_drafter, asked, max_rows=rows)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    kinds = {str(key[0]) for key in engine.recorded.recorder._made}  # type: ignore[union-attr]
+    assert kinds >= ({"draft and verify"} if depth else {"verify"})
+
+
+def test_without_a_drafter(target: Target, prompts: list[tuple[int, ...]]) -> None:
+    _, ours, theirs = both(target, None, [request(prompt) for prompt in prompts])
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_sampling_among_greedy_ones(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any
+) -> None:
+    asked = [
+        request(prompt, seed=seed, speculation=at_depth(3), **({"sampling": sampling} if seed % 3 else {}))
+        for seed, prompt in enumerate(prompts)
+    ]
+    _, ours, theirs = both(target, tiny_drafter, asked)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    drafted = [sum(answer.tally.accepted for answer in answers) for answers in (ours, theirs)]
+    assert abs(drafted[0] - drafted[1]) <= 0.1 * drafted[1], "the short list is as good as all"
+
+
+def test_logprobs_ends_and_shortest_lengths(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = [
+        request(prompt, speculation=at_depth(4), logprobs=2, stop_ids=frozenset({5, 9}), min_new_tokens=6)
+        for prompt in prompts
+    ]
+    _, ours, theirs = both(target, tiny_drafter, asked)
+    assert [(answer.tokens, answer.finished) for answer in ours] == [(a.tokens, a.finished) for a in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert [x.token for x in a.logprobs] == [x.token for x in b.logprobs]
+        assert [x.logprob for x in a.logprobs] == pytest.approx([x.logprob for x in b.logprobs], abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}])
+def test_chunks_pages_and_prefixes(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    asked = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
+    _, ours, theirs = both(target, tiny_drafter, asked, **changes)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
+    per_page = Engine(target, tiny_drafter, options=options()).budget.bytes_per_page
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    engine = fixed_engine(target, tiny_drafter, options(max_length=64, memory=30 * per_page))
+    lives = []
+    for one in asked:
+        engine.submit(one)
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+        lives += [live for live in engine.scheduler.running if live.preemptions]
+        engine.scheduler.check()
+    assert lives
+    theirs = run(Engine(target, tiny_drafter, options=options()), asked)
+    assert [tuple(tokens[key]) for key in range(len(asked))] == [answer.tokens for answer in theirs]
+
+
+def live_through(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Tokens and the depths they came from, while depths change at random and users come and go."""
+    source = random.Random(3)
+    choose = engine.controller.choose
+
+    def moody(rows: Sequence[Any]) -> Any:
+        depths = tuple(source.choice([0, 0, 1, 2, 5, 7]) for _ in rows)
+        choice = replace(choose(rows), depths=depths, limits=depths)
+        step = engine.controller._step
+        assert step is not None
+        step.bound = frozenset(row.key for row in rows)
+        step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
+        return choice
+
+    engine.controller.choose = moody  # type: ignore[method-assign, assignment]
+    tokens: dict[int, list[int]] = {}
+    depths: dict[int, list[int]] = {}
+    left, doomed = list(enumerate(prompts)), {2, 7}
+    while left or engine.busy:
+        if left and source.random() < 0.3:
+            number, prompt = left.pop(0)
+            assert engine.submit(request(prompt, max_new_tokens=60, speculation=Speculation())) == number
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+            depths.setdefault(piece.key, []).extend(piece.depths)
+        engine.scheduler.check()
+        for live in engine.scheduler.running:
+            if live.key in doomed and live.new_tokens > 10:
+                doomed.remove(live.key)
+                engine.cancel(live.key)
+    assert engine.pool.used == 0
+    return tokens, depths
+
+
+def test_depths_that_change_and_requests_that_come_and_go(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """Plain steps gather states, deep ones follow shallow ones, users leave in the middle: nothing shows."""
+    asked = [request(prompt, max_new_tokens=60) for prompt in prompts]
+    expected = [answer.tokens for answer in run(Engine(target, options=options()), asked)]
+    manner = options(max_rows=6, max_length=256)
+    tokens, depths = live_through(fixed_engine(target, tiny_drafter, manner), prompts)
+    for key, made in tokens.items():
+        assert tuple(made) == expected[key][: len(made)]
+        assert len(made) == 60 or key in (2, 7)
+    _, others = live_through(Engine(target, tiny_drafter, options=manner), prompts)
+    for key, row in depths.items():
+        assert row == others[key][: len(row)], "the same drafts; of the cancelled ones, the last piece is never told"
+    assert sum(depth > 0 for row in depths.values() for depth in row) > 100
+
+
+def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    theirs = run(Engine(target, tiny_drafter, options=options()), asked)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(Recorder, "_record", refuse)
+    engine = Engine(target, tiny_drafter, options=options())
+    engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu"), report=told.append))
+    assert [answer.tokens for answer in run(engine, asked)] == [answer.tokens for answer in theirs]
+    assert len(told) == len(engine.recorded.recorder.refused) >= 2, "once for each kind of step"
+    assert all("runs eagerly: not while capturing" in line for line in told)

@@ -1,0 +1,277 @@
+"""On a GPU the engine decodes by CUDA graphs what it decodes without them, and what transformers decodes.
+
+pytest -m gpu tests/gpu/test_engine_cuda.py --prompts FILE [--drafter FOLDER]     the default target as well
+"""
+
+import copy
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
+from eyas.drafter.checkpoint import load_drafter
+from eyas.drafter.model import Drafter
+from eyas.engine.dense import DenseTarget
+from eyas.engine.draft import Tree
+from eyas.engine.engine import Engine
+from eyas.engine.noise import exponential, race, uniform
+from eyas.engine.options import EngineOptions
+from eyas.engine.plain import generate_plainly
+from eyas.engine.request import Request, Speculation
+from eyas.sampling import Sampling
+from eyas.target.locate import DEFAULT_TARGET
+from eyas.target.model import Target
+from tiny import VOCAB, drafter_config, language, random_drafter
+
+pytestmark = pytest.mark.gpu
+NEAR_TIE = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target) -> Target:
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
+    return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda(), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_drafter: Drafter) -> Drafter:
+    return copy.deepcopy(tiny_drafter).cuda()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
+    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
+
+
+def told_nothing(line: str) -> None:
+    raise AssertionError(line)
+
+
+def both(
+    target: Target, drafter: Drafter | None, asked: Sequence[Request], **changes: Any
+) -> tuple[Engine, list[Any], list[Any]]:
+    """Answers with and without graphs."""
+    recorded = Engine(target, drafter, options=options(**changes), report=told_nothing)
+    assert recorded.recorded is not None
+    ours = run(recorded, asked)
+    theirs = run(Engine(target, drafter, options=options(**changes, graphs=False)), asked)
+    assert len(recorded.recorded.recorder) > 0
+    return recorded, ours, theirs
+
+
+@torch.inference_mode()
+def by_transformers(target: Target, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The whole sequence anew for every token, without any cache."""
+    ids = list(prompt)
+    for _ in range(NEW_TOKENS):
+        model: Any = target.model
+        ids.append(int(model(input_ids=torch.tensor([ids]).cuda(), use_cache=False).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+@pytest.mark.parametrize("depth", range(6))
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_graphs_equal_eager_steps_and_transformers(
+    target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], depth: int, rows: int
+) -> None:
+    asked = [request(prompt, speculation=at_depth(depth) if depth else OFF) for prompt in prompts]
+    engine, ours, theirs = both(target, drafter, asked, max_rows=rows)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    assert [answer.tokens for answer in ours] == [by_transformers(target, prompt) for prompt in prompts]
+    assert engine.tally.accepted > 0 or not depth
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_sampling_among_greedy_ones(
+    target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling
+) -> None:
+    asked = [
+        request(prompt, seed=seed, speculation=at_depth(3), **({"sampling": sampling} if seed % 3 else {}))
+        for seed, prompt in enumerate(prompts)
+    ]
+    _, ours, theirs = both(target, drafter, asked)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    plain = run(Engine(target, options=options(max_rows=1)), [replace(one, speculation=OFF) for one in asked])
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in plain], "a seed is a text"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}, {"max_rows": 2}]
+)
+def test_chunks_pages_and_prefixes(
+    target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    asked = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
+    engine, ours, theirs = both(target, drafter, asked, **changes)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert engine.pool.hits > 0 or not engine.options.prefix_cache or "page_size" in changes
+
+
+def test_trees_stay_eager(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    _, ours, theirs = both(target, drafter, asked, tree=Tree(depth=3, width=2, budget=6))
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+def test_another_target_and_a_random_drafter(prompts: list[tuple[int, ...]], target: Target) -> None:
+    wrong = random_drafter(drafter_config(num_hidden_layers=2, draft_vocab_size=VOCAB // 2), seed=9).cuda()
+    _, ours, theirs = both(target, wrong, [request(prompt, speculation=at_depth(3)) for prompt in prompts])
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+def test_without_a_drafter_and_with_transformers_own_code(
+    target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [request(prompt) for prompt in prompts]
+    _, ours, theirs = both(target, None, asked)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    monkeypatch.setattr("eyas.engine.engine.lean_pass", lambda *_: None)
+    asked = [replace(one, speculation=at_depth(2)) for one in asked]
+    _, others, _ = both(target, drafter, asked)
+    assert [answer.tokens for answer in others] == [answer.tokens for answer in theirs]
+
+
+def test_preempted_requests(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
+    per_page = Engine(target, drafter, options=options()).budget.bytes_per_page
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    engine = Engine(target, drafter, options=options(max_length=64, memory=30 * per_page), report=told_nothing)
+    keys = [engine.submit(one) for one in asked]
+    preempted, tokens = set[int](), dict[int, list[int]]()
+    while engine.busy:
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+        preempted |= {live.key for live in engine.scheduler.running if live.preemptions}
+        engine.scheduler.check()
+    assert preempted
+    theirs = run(Engine(target, drafter, options=options(graphs=False)), asked)
+    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in theirs]
+
+
+def test_requests_that_join_and_leave_at_any_moment_on_auto(
+    target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    source = random.Random(5)
+    asked = [request(prompt, max_new_tokens=60, speculation=Speculation()) for prompt in prompts]
+    expected = [answer.tokens for answer in run(Engine(target, options=options(graphs=False)), asked)]
+    engine = Engine(target, drafter, options=options(max_rows=5, max_length=256), report=told_nothing)
+    tokens: dict[int, list[int]] = {key: [] for key in range(len(asked))}
+    waiting, doomed = list(asked), {2, 7}
+    while waiting or engine.busy:
+        if waiting and source.random() < 0.3:
+            engine.submit(waiting.pop(0))
+        for piece in engine.step():
+            tokens[piece.key].extend(piece.tokens)
+        for key in [key for key in doomed if len(tokens[key]) > 10]:
+            doomed.remove(key)
+            engine.cancel(key)
+        engine.scheduler.check()
+    assert engine.pool.used == 0
+    for key, made in tokens.items():
+        assert tuple(made) == expected[key][: len(made)]
+        assert len(made) == 60 or key in (2, 7)
+
+
+def test_noise_is_the_same_on_every_device() -> None:
+    seed, position = torch.tensor([0, 7, -(2**63), 2**63 - 1]), torch.tensor([0, 3, 9, 2**31])
+    token = torch.arange(5000)
+    on_cpu = uniform(seed, position, token)
+    on_cuda = uniform(seed.cuda(), position.cuda(), token.cuda()).cpu()
+    assert torch.equal(on_cuda, on_cpu)
+    times = exponential(seed.cuda(), position.cuda(), token.cuda()).cpu()
+    torch.testing.assert_close(times, exponential(seed, position, token), rtol=2e-7, atol=0)
+    p = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
+    theirs = race(p.cuda(), seed.cuda(), position.cuda(), token.cuda(), width=3).cpu()
+    assert torch.equal(theirs, race(p, seed, position, token, width=3))
+
+
+# --- the default target ------------------------------------------------------------------------------------------
+
+PROMPTS, PROMPT_TOKENS, REAL_TOKENS, DEPTH = 50, 400, 32, 4
+
+
+@pytest.fixture(scope="module")
+def real_target() -> Target:
+    return Target.load(DEFAULT_TARGET, dtype="float32", device="cuda")
+
+
+@pytest.fixture(scope="module")
+def real_drafter(pytestconfig: pytest.Config, real_target: Target) -> Drafter:
+    """The one given, or a random one, of which nothing is accepted."""
+    path = pytestconfig.getoption("--drafter")
+    if path:
+        loaded = load_drafter(path).to(device=real_target.device, dtype=torch.float32)
+        return loaded.share_target(real_target.embedding(), real_target.head())
+    facts = real_target.facts
+    config = drafter_config(
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        target_hidden_size=facts.hidden_size,
+        aux_layer_ids=facts.default_aux_layer_ids(),
+    )
+    made = random_drafter(config, own_embedding=False, own_head=False).cuda()
+    return made.share_target(real_target.embedding(), real_target.head())
+
+
+def test_fifty_real_prompts_equal_transformers(
+    pytestconfig: pytest.Config, real_target: Target, real_drafter: Drafter
+) -> None:
+    path = pytestconfig.getoption("--prompts")
+    if not path:
+        pytest.skip("no --prompts FILE of JSON lines with `turns` or `prompt`")
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    texts = [str(line["turns"][0] if "turns" in line else line["prompt"]) for line in lines]
+    encoded = [real_target.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    short = [ids for ids in encoded if len(ids) <= PROMPT_TOKENS]
+    chosen = [short[i * len(short) // PROMPTS] for i in range(PROMPTS)]
+    stops = real_target.stop_ids()
+    asked = [
+        Request(
+            prompt=tuple(ids),
+            sampling=Sampling(),
+            max_new_tokens=REAL_TOKENS,
+            stop_ids=stops,
+            speculation=at_depth(DEPTH),
+        )
+        for ids in chosen
+    ]
+    theirs = [generate_plainly(real_target, ids, sampling=Sampling(), max_new_tokens=REAL_TOKENS) for ids in chosen]
+    dense = DenseTarget(real_target, real_drafter.config)
+    for users, graphs in ((1, True), (16, True), (16, False)):
+        engine = Engine(
+            real_target,
+            real_drafter,
+            options=EngineOptions(max_rows=users, max_length=512, graphs=graphs),
+            report=told_nothing,
+        )
+        near_ties, wrong = list[str](), list[str]()
+        for number, (ids, answer, mine) in enumerate(zip(chosen, theirs, engine.generate(asked), strict=True)):
+            if mine.tokens == tuple(answer):
+                continue
+            differ = [i for i, (a, b) in enumerate(zip(mine.tokens, answer, strict=False)) if a != b]
+            at = differ[0] if differ else min(len(mine.tokens), len(answer))
+            best = dense([[*ids, *answer[:at]]])[0][0][-1].topk(2).values
+            margin = float(best[0] - best[1])
+            (near_ties if margin < NEAR_TIE else wrong).append(f"prompt {number}, token {at}: margin {margin:.2e}")
+        made = f", {len(engine.recorded.recorder)} graphs" if engine.recorded is not None else ""
+        print(
+            f"\n{users} users, graphs {graphs}{made}: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} identical, "
+            f"{len(near_ties)} differ at a near-tie, {len(wrong)} are wrong; "
+            f"acceptance length {engine.tally.acceptance_length:.2f}"
+        )
+        print("\n".join([*near_ties, *wrong]))
+        assert not wrong
