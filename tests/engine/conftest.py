@@ -41,11 +41,9 @@ def first_turn(line: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="session")
 def real_drafter(request: pytest.FixtureRequest, default_target: Target) -> Drafter:
-    """The one given by --drafter, or one trained here on other prompts."""
-    from default_drafter import default_drafter_config, train_default_drafter
+    """The one given by --drafter, or the one that comes with eyas."""
     from eyas.drafter.checkpoint import load_drafter
+    from eyas.drafter.shipped import DEFAULT_DRAFTER
 
-    path = request.config.getoption("--drafter")
-    if path:
-        return load_drafter(path).float().share_target(default_target.embedding(), default_target.head())
-    return train_default_drafter(default_target, default_drafter_config(fc_norm=True, norm_output=True))
+    drafter = load_drafter(request.config.getoption("--drafter") or DEFAULT_DRAFTER["smollm2"])
+    return drafter.float().share_target(default_target.embedding(), default_target.head())
