@@ -16,7 +16,6 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,16 +32,15 @@ from eyas.engine.paged import Row as PassRow
 from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
-from eyas.engine.request import FinishReason, Live, Request
+from eyas.engine.request import Live, Request
 from eyas.engine.scheduler import Row, Scheduler, StepPlan
-from eyas.engine.text import TextStream
+from eyas.engine.telling import Teller
 from eyas.engine.verify import TokenLogprobs, Wanted, accept_tree, choose, log_probabilities
 from eyas.errors import UserError
 from eyas.target.capture import capture
 from eyas.target.model import Target
 
 NOTHING = Draft()
-KEPT_TEXTS = 2**16
 
 
 class Engine:
@@ -86,15 +84,9 @@ class Engine:
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
         self._said_early: _Said | None = None
         self.controller = Controller(max_depth=options.max_depth)
-        self.tally = Tally()
+        self._teller = Teller(target.decode)
         self._clock = clock
         self._keys = 0
-        # Streams decode a token or two at a time, and the same ones come again and again.
-        self._decode = lru_cache(maxsize=KEPT_TEXTS)(target.decode)
-        self._texts: dict[int, TextStream] = {}
-        self._tallies: dict[int, Tally] = {}
-        self._untold: list[_Untold] = []
-        self._told: list[Piece] = []
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -114,27 +106,30 @@ class Engine:
             raise UserError(f"the prompt holds token {max(request.prompt)}; the target knows 0 to {vocab_size - 1}")
         key, self._keys = self._keys, self._keys + 1
         self.scheduler.add(Live(key=key, arrival=key, request=request))
-        self._texts[key] = TextStream(self._decode, request.stop_strings)
-        self._tallies[key] = Tally()
+        self._teller.open(key, request.stop_strings)
         return key
 
     def cancel(self, key: int) -> bool:
         """Drop a request, wherever it is, and all that it held; False if it has ended already."""
         if not self.scheduler.cancel(key):
             return False
-        self._untold = [untold for untold in self._untold if untold.key != key]
-        self._told = [piece for piece in self._told if piece.key != key]
+        self._teller.drop(key)
         self._forget(key)
         return True
 
     def tally_of(self, key: int) -> Tally:
         """How speculation goes for a request that is under way; the object goes on counting."""
-        return self._tallies[key]
+        return self._teller.tally_of(key)
+
+    @property
+    def tally(self) -> Tally:
+        """How speculation went for all requests together."""
+        return self._teller.tally
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._untold)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._teller.behind)
 
     def generate(self, requests: Iterable[Request], *, on_piece: Callable[[Piece], None] | None = None) -> list[Answer]:
         """Answer requests, all together, in their order. If one is refused or a step fails, none is left behind."""
@@ -143,7 +138,7 @@ class Engine:
         try:
             for request in requests:
                 key = self.submit(request)
-                tallies[key], pieces[key] = self._tallies[key], []
+                tallies[key], pieces[key] = self.tally_of(key), []
             while self.busy:
                 for piece in self.step():
                     if piece.key in pieces:
@@ -170,7 +165,7 @@ class Engine:
             drafts = self._draft(plan)
             started = self._clock()
             said = self._verify(plan.rows, drafts)
-            self._tell()
+            self._teller.tell()
             verdicts = self._accept(plan.rows, drafts, said)
             if not said.early:
                 self._tell_time(plan.rows, drafts, self._clock() - started)
@@ -178,9 +173,8 @@ class Engine:
                 self._commit(verdict, said)
             self._catch_up(plan.rows)
         if self.recorded is None or not self.scheduler.running:
-            self._tell()
-        told, self._told = self._told, []
-        return told
+            self._teller.tell()
+        return self._teller.take()
 
     def _schedule(self) -> StepPlan:
         """Rows of this step; requests that lost their pages to it start anew later."""
@@ -236,12 +230,12 @@ class Engine:
                 self._read(strangers, but_last=True)
                 self.recorded.adopt(strangers)
             if everyone and all(live.request.speculation.mode == "fixed" for live in lives):
-                both = self.recorded.draft_and_verify(lives, limits, self._tell)
+                both = self.recorded.draft_and_verify(lives, limits, self._teller.tell)
                 if both is not None:
                     drafts, made = both
                     self._said_early = self._recorded_said(*made, early=True)
             if drafts is None:
-                drafts = self.recorded.draft(lives, limits, self._tell)
+                drafts = self.recorded.draft(lives, limits, self._teller.tell)
         if drafts is None:
             self._read(lives)
             return self._drafter.chain(lives, limits, self._wanted, self.controller.goes_on)
@@ -356,13 +350,8 @@ class Engine:
     def _commit(self, verdict: "_Verdict", said: "_Said") -> None:
         """Write down what a request got, and let it go if that was its end."""
         row, draft, live = verdict.row, verdict.draft, verdict.row.live
-        count, finished = self._end(live, verdict.tokens)
-        texts: list[str] | None = None
-        if live.request.stop_strings:  # only the text tells whether it ends
-            texts, finished = _words(self._texts[live.key], verdict.tokens[:count], finished)
-            count = len(texts)
-        tokens = verdict.tokens[:count]
-        nodes = verdict.nodes[: max(0, count - 1)]
+        heard = self._teller.hear(live, verdict.tokens, self.scheduler.limit(live))
+        nodes = verdict.nodes[: max(0, len(heard.tokens) - 1)]
         if self._follows(live) and said.aux_NX is not None and self._drafter is not None:
             first, size = verdict.token_at, row.count + len(nodes)
             states = States(said.aux_NX, first, size)
@@ -374,64 +363,24 @@ class Engine:
         if moved:
             behind = row.start + row.count
             self._move(live, [behind + node for node, _ in moved], [behind + depth for _, depth in moved])
-        self.scheduler.commit(live, read=row.count + len(nodes), new_tokens=tokens)
+        self.scheduler.commit(live, read=row.count + len(nodes), new_tokens=heard.tokens)
         if not row.samples:
             return
         if self._drafter is not None:
             sure = draft.confidences if draft.is_chain else ()
             self.controller.observe_round(live.key, draft.depth, len(verdict.nodes), sure)
-        self._untold.append(
-            _Untold(
-                key=live.key,
-                tokens=tokens,
-                drafted=len(draft.tokens),
-                accepted=len(verdict.nodes),
-                texts=texts,
-                logprobs=self._logprobs(live, tokens, said.logits_MV, verdict),
-                finished=finished,
-                stream=self._texts[live.key],
-                tally=self._tallies[live.key],
-            )
-        )
-        if finished is not None:
-            self.scheduler.finish(live, finished)
+        logprobs = self._logprobs(live, heard.tokens, said.logits_MV, verdict)
+        drafted, accepted = len(draft.tokens), len(verdict.nodes)
+        self._teller.note(live.key, heard, drafted=drafted, accepted=accepted, logprobs=logprobs)
+        if heard.finished is not None:
+            self.scheduler.finish(live, heard.finished)
             self._forget(live.key)
-
-    def _tell(self) -> None:
-        """Put into words and count what was committed."""
-        for untold in self._untold:
-            texts, tokens = untold.texts, untold.tokens
-            if texts is None:
-                texts, _ = _words(untold.stream, tokens, untold.finished)
-            for tally in (self.tally, untold.tally):
-                tally.count(drafted=untold.drafted, accepted=untold.accepted, tokens=len(tokens))
-            self._told.append(
-                Piece(
-                    key=untold.key,
-                    tokens=tuple(tokens),
-                    texts=tuple(texts),
-                    depths=(*range(1, untold.accepted + 1), 0)[: len(tokens)],
-                    logprobs=untold.logprobs,
-                    finished=untold.finished,
-                )
-            )
-        self._untold = []
 
     def _move(self, live: Live, from_slots: Sequence[int], to_slots: Sequence[int]) -> None:
         """Put the accepted path of a tree side by side, as if it had been a chain."""
         size = self.options.page_size
         places = [[live.pages[slot // size] * size + slot % size for slot in slots] for slots in (from_slots, to_slots)]
         self._model.cache.move(*torch.tensor(places, device=self._device))
-
-    def _end(self, live: Live, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """How many new tokens still belong to the answer, and whether it ends with them, text apart."""
-        request, limit = live.request, self.scheduler.limit(live)
-        for count, token in enumerate(tokens, 1):
-            if token in request.stop_ids and live.new_tokens + count > request.min_new_tokens:
-                return count, FinishReason.STOP
-            if len(live.tokens) + count >= limit:
-                return count, FinishReason.LENGTH
-        return len(tokens), None
 
     def _logprobs(
         self, live: Live, tokens: Sequence[int], logits_MV: Tensor, verdict: "_Verdict"
@@ -478,8 +427,7 @@ class Engine:
         )
 
     def _forget(self, key: int) -> None:
-        self._texts.pop(key, None)
-        self._tallies.pop(key, None)
+        self._teller.close(key)
         self.controller.forget(key)
         if self._drafter is not None:
             self._drafter.forget(key)
@@ -513,38 +461,6 @@ class _Verdict:
     """Where the row begins among the tokens of the pass."""
     logits_at: int
     """Where its logits begin among those asked for."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Untold:
-    """What a request got in a step, before it is put into words."""
-
-    key: int
-    tokens: list[int]
-    drafted: int
-    accepted: int
-    texts: list[str] | None
-    """Where it was known already."""
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finished: FinishReason | None
-    stream: TextStream
-    tally: Tally
-
-
-def _words(
-    stream: TextStream, tokens: Sequence[int], finished: FinishReason | None
-) -> tuple[list[str], FinishReason | None]:
-    """The text of each token, none of its own for a stop id at the end; a stop string may end it earlier."""
-    texts: list[str] = []
-    for token in tokens[:-1] if finished is FinishReason.STOP else tokens:
-        texts.append(stream.push(token))
-        if stream.stopped:
-            return texts, FinishReason.STOP
-    if finished is FinishReason.STOP:
-        texts.append(stream.finish())
-    elif finished is not None:
-        texts[-1] += stream.finish()
-    return texts, finished
 
 
 def _accepted(draft: Draft, own: Sequence[int]) -> list[int]:
