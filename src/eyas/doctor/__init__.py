@@ -1,0 +1,1 @@
+"""The doctor: does this drafter hold, where does it stop holding, and why."""

@@ -1,0 +1,177 @@
+"""What is measured of one drafter on the target's own answers, and what all prompts together say.
+
+Measured on the rounds that serving with the deepest depth would start (`Rounds.walk`), all of them drafted to that
+depth with the drafter's own tokens: beyond the first miss too, because serving computes there as well and because that is
+where drift shows. Acceptance is conditional (given that all drafts before were accepted) and joint (this one and all
+before it). Values are kept by prompt, so that every curve and slope comes with an interval over prompts.
+
+Shapes: P prompts, S depths, R rounds of a walk, A auxiliary states.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from eyas.doctor.fusion import Fusion, measure_fusion
+from eyas.doctor.recorder import REGIONS, SINKS, Looks, Recorder
+from eyas.doctor.rounds import Rounds, round_starts, run_rounds
+from eyas.doctor.statistics import Array, Calibration, Curve, Estimate, calibrate, curve, estimate
+from eyas.doctor.transcripts import Transcript
+from eyas.drafter.model import Drafter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptMeasures:
+    """One drafter on one transcript."""
+
+    rounds: Rounds
+    mass: dict[str, Array]
+    """By region, mean over the walk's rounds [S]."""
+    entropy_S: Array
+    spread_S: Array
+    rms_S: Array
+    fusion: Fusion
+    outside: int
+    """Tokens of the answer that the draft vocabulary does not have."""
+    answer_tokens: int
+
+    def counts(self, depth: int) -> NDArray[np.int64]:
+        """Rounds of the walk with this depth, then rounds that accepted 1, 2, ... drafts at least [1 + depth]."""
+        accepted = np.array(self.rounds.accepted(depth))
+        return np.array([(accepted >= level).sum() for level in range(depth + 1)])
+
+
+def measure_prompt(
+    drafter: Drafter, transcript: Transcript, *, depth: int, layer_ids: Sequence[int], sinks: int = SINKS
+) -> PromptMeasures | None:
+    """Measure with the recorder watching; None where the answer is too short for any round."""
+    starts = round_starts(transcript)
+    if not starts:
+        return None
+    start_R = torch.tensor(list(starts), device=transcript.aux_TX.device)
+    recorder = Recorder(start_R, prompt_length=transcript.prompt_length, depth=depth, sinks=sinks)
+    rounds = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, watcher=recorder)
+    assert rounds is not None
+    looks: Looks = recorder.looks()
+    walked = rounds.walk(depth)
+    can_draft = set(drafter.vocab().target_ids_W.tolist())
+    return PromptMeasures(
+        rounds=rounds,
+        mass={region: looks.mass[region][:, walked].mean(axis=1) for region in REGIONS},
+        entropy_S=looks.entropy_SR[:, walked].mean(axis=1),
+        spread_S=looks.spread_SR[:, walked].mean(axis=1),
+        rms_S=rounds.rms_SR[:, walked].mean(axis=1),
+        fusion=measure_fusion(drafter, transcript.aux_of(layer_ids)[start_R]),
+        outside=sum(token not in can_draft for token in transcript.answer),
+        answer_tokens=len(transcript.answer),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """All prompts together."""
+
+    prompts: int
+    depth: int
+    rounds: int
+    mass: dict[str, Curve]
+    entropy: Curve
+    spread: Curve
+    rms: Curve
+    growth: Estimate
+    """Slope of ln(RMS of the fed-back state) by depth: 0 is flat, 0.05 is five per cent more at every depth."""
+    conditional: Curve
+    joint: Curve
+    length: list[Estimate]
+    """Acceptance length of serving with depth 1, 2, ... ."""
+    calibration: Calibration
+    calibration_by_depth: list[float | None]
+    """ECE of each depth."""
+    state_rms: list[Estimate]
+    read_rms: list[Estimate]
+    share: list[Estimate]
+    fused_rms: Estimate
+    outside_share: float
+    """Of the target's answer tokens, the part that cannot be drafted."""
+
+
+def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
+    """Curves, slopes, lengths and calibration."""
+    counts_PS = np.stack([one.counts(depth) for one in measured]).astype(np.float64)
+    rms_PS = np.stack([one.rms_S for one in measured])
+    confident, hits = zip(*(_offered(one.rounds, depth) for one in measured), strict=True)
+    by_depth = [
+        calibrate(np.concatenate([c[level] for c in confident]), np.concatenate([h[level] for h in hits])).ece
+        for level in range(depth)
+    ]
+    fusions = [one.fusion for one in measured]
+    states = range(len(fusions[0].state_rms))
+    return Drift(
+        prompts=len(measured),
+        depth=depth,
+        rounds=int(counts_PS[:, 0].sum()),
+        mass={region: curve(np.stack([one.mass[region] for one in measured])) for region in REGIONS},
+        entropy=curve(np.stack([one.entropy_S for one in measured])),
+        spread=curve(np.stack([one.spread_S for one in measured])),
+        rms=curve(rms_PS),
+        growth=growth(rms_PS),
+        conditional=curve(counts_PS, conditional_acceptance),
+        joint=curve(counts_PS, joint_acceptance),
+        length=[estimate(np.stack([_totals(one.rounds, k) for one in measured]), _length) for k in range(1, depth + 1)],
+        calibration=calibrate(
+            np.concatenate([np.concatenate(c) for c in confident]), np.concatenate([np.concatenate(h) for h in hits])
+        ),
+        calibration_by_depth=by_depth,
+        state_rms=[_mean([fusion.state_rms[i] for fusion in fusions]) for i in states],
+        read_rms=[_mean([fusion.read_rms[i] for fusion in fusions]) for i in states],
+        share=[_mean([fusion.share[i] for fusion in fusions]) for i in states],
+        fused_rms=_mean([fusion.fused_rms for fusion in fusions]),
+        outside_share=sum(one.outside for one in measured) / max(1, sum(one.answer_tokens for one in measured)),
+    )
+
+
+def growth(rms_PS: Array) -> Estimate:
+    """Slope of the logarithm, so that drafters of any scale compare."""
+    return curve(np.log(np.maximum(rms_PS, 1e-30))).slope
+
+
+def conditional_acceptance(counts_PS: Array) -> Array:
+    """Accepted at a depth, of those that accepted everything before; pooled over prompts."""
+    total_S = counts_PS.sum(axis=0)
+    return np.where(total_S[:-1] > 0, total_S[1:] / np.maximum(total_S[:-1], 1), np.nan)
+
+
+def joint_acceptance(counts_PS: Array) -> Array:
+    """Accepted at a depth with everything before it, of all rounds; pooled over prompts."""
+    total_S = counts_PS.sum(axis=0)
+    return np.asarray(total_S[1:] / max(1.0, total_S[0]))
+
+
+def _totals(rounds: Rounds, depth: int) -> Array:
+    accepted = rounds.accepted(depth)
+    return np.array([len(accepted), sum(accepted)], dtype=np.float64)
+
+
+def _length(totals_P2: Array) -> float:
+    rounds, accepted = totals_P2.sum(axis=0)
+    return float(1 + accepted / max(1.0, rounds))
+
+
+def _mean(values: Sequence[float]) -> Estimate:
+    return estimate(np.array(values), lambda rows: float(rows.mean()))
+
+
+def _offered(rounds: Rounds, depth: int) -> tuple[list[Array], list[NDArray[np.bool_]]]:
+    """Confidence and outcome of the drafts whose predecessors were all accepted, by depth."""
+    walked = rounds.walk(depth)
+    alive = np.ones(len(walked), dtype=bool)
+    confident, hits = [], []
+    for level in range(depth):
+        hit = rounds.hit_SR[level, walked]
+        confident.append(rounds.confidence_SR[level, walked][alive])
+        hits.append(hit[alive])
+        alive = alive & hit
+    return confident, hits

@@ -1,0 +1,73 @@
+"""Where a drafter looks, depth by depth: a watcher of `RoundAttention`.
+
+Slots fall into four regions, and the mass of a region is the sum of a query's weights on it, averaged over heads and
+layers:
+
+    sink      the first slots of the sequence, as many as are asked for
+    prompt    the rest of the prompt
+    verified  slots whose token is of the answer and was verified
+    own       drafts of the round itself
+
+Entropy is H = - sum_s w_s ln w_s of each head, averaged likewise; `spread` is H / ln(number of visible slots), which is
+1 for a query that looks everywhere alike, however long the text.
+
+Shapes: R rounds, S depths, H heads, T slots.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+REGIONS = ("sink", "prompt", "verified", "own")
+SINKS = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Looks:
+    """What was seen of every round's queries."""
+
+    mass: dict[str, NDArray[np.float64]]
+    """By region, [S, R]."""
+    entropy_SR: NDArray[np.float64]
+    spread_SR: NDArray[np.float64]
+
+
+class Recorder:
+    """Sums weights up as they come; keeps no weights."""
+
+    def __init__(self, start_R: Tensor, *, prompt_length: int, depth: int, sinks: int = SINKS) -> None:
+        self._start_R = start_R
+        # Slot i holds token i + 1, so the last slot of the prompt already holds a token of the answer.
+        self._bounds = (0, min(sinks, prompt_length - 1), prompt_length - 1)
+        shape = (depth, len(start_R))
+        self._mass = {region: torch.zeros(shape, dtype=torch.float64) for region in REGIONS}
+        self._entropy, self._spread = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        self._layers = [0] * depth
+
+    def __call__(self, depth: int, layer: int, weights_HRS: Tensor, own: int) -> None:
+        """Take the weights of one layer at one depth."""
+        row, slots = depth - 1, weights_HRS.shape[-1] - own
+        weights_RS = weights_HRS.mean(dim=0)
+        first, sink_end, prompt_end = self._bounds
+        borders = {"sink": (first, sink_end), "prompt": (sink_end, prompt_end), "verified": (prompt_end, slots)}
+        for region, (start, end) in (borders | {"own": (slots, slots + own)}).items():
+            self._mass[region][row] += weights_RS[:, start:end].sum(dim=-1).double().cpu()
+        entropy_HR = torch.special.entr(weights_HRS).sum(dim=-1)
+        visible_R = self._start_R + 1 + own
+        self._entropy[row] += entropy_HR.mean(dim=0).double().cpu()
+        # A query that sees one slot has nothing to choose: it counts as looking everywhere.
+        share_HR = torch.where(visible_R > 1, entropy_HR / visible_R.clamp(min=2).log(), torch.ones_like(entropy_HR))
+        self._spread[row] += share_HR.mean(dim=0).double().cpu()
+        self._layers[row] += 1
+
+    def looks(self) -> Looks:
+        """Averages over layers."""
+        layers_S1 = torch.tensor(self._layers, dtype=torch.float64)[:, None].clamp(min=1)
+        return Looks(
+            mass={region: (mass / layers_S1).numpy() for region, mass in self._mass.items()},
+            entropy_SR=(self._entropy / layers_S1).numpy(),
+            spread_SR=(self._spread / layers_S1).numpy(),
+        )

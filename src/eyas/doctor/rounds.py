@@ -1,0 +1,223 @@
+"""Drafting from every place of an answer at once, exactly as serving drafts, and the walk that serving takes.
+
+A round that starts at slot s has read the target's true states up to s and the newest token s + 1; depth 1 drafts token
+s + 2. In serving the drafter's keys of verified slots come from true states only, so the slots before every round are
+one pass over the transcript. Behind it each round goes on by itself: it feeds back its own drafts and its own state and
+sees, besides the verified slots up to s, its own earlier drafts and nobody else's. All rounds take a depth in one call.
+
+Which of these rounds serving would really start depends on what is accepted: `walk` follows them, so that acceptance is
+what serving with that depth measures, round by round.
+
+Shapes: T slots of the transcript, R rounds, S depths, D drafter hidden, X concatenated auxiliary states, H query heads,
+G key heads, K head dim, J own slots.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from eyas.doctor.transcripts import Transcript
+from eyas.drafter.attention import KeysAndValues
+from eyas.drafter.model import Drafter
+
+
+class Watcher(Protocol):
+    """Is shown every query's weights; what it does with them changes nothing."""
+
+    def __call__(self, depth: int, layer: int, weights_HRS: Tensor, own: int) -> None:
+        """`weights_HRS` are over the T verified slots, then over `own` slots of the round itself."""
+        ...
+
+
+class RoundAttention:
+    """An `Attend` for rounds side by side: verified slots up to each round's start, and the round's own."""
+
+    def __init__(self, start_R: Tensor, watcher: Watcher | None = None) -> None:
+        self._start_R = start_R
+        self._watcher = watcher
+        self._verified: dict[int, KeysAndValues] = {}
+        self._own: dict[int, list[KeysAndValues]] = {}
+        self.depth = 0
+        """Which depth calls next; depth 1 reads the transcript."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Answer the queries of all slots [T, H, K] at depth 1, of all rounds [R, H, K] behind it."""
+        if self.depth == 1:
+            self._verified[layer], self._own[layer] = (k, v), []
+            if self._watcher is not None:
+                self._watcher(1, layer, self._weights(q[self._start_R], k, []), 0)
+            shared = q.shape[1] != k.shape[1]
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+            return output[0].transpose(0, 1)
+        own = self._own[layer]
+        own.append((k, v))
+        keys, values = self._verified[layer]
+        weights_HRS = self._weights(q, keys, [pair[0] for pair in own])
+        if self._watcher is not None:
+            self._watcher(self.depth, layer, weights_HRS, len(own))
+        group = q.shape[1] // k.shape[1]
+        slots = len(keys)
+        output = torch.einsum("hrs,shk->rhk", weights_HRS[..., :slots], _spread(values, group))
+        for place, (_, own_v) in enumerate(own):
+            output = output + weights_HRS[..., slots + place].T[..., None] * _spread(own_v, group)
+        return output.to(q.dtype)
+
+    def _weights(self, q_RHK: Tensor, keys_TGK: Tensor, own: Sequence[Tensor]) -> Tensor:
+        """Softmax over verified and own slots [H, R, T + J], in float32."""
+        shared, scale = q_RHK.shape[1] // keys_TGK.shape[1], q_RHK.shape[-1] ** -0.5
+        q = q_RHK.float() * scale
+        hidden_RT = torch.arange(len(keys_TGK), device=q.device) > self._start_R[:, None]
+        scores = [torch.einsum("rhk,thk->hrt", q, _spread(keys_TGK, shared)).masked_fill(hidden_RT, float("-inf"))]
+        scores += [torch.einsum("rhk,rhk->hr", q, _spread(own_k, shared))[..., None] for own_k in own]
+        return torch.cat(scores, dim=-1).softmax(dim=-1)
+
+
+def _spread(x: Tensor, shared: int) -> Tensor:
+    """Repeat key heads for the query heads that share them."""
+    return x.float().repeat_interleave(shared, dim=-2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Disturbs every hidden state that the drafter receives: the fused ones and the fed-back ones."""
+
+    size: float
+    """Standard deviation in parts of the state's own RMS."""
+    seed: int = 0
+
+    def generator(self) -> torch.Generator:
+        """The same disturbance for every drafter of the same width."""
+        return torch.Generator().manual_seed(self.seed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rounds:
+    """What every possible round of a transcript drafted."""
+
+    key: int
+    token_SR: NDArray[np.int64]
+    hit_SR: NDArray[np.bool_]
+    """Whether the draft is the token that the target's answer has there. Only meaningful where all before it hit."""
+    confidence_SR: NDArray[np.float64]
+    """The drafter's probability of its draft."""
+    rms_SR: NDArray[np.float64]
+    """Of the state that this depth hands to the next."""
+
+    @property
+    def accepted_R(self) -> NDArray[np.int64]:
+        """Drafts that serving would accept if it drafted to the deepest depth."""
+        return np.asarray(np.cumprod(self.hit_SR, axis=0).sum(axis=0), dtype=np.int64)
+
+    def walk(self, depth: int) -> list[int]:
+        """The rounds that serving with this depth would start, as indices of R."""
+        accepted = self.accepted_R.tolist()
+        place, started = 0, []
+        while place < len(accepted):
+            started.append(place)
+            place += min(accepted[place], depth) + 1
+        return started
+
+    def accepted(self, depth: int) -> list[int]:
+        """Accepted drafts of each round of the walk."""
+        accepted = self.accepted_R
+        return [min(int(accepted[place]), depth) for place in self.walk(depth)]
+
+
+def round_starts(transcript: Transcript) -> range:
+    """Slots from which a round can start: the newest token is of the answer and does not end it."""
+    return range(transcript.prompt_length - 1, transcript.prompt_length + transcript.answer_length - 2)
+
+
+@torch.inference_mode()
+def run_rounds(
+    drafter: Drafter,
+    transcript: Transcript,
+    *,
+    depth: int,
+    layer_ids: Sequence[int],
+    watcher: Watcher | None = None,
+    noise: Noise | None = None,
+    aux_TX: Tensor | None = None,
+) -> Rounds | None:
+    """Draft to `depth` from every start; None where the answer is too short for any round.
+
+    `aux_TX` replaces the transcript's own states: for counterfactual repairs.
+    """
+    starts = round_starts(transcript)
+    if not starts:
+        return None
+    aux_TX = transcript.aux_of(layer_ids) if aux_TX is None else aux_TX
+    device = aux_TX.device
+    start_R = torch.tensor(list(starts), device=device)
+    ids_T = torch.tensor(transcript.ids, device=device)
+    slots = starts[-1] + 1
+    disturb = _disturbance(noise)
+    vocab, attention = drafter.vocab(), RoundAttention(start_R, watcher)
+    hidden = disturb(drafter.fuse(aux_TX[:slots].to(drafter.fc.weight.dtype)))
+    tokens, positions = ids_T[1 : slots + 1], torch.arange(slots, device=device)
+    drafted, confident, sizes = [], [], []
+    for level in range(1, depth + 1):
+        attention.depth = level
+        output = drafter.step(hidden, tokens, positions, attention)
+        normed, feedback = output.normed, output.feedback
+        if level == 1:
+            normed, feedback, positions = normed[start_R], feedback[start_R], start_R
+        best = drafter.logits(normed).float().softmax(dim=-1).max(dim=-1)
+        tokens, positions, hidden = vocab.to_target(best.indices), positions + 1, disturb(feedback)
+        drafted.append(tokens)
+        confident.append(best.values)
+        sizes.append(rms(feedback))
+    token_SR = torch.stack(drafted).cpu().numpy()
+    return Rounds(
+        key=transcript.key,
+        token_SR=token_SR,
+        hit_SR=token_SR == _answers(transcript, starts, depth),
+        confidence_SR=torch.stack(confident).double().cpu().numpy(),
+        rms_SR=torch.stack(sizes).double().cpu().numpy(),
+    )
+
+
+def _answers(transcript: Transcript, starts: range, depth: int) -> NDArray[np.int64]:
+    """The target's own tokens [S, R] at the places of the drafts; -1 where the transcript ends before."""
+    ids = np.concatenate([np.array(transcript.ids), np.full(depth + 2, -1)])
+    return np.stack([ids[np.array(starts) + 1 + level] for level in range(1, depth + 1)])
+
+
+def _disturbance(noise: Noise | None) -> Callable[[Tensor], Tensor]:
+    if noise is None:
+        return lambda hidden: hidden
+    generator, size = noise.generator(), noise.size
+
+    def disturb(hidden: Tensor) -> Tensor:
+        chance = torch.randn(hidden.shape, generator=generator).to(hidden)
+        return hidden + size * rms(hidden)[..., None].to(hidden.dtype) * chance
+
+    return disturb
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square over the last dim, in float32."""
+    return x.float().square().mean(dim=-1).sqrt()
+
+
+def pooled_length(rounds: Sequence[Rounds], depth: int) -> float:
+    """Acceptance length of serving with this depth: 1 + accepted / rounds, pooled over prompts."""
+    accepted = [count for one in rounds for count in one.accepted(depth)]
+    return 1 + sum(accepted) / max(1, len(accepted))
+
+
+def each(
+    drafter: Drafter, transcripts: Sequence[Transcript], *, depth: int, layer_ids: Sequence[int], noise: Noise | None
+) -> Iterator[Rounds]:
+    """Rounds of several transcripts, leaving out those too short for one."""
+    for transcript in transcripts:
+        found = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, noise=noise)
+        if found is not None:
+            yield found

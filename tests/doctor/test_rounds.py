@@ -1,0 +1,162 @@
+"""Rounds drafted side by side are the rounds of serving, and watching them changes nothing."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from eyas.doctor.measures import measure_prompt, summarise
+from eyas.doctor.recorder import REGIONS, Recorder
+from eyas.doctor.rounds import Noise, Rounds, pooled_length, round_starts, run_rounds
+from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcriber, Transcript
+from eyas.drafter.model import Drafter
+from eyas.engine.batch import Request, answer_plainly, answer_speculatively
+from eyas.engine.dense import EagleDraft
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+
+DEPTH = 6
+
+
+def prompts(count: int = 4) -> list[Asked]:
+    ids = tiny.language(count, 24, torch.Generator().manual_seed(11)).tolist()
+    return [Asked(key=key, ids=tuple(row[: 10 + 3 * key])) for key, row in enumerate(ids)]
+
+
+@pytest.fixture(scope="module")
+def transcripts(tiny_target: Target) -> list[Transcript]:
+    how = Answering(max_new_tokens=24, overshoot=DEPTH)
+    answered = Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)
+    return sorted(answered, key=lambda one: one.key)
+
+
+def rounds_of(drafter: Drafter, transcripts: Sequence[Transcript], **options: object) -> list[Rounds]:
+    found = [run_rounds(drafter, one, depth=DEPTH, layer_ids=tiny.AUX_IDS, **options) for one in transcripts]  # type: ignore[arg-type]
+    assert all(one is not None for one in found)
+    return found  # type: ignore[return-value]
+
+
+def test_transcripts_hold_what_plain_decoding_gives(tiny_target: Target, transcripts: list[Transcript]) -> None:
+    requests = iter([Request(key=p.key, prompt=p.ids, max_new_tokens=24) for p in prompts()])
+    stop_ids = tiny_target.stop_ids()
+    answers = answer_plainly(
+        tiny_target, lambda: next(requests, None), sampling=Sampling(), slots=4, max_length=64, stop_ids=stop_ids
+    )
+    plain = {answer.key: answer.tokens for answer in answers}
+    assert {one.key: one.answer for one in transcripts} == plain
+    for one in transcripts:
+        assert len(one.ids) == one.prompt_length + one.answer_length + DEPTH
+        whole = tiny_target.forward(torch.tensor([one.ids]), tiny.AUX_IDS).aux_hidden_BTX[0, :-1]
+        torch.testing.assert_close(one.aux_TX, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("depth", [1, 3, DEPTH])
+def test_the_walk_accepts_round_by_round_what_serving_accepts(
+    tiny_target: Target, tiny_drafter: Drafter, transcripts: list[Transcript], depth: int
+) -> None:
+    requests = iter([Request(key=p.key, prompt=p.ids, max_new_tokens=24) for p in prompts()])
+    served = answer_speculatively(
+        tiny_target,
+        tiny_drafter,
+        lambda: next(requests, None),
+        depth=depth,
+        slots=4,
+        max_length=64,
+        stop_ids=tiny_target.stop_ids(),
+    )
+    accepted = {answer.key: list(answer.accepted) for answer in served}
+    rounds = rounds_of(tiny_drafter, transcripts)
+    assert {one.key: one.accepted(depth) for one in rounds} == accepted
+    total = [count for counts in accepted.values() for count in counts]
+    assert pooled_length(rounds, depth) == pytest.approx(1 + sum(total) / len(total))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_each_round_drafts_what_the_reference_drafts_also_beyond_a_miss(
+    tiny_target: Target, transcripts: list[Transcript], layers: int
+) -> None:
+    drafter = tiny.random_drafter(tiny.drafter_config(norm_output=True, num_hidden_layers=layers))
+    reference = EagleDraft(drafter)
+    transcript = transcripts[1]
+    rounds = rounds_of(drafter, [transcript])[0]
+    assert not rounds.hit_SR.all()
+    for place, start in enumerate(round_starts(transcript)):
+        state = reference.start(list(transcript.ids[: start + 2]), transcript.aux_TX[: start + 1])
+        drafted = []
+        for _ in range(DEPTH):
+            drafted.append(int(reference.logits(state).argmax()))
+            state = reference.extend(state, drafted[-1])
+        assert rounds.token_SR[:, place].tolist() == drafted
+
+
+def test_recording_changes_no_bit(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
+    for transcript in transcripts:
+        start_R = torch.tensor(list(round_starts(transcript)))
+        recorder = Recorder(start_R, prompt_length=transcript.prompt_length, depth=DEPTH)
+        watched = rounds_of(tiny_drafter, [transcript], watcher=recorder)[0]
+        alone = rounds_of(tiny_drafter, [transcript])[0]
+        for name in ("token_SR", "hit_SR", "confidence_SR", "rms_SR"):
+            assert np.array_equal(getattr(watched, name), getattr(alone, name)), name
+        looks = recorder.looks()
+        total = np.sum([looks.mass[region] for region in REGIONS], axis=0)
+        np.testing.assert_allclose(total, 1.0, atol=1e-5)
+        assert (looks.mass["own"][0] == 0).all()
+        assert (looks.mass["own"][1:] > 0).all()
+        assert (looks.entropy_SR >= 0).all()
+        assert (looks.spread_SR <= 1 + 1e-6).all()
+
+
+def test_noise_is_repeatable_and_small_noise_does_little(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
+    calm = pooled_length(rounds_of(tiny_drafter, transcripts), 3)
+    loud = [pooled_length(rounds_of(tiny_drafter, transcripts, noise=Noise(size=3.0)), 3) for _ in range(2)]
+    quiet = pooled_length(rounds_of(tiny_drafter, transcripts, noise=Noise(size=1e-4)), 3)
+    assert loud[0] == loud[1] < calm
+    assert quiet == pytest.approx(calm, abs=0.1)
+
+
+def test_a_prefix_is_read_once_and_answers_are_the_same(tiny_target: Target) -> None:
+    base = tiny.language(1, 40, torch.Generator().manual_seed(5))[0].tolist()
+    asked = [Asked(key=0, ids=(*base[:20], 7)), Asked(key=1, ids=(*base[:30], 9, 8))]
+    how = Answering(max_new_tokens=8, overshoot=3)
+    alone = {one.key: one for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(asked, how)}
+    reader = PrefixTranscriber(tiny_target, tiny.AUX_IDS, length=80)
+    for prompt in asked:
+        transcript = reader.answer(prompt, how)
+        assert transcript.ids == alone[prompt.key].ids
+        torch.testing.assert_close(transcript.aux_TX, alone[prompt.key].aux_TX, rtol=1e-4, atol=1e-4)
+    assert reader.read == 21 + 12
+
+
+def test_a_drawn_answer_depends_on_its_own_seed_only(tiny_target: Target) -> None:
+    how = Answering(max_new_tokens=12, overshoot=2, sampling=Sampling(temperature=0.9), seed=3)
+    together = {one.key: one.ids for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)}
+    alone = next(Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts()[2:3], how))
+    assert together[2] == alone.ids
+    greedy = next(
+        Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts()[2:3], Answering(max_new_tokens=12, overshoot=2))
+    )
+    assert greedy.ids != alone.ids
+
+
+def test_all_prompts_together_say_what_each_says(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
+    measured = [measure_prompt(tiny_drafter, one, depth=DEPTH, layer_ids=tiny.AUX_IDS) for one in transcripts]
+    found = [one for one in measured if one is not None]
+    drift = summarise(found, DEPTH)
+    rounds = [one.rounds for one in found]
+    for depth in (1, 3, DEPTH):
+        assert drift.length[depth - 1].value == pytest.approx(pooled_length(rounds, depth))
+        assert drift.length[depth - 1].low <= drift.length[depth - 1].value <= drift.length[depth - 1].high
+    joint = np.cumprod(drift.conditional.value)
+    np.testing.assert_allclose(joint, drift.joint.value, rtol=1e-6)
+    assert sum(estimate.value for estimate in drift.share) == pytest.approx(1.0)
+    assert abs(drift.growth.value) < 0.05  # EAGLE-3.1 feeds back a normed state
+    assert drift.outside_share == 0
+
+
+def test_the_feedback_of_an_unnormed_drafter_grows(transcripts: list[Transcript]) -> None:
+    raw = tiny.random_drafter(tiny.drafter_config())
+    measured = [measure_prompt(raw, one, depth=DEPTH, layer_ids=tiny.AUX_IDS) for one in transcripts]
+    drift = summarise([one for one in measured if one is not None], DEPTH)
+    assert drift.growth.low > 0.01
