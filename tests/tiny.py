@@ -78,9 +78,9 @@ def target_config(**changes: object) -> LlamaConfig:
     return LlamaConfig(**{**values, **changes})
 
 
-def trained_target(steps: int = 250) -> LlamaForCausalLM:
+def trained_target(steps: int = 250, seed: int = 0) -> LlamaForCausalLM:
     """A target that speaks the language."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = LlamaForCausalLM(target_config())
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)

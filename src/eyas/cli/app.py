@@ -13,6 +13,7 @@ from eyas.cli.check import check
 from eyas.cli.convert import convert
 from eyas.cli.data import app as data_app
 from eyas.cli.demo import demo
+from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
@@ -33,6 +34,7 @@ app.command()(convert)
 app.command()(fetch)
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(doctor)
 app.add_typer(data_app, name="data")
 
 

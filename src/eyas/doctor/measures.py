@@ -1,8 +1,8 @@
 """What is measured of one drafter on the target's own answers, and what all prompts together say.
 
 Measured on the rounds that serving with the deepest depth would start (`Rounds.walk`), all of them drafted to that
-depth with the drafter's own tokens: beyond the first miss too, because serving computes there as well and because that is
-where drift shows. Acceptance is conditional (given that all drafts before were accepted) and joint (this one and all
+depth with the drafter's own tokens: beyond the first miss too, because serving computes there as well and because that
+is where drift shows. Acceptance is conditional (given that all drafts before were accepted) and joint (this one and all
 before it). Values are kept by prompt, so that every curve and slope comes with an interval over prompts.
 
 Shapes: P prompts, S depths, R rounds of a walk, A auxiliary states.

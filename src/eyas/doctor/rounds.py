@@ -12,7 +12,7 @@ Shapes: T slots of the transcript, R rounds, S depths, D drafter hidden, X conca
 G key heads, K head dim, J own slots.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -211,13 +211,3 @@ def pooled_length(rounds: Sequence[Rounds], depth: int) -> float:
     """Acceptance length of serving with this depth: 1 + accepted / rounds, pooled over prompts."""
     accepted = [count for one in rounds for count in one.accepted(depth)]
     return 1 + sum(accepted) / max(1, len(accepted))
-
-
-def each(
-    drafter: Drafter, transcripts: Sequence[Transcript], *, depth: int, layer_ids: Sequence[int], noise: Noise | None
-) -> Iterator[Rounds]:
-    """Rounds of several transcripts, leaving out those too short for one."""
-    for transcript in transcripts:
-        found = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, noise=noise)
-        if found is not None:
-            yield found

@@ -9,8 +9,8 @@ batch), and `aux_TX` holds a state for every token but the last.
 Shapes: T tokens, N tokens of a pass, R rows, X concatenated auxiliary states, V vocabulary.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ CACHED_TOKENS = 65_536
 """Tokens that all slots of a batch hold together: a few GiB for small targets."""
 PREFILL_TOKENS = 8192
 """Prompt tokens of one pass, unless a single prompt has more."""
+READ_TOKENS = 512
+"""Tokens of a long text read at a time: later ones see more keys, so reading in pieces halves the scores to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,13 @@ class Transcript:
         """The answer alone."""
         return self.ids[self.prompt_length : self.prompt_length + self.answer_length]
 
+    def cut(self, answer_length: int, overshoot: int) -> "Transcript":
+        """The same as if fewer tokens had been asked for."""
+        length = min(self.answer_length, answer_length)
+        end = self.prompt_length + length + overshoot
+        assert end <= len(self.ids), "a transcript can be made shorter only"
+        return replace(self, answer_length=length, ids=self.ids[:end], aux_TX=self.aux_TX[: end - 1])
+
     def aux_of(self, layer_ids: Sequence[int]) -> Tensor:
         """The states of these layers only, concatenated in their order [T, X]."""
         if tuple(layer_ids) == self.layer_ids:
@@ -79,6 +88,8 @@ class Transcriber:
         self.target = target
         self.layer_ids = tuple(sorted(set(layer_ids)))
         self._stop_ids = target.stop_ids()
+        self.tick: Callable[[int], None] = lambda steps: None
+        """Told after every step how many tokens each answer of the batch has."""
 
     def answer(self, prompts: Sequence[Asked], how: Answering) -> Iterator[Transcript]:
         """Answer in batches as large as memory allows; those of a batch come together, in order of their ends."""
@@ -100,7 +111,7 @@ class Transcriber:
             for row, logits_V, state_TX in zip(pack, logits_RV, states, strict=True):
                 row.grow(state_TX, logits_V)
         yield from (row.transcript(self.layer_ids) for row in rows if row.ended)
-        growing = rows
+        growing, made = rows, 1
         while growing := [row for row in growing if not row.ended]:
             first_R = torch.tensor([len(row.ids) - 1 for row in growing], device=device)
             slot_R = torch.tensor([row.slot for row in growing], device=device)
@@ -112,6 +123,8 @@ class Transcriber:
                 row.grow(state_X[None], logits_V)
                 if row.ended:
                     yield row.transcript(self.layer_ids)
+            made += 1
+            self.tick(made)
 
 
 class PrefixTranscriber:
@@ -123,26 +136,32 @@ class PrefixTranscriber:
         self._stop_ids = target.stop_ids()
         self._model = SlotTarget(target, slots=1, length=length)
         self._ids: tuple[int, ...] = ()
-        self._states: list[Tensor] = []
+        self._state_TX: Tensor | None = None
         self.read = 0
         """Prompt tokens that the target really had to read."""
+
+    def unread(self, prompt: Asked) -> int:
+        """Tokens of a prompt that the slot does not hold yet."""
+        # The last token is always read again: its logits are needed.
+        return len(prompt.ids) - min(_common(self._ids, prompt.ids), len(prompt.ids) - 1)
 
     @torch.inference_mode()
     def answer(self, prompt: Asked, how: Answering) -> Transcript:
         """Answer; what the slot holds of an earlier prompt is used as far as the two agree."""
-        # The last token is always read again: its logits are needed.
-        shared = min(_common(self._ids, prompt.ids), len(prompt.ids) - 1)
-        kept_TX = torch.cat(self._states)[:shared] if shared else None
+        shared = len(prompt.ids) - self.unread(prompt)
+        states = [self._state_TX[:shared]] if self._state_TX is not None else []
+        for first in range(shared, len(prompt.ids), READ_TOKENS):
+            chunk = prompt.ids[first : first + READ_TOKENS]
+            state_TX, logits_V = self._forward(chunk, first)
+            states.append(state_TX)
+            self.read += len(chunk)
         row = _Row(0, prompt, how, self._stop_ids)
-        new = prompt.ids[shared:]
-        state_TX, logits_V = self._forward(new, shared)
-        self.read += len(new)
-        row.grow(state_TX if kept_TX is None else torch.cat([kept_TX, state_TX]), logits_V)
+        row.grow(torch.cat(states), logits_V)
         while not row.ended:
             state_TX, logits_V = self._forward(row.ids[-1:], len(row.ids) - 1)
             row.grow(state_TX, logits_V)
         transcript = row.transcript(self.layer_ids)
-        self._ids, self._states = transcript.ids[:-1], [transcript.aux_TX]
+        self._ids, self._state_TX = transcript.ids[:-1], transcript.aux_TX
         return transcript
 
     def _forward(self, ids: Sequence[int], first: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,254 @@
+"""`eyas doctor`: does this drafter hold, where does it stop holding, and why."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eyas.cli.options import AsJson, Cache, report
+
+if TYPE_CHECKING:
+    from eyas.doctor.examination import Examination, Plan, Question
+    from eyas.doctor.gates import Gate
+    from eyas.target.model import Target
+    from eyas.train.conversations import Conversation
+
+CONTEXTS = (1000, 2000, 4000, 7000)
+
+
+def doctor(
+    context: typer.Context,
+    drafter: Annotated[str, typer.Option(help="A drafter's folder or hub id.")],
+    prompts: Annotated[list[Path], typer.Option(help="Prompts or conversations: JSON lines or Parquet; repeatable.")],
+    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    against: Annotated[str | None, typer.Option(help="A second drafter to compare with.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for doctor.json, doctor.png and doctor.html; earlier ones are replaced.")
+    ] = None,
+    require: Annotated[
+        list[str] | None,
+        typer.Option(help="A condition such as length@3>=2.2, drift<=0.02 or retained@7000>=0.95; repeatable."),
+    ] = None,
+    limit: Annotated[int, typer.Option(help="Prompts to examine at most.", min=1)] = 40,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=2)] = 64,
+    depth: Annotated[int, typer.Option(help="Deepest draft to look at.", min=2, max=64)] = 16,
+    case_prompts: Annotated[int, typer.Option(help="Prompts of each condition of the matrix.", min=1)] = 8,
+    length: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of other text around a question; repeatable.", min=1, show_default="1000 to 7000"),
+    ] = None,
+    filler: Annotated[
+        Path | None, typer.Option(help="Text for those.", show_default="the other prompts of the file")
+    ] = None,
+    robustness: Annotated[bool, typer.Option(help="Try other conditions as well.")] = True,
+    diagnosis: Annotated[bool, typer.Option(help="Try repairs of known faults.")] = True,
+    minutes: Annotated[float, typer.Option(help="No further condition is begun after this long.", min=0.0)] = 8.0,
+    seed: Annotated[int, typer.Option(help="Of noise and drawn answers.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    as_json: AsJson = False,
+    cache: Cache = None,
+) -> None:
+    """Examine a drafter: drift by depth, robustness, known faults, and a verdict in words.
+
+    Ctrl-C tells and writes what was measured until then. Exit code 1 if a --require does not hold.
+    """
+    from eyas.doctor.examination import Examination
+    from eyas.doctor.gates import parse_gate
+    from eyas.doctor.patient import load_patient
+    from eyas.errors import UserError
+    from eyas.target.model import Target
+
+    arguments = {name: _plain(value) for name, value in context.params.items()}
+    gates = [parse_gate(text) for text in require or ()]
+    plan = _plan(depth, max_tokens, case_prompts, length, seed, robustness, diagnosis, minutes)
+    conversations = _read(prompts)
+    text = _filler(filler, conversations)
+    if out is not None:
+        _make_folder(out)
+    names = _names([drafter] if against is None else [drafter, against])
+    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache, report=report)
+    questions = _questions(conversations, loaded, plan, limit)
+    patients = [load_patient(source, name, loaded) for name, source in names.items()]
+    examination = Examination(loaded, patients, questions, plan, filler=text)
+    try:
+        with _Display() as display:
+            examination.run(display.step)
+    except (KeyboardInterrupt, UserError):
+        if any(examination.measured.values()):
+            report("stopped early; this is what was measured until then")
+            _deliver(examination, arguments, gates, out, as_json=as_json)
+        raise
+    record = _deliver(examination, arguments, gates, out, as_json=as_json)
+    if not all(gate["passed"] for gate in record["gates"]):
+        raise typer.Exit(1)
+
+
+def _plan(
+    depth: int,
+    max_tokens: int,
+    case_prompts: int,
+    lengths: Sequence[int] | None,
+    seed: int,
+    robustness: bool,
+    diagnosis: bool,
+    minutes: float,
+) -> "Plan":
+    from eyas.doctor.examination import Plan
+    from eyas.doctor.robustness import Conditions
+
+    conditions = Conditions(
+        prompts=case_prompts,
+        max_new_tokens=min(32, max_tokens),
+        context_tokens=min(24, max_tokens),
+        depths=tuple(k for k in (3, 7) if k <= depth) or (depth,),
+        lengths=tuple(sorted(set(lengths or CONTEXTS))),
+        seed=seed,
+    )
+    return Plan(
+        depth=depth,
+        max_new_tokens=max_tokens,
+        conditions=conditions if robustness else None,
+        diagnosed=diagnosis,
+        minutes=minutes,
+    )
+
+
+class _Display:
+    """Progress on stderr: a bar where there is a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console = Console(stderr=True)
+        self._drawn = sys.stderr.isatty()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._drawn,
+        )
+        self._task, self._name, self._said = self._bar.add_task("", total=None), "", time.monotonic()
+
+    def __enter__(self) -> "_Display":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, name: str, done: int, total: int) -> None:
+        """Show where the examination stands."""
+        if self._drawn:
+            self._bar.update(self._task, description=name, completed=done, total=total or None)
+        elif name != self._name or done == total or time.monotonic() - self._said > 10:
+            self._name, self._said = name, time.monotonic()
+            report(f"{name}, {done} of {total}" if total else name)
+
+
+def _read(files: Sequence[Path]) -> "list[Conversation]":
+    from eyas.train.conversations import read_conversations
+
+    return [conversation for file in files for conversation in read_conversations(file)]
+
+
+def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
+    from eyas.errors import UserError
+
+    if file is None:
+        return "\n\n".join(str(message["content"]) for one in conversations for message in one.messages)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text ({error.reason}); give a text file") from error
+    if not text.strip():
+        raise UserError(f"{file} holds no text; give some for --filler or leave it out")
+    return text
+
+
+def _questions(conversations: "Sequence[Conversation]", target: "Target", plan: "Plan", limit: int) -> "list[Question]":
+    from eyas.doctor.examination import Question
+    from eyas.doctor.transcripts import Asked
+    from eyas.train.prompts import Questions
+
+    longest = (target.facts.max_position_embeddings or 8192) - plan.max_new_tokens - plan.depth
+    asked, skipped = Questions(conversations[:limit], target.encode_chat, turns=1, longest=longest).first()
+    if skipped:
+        report(f"{skipped} prompts are too long for the target's context and left out")
+    return [Question(asked=Asked(key=prompt.key, ids=prompt.ids), messages=prompt.messages) for prompt in asked]
+
+
+def _names(sources: Sequence[str]) -> dict[str, str]:
+    """Short names where they tell the drafters apart, all there is where they do not."""
+    from eyas.errors import UserError
+
+    unique = list(dict.fromkeys(sources))
+    if len(unique) < len(sources):
+        raise UserError(f"--against {sources[1]} is the drafter itself; give another one")
+    short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
+    return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
+
+
+def _choose_device(device: str) -> str:
+    import torch
+
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _make_folder(out: Path) -> None:
+    from eyas.errors import UserError
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {out}: {error.strerror}; choose another --out") from error
+
+
+def _deliver(
+    examination: "Examination",
+    arguments: Mapping[str, Any],
+    gates: "Sequence[Gate]",
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Print, then write."""
+    from eyas.cli.doctor_tables import print_record
+    from eyas.doctor.record import record_of
+    from eyas.errors import UserError
+
+    record = record_of(examination, arguments, gates)
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        print_record(record)
+    if out is not None:
+        from eyas.doctor.page import render_page
+        from eyas.doctor.picture import draw_picture
+
+        try:
+            (out / "doctor.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+            (out / "doctor.html").write_text(render_page(record), encoding="utf-8")
+            draw_picture(record, out / "doctor.png")
+        except OSError as error:
+            raise UserError(f"cannot write to {out}: {error.strerror}; free space or choose another --out") from error
+        report(f"written: {', '.join(str(out / f'doctor.{kind}') for kind in ('html', 'json', 'png'))}")
+    return record
+
+
+def _plain(value: Any) -> Any:
+    """An argument as JSON."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,169 @@
+"""An examination from first to last: answers, drift, diagnosis, robustness; and its record at any time.
+
+Invariant: what was measured stays measured. Stages fill the examination piece by piece, so that whoever interrupts it
+still gets a verdict on what there is.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
+from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
+from eyas.doctor.patient import Patient
+from eyas.doctor.recorder import SINKS
+from eyas.doctor.renderings import Messages
+from eyas.doctor.repairs import repairs
+from eyas.doctor.resemblance import measure_resemblance
+from eyas.doctor.robustness import Case, Conditions, Robustness
+from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
+from eyas.doctor.verdict import Verdict, judge
+from eyas.drafter.cost import flops_per_token
+from eyas.target.capture import decoder_layers
+from eyas.target.model import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is done, and how much of it."""
+
+    depth: int = 16
+    max_new_tokens: int = 64
+    sinks: int = SINKS
+    trial_prompts: int = 6
+    trial_tokens: int = 40
+    conditions: Conditions | None = Conditions()  # noqa: RUF009 (frozen)
+    diagnosed: bool = True
+    minutes: float = 10.0
+    """No case of the matrix starts after this."""
+
+    def answering(self) -> Answering:
+        """How the prompts themselves are answered."""
+        return Answering(max_new_tokens=self.max_new_tokens, overshoot=self.depth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A prompt in both forms."""
+
+    asked: Asked
+    messages: Messages
+
+
+Step = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and of how much."""
+
+
+class Examination:
+    """One target, one drafter or two, some prompts."""
+
+    def __init__(
+        self, target: Target, patients: Sequence[Patient], questions: Sequence[Question], plan: Plan, *, filler: str
+    ) -> None:
+        self.target, self.patients, self.questions, self.plan, self._filler = target, patients, questions, plan, filler
+        self.measured: dict[str, list[PromptMeasures]] = {patient.subject.name: [] for patient in patients}
+        self.diagnoses: dict[str, Diagnosis] = {}
+        self.cases: list[Case] = []
+        self.whole = False
+        self.seconds: dict[str, float] = {}
+        self._started = time.perf_counter()
+        layers = {k for patient in patients for k in patient.subject.layer_ids}
+        self._transcriber = Transcriber(target, layers)
+        self._transcripts: list[Transcript] = []
+
+    def run(self, step: Step) -> None:
+        """Everything, in the order of what is worth most."""
+        self._timed("drift", lambda: self._measure(step))
+        if self.plan.diagnosed:
+            self._timed("diagnosis", lambda: self._diagnose(step))
+        if self.plan.conditions is not None:
+            conditions = self.plan.conditions
+            self._timed("robustness", lambda: self._try_conditions(conditions, step))
+        self.whole = True
+
+    def _timed(self, name: str, work: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        try:
+            work()
+        finally:
+            self.seconds[name] = round(time.perf_counter() - started, 1)
+
+    def _measure(self, step: Step) -> None:
+        how, total = self.plan.answering(), len(self.questions)
+        steps = how.max_new_tokens + how.overshoot
+        self._transcriber.tick = lambda done: step("answering", done, steps)
+        for transcript in self._transcriber.answer([question.asked for question in self.questions], how):
+            self._transcripts.append(transcript)
+        self._transcriber.tick = lambda done: None
+        self._transcripts.sort(key=lambda one: one.key)
+        for number, transcript in enumerate(self._transcripts, start=1):
+            for patient in self.patients:
+                subject = patient.subject
+                found = measure_prompt(
+                    subject.drafter,
+                    transcript,
+                    depth=self.plan.depth,
+                    layer_ids=subject.layer_ids,
+                    sinks=self.plan.sinks,
+                )
+                if found is not None:
+                    self.measured[subject.name].append(found)
+            step("drafting to every depth", number, total)
+
+    def _diagnose(self, step: Step) -> None:
+        tokens = min(self.plan.trial_tokens, self.plan.max_new_tokens)
+        chosen = [one.cut(tokens, DEPTH) for one in self._transcripts[: self.plan.trial_prompts]]
+        for patient in self.patients:
+            subject = patient.subject
+            alike = measure_resemblance(subject.drafter, self.target)
+            tried = list(repairs(subject, self.target, alike, patient.unused))
+            name, total = f"repairs of {subject.name}", len(tried)
+
+            def tell(done: int, name: str = name, total: int = total) -> None:
+                step(name, done, total)
+
+            self.diagnoses[subject.name] = diagnose(subject, self.target, chosen, tried, alike, tell)
+
+    def _try_conditions(self, conditions: Conditions, step: Step) -> None:
+        messages = {question.asked.key: question.messages for question in self.questions}
+        matrix = Robustness(
+            self._transcriber,
+            [patient.subject for patient in self.patients],
+            self._transcripts,
+            messages,
+            conditions,
+            filler=self._filler,
+            left=lambda: self.plan.minutes * 60 - (time.perf_counter() - self._started),
+        )
+        for case in matrix.cases():
+            self.cases.append(case)
+            step(f"conditions: {case.name}", len(self.cases), 0)
+
+    def drifts(self) -> Mapping[str, Drift]:
+        """By drafter, of the prompts that were finished."""
+        return {name: summarise(found, self.plan.depth) for name, found in self.measured.items() if found}
+
+    def verdicts(self, drifts: Mapping[str, Drift]) -> Mapping[str, Verdict]:
+        """By drafter, of what there is."""
+        return {
+            patient.subject.name: judge(
+                patient.subject.drafter.config,
+                name=patient.subject.name,
+                drift=drifts.get(patient.subject.name),
+                cases=self.cases,
+                diagnosis=self.diagnoses.get(patient.subject.name),
+                cost=self.cost(patient),
+            )
+            for patient in self.patients
+        }
+
+    def cost(self, patient: Patient) -> float:
+        """Drafting one token in parts of a step of the target, by the weights that each reads."""
+        decoder = sum(parameter.numel() for parameter in decoder_layers(self.target.model).parameters())
+        drafter = flops_per_token(patient.subject.drafter.config, context=0, with_fusion=False) / 2
+        return float(drafter / (decoder + self.target.head().numel()))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._started

@@ -1,0 +1,68 @@
+"""Loading a drafter that may be ill: what a strict reader refuses for a flag, the doctor wants to see.
+
+Only tensors that the config does not mention are forgiven (a norm that was trained and whose flag was lost); they are
+kept aside for the repairs. Everything else that is wrong with a checkpoint stops here as it does everywhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from eyas.doctor.subject import Subject
+from eyas.drafter.check import check
+from eyas.drafter.checkpoint import Checkpoint, build_drafter, read_unchecked, tensor_problems
+from eyas.drafter.tensors import expected_tensors
+from eyas.errors import UserError
+from eyas.target.model import Target
+
+FORGIVEN = ("fc_norm.", "input_norm.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Patient:
+    """A drafter, what it ships unused, and what is strange about it at first sight."""
+
+    source: str
+    subject: Subject
+    unused: Mapping[str, Tensor]
+    remarks: tuple[str, ...]
+
+
+def load_patient(source: str, name: str, target: Target) -> Patient:
+    """Read from disk and prepare for the target."""
+    remarks = tuple(
+        found.message for found in check(source, target=target.facts).findings if found.severity == "warning"
+    )
+    return prepare_patient(read_unchecked(source), name, target, source=source, remarks=remarks)
+
+
+def prepare_patient(
+    checkpoint: Checkpoint, name: str, target: Target, *, source: str = "memory", remarks: tuple[str, ...] = ()
+) -> Patient:
+    """Build what can be built, set aside what is not used, refuse the rest."""
+    expected = expected_tensors(checkpoint.config)
+    unused = {n: t for n, t in checkpoint.tensors.items() if n not in expected and n.startswith(FORGIVEN)}
+    used = {n: t for n, t in checkpoint.tensors.items() if n not in unused}
+    problems = tensor_problems(checkpoint.config, used)
+    config, facts = checkpoint.config, target.facts
+    if config.vocab_size != facts.vocab_size or config.target_hidden_size != facts.hidden_size:
+        problems.append(
+            f"it was made for a target of vocabulary {config.vocab_size} and width {config.target_hidden_size}, and "
+            f"{facts.source} has {facts.vocab_size} and {facts.hidden_size}; choose its own target"
+        )
+    if problems:
+        raise UserError(f"{source}: {problems[0]}")
+    drafter = build_drafter(replace(checkpoint, tensors=used)).to(device=target.device, dtype=target.dtype)
+    layer_ids = config.aux_layer_ids or facts.default_aux_layer_ids()
+    if layer_ids[-1] > facts.num_hidden_layers:
+        raise UserError(
+            f"{source}: auxiliary layer id {layer_ids[-1]} is above the {facts.num_hidden_layers} layers of "
+            f"{facts.source}; choose its own target"
+        )
+    subject = Subject(
+        name=name, drafter=drafter.share_target(target.embedding(), target.head()), layer_ids=tuple(layer_ids)
+    )
+    if unused:
+        remarks = (*remarks, f"ships {', '.join(sorted(unused))}, which its config.json does not ask for")
+    return Patient(source=source, subject=subject, unused=unused, remarks=remarks)

@@ -1,0 +1,87 @@
+"""The report as one PNG, for a README or a chat: made from the record and nothing else."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def draw_picture(record: Record, picture: Path) -> None:
+    """Draw curves by depth, and the matrix where there is one."""
+    # Without pyplot there is no global state, no window system and nothing to close.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = {name: own["drift"] for name, own in record["drafters"].items() if own["drift"]}
+    cases = [case for case in record["cases"] if case["cells"]]
+    rows = 2
+    figure = Figure(figsize=(18, 9 if cases else 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, 4 if cases else 3)
+    for number, (name, drift) in enumerate(measured.items()):
+        colour = f"C{number}"
+        _curve(axes[0, 0], drift["rms"], name, colour)
+        _curve(axes[0, 1], drift["conditional"], name, colour)
+        _curve(axes[0, 2], drift["joint"], name, colour)
+        _curve(axes[1, 0], drift["mass"]["own"], f"{name}, own guesses", colour)
+        _curve(axes[1, 0], drift["mass"]["sink"], f"{name}, sink", colour, style="o:")
+        lengths = [one["value"] for one in drift["length"]]
+        axes[1, 1].plot(range(1, len(lengths) + 1), lengths, "o-", color=colour, ms=3, label=name)
+        pairs = [
+            (c, a)
+            for c, a in zip(drift["calibration"]["confidence"], drift["calibration"]["accuracy"], strict=True)
+            if c is not None
+        ]
+        if pairs:
+            axes[1, 2].plot(*zip(*pairs, strict=True), "o-", color=colour, ms=4, label=name)
+    axes[1, 2].plot([0, 1], [0, 1], ":", color="grey")
+    for place, title, across in (
+        ((0, 0), "RMS of the fed-back state", "depth"),
+        ((0, 1), "conditional acceptance", "depth"),
+        ((0, 2), "joint acceptance", "depth"),
+        ((1, 0), "attention mass", "depth"),
+        ((1, 1), "acceptance length", "tokens drafted per round"),
+        ((1, 2), "confidence and truth", "confidence"),
+    ):
+        _label(axes[place], title, across)
+    if cases:
+        grid = axes[0, 3].get_gridspec()
+        for row in range(rows):
+            axes[row, 3].remove()
+        _matrix(figure.add_subplot(grid[:, 3]), cases, list(record["drafters"]))
+    figure.suptitle(f"eyas doctor: {' against '.join(record['drafters'])}, on {record['target']['source']}")
+    figure.savefig(picture, dpi=110)
+
+
+def _curve(axes: Any, curve: Record, label: str, colour: str, style: str = "o-") -> None:
+    known = [
+        (depth, *values)
+        for depth, values in enumerate(zip(curve["value"], curve["low"], curve["high"], strict=True), start=1)
+        if None not in values
+    ]
+    if known:
+        depth, value, low, high = zip(*known, strict=True)
+        axes.plot(depth, value, style, color=colour, ms=3, label=label)
+        axes.fill_between(depth, low, high, color=colour, alpha=0.15, lw=0)
+
+
+def _label(axes: Any, title: str, across: str) -> None:
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(across)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+
+
+def _matrix(axes: Any, cases: list[Record], names: list[str]) -> None:
+    kept = [[list(case["cells"][name].values())[-1]["kept"]["value"] for name in names] for case in cases]
+    filled = [[float("nan") if value is None else value for value in row] for row in kept]
+    axes.imshow(filled, cmap="RdYlGn", vmin=0.5, vmax=1.2, aspect="auto")
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    axes.set_yticks(range(len(cases)), [case["name"] for case in cases], fontsize=7)
+    for row, values in enumerate(filled):
+        for column, value in enumerate(values):
+            axes.text(column, row, f"{value:.0%}", ha="center", va="center", fontsize=7)
+    axes.set_title("acceptance length kept", fontsize=10)

@@ -1,0 +1,132 @@
+"""An examination as JSON: everything that the table, the picture and the page are made from.
+
+The schema is stable: keys are added, never renamed; a change that breaks readers raises the number in `schema`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from eyas.doctor.diagnosis import Diagnosis
+from eyas.doctor.examination import Examination
+from eyas.doctor.gates import Gate, check_gates
+from eyas.doctor.measures import Drift
+from eyas.doctor.recorder import REGIONS
+from eyas.doctor.robustness import Case
+from eyas.doctor.statistics import Curve, Estimate, plain
+from eyas.doctor.verdict import Verdict
+from eyas.train.journal import versions
+
+SCHEMA = "eyas.doctor/1"
+
+Json = dict[str, Any]
+
+
+def record_of(examination: Examination, arguments: Mapping[str, Any], gates: Sequence[Gate]) -> Json:
+    """Everything found so far."""
+    target, plan = examination.target, examination.plan
+    drifts = examination.drifts()
+    verdicts = examination.verdicts(drifts)
+    drafters: Json = {}
+    for patient in examination.patients:
+        name, config = patient.subject.name, patient.subject.drafter.config
+        drift, diagnosis = drifts.get(name), examination.diagnoses.get(name)
+        drafters[name] = {
+            "source": patient.source,
+            "family": config.family,
+            "layer_ids": list(patient.subject.layer_ids),
+            "config": asdict(config),
+            "remarks": list(patient.remarks),
+            "cost": plain(examination.cost(patient)),
+            "drift": None if drift is None else _drift(drift),
+            "diagnosis": None if diagnosis is None else _diagnosis(diagnosis),
+            "verdict": _verdict(verdicts[name]),
+        }
+    record: Json = {
+        "schema": SCHEMA,
+        "versions": versions(),
+        "arguments": dict(arguments),
+        "target": {**asdict(target.facts), "dtype": str(target.dtype), "device": str(target.device)},
+        "plan": {**asdict(plan), "prompts": len(examination.questions)},
+        "whole": examination.whole,
+        "seconds": {**examination.seconds, "total": round(examination.elapsed, 1)},
+        "drafters": drafters,
+        "cases": [_case(case) for case in examination.cases],
+    }
+    first = examination.patients[0].subject.name
+    record["gates"] = [asdict(outcome) for outcome in check_gates(gates, record, first)]
+    return record
+
+
+def _drift(drift: Drift) -> Json:
+    curves: dict[str, Curve] = {
+        name: getattr(drift, name) for name in ("entropy", "spread", "rms", "conditional", "joint")
+    }
+    return {
+        "prompts": drift.prompts,
+        "depth": drift.depth,
+        "rounds": drift.rounds,
+        "mass": {region: drift.mass[region].as_json() for region in REGIONS},
+        **{name: curve.as_json() for name, curve in curves.items()},
+        "growth": drift.growth.as_json(),
+        "length": _estimates(drift.length),
+        "calibration": asdict(drift.calibration),
+        "calibration_by_depth": drift.calibration_by_depth,
+        "state_rms": _estimates(drift.state_rms),
+        "read_rms": _estimates(drift.read_rms),
+        "share": _estimates(drift.share),
+        "fused_rms": drift.fused_rms.as_json(),
+        "outside_share": drift.outside_share,
+    }
+
+
+def _diagnosis(diagnosis: Diagnosis) -> Json:
+    return {
+        "accepted": plain(diagnosis.accepted),
+        "first_hit": plain(diagnosis.first_hit),
+        "reads_states": diagnosis.reads_states.as_json(),
+        "resemblance": asdict(diagnosis.resemblance),
+        "trials": [
+            {
+                "fault": trial.fault,
+                "about": trial.about,
+                "suspected": trial.suspected,
+                "convinces": trial.convinces,
+                "ratio": trial.ratio.as_json(),
+                "accepted": plain(trial.accepted),
+            }
+            for trial in diagnosis.trials
+        ],
+    }
+
+
+def _verdict(verdict: Verdict) -> Json:
+    return {
+        "recommended_depth": verdict.recommended_depth,
+        "statements": [asdict(statement) for statement in verdict.statements],
+    }
+
+
+def _case(case: Case) -> Json:
+    return {
+        "name": case.name,
+        "group": case.group,
+        "about": case.about,
+        "prompts": case.prompts,
+        "left_out": case.left_out,
+        "cells": {
+            name: {
+                str(depth): {
+                    "length": plain(cell.length),
+                    "reference": plain(cell.reference),
+                    "kept": cell.kept.as_json(),
+                }
+                for depth, cell in by_depth.items()
+            }
+            for name, by_depth in case.cells.items()
+        },
+    }
+
+
+def _estimates(found: Sequence[Estimate]) -> list[dict[str, float | None]]:
+    return [one.as_json() for one in found]

@@ -1,0 +1,117 @@
+"""The same conversation as other servers would put it to the target.
+
+Invariant: a rendering that the tokenizer or template at hand cannot make, or that would be the target's own rendering
+over again, is None with a reason; it is told as left out, never silently replaced.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from jinja2 import TemplateError
+
+from eyas.doctor.templates import FOREIGN_TEMPLATES
+from eyas.doctor.texts import FOREIGN_SYSTEM, LONG_SYSTEM
+from eyas.target.model import Target
+from eyas.train.augment import find_opening
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendering:
+    """A way to put messages to the target."""
+
+    name: str
+    about: str
+    render: Render
+
+
+def renderings(target: Target) -> list[Rendering]:
+    """Every way of this file, whether it can be made or not."""
+    made = _Renderer(target)
+    found = [
+        Rendering(name="no BOS", about="the first token is missing", render=made.without_bos),
+        Rendering(name="no template", about="the question as bare text", render=made.bare),
+        Rendering(name="no system prompt", about="no system turn, not even the template's own", render=made.no_system),
+        Rendering(name="long system prompt", about="15 rules, some 450 tokens", render=made.with_system(LONG_SYSTEM)),
+        Rendering(
+            name="foreign system prompt",
+            about="a system prompt unlike any in training data",
+            render=made.with_system(FOREIGN_SYSTEM),
+        ),
+    ]
+    found += [
+        Rendering(name=f"{family} template", about="another family's template", render=made.with_template(text))
+        for family, text in FOREIGN_TEMPLATES.items()
+    ]
+    return found
+
+
+class _Renderer:
+    def __init__(self, target: Target) -> None:
+        self._target, self._tokenizer = target, target.tokenizer
+        self._opening = find_opening(target.tokenizer)
+
+    def without_bos(self, messages: Messages) -> tuple[int, ...] | None:
+        ids = tuple(self._target.encode_chat(messages))
+        bos = self._tokenizer.bos_token_id
+        # Some tokenizers call the token that opens every turn their BOS: then the first turn loses its opening.
+        return ids[1:] if bos is not None and ids and ids[0] == bos else None
+
+    def bare(self, messages: Messages) -> tuple[int, ...] | None:
+        return self._encode("\n".join(str(message["content"]) for message in _spoken(messages)) + "\n")
+
+    def no_system(self, messages: Messages) -> tuple[int, ...] | None:
+        opening = self._opening
+        ids = tuple(self._target.encode_chat(_spoken(messages)))
+        if opening.system_ids is None:
+            return None
+        start, end = len(opening.bos_ids), len(opening.bos_ids) + len(opening.system_ids)
+        if ids[start:end] != opening.system_ids:
+            return None
+        changed = ids[:start] + ids[end:]
+        return None if changed == tuple(self._target.encode_chat(messages)) else changed
+
+    def with_system(self, prompt: str) -> Render:
+        def render(messages: Messages) -> tuple[int, ...] | None:
+            if not self._opening.takes_system:
+                return None
+            return tuple(self._target.encode_chat([{"role": "system", "content": prompt}, *_spoken(messages)]))
+
+        return render
+
+    def with_template(self, template: str) -> Render:
+        def render(messages: Messages) -> tuple[int, ...] | None:
+            own = self._target.encode_chat(messages)
+            try:
+                text = self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    chat_template=template,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+            except TemplateError:
+                return None
+            ids = self._encode(str(text))
+            spoken = self._target.encode_chat(_spoken(messages))
+            # The target's own markers around the same turns: nothing foreign about it.
+            return None if ids in (tuple(own), tuple(spoken)) or _same_ending(ids, own) else ids
+
+        return render
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        encoding: Any = self._tokenizer(text, add_special_tokens=False)
+        return tuple(cast(list[int], encoding["input_ids"]))
+
+
+def _same_ending(ids: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether the target's own rendering ends like this one: they differ in a system turn at most."""
+    return len(ids) <= len(own) and tuple(own[-len(ids) :]) == tuple(ids)
+
+
+def _spoken(messages: Messages) -> list[Mapping[str, Any]]:
+    """The messages without the system turns they begin with."""
+    first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    return list(messages[first:])
