@@ -36,7 +36,7 @@ def doctor(
     limit: Annotated[int, typer.Option(help="Prompts to examine at most.", min=1)] = 40,
     max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=2)] = 64,
     depth: Annotated[int, typer.Option(help="Deepest draft to look at.", min=2, max=64)] = 16,
-    case_prompts: Annotated[int, typer.Option(help="Prompts of each condition of the matrix.", min=1)] = 8,
+    case_prompts: Annotated[int, typer.Option(help="Prompts of each condition of the matrix.", min=1)] = 6,
     length: Annotated[
         list[int] | None,
         typer.Option(help="Tokens of other text around a question; repeatable.", min=1, show_default="1000 to 7000"),
@@ -62,6 +62,7 @@ def doctor(
     from eyas.doctor.patient import load_patient
     from eyas.errors import UserError
     from eyas.target.model import Target
+    from eyas.target.packed_linear import pack_linears
 
     arguments = {name: _plain(value) for name, value in context.params.items()}
     gates = [parse_gate(text) for text in require or ()]
@@ -72,6 +73,7 @@ def doctor(
         _make_folder(out)
     names = _names([drafter] if against is None else [drafter, against])
     loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache, report=report)
+    pack_linears(loaded.model, cache=cache)  # faster on a CPU, and no row's result depends on the others'
     questions = _questions(conversations, loaded, plan, limit)
     patients = [load_patient(source, name, loaded) for name, source in names.items()]
     examination = Examination(loaded, patients, questions, plan, filler=text)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from eyas.doctor.subject import Subject
+from eyas.doctor.subject import Subject, share
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import Checkpoint, build_drafter, read_unchecked, tensor_problems
 from eyas.drafter.tensors import expected_tensors
@@ -60,9 +60,7 @@ def prepare_patient(
             f"{source}: auxiliary layer id {layer_ids[-1]} is above the {facts.num_hidden_layers} layers of "
             f"{facts.source}; choose its own target"
         )
-    subject = Subject(
-        name=name, drafter=drafter.share_target(target.embedding(), target.head()), layer_ids=tuple(layer_ids)
-    )
+    subject = Subject(name=name, drafter=share(drafter, target), layer_ids=tuple(layer_ids))
     if unused:
         remarks = (*remarks, f"ships {', '.join(sorted(unused))}, which its config.json does not ask for")
     return Patient(source=source, subject=subject, unused=unused, remarks=remarks)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from eyas.errors import UserError
 from eyas.target.capture import decoder_layers
 from eyas.target.model import Target
+from eyas.target.packed_linear import PackedLinear, pack
 
 GROUP = 128
 
@@ -34,19 +35,35 @@ def round_weights(weight_OI: Tensor, bits: int, group: int = GROUP) -> Tensor:
 @contextmanager
 def quantised(target: Target, bits: int) -> Iterator[int]:
     """Round every linear layer of the decoder; yields how many there were."""
-    linears = [module for module in decoder_layers(target.model).modules() if isinstance(module, nn.Linear)]
+    layers = decoder_layers(target.model)
+    linears = [module for module in layers.modules() if isinstance(module, nn.Linear | PackedLinear)]
     linears = [module for module in linears if module.weight.is_floating_point() and module.weight.dim() == 2]
     if not linears:
         raise UserError(
             f"{target.facts.source} has no plain linear layers to round (it may be quantised already); "
             "leave the quantised cases out"
         )
-    kept = [module.weight.data for module in linears]
+    kept = [_storage(module).clone() for module in linears]
     try:
         with torch.no_grad():
-            for module, weight in zip(linears, kept, strict=True):
-                module.weight.data = round_weights(weight, bits)
+            for module in linears:
+                _write(module, round_weights(module.weight, bits))
         yield len(linears)
     finally:
-        for module, weight in zip(linears, kept, strict=True):
-            module.weight.data = weight
+        with torch.no_grad():
+            for module, stored in zip(linears, kept, strict=True):
+                _storage(module).copy_(stored)
+
+
+def _storage(module: nn.Linear | PackedLinear) -> Tensor:
+    """Where the weights lie: in place, because several layers may share a block of memory."""
+    return module.panels_PKC if isinstance(module, PackedLinear) else module.weight.data
+
+
+def _write(module: nn.Linear | PackedLinear, weight_OI: Tensor) -> None:
+    if isinstance(module, nn.Linear):
+        module.weight.data.copy_(weight_OI)
+        return
+    plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+    plain.weight = nn.Parameter(weight_OI, requires_grad=False)
+    module.panels_PKC.copy_(pack(module.kernel, [plain])[0].panels_PKC)

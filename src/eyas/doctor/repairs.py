@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eyas.doctor.resemblance import Resemblance, vocabulary_by_head
-from eyas.doctor.subject import Subject
+from eyas.doctor.subject import Subject, share
 from eyas.drafter.checkpoint import build_drafter, checkpoint_of
 from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
 from eyas.target.model import Target
@@ -59,7 +59,7 @@ def variant(
     kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
     made = build_drafter(replace(stored, config=replace(stored.config, **config), tensors=kept))  # type: ignore[arg-type]
     made = made.to(device=target.device, dtype=subject.drafter.fc.weight.dtype)
-    return replace(subject, drafter=made.share_target(target.embedding(), target.head()))
+    return replace(subject, drafter=share(made, target))
 
 
 def _flags(subject: Subject, target: Target, unused: Mapping[str, Tensor]) -> Iterator[Repair]:

@@ -33,7 +33,7 @@ OWN_KEYS = 1_000_000
 class Conditions:
     """What is tried, and how much of it."""
 
-    prompts: int = 8
+    prompts: int = 6
     max_new_tokens: int = 32
     depths: tuple[int, ...] = (3, 7)
     temperatures: tuple[float, ...] = (0.5, 1.0)

@@ -11,6 +11,7 @@ Level = Literal["fault", "warning", "note", "healthy"]
 
 KEPT, KEPT_CONTEXT = 0.85, 0.9
 """Parts of the acceptance length below which a condition counts as a loss."""
+LEAST_LENGTH = 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ def judge_conditions(config: DrafterConfig, name: str, cases: Sequence[Case]) ->
     """One statement for every kind of condition that was tried."""
     for group, (label, least, cause, advice) in _GROUPS.items():
         own = [(case, list(case.cells[name].values())[-1]) for case in cases if case.group == group and case.cells]
+        # Where next to nothing is accepted there is nothing to lose.
+        own = [(case, cell) for case, cell in own if cell.reference >= LEAST_LENGTH]
         weak = [(case, cell) for case, cell in own if cell.kept.value < least and cell.kept.high < 1.0]
         told = tuple(
             f"{case.name}: {cell.kept.value:.0%} kept ({cell.length:.2f} of {cell.reference:.2f}, "

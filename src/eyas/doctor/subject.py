@@ -6,6 +6,13 @@ from dataclasses import dataclass
 from eyas.doctor.rounds import Noise, Rounds, run_rounds
 from eyas.doctor.transcripts import Transcript
 from eyas.drafter.model import Drafter
+from eyas.target.model import Target
+
+
+def share(drafter: Drafter, target: Target) -> Drafter:
+    """Give a drafter what it takes from its target, and only that: a packed head is copied to be read."""
+    embedding_VD = target.embedding()
+    return drafter.share_target(embedding_VD, target.head() if drafter.shares_head else embedding_VD)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

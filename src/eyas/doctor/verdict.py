@@ -172,6 +172,8 @@ def _growth(config: DrafterConfig, drift: Drift) -> Iterator[Statement]:
 
 
 def _fading(drift: Drift) -> Iterator[Statement]:
+    if drift.conditional.value[0] < WEAK_FIRST:
+        return  # too little is accepted to speak of its decline
     value, high = drift.conditional.value, drift.conditional.high
     early = float(np.nanmean(value[:3]))
     faded = [depth for depth in range(4, drift.depth + 1) if high[depth - 1] < FADES * early]

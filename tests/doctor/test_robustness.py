@@ -1,0 +1,114 @@
+"""Other conditions: each is what it says, none is passed over in silence, and time is kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import tiny
+from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.doctor.context import Filler, allowed_lengths, stops
+from eyas.doctor.renderings import renderings
+from eyas.doctor.robustness import Case, Conditions, Robustness, compare
+from eyas.doctor.subject import Subject
+from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
+from eyas.target.facts import facts_of
+from eyas.target.model import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+MESSAGES = {key: [{"role": "user", "content": text}] for key, text in enumerate(("Say hi.", "Count to 3.", "Why?"))}
+FILLER = "The quick brown fox jumps over the lazy dog. " * 8
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny.target_config(vocab_size=264, max_position_embeddings=1024)).eval()
+    tokenizer = chat_tokenizer(SYSTEM + CHATML)
+    return Target(facts=facts_of(model.config, "chatty"), model=model.requires_grad_(False), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def subject(target: Target) -> Subject:
+    config = tiny.drafter_config(vocab_size=264, draft_vocab_size=264, fc_norm=True, norm_output=True)
+    return Subject(name="one", drafter=tiny.random_drafter(config), layer_ids=tiny.AUX_IDS)
+
+
+@pytest.fixture(scope="module")
+def base(target: Target) -> list[Transcript]:
+    asked = [Asked(key=key, ids=tuple(target.encode_chat(messages))) for key, messages in MESSAGES.items()]
+    transcripts = Transcriber(target, tiny.AUX_IDS).answer(asked, Answering(max_new_tokens=10, overshoot=6))
+    return sorted(transcripts, key=lambda one: one.key)
+
+
+def conditions(**changes: object) -> Conditions:
+    options: dict[str, object] = {"prompts": 2, "max_new_tokens": 6, "depths": (1, 3), "lengths": (60, 120, 4000)}
+    return Conditions(**{**options, "context_tokens": 4, **changes})  # type: ignore[arg-type]
+
+
+def matrix(
+    target: Target, subject: Subject, base: list[Transcript], left: Callable[[], float] = lambda: 1e9
+) -> list[Case]:
+    transcriber = Transcriber(target, tiny.AUX_IDS)
+    tried = Robustness(transcriber, [subject], base, MESSAGES, conditions(), filler=FILLER, left=left)
+    return list(tried.cases())
+
+
+def test_every_condition_is_measured_or_says_why_not(target: Target, subject: Subject, base: list[Transcript]) -> None:
+    cases = {case.name: case for case in matrix(target, subject, base)}
+    for name in ("noise 1", "no template", "no system prompt", "long system prompt", "Llama-3 template", "German"):
+        assert cases[name].cells["one"].keys() == {1, 3}, cases[name]
+    for name in ("code", "tool traffic", "temperature 1", "4-bit target", "60 tokens, end", "120 tokens, middle"):
+        assert cases[name].prompts >= 1, cases[name]
+    assert "own rendering" in str(cases["ChatML template"].left_out)
+    assert "context is 1024 tokens" in str(cases["4000 tokens"].left_out)
+    assert {case.group for case in cases.values()} == {"noise", "template", "text", "sampling", "weights", "context"}
+
+
+def test_nothing_begins_when_no_time_is_left(target: Target, subject: Subject, base: list[Transcript]) -> None:
+    for case in matrix(target, subject, base, left=lambda: 0.0):
+        assert case.group == "noise" or case.left_out, case
+
+
+def test_the_same_rounds_keep_everything(subject: Subject, base: list[Transcript]) -> None:
+    rounds = subject.rounds(base, 3)
+    cell = compare(rounds, rounds, 3)
+    assert cell.length == cell.reference
+    assert cell.kept.value == cell.kept.low == cell.kept.high == 1.0
+
+
+def test_renderings_change_what_they_say(target: Target) -> None:
+    own = target.tokenizer.decode(target.encode_chat(MESSAGES[0]))
+    made = {one.name: one.render(MESSAGES[0]) for one in renderings(target)}
+    texts = {name: target.tokenizer.decode(list(ids)) for name, ids in made.items() if ids}
+    assert "Be kind." in own
+    assert "no BOS" not in texts  # the tokenizer has none
+    assert texts["no template"] == "Say hi.\n"
+    assert "Be kind." not in texts["no system prompt"]
+    assert texts["no system prompt"] in own
+    assert "GREENHOUSE-7" in texts["foreign system prompt"]
+    assert texts["Mistral template"] == "<s>[INST] Say hi. [/INST]"
+
+
+def test_a_bos_is_taken_away_where_there_is_one() -> None:
+    tokenizer = chat_tokenizer("{{ bos_token }}" + CHATML, bos="<s>")
+    model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
+    target = Target(facts=facts_of(model.config, "chatty"), model=model, tokenizer=tokenizer)
+    render = next(one.render for one in renderings(target) if one.name == "no BOS")
+    assert render(MESSAGES[0]) == tuple(target.encode_chat(MESSAGES[0])[1:])
+
+
+def test_a_longer_text_begins_like_a_shorter_one(target: Target) -> None:
+    filler = Filler(target, FILLER)
+    short, long = (next(stops(target, filler, {0: "Why?"}, length, ["end"])) for length in (60, 120))
+    text = target.tokenizer.decode(list(long.asked.ids))
+    assert target.tokenizer.decode(list(short.asked.ids)).partition("\n\nWhy?")[0].rstrip() in text
+    at_start = next(stops(target, filler, {0: "Why?"}, 60, ["start"]))
+    assert "user\nWhy?\n\nThe quick" in target.tokenizer.decode(list(at_start.asked.ids))
+    assert allowed_lengths(target, [100, 2000], room=50) == ([100], [2000])
