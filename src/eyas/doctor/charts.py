@@ -107,20 +107,28 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 def _grid(scale: _Scale, axes: Axes) -> list[str]:
     parts = []
+    percent = ".0%" if scale.ticks[1] - scale.ticks[0] >= 0.01 else ".1%"
     for tick in scale.ticks:
         at = scale.y(tick)
-        label = f"{tick:.0%}" if axes.percent else f"{tick:.4g}"
+        label = f"{tick:{percent}}" if axes.percent else f"{tick:.4g}"
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>')
-    whole = scale.right - scale.left > 2
-    across = [round(t, 6) for t in ticks(scale.left, scale.right, 6) if scale.left - 1e-9 <= t <= scale.right + 1e-9]
-    for tick in {1.0, *across} if whole and scale.left == 1 else across:
+    for tick in _across(scale):
         label = f"{tick:g}"
         at = scale.x(tick)
         parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
     parts.append(f'<text class="name" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(axes.across)}</text>')
     return parts
+
+
+def _across(scale: _Scale) -> list[float]:
+    """Where to name x: the first depth and round ones behind it, or round numbers."""
+    inside = [t for t in ticks(scale.left, scale.right, 4) if scale.left - 1e-9 <= t <= scale.right + 1e-9]
+    if scale.left == 1 and scale.right >= 4:
+        step = max(1, round((scale.right - 1) / 4))
+        return [1.0, *(float(t) for t in range(step, int(scale.right) + 1, step) if t > 1)]
+    return [round(t, 6) for t in inside]
 
 
 def _drawn(line: Line, scale: _Scale, axes: Axes) -> list[str]:

@@ -88,8 +88,13 @@ def _drift(measured: Record) -> str:
     figures = [
         _figure(
             "Size of the fed-back state",
-            _curves(measured, "rms", Axes(across="depth", up="RMS", y_min=0.0)),
-            "RMS of what a depth hands to the next. Flat is healthy, at any level; growth is drift.",
+            line_chart(
+                [_relative(name, own["drift"]["rms"], i) for i, (name, own) in enumerate(measured.items())],
+                Axes(across="depth", up="RMS in parts of depth 1", y_min=0.0),
+            ),
+            "RMS of what a depth hands to the next, in parts of depth 1 ("
+            + ", ".join(f"{name} {own['drift']['rms']['value'][0]:.3g}" for name, own in measured.items())
+            + "). Flat is healthy, at any level; growth is drift.",
         ),
         _figure(
             "Conditional acceptance",
@@ -232,6 +237,12 @@ def _curves(measured: Record, key: str, axes: Axes) -> str:
 def _line(label: str, curve: Record, colour: int) -> Line:
     depths = range(1, len(curve["value"]) + 1)
     return Line(label=label, x=depths, y=curve["value"], low=curve["low"], high=curve["high"], colour=colour)
+
+
+def _relative(label: str, curve: Record, colour: int) -> Line:
+    first = curve["value"][0]
+    value, low, high = ([x / first for x in curve[key]] for key in ("value", "low", "high"))
+    return Line(label=label, x=range(1, len(value) + 1), y=value, low=low, high=high, colour=colour)
 
 
 def _estimates(label: str, found: Sequence[Record], colour: int) -> Line:

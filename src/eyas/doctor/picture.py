@@ -21,7 +21,9 @@ def draw_picture(record: Record, picture: Path) -> None:
     axes = figure.subplots(rows, 4 if cases else 3)
     for number, (name, drift) in enumerate(measured.items()):
         colour = f"C{number}"
-        _curve(axes[0, 0], drift["rms"], name, colour)
+        first = drift["rms"]["value"][0]
+        relative = {key: [x / first for x in drift["rms"][key]] for key in ("value", "low", "high")}
+        _curve(axes[0, 0], relative, f"{name} ({first:.3g} at depth 1)", colour)
         _curve(axes[0, 1], drift["conditional"], name, colour)
         _curve(axes[0, 2], drift["joint"], name, colour)
         _curve(axes[1, 0], drift["mass"]["own"], f"{name}, own guesses", colour)
@@ -37,7 +39,7 @@ def draw_picture(record: Record, picture: Path) -> None:
             axes[1, 2].plot(*zip(*pairs, strict=True), "o-", color=colour, ms=4, label=name)
     axes[1, 2].plot([0, 1], [0, 1], ":", color="grey")
     for place, title, across in (
-        ((0, 0), "RMS of the fed-back state", "depth"),
+        ((0, 0), "RMS of the fed-back state, in parts of depth 1", "depth"),
         ((0, 1), "conditional acceptance", "depth"),
         ((0, 2), "joint acceptance", "depth"),
         ((1, 0), "attention mass", "depth"),
