@@ -1,9 +1,10 @@
 """Differential diagnosis by trial: which repair makes the drafter better, and does it read the target at all.
 
 Every repair is tried on the same few transcripts, drafting a few tokens from every place of every answer. What counts
-is the number of accepted drafts, as a ratio to the drafter as it is, with an interval over prompts. Two controls tell
+is the number of accepted drafts, as a ratio to the drafter as it is, with an interval over prompts. Three controls tell
 faults that no repair undoes: the drafter given the states of other tokens (if that is no worse, it makes nothing of the
-target's states), and how much its head resembles the target's.
+target's states), whether the fusion gives what the drafter expects (agreement.py), and how much its head resembles the
+target's.
 
 Shapes: P prompts.
 """
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.doctor.agreement import Agreement, measure_agreement
 from eyas.doctor.repairs import Repair
 from eyas.doctor.resemblance import Resemblance
 from eyas.doctor.rounds import run_rounds
@@ -65,6 +67,7 @@ class Diagnosis:
     """Share of places whose first draft is accepted."""
     reads_states: Estimate
     """Accepted drafts in parts of those with the states of other tokens."""
+    agreement: Agreement
     resemblance: Resemblance
     trials: tuple[Trial, ...]
 
@@ -111,6 +114,9 @@ def diagnose(
         accepted=float(now_P3[:, 0].sum() / max(1.0, places)),
         first_hit=float(now_P3[:, 1].sum() / max(1.0, places)),
         reads_states=_ratio(now_P3, other_P3),
+        agreement=measure_agreement(
+            subject.drafter, transcripts, [states.of(transcript, subject.layer_ids) for transcript in transcripts]
+        ),
         resemblance=resemblance,
         trials=tuple(trials),
     )

@@ -85,6 +85,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Json:
         "accepted": plain(diagnosis.accepted),
         "first_hit": plain(diagnosis.first_hit),
         "reads_states": diagnosis.reads_states.as_json(),
+        "agreement": {"own": plain(diagnosis.agreement.own), "others": plain(diagnosis.agreement.others)},
         "resemblance": asdict(diagnosis.resemblance),
         "trials": [
             {

@@ -108,8 +108,8 @@ class Transcriber:
             with capture(self.target.model, self.layer_ids) as captured:
                 logits_RV = model.forward(ids_N, spans, spans.last_R)
             states = torch.split(captured.aux_hidden()[0], [len(row.prompt.ids) for row in pack])
-            for row, logits_V, state_TX in zip(pack, logits_RV, states, strict=True):
-                row.grow(state_TX, logits_V)
+            for row, token, state_TX in zip(pack, _choose(pack, logits_RV), states, strict=True):
+                row.grow(state_TX, token)
         yield from (row.transcript(self.layer_ids) for row in rows if row.ended)
         growing, made = rows, 1
         while growing := [row for row in growing if not row.ended]:
@@ -119,8 +119,9 @@ class Transcriber:
             ids_N = torch.tensor([row.ids[-1] for row in growing], device=device)
             with capture(self.target.model, self.layer_ids) as captured:
                 logits_RV = model.forward(ids_N, spans)
-            for row, logits_V, state_X in zip(growing, logits_RV, captured.aux_hidden()[0], strict=True):
-                row.grow(state_X[None], logits_V)
+            states = torch.split(captured.aux_hidden()[0], 1)
+            for row, token, state_TX in zip(growing, _choose(growing, logits_RV), states, strict=True):
+                row.grow(state_TX, token)
                 if row.ended:
                     yield row.transcript(self.layer_ids)
             made += 1
@@ -152,14 +153,14 @@ class PrefixTranscriber:
         states = [self._state_TX[:shared]] if self._state_TX is not None else []
         for first in range(shared, len(prompt.ids), READ_TOKENS):
             chunk = prompt.ids[first : first + READ_TOKENS]
-            state_TX, logits_V = self._forward(chunk, first)
+            state_TX, logits_RV = self._forward(chunk, first)
             states.append(state_TX)
             self.read += len(chunk)
         row = _Row(0, prompt, how, self._stop_ids)
-        row.grow(torch.cat(states), logits_V)
+        row.grow(torch.cat(states), _choose([row], logits_RV)[0])
         while not row.ended:
-            state_TX, logits_V = self._forward(row.ids[-1:], len(row.ids) - 1)
-            row.grow(state_TX, logits_V)
+            state_TX, logits_RV = self._forward(row.ids[-1:], len(row.ids) - 1)
+            row.grow(state_TX, _choose([row], logits_RV)[0])
         transcript = row.transcript(self.layer_ids)
         self._ids, self._state_TX = transcript.ids[:-1], transcript.aux_TX
         return transcript
@@ -168,7 +169,7 @@ class PrefixTranscriber:
         spans = Spans.of([(0, first, len(ids))], self.target.device)
         with capture(self.target.model, self.layer_ids) as captured:
             logits_RV = self._model.forward(torch.tensor(ids, device=self.target.device), spans, spans.last_R)
-        return captured.aux_hidden()[0], logits_RV[0]
+        return captured.aux_hidden()[0], logits_RV
 
 
 class _Row:
@@ -181,16 +182,12 @@ class _Row:
         self._how, self._stop_ids = how, stop_ids
         self._states: list[Tensor] = []
         self._answer_length: int | None = None
-        self._generator = torch.Generator().manual_seed(how.seed * 1_000_003 + prompt.key)
+        self.sampling = how.sampling
+        self.generator = torch.Generator().manual_seed(how.seed * 1_000_003 + prompt.key)
 
-    def grow(self, state_TX: Tensor, logits_V: Tensor) -> None:
-        """Take the states of the tokens just read and choose the next token."""
+    def grow(self, state_TX: Tensor, token: int) -> None:
+        """Take the states of the tokens just read, and the next token."""
         self._states.append(state_TX)
-        sampling = self._how.sampling
-        if sampling.temperature == 0:
-            token = int(logits_V.argmax())
-        else:
-            token = int(torch.multinomial(probabilities(logits_V, sampling).cpu(), 1, generator=self._generator))
         self.ids.append(token)
         made = len(self.ids) - len(self.prompt.ids)
         if self._answer_length is None and (token in self._stop_ids or made >= self._how.max_new_tokens):
@@ -208,6 +205,15 @@ class _Row:
             aux_TX=torch.cat(self._states),
             layer_ids=layer_ids,
         )
+
+
+def _choose(rows: Sequence[_Row], logits_RV: Tensor) -> list[int]:
+    """The next token of every row: the likeliest, or one drawn with the row's own chance."""
+    sampling = rows[0].sampling
+    if sampling.temperature == 0:
+        return [int(token) for token in logits_RV.argmax(dim=-1).tolist()]
+    p_RV = probabilities(logits_RV, sampling).cpu()
+    return [int(torch.multinomial(p_V, 1, generator=row.generator)) for row, p_V in zip(rows, p_RV, strict=True)]
 
 
 def _batches(prompts: Sequence[Asked], how: Answering) -> Iterator[list[Asked]]:

@@ -27,7 +27,8 @@ FAULTS = {
     "d2t": "the table of draft ids (d2t) is wrong",
     "rope_base": "wrong rope base",
     "wrong_target": "made for another target",
-    "fc_damaged": "the fusion weights (fc) are damaged, or hardly trained",
+    "fc_damaged": "the fusion weights (fc) are damaged",
+    "weak": "far too little is accepted, and no known fault explains it",
 }
 
 GROWS = 0.01
@@ -35,6 +36,8 @@ GROWS = 0.01
 WEAK_FIRST = 0.35
 """Below this share of accepted first drafts, over all places, something is wrong and not just weak."""
 FOREIGN_HEAD = 0.3
+DISAGREES = 0.06
+"""A gap in agreement below which the fusion gives something else than the drafter expects."""
 FADES = 0.8
 """Conditional acceptance at a depth in parts of that of the first depths, below which a drafter fades."""
 LOUD_STATE = 0.8
@@ -130,16 +133,25 @@ def _faults(diagnosis: Diagnosis) -> Iterator[Statement]:
             advice="use the target it was trained for, or train a drafter for this one",
         )
         return
+    agrees = (
+        "fed-back states resemble the fused ones they stand for by a cosine of "
+        f"{diagnosis.agreement.own:.2f}, those of other places by {diagnosis.agreement.others:.2f}"
+    )
     same = (
         "the head is the target's own" if alike.head is None else f"head rows resemble the target's ({alike.head:.2f})"
     )
+    name = "fc_damaged" if diagnosis.agreement.gap < DISAGREES else "weak"
     yield Statement(
         level="fault",
-        name="fc_damaged",
-        text=FAULTS["fc_damaged"],
-        evidence=(first, reads, same, f"{tried}, none helps"),
-        cause="by elimination: flags, layers, order, embeddings, vocabulary, rope and target are right",
-        advice="export fc.weight again from the training run; if it is the same there, train on",
+        name=name,
+        text=FAULTS[name],
+        evidence=(first, reads, agrees, same, f"{tried}, none helps"),
+        cause="the fusion does not give what the layer was trained on; flags, layers, order and target are right"
+        if name == "fc_damaged"
+        else "training that was too short, or a fault behind the fusion that is not among the known ones",
+        advice="export fc.weight again from the training run; if it is the same there, train on"
+        if name == "fc_damaged"
+        else "look at the training curves and at the text it was trained on; train on",
     )
 
 
