@@ -91,6 +91,18 @@ def test_each_round_drafts_what_the_reference_drafts_also_beyond_a_miss(
         assert rounds.token_SR[:, place].tolist() == drafted
 
 
+def test_ending_a_round_at_its_first_miss_accepts_the_same(
+    tiny_drafter: Drafter, transcripts: list[Transcript]
+) -> None:
+    for whole, ended in zip(
+        rounds_of(tiny_drafter, transcripts), rounds_of(tiny_drafter, transcripts, to_first_miss=True), strict=True
+    ):
+        assert np.array_equal(whole.accepted_R, ended.accepted_R)
+        drafted = ~np.isnan(ended.rms_SR)
+        assert np.array_equal(whole.token_SR[drafted], ended.token_SR[drafted])
+        assert drafted.sum() == np.minimum(whole.accepted_R + 1, DEPTH).sum()
+
+
 def test_recording_changes_no_bit(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
     for transcript in transcripts:
         start_R = torch.tensor(list(round_starts(transcript)))

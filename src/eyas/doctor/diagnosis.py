@@ -148,7 +148,14 @@ def _accepted(
         aux_TX = states.of(transcript, subject.layer_ids)
         if misplaced:
             aux_TX = aux_TX.roll(len(aux_TX) // 2, dims=0)
-        rounds = run_rounds(subject.drafter, transcript, depth=DEPTH, layer_ids=subject.layer_ids, aux_TX=aux_TX)
+        rounds = run_rounds(
+            subject.drafter,
+            transcript,
+            depth=DEPTH,
+            layer_ids=subject.layer_ids,
+            aux_TX=aux_TX,
+            to_first_miss=True,
+        )
         if rounds is not None:
             rows.append([rounds.accepted_R.sum(), rounds.hit_SR[0].sum(), len(rounds.accepted_R)])
     return np.array(rows, dtype=np.float64).reshape(-1, 3)

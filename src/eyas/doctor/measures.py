@@ -51,20 +51,23 @@ def measure_prompt(
     starts = round_starts(transcript)
     if not starts:
         return None
-    start_R = torch.tensor(list(starts), device=transcript.aux_TX.device)
-    recorder = Recorder(start_R, prompt_length=transcript.prompt_length, depth=depth, sinks=sinks)
-    rounds = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, watcher=recorder)
+    # Acceptance first: it says which rounds serving starts. Those are then drafted to the end, and watched.
+    rounds = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, to_first_miss=True)
     assert rounds is not None
+    walked = [starts[place] for place in rounds.walk(depth)]
+    start_R = torch.tensor(walked, device=transcript.aux_TX.device)
+    recorder = Recorder(start_R, prompt_length=transcript.prompt_length, depth=depth, sinks=sinks)
+    whole = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, watcher=recorder, starts=walked)
+    assert whole is not None
     looks: Looks = recorder.looks()
-    walked = rounds.walk(depth)
     can_draft = set(drafter.vocab().target_ids_W.tolist())
     return PromptMeasures(
         rounds=rounds,
-        mass={region: looks.mass[region][:, walked].mean(axis=1) for region in REGIONS},
-        entropy_S=looks.entropy_SR[:, walked].mean(axis=1),
-        spread_S=looks.spread_SR[:, walked].mean(axis=1),
-        rms_S=rounds.rms_SR[:, walked].mean(axis=1),
-        fusion=measure_fusion(drafter, transcript.aux_of(layer_ids)[start_R]),
+        mass={region: looks.mass[region].mean(axis=1) for region in REGIONS},
+        entropy_S=looks.entropy_SR.mean(axis=1),
+        spread_S=looks.spread_SR.mean(axis=1),
+        rms_S=whole.rms_SR.mean(axis=1),
+        fusion=measure_fusion(drafter, transcript.aux_of(layer_ids)[list(starts)]),
         outside=sum(token not in can_draft for token in transcript.answer),
         answer_tokens=len(transcript.answer),
     )

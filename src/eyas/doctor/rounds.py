@@ -26,6 +26,9 @@ from eyas.doctor.transcripts import Transcript
 from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.model import Drafter
 
+NO_TOKEN = -2
+"""Stands where nothing was drafted; differs from what stands behind a transcript's end."""
+
 
 class Watcher(Protocol):
     """Is shown every query's weights; what it does with them changes nothing."""
@@ -68,6 +71,11 @@ class RoundAttention:
         for place, (_, own_v) in enumerate(own):
             output = output + weights_HRS[..., slots + place].T[..., None] * _spread(own_v, group)
         return output.to(q.dtype)
+
+    def keep(self, kept_R: Tensor) -> None:
+        """Go on with these rounds only."""
+        self._start_R = self._start_R[kept_R]
+        self._own = {layer: [(k[kept_R], v[kept_R]) for k, v in own] for layer, own in self._own.items()}
 
     def _weights(self, q_RHK: Tensor, keys_TGK: Tensor, own: Sequence[Tensor]) -> Tensor:
         """Softmax over verified and own slots [H, R, T + J], in float32."""
@@ -145,24 +153,28 @@ def run_rounds(
     watcher: Watcher | None = None,
     noise: Noise | None = None,
     aux_TX: Tensor | None = None,
+    starts: Sequence[int] | None = None,
+    to_first_miss: bool = False,
 ) -> Rounds | None:
     """Draft to `depth` from every start; None where the answer is too short for any round.
 
-    `aux_TX` replaces the transcript's own states: for counterfactual repairs.
+    `aux_TX` replaces the transcript's own states: for counterfactual repairs. `starts` are the slots to start from, if
+    not all. `to_first_miss` ends a round there, which is all that acceptance needs: what lies behind is left unknown.
     """
-    starts = round_starts(transcript)
+    starts = round_starts(transcript) if starts is None else starts
     if not starts:
         return None
     aux_TX = transcript.aux_of(layer_ids) if aux_TX is None else aux_TX
     device = aux_TX.device
     start_R = torch.tensor(list(starts), device=device)
     ids_T = torch.tensor(transcript.ids, device=device)
-    slots = starts[-1] + 1
+    slots = max(starts) + 1
     disturb = _disturbance(noise)
     vocab, attention = drafter.vocab(), RoundAttention(start_R, watcher)
     hidden = disturb(drafter.fuse(aux_TX[:slots].to(drafter.fc.weight.dtype)))
     tokens, positions = ids_T[1 : slots + 1], torch.arange(slots, device=device)
-    drafted, confident, sizes = [], [], []
+    rounds, answer_SR = _Drafted(depth, len(starts)), _answers(transcript, starts, depth)
+    live = np.arange(len(starts))
     for level in range(1, depth + 1):
         attention.depth = level
         output = drafter.step(hidden, tokens, positions, attention)
@@ -171,23 +183,41 @@ def run_rounds(
             normed, feedback, positions = normed[start_R], feedback[start_R], start_R
         best = drafter.logits(normed).float().softmax(dim=-1).max(dim=-1)
         tokens, positions, hidden = vocab.to_target(best.indices), positions + 1, disturb(feedback)
-        drafted.append(tokens)
-        confident.append(best.values)
-        sizes.append(rms(feedback))
-    token_SR = torch.stack(drafted).cpu().numpy()
+        rounds.write(level, live, tokens, best.values, rms(feedback))
+        if to_first_miss:
+            hit = rounds.token_SR[level - 1, live] == answer_SR[level - 1, live]
+            live, kept_R = live[hit], torch.from_numpy(hit).to(device)
+            if not len(live):
+                break
+            tokens, positions, hidden = tokens[kept_R], positions[kept_R], hidden[kept_R]
+            attention.keep(kept_R)
     return Rounds(
         key=transcript.key,
-        token_SR=token_SR,
-        hit_SR=token_SR == _answers(transcript, starts, depth),
-        confidence_SR=torch.stack(confident).double().cpu().numpy(),
-        rms_SR=torch.stack(sizes).double().cpu().numpy(),
+        token_SR=rounds.token_SR,
+        hit_SR=rounds.token_SR == answer_SR,
+        confidence_SR=rounds.confidence_SR,
+        rms_SR=rounds.rms_SR,
     )
 
 
-def _answers(transcript: Transcript, starts: range, depth: int) -> NDArray[np.int64]:
+class _Drafted:
+    """Tables to be filled; what is not drafted has no token and no numbers."""
+
+    def __init__(self, depth: int, rounds: int) -> None:
+        self.token_SR = np.full((depth, rounds), NO_TOKEN, dtype=np.int64)
+        self.confidence_SR = np.full((depth, rounds), np.nan)
+        self.rms_SR = np.full((depth, rounds), np.nan)
+
+    def write(self, level: int, live: NDArray[np.int64], token: Tensor, confidence: Tensor, size: Tensor) -> None:
+        self.token_SR[level - 1, live] = token.cpu().numpy()
+        self.confidence_SR[level - 1, live] = confidence.double().cpu().numpy()
+        self.rms_SR[level - 1, live] = size.double().cpu().numpy()
+
+
+def _answers(transcript: Transcript, starts: Sequence[int], depth: int) -> NDArray[np.int64]:
     """The target's own tokens [S, R] at the places of the drafts; -1 where the transcript ends before."""
     ids = np.concatenate([np.array(transcript.ids), np.full(depth + 2, -1)])
-    return np.stack([ids[np.array(starts) + 1 + level] for level in range(1, depth + 1)])
+    return np.stack([ids[np.asarray(starts) + 1 + level] for level in range(1, depth + 1)])
 
 
 def _disturbance(noise: Noise | None) -> Callable[[Tensor], Tensor]:

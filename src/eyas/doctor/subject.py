@@ -26,7 +26,7 @@ class Subject:
     def rounds(self, transcripts: Sequence[Transcript], depth: int, noise: Noise | None = None) -> dict[int, Rounds]:
         """By key; answers too short for any round are left out."""
         found = (
-            run_rounds(self.drafter, transcript, depth=depth, layer_ids=self.layer_ids, noise=noise)
+            run_rounds(self.drafter, transcript, depth=depth, layer_ids=self.layer_ids, noise=noise, to_first_miss=True)
             for transcript in transcripts
         )
         return {one.key: one for one in found if one is not None}
