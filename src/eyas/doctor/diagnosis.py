@@ -27,8 +27,10 @@ from eyas.target.model import Target
 
 DEPTH = 3
 """Deep enough for what goes wrong in the feedback, shallow enough to be quick."""
-JUMP, SUSPECTED_JUMP = 1.08, 1.03
-"""Accepted drafts in parts of those as it is, from which a repair names a fault: by itself, and with other evidence."""
+JUMP, SUSPECTED_JUMP, FLAG_JUMP = 1.10, 1.03, 1.04
+"""Accepted drafts in parts of those as it is, from which a repair names a fault: by itself, with other evidence, for
+a flag. Layers and rope bases have neighbours that are nearly as good and by chance better; a flag is right or wrong."""
+FLAGS = frozenset({"fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"})
 USEFUL = 0.25
 """Accepted drafts per place below which a repair has mended nothing: a multiple of next to nothing is chance."""
 UNREAD = 1.25
@@ -53,7 +55,7 @@ class Trial:
     @property
     def convinces(self) -> bool:
         """Whether this much can hardly be chance."""
-        least = SUSPECTED_JUMP if self.suspected else JUMP
+        least = SUSPECTED_JUMP if self.suspected else FLAG_JUMP if self.fault in FLAGS else JUMP
         return self.ratio.value >= least and self.ratio.low > 1.0 and self.accepted >= USEFUL
 
 
@@ -76,6 +78,14 @@ class Diagnosis:
         """The repair that convinces most."""
         convincing = [trial for trial in self.trials if trial.convinces]
         return max(convincing, key=lambda trial: trial.ratio.value, default=None)
+
+    @property
+    def rival(self) -> Trial | None:
+        """A repair of something else that convinces nearly as much as the best."""
+        best = self.best
+        others = [t for t in self.trials if best is not None and t.convinces and t.fault != best.fault]
+        second = max(others, key=lambda trial: trial.ratio.value, default=None)
+        return second if second is not None and best is not None and second.ratio.value >= best.ratio.low else None
 
     @property
     def unread(self) -> bool:

@@ -7,6 +7,7 @@ still gets a verdict on what there is.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
 from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
@@ -159,7 +160,9 @@ class Examination:
 
     def cost(self, patient: Patient) -> float:
         """Drafting one token in parts of a step of the target, by the weights that each reads."""
-        decoder = sum(parameter.numel() for parameter in decoder_layers(self.target.model).parameters())
+        layers = decoder_layers(self.target.model)
+        # Packed weights are buffers.
+        decoder = sum(weight.numel() for weight in chain(layers.parameters(), layers.buffers()))
         drafter = flops_per_token(patient.subject.drafter.config, context=0, with_fusion=False) / 2
         return float(drafter / (decoder + self.target.head().numel()))
 

@@ -31,23 +31,28 @@ def judge_conditions(config: DrafterConfig, name: str, cases: Sequence[Case]) ->
     """One statement for every kind of condition that was tried."""
     for group, (label, least, cause, advice) in _GROUPS.items():
         own = [(case, list(case.cells[name].values())[-1]) for case in cases if case.group == group and case.cells]
-        # Where next to nothing is accepted there is nothing to lose.
-        own = [(case, cell) for case, cell in own if cell.reference >= LEAST_LENGTH]
-        weak = [(case, cell) for case, cell in own if cell.kept.value < least and cell.kept.high < 1.0]
+        # Where next to nothing is accepted there is nothing to lose, and one prompt is an anecdote.
+        own = [(case, cell) for case, cell in own if cell.reference >= LEAST_LENGTH and case.prompts > 1]
+        low = [(case, cell) for case, cell in own if cell.kept.value < least]
+        sure = [(case, cell) for case, cell in low if cell.kept.high < 1.0]
         told = tuple(
             f"{case.name}: {cell.kept.value:.0%} kept ({cell.length:.2f} of {cell.reference:.2f}, "
             f"{case.prompts} prompts)"
-            for case, cell in sorted(weak or own, key=lambda pair: pair[1].kept.value)[:4]
+            for case, cell in sorted(sure or low or own, key=lambda pair: pair[1].kept.value)[:4]
         )
-        if weak:
+        if sure:
             yield Statement(
-                level="warning",
+                # Drawn answers are harder for everyone: worth knowing, no weakness.
+                level="note" if group == "sampling" else "warning",
                 name=f"sensitive_{group}",
                 text=f"loses acceptance under other {label}",
                 evidence=told,
                 cause=_context_cause(config, cases) if group == "context" else cause,
                 advice=advice,
             )
+        elif low:
+            text = f"may lose acceptance under other {label}; too few prompts to tell"
+            yield Statement(level="note", name=f"unsure_{group}", text=text, evidence=told, advice="give more prompts")
         elif own:
             text = f"holds under other {label}"
             yield Statement(level="healthy", name=f"robust_{group}", text=text, evidence=told[:2])

@@ -42,7 +42,7 @@ FADES = 0.8
 """Conditional acceptance at a depth in parts of that of the first depths, below which a drafter fades."""
 LOUD_STATE = 0.8
 OUTSIDE = 0.03
-UNCALIBRATED = 0.12
+UNCALIBRATED = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,9 @@ def _faults(diagnosis: Diagnosis) -> Iterator[Statement]:
             f"{best.ratio.value:.2f} times the accepted drafts when {best.about} "
             f"(95 % interval {best.ratio.low:.2f} to {best.ratio.high:.2f}; {tried})"
         ]
+        rival = diagnosis.rival
+        if rival is not None:
+            evidence.append(f"nearly as much, {rival.ratio.value:.2f} times, when {rival.about}")
         if best.fault == "embeddings" and alike.embedding is not None:
             evidence.append(f"shipped embeddings have a median cosine of {alike.embedding:.2f} with the target's")
         if best.fault == "d2t" and alike.head_agreement is not None:
