@@ -1,7 +1,9 @@
 """Differential diagnosis by trial: which repair makes the drafter better, and does it read the target at all.
 
 Every repair is tried on the same few transcripts, drafting a few tokens from every place of every answer. What counts
-is the number of accepted drafts, as a ratio to the drafter as it is, with an interval over prompts. Three controls tell
+is the number of accepted drafts, as a ratio to the drafter as it is, and by how many nats the target's tokens surprise
+it less; both with an interval over prompts. Training lowers surprise, so on a healthy drafter every repair raises it,
+and where a fault costs few drafts (layers next to the right ones) it still shows. Three controls tell
 faults that no repair undoes: the drafter given the states of other tokens (if that is no worse, it makes nothing of the
 target's states), whether the fusion gives what the drafter expects (agreement.py), and how much its head resembles the
 target's.
@@ -30,6 +32,8 @@ DEPTH = 3
 JUMP, SUSPECTED_JUMP, FLAG_JUMP = 1.10, 1.03, 1.04
 """Accepted drafts in parts of those as it is, from which a repair names a fault: by itself, with other evidence, for
 a flag. Layers and rope bases have neighbours that are nearly as good and by chance better; a flag is right or wrong."""
+LESS_SURPRISE = 0.04
+"""Nats by which the target's tokens must surprise less, on average, to name a fault by that alone."""
 FLAGS = frozenset({"fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"})
 USEFUL = 0.25
 """Accepted drafts per place below which a repair has mended nothing: a multiple of next to nothing is chance."""
@@ -51,12 +55,21 @@ class Trial:
     """Accepted drafts with the repair in parts of those without."""
     accepted: float
     """Accepted drafts per place with the repair."""
+    surprise: Estimate
+    """By how many nats the target's tokens surprise the repaired drafter more (less, if negative) at depth 1."""
 
     @property
     def convinces(self) -> bool:
         """Whether this much can hardly be chance."""
         least = SUSPECTED_JUMP if self.suspected else FLAG_JUMP if self.fault in FLAGS else JUMP
-        return self.ratio.value >= least and self.ratio.low > 1.0 and self.accepted >= USEFUL
+        jumps = self.ratio.value >= least and self.ratio.low > 1.0
+        calms = self.surprise.value <= -LESS_SURPRISE and self.surprise.high < 0
+        return (jumps or calms) and self.accepted >= USEFUL
+
+    @property
+    def score(self) -> float:
+        """How much better it makes the drafter, in nats of both kinds; other evidence decides between equals."""
+        return float(np.log(self.ratio.value)) - self.surprise.value + (0.05 if self.suspected else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +90,15 @@ class Diagnosis:
     def best(self) -> Trial | None:
         """The repair that convinces most."""
         convincing = [trial for trial in self.trials if trial.convinces]
-        return max(convincing, key=lambda trial: trial.ratio.value, default=None)
+        return max(convincing, key=lambda trial: trial.score, default=None)
 
     @property
     def rival(self) -> Trial | None:
         """A repair of something else that convinces nearly as much as the best."""
         best = self.best
         others = [t for t in self.trials if best is not None and t.convinces and t.fault != best.fault]
-        second = max(others, key=lambda trial: trial.ratio.value, default=None)
-        return second if second is not None and best is not None and second.ratio.value >= best.ratio.low else None
+        second = max(others, key=lambda trial: trial.score, default=None)
+        return second if second is not None and best is not None and second.score >= 0.9 * best.score else None
 
     @property
     def unread(self) -> bool:
@@ -103,27 +116,28 @@ def diagnose(
 ) -> Diagnosis:
     """Try everything on these transcripts."""
     states = _States(target, {k for repair in repairs for k in repair.subject.layer_ids})
-    now_P3 = _accepted(subject, transcripts, states)
-    other_P3 = _accepted(subject, transcripts, states, misplaced=True)
+    now_P4 = _accepted(subject, transcripts, states)
+    other_P4 = _accepted(subject, transcripts, states, misplaced=True)
     trials = []
     for number, repair in enumerate(repairs, start=1):
-        after_P3 = _accepted(repair.subject, transcripts, states)
+        after_P4 = _accepted(repair.subject, transcripts, states)
         trials.append(
             Trial(
                 fault=repair.fault,
                 about=repair.about,
                 advice=repair.advice,
                 suspected=repair.suspected,
-                ratio=_ratio(after_P3, now_P3),
-                accepted=float(after_P3[:, 0].sum() / max(1.0, after_P3[:, 2].sum())),
+                ratio=_ratio(after_P4, now_P4),
+                accepted=float(after_P4[:, 0].sum() / max(1.0, after_P4[:, 2].sum())),
+                surprise=_more_surprise(after_P4, now_P4),
             )
         )
         progress(number)
-    places = now_P3[:, 2].sum()
+    places = now_P4[:, 2].sum()
     return Diagnosis(
-        accepted=float(now_P3[:, 0].sum() / max(1.0, places)),
-        first_hit=float(now_P3[:, 1].sum() / max(1.0, places)),
-        reads_states=_ratio(now_P3, other_P3),
+        accepted=float(now_P4[:, 0].sum() / max(1.0, places)),
+        first_hit=float(now_P4[:, 1].sum() / max(1.0, places)),
+        reads_states=_ratio(now_P4, other_P4),
         agreement=measure_agreement(
             subject.drafter, transcripts, [states.of(transcript, subject.layer_ids) for transcript in transcripts]
         ),
@@ -152,7 +166,7 @@ class _States:
 def _accepted(
     subject: Subject, transcripts: Sequence[Transcript], states: _States, *, misplaced: bool = False
 ) -> Array:
-    """Accepted drafts, accepted first drafts and places of each transcript [P, 3]."""
+    """Accepted drafts, accepted first drafts, places and nats of surprise of each transcript [P, 4]."""
     rows = []
     for transcript in transcripts:
         aux_TX = states.of(transcript, subject.layer_ids)
@@ -167,8 +181,9 @@ def _accepted(
             to_first_miss=True,
         )
         if rounds is not None:
-            rows.append([rounds.accepted_R.sum(), rounds.hit_SR[0].sum(), len(rounds.accepted_R)])
-    return np.array(rows, dtype=np.float64).reshape(-1, 3)
+            places = len(rounds.accepted_R)
+            rows.append([rounds.accepted_R.sum(), rounds.hit_SR[0].sum(), places, rounds.surprise_R.sum()])
+    return np.array(rows, dtype=np.float64).reshape(-1, 4)
 
 
 def _ratio(one: Array, other: Array) -> Estimate:
@@ -180,3 +195,14 @@ def _ratio(one: Array, other: Array) -> Estimate:
         return float((ours + 1) / (theirs + 1))
 
     return estimate(pairs, ratio)
+
+
+def _more_surprise(one: Array, other: Array) -> Estimate:
+    """Nats per place of the one above those of the other."""
+    rows = np.stack([one[:, 3] - other[:, 3], other[:, 2]], axis=1)
+
+    def mean(rows: Array) -> float:
+        nats, places = rows.sum(axis=0)
+        return float(nats / max(1.0, places))
+
+    return estimate(rows, mean)

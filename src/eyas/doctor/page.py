@@ -211,12 +211,13 @@ def _trials(name: str, own: Record) -> str:
     for trial in sorted(diagnosis["trials"], key=lambda trial: -trial["ratio"]["value"]):
         ratio, helps = trial["ratio"], "<b class='fault'>helps</b>" if trial["convinces"] else ""
         rows += f"<tr><td>{escape(trial['about'])}</td><td>{ratio['value']:.2f}</td>"
-        rows += f"<td>{ratio['low']:.2f} to {ratio['high']:.2f}</td><td>{helps}</td></tr>"
+        rows += f"<td>{ratio['low']:.2f} to {ratio['high']:.2f}</td><td>{trial['surprise']['value']:+.2f}</td>"
+        rows += f"<td>{helps}</td></tr>"
     return (
         f"<h2>Repairs tried on {escape(name)}</h2><p class='soft'>Accepted drafts with a repair in parts of those "
-        "without. A repair that helps names a fault; on a healthy drafter all stay near 1 or below.</p>"
+        "without, and how much more the target's tokens surprise it. A repair that helps names a fault.</p>"
         "<details class='card'><summary>all trials</summary><div class='scroll'><table><tr><th>if</th><th>ratio</th>"
-        f"<th>interval</th><th></th></tr>{rows}</table></div></details>"
+        f"<th>interval</th><th>surprise, nats</th><th></th></tr>{rows}</table></div></details>"
     )
 
 

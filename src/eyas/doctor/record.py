@@ -95,6 +95,7 @@ def _diagnosis(diagnosis: Diagnosis) -> Json:
                 "convinces": trial.convinces,
                 "ratio": trial.ratio.as_json(),
                 "accepted": plain(trial.accepted),
+                "surprise": trial.surprise.as_json(),
             }
             for trial in diagnosis.trials
         ],

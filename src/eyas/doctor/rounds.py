@@ -25,6 +25,7 @@ from torch.nn import functional
 from eyas.doctor.transcripts import Transcript
 from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.model import Drafter
+from eyas.drafter.vocab import DraftVocab
 
 NO_TOKEN = -2
 """Stands where nothing was drafted; differs from what stands behind a transcript's end."""
@@ -117,6 +118,9 @@ class Rounds:
     """The drafter's probability of its draft."""
     rms_SR: NDArray[np.float64]
     """Of the state that this depth hands to the next."""
+    surprise_R: NDArray[np.float64]
+    """- ln of the probability that the first draft's distribution gives to the target's token: what training lowers.
+    Tells more than hits do where two drafters are nearly alike."""
 
     @property
     def accepted_R(self) -> NDArray[np.int64]:
@@ -181,7 +185,10 @@ def run_rounds(
         normed, feedback = output.normed, output.feedback
         if level == 1:
             normed, feedback, positions = normed[start_R], feedback[start_R], start_R
-        best = drafter.logits(normed).float().softmax(dim=-1).max(dim=-1)
+        p_RW = drafter.logits(normed).float().softmax(dim=-1)
+        if level == 1:
+            rounds.surprise_R = _surprise(p_RW, torch.from_numpy(answer_SR[0]).to(device), vocab)
+        best = p_RW.max(dim=-1)
         tokens, positions, hidden = vocab.to_target(best.indices), positions + 1, disturb(feedback)
         rounds.write(level, live, tokens, best.values, rms(feedback))
         if to_first_miss:
@@ -197,7 +204,17 @@ def run_rounds(
         hit_SR=rounds.token_SR == answer_SR,
         confidence_SR=rounds.confidence_SR,
         rms_SR=rounds.rms_SR,
+        surprise_R=rounds.surprise_R,
     )
+
+
+def _surprise(p_RW: Tensor, token_R: Tensor, vocab: DraftVocab) -> NDArray[np.float64]:
+    """What is less likely than one in a million, or cannot be drafted at all, counts as that."""
+    draft_id_V = torch.full((vocab.vocab_size,), -1, device=p_RW.device)
+    draft_id_V[vocab.target_ids_W] = torch.arange(len(vocab.target_ids_W), device=p_RW.device)
+    draft_id_R = draft_id_V[token_R]
+    p_R = p_RW.gather(1, draft_id_R.clamp(min=0)[:, None])[:, 0].masked_fill(draft_id_R < 0, 0.0)
+    return np.asarray(-p_R.clamp(min=1e-6).log().double().cpu().numpy())
 
 
 class _Drafted:
@@ -207,6 +224,7 @@ class _Drafted:
         self.token_SR = np.full((depth, rounds), NO_TOKEN, dtype=np.int64)
         self.confidence_SR = np.full((depth, rounds), np.nan)
         self.rms_SR = np.full((depth, rounds), np.nan)
+        self.surprise_R = np.full(rounds, np.nan)
 
     def write(self, level: int, live: NDArray[np.int64], token: Tensor, confidence: Tensor, size: Tensor) -> None:
         self.token_SR[level - 1, live] = token.cpu().numpy()

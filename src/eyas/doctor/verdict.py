@@ -27,8 +27,7 @@ FAULTS = {
     "d2t": "the table of draft ids (d2t) is wrong",
     "rope_base": "wrong rope base",
     "wrong_target": "made for another target",
-    "fc_damaged": "the fusion weights (fc) are damaged",
-    "weak": "far too little is accepted, and no known fault explains it",
+    "fc_damaged": "the fusion weights (fc) are damaged, or hardly trained",
 }
 
 GROWS = 0.01
@@ -36,8 +35,6 @@ GROWS = 0.01
 WEAK_FIRST = 0.35
 """Below this share of accepted first drafts, over all places, something is wrong and not just weak."""
 FOREIGN_HEAD = 0.3
-DISAGREES = 0.06
-"""A gap in agreement below which the fusion gives something else than the drafter expects."""
 FADES = 0.8
 """Conditional acceptance at a depth in parts of that of the first depths, below which a drafter fades."""
 LOUD_STATE = 0.8
@@ -93,7 +90,8 @@ def _faults(diagnosis: Diagnosis) -> Iterator[Statement]:
     if best is not None:
         evidence = [
             f"{best.ratio.value:.2f} times the accepted drafts when {best.about} "
-            f"(95 % interval {best.ratio.low:.2f} to {best.ratio.high:.2f}; {tried})"
+            f"(95 % interval {best.ratio.low:.2f} to {best.ratio.high:.2f}; {tried}), and the target's tokens surprise "
+            f"it by {best.surprise.value:+.2f} nats ({best.surprise.low:+.2f} to {best.surprise.high:+.2f})"
         ]
         rival = diagnosis.rival
         if rival is not None:
@@ -143,18 +141,13 @@ def _faults(diagnosis: Diagnosis) -> Iterator[Statement]:
     same = (
         "the head is the target's own" if alike.head is None else f"head rows resemble the target's ({alike.head:.2f})"
     )
-    name = "fc_damaged" if diagnosis.agreement.gap < DISAGREES else "weak"
     yield Statement(
         level="fault",
-        name=name,
-        text=FAULTS[name],
+        name="fc_damaged",
+        text=FAULTS["fc_damaged"],
         evidence=(first, reads, agrees, same, f"{tried}, none helps"),
-        cause="the fusion does not give what the layer was trained on; flags, layers, order and target are right"
-        if name == "fc_damaged"
-        else "training that was too short, or a fault behind the fusion that is not among the known ones",
-        advice="export fc.weight again from the training run; if it is the same there, train on"
-        if name == "fc_damaged"
-        else "look at the training curves and at the text it was trained on; train on",
+        cause="by elimination: flags, layers, order, embeddings, vocabulary, rope and target are right",
+        advice="export fc.weight again from the training run; if it is the same there, train on",
     )
 
 
