@@ -84,6 +84,8 @@ def test_each_round_drafts_what_the_reference_drafts_also_beyond_a_miss(
     assert not rounds.hit_SR.all()
     for place, start in enumerate(round_starts(transcript)):
         state = reference.start(list(transcript.ids[: start + 2]), transcript.aux_TX[: start + 1])
+        expected = reference.logits(state).log_softmax(dim=-1)[transcript.ids[start + 2]]
+        assert rounds.surprise_R[place] == pytest.approx(-float(expected), abs=1e-3)
         drafted = []
         for _ in range(DEPTH):
             drafted.append(int(reference.logits(state).argmax()))

@@ -35,8 +35,8 @@ a flag. Layers and rope bases have neighbours that are nearly as good and by cha
 LESS_SURPRISE = 0.04
 """Nats by which the target's tokens must surprise less, on average, to name a fault by that alone."""
 FLAGS = frozenset({"fc_norm", "norm_output", "norm_before_residual", "norm_before_fc"})
-USEFUL = 0.25
-"""Accepted drafts per place below which a repair has mended nothing: a multiple of next to nothing is chance."""
+USEFUL = 0.5
+"""Accepted drafts per place below which a repair has mended nothing, however much it helps."""
 UNREAD = 1.25
 """Below this ratio to a drafter with the states of other tokens, the states are as good as unread."""
 
