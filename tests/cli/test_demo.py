@@ -11,7 +11,7 @@ Run = Callable[..., Any]
 
 @pytest.mark.default
 def test_drafts_change_the_speed_and_not_the_text(run: Run) -> None:
-    outcome = run("demo", "Name three birds of prey.", "--max-tokens", "24", "--dtype", "float32", "--json")
+    outcome = run("demo", "Name three birds of prey.", "--max-tokens", "24", "--depth", "3", "--json")
     assert outcome.code == 0, outcome.err
     told = json.loads(outcome.out)
     (row,) = told["prompts"]
