@@ -12,7 +12,7 @@ from eyas.doctor.examination import Examination
 from eyas.doctor.gates import Gate, check_gates
 from eyas.doctor.measures import Drift
 from eyas.doctor.recorder import REGIONS
-from eyas.doctor.robustness import Case
+from eyas.doctor.robustness import GROUPS, Case
 from eyas.doctor.statistics import Curve, Estimate, plain
 from eyas.doctor.verdict import Verdict
 from eyas.train.journal import versions
@@ -51,7 +51,7 @@ def record_of(examination: Examination, arguments: Mapping[str, Any], gates: Seq
         "whole": examination.whole,
         "seconds": {**examination.seconds, "total": round(examination.elapsed, 1)},
         "drafters": drafters,
-        "cases": [_case(case) for case in examination.cases],
+        "cases": [_case(case) for case in sorted(examination.cases, key=lambda case: GROUPS.index(case.group))],
     }
     first = examination.patients[0].subject.name
     record["gates"] = [asdict(outcome) for outcome in check_gates(gates, record, first)]

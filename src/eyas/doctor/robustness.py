@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -25,6 +26,8 @@ from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcr
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 
+GROUPS = ("noise", "template", "text", "sampling", "weights", "context")
+"""Kinds of cases, in the order in which they are told."""
 OWN_KEYS = 1_000_000
 """Keys of the doctor's own questions start here."""
 
@@ -105,16 +108,18 @@ class Robustness:
         self._cut, self._reference = cut, self._rounds(cut)
 
     def cases(self) -> Iterator[Case]:
-        """All of them."""
+        """All of them: some of every kind first, so that little time still tells a little of everything."""
+        contexts = self._contexts()
         yield from self._noises()
-        yield from self._renderings()
-        yield from self._texts()
         for temperature in self._conditions.temperatures:
             how = self._conditions.answering(sampling=Sampling(temperature=temperature))
             yield self._asked(f"temperature {temperature:g}", "sampling", "answers are drawn", self._own_ids(), how)
         for bits in self._conditions.bits:
             yield self._quantised(bits)
-        yield from self._contexts()
+        yield from islice(contexts, len(PLACES))
+        yield from self._renderings()
+        yield from self._texts()
+        yield from contexts
 
     def _rounds(self, transcripts: Sequence[Transcript]) -> dict[str, dict[int, Rounds]]:
         return {one.name: one.rounds(transcripts, self._conditions.deepest) for one in self._subjects}
