@@ -52,8 +52,8 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(axes.up)} by {escape(axes.across)}">']
     parts += _grid(scale, axes)
     if axes.diagonal:
-        ends = f'x1="{scale.x(scale.left):.1f}" y1="{scale.y(scale.bottom):.1f}" '
-        ends += f'x2="{scale.x(scale.right):.1f}" y2="{scale.y(scale.top):.1f}"'
+        low, high = max(scale.left, scale.bottom), min(scale.right, scale.top)
+        ends = f'x1="{scale.x(low):.1f}" y1="{scale.y(low):.1f}" x2="{scale.x(high):.1f}" y2="{scale.y(high):.1f}"'
         parts.append(f'<line class="reference" {ends}/>')
     if axes.mark is not None:
         at = scale.x(axes.mark)

@@ -102,7 +102,7 @@ def _drift(measured: Record) -> str:
             "Drafts accepted where all before them were. Rounds that come this far are few at the end: mind the band.",
         ),
         _figure(
-            "Acceptance length by depth of serving",
+            "Acceptance length",
             line_chart(
                 [_estimates(name, own["drift"]["length"], i) for i, (name, own) in enumerate(measured.items())],
                 Axes(across="tokens drafted per round", up="tokens per verification"),
