@@ -174,7 +174,8 @@ def _randomised(drafter: Drafter) -> Drafter:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            if parameter.requires_grad and parameter.ndim == 2 and "embed_tokens" not in name:
+            of_target = "embed_tokens" in name or (drafter.shares_head and "lm_head" in name)
+            if parameter.ndim == 2 and not of_target:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     return drafter
 
