@@ -18,6 +18,7 @@ import torch
 from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
+from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.engine.dense import DenseTarget
 from eyas.engine.draft import Tree
 from eyas.engine.engine import Engine
@@ -210,21 +211,10 @@ def real_target() -> Target:
 
 @pytest.fixture(scope="module")
 def real_drafter(pytestconfig: pytest.Config, real_target: Target) -> Drafter:
-    """The one given, or a random one, of which nothing is accepted."""
-    path = pytestconfig.getoption("--drafter")
-    if path:
-        loaded = load_drafter(path).to(device=real_target.device, dtype=torch.float32)
-        return loaded.share_target(real_target.embedding(), real_target.head())
-    facts = real_target.facts
-    config = drafter_config(
-        vocab_size=facts.vocab_size,
-        draft_vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
-        target_hidden_size=facts.hidden_size,
-        aux_layer_ids=facts.default_aux_layer_ids(),
-    )
-    made = random_drafter(config, own_embedding=False, own_head=False).cuda()
-    return made.share_target(real_target.embedding(), real_target.head())
+    """The one given by --drafter, or the one that comes with eyas."""
+    loaded = load_drafter(pytestconfig.getoption("--drafter") or DEFAULT_DRAFTER[DEFAULT_TARGET])
+    loaded = loaded.to(device=real_target.device, dtype=torch.float32)
+    return loaded.share_target(real_target.embedding(), real_target.head())
 
 
 def test_fifty_real_prompts_equal_transformers(

@@ -73,6 +73,7 @@ def evaluate(
 
     Ctrl-C prints what was measured until then.
     """
+    from eyas.cli.pair import load_drafter_for
     from eyas.errors import UserError
     from eyas.target.model import Target
     from eyas.train.evaluate import Group, estimate_corpus, record_estimates, record_groups
@@ -109,7 +110,7 @@ def evaluate(
     for tokens in prefixes:
         asked, skipped = questions.first(tokens)
         groups.append(Group(prefix_tokens=tokens, prompts=asked, skipped=skipped))
-    drafters = {name: _load_drafter(source, loaded) for name, source in names.items()}
+    drafters = {name: load_drafter_for(loaded, source) for name, source in names.items()}
     on_cpu = loaded.device.type == "cpu"
 
     def walk(corpus: Any) -> "Estimates":
@@ -265,13 +266,6 @@ def _check_drafters(sources: Collection[str], target: str, cache: Path | None) -
         if faults:
             more = f" (and {len(faults) - 1} more, see `eyas check`)" if len(faults) > 1 else ""
             raise UserError(f"{source} does not work with {target}: {faults[0]}{more}")
-
-
-def _load_drafter(source: str, target: "Target") -> "Drafter":
-    from eyas.drafter.checkpoint import load_drafter
-
-    drafter = load_drafter(source).to(device=target.device, dtype=target.dtype)
-    return drafter.share_target(target.embedding(), target.head())
 
 
 def _choose_device(device: str) -> str:

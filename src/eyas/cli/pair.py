@@ -21,19 +21,23 @@ def choose_drafter(drafter: str | None, target: str) -> str | None:
     return None if drafter == NO_DRAFTER else drafter
 
 
+def load_drafter_for(target: "Target", drafter: str) -> "Drafter":
+    """A drafter where its target is and in its precision, with what it shares with it."""
+    from eyas.drafter.checkpoint import load_drafter
+
+    model = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
+    return model.share_target(target.embedding(), target.head())
+
+
 def load_pair(
     target: str, drafter: str | None, *, dtype: str, device: str, cache: Path | None
 ) -> "tuple[Target, Drafter | None]":
     """Load both; on a CPU their matrix products are packed, and the user hears how."""
-    from eyas.drafter.checkpoint import load_drafter
     from eyas.target.model import Target
     from eyas.target.packed_linear import pack_linears
 
     loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
-    model = None
-    if drafter is not None:
-        model = load_drafter(drafter).to(device=loaded.device, dtype=loaded.dtype)
-        model.share_target(loaded.embedding(), loaded.head())
+    model = None if drafter is None else load_drafter_for(loaded, drafter)
     if loaded.device.type == "cpu":
         packing = pack_linears(loaded.model, cache=cache)
         how = f"in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"

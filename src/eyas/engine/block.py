@@ -14,7 +14,7 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I i
 heads, B = H + G both, K head dim, E outputs of a product, X concatenated auxiliary states.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -163,14 +163,21 @@ class LeanPass:
     head: Product
     sizes: Sizes
 
+    def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
+        """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
+        x_ND = functional.embedding(ids_N, self.embedding_VD)
+        if not aux_layer_ids:
+            return x_ND, None, {}
+        tokens, width = x_ND.shape
+        aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width)
+        return x_ND, aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
+
     def forward(
         self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [M, V] behind the tokens `keep_M`, or all, and the states `aux_layer_ids` (`capture.py`) of all."""
-        x_ND = functional.embedding(ids_N, self.embedding_VD)
-        tokens, width = x_ND.shape
-        aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width) if aux_layer_ids else None
-        states = dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True)) if aux_NX is not None else {}
+        x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
+        tokens = len(x_ND)
 
         sizes, both = self.sizes, self.sizes.heads + self.sizes.key_heads
         qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)

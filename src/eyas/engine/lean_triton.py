@@ -21,7 +21,6 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
-from torch.nn import functional
 
 from eyas.engine.block import LeanPass, RMSNorm
 from eyas.engine.paged_attention import PagedAttention
@@ -132,10 +131,8 @@ class FusedPass(LeanPass):
         self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None, aux_layer_ids: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [M, V] behind the tokens `keep_M`, or all, and the states `aux_layer_ids` (`capture.py`) of all."""
-        x_ND = functional.embedding(ids_N, self.embedding_VD)
-        tokens, width = x_ND.shape
-        aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width) if aux_layer_ids else None
-        states = dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True)) if aux_NX is not None else {}
+        x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
+        tokens = len(x_ND)
 
         sizes, both = self.sizes, self.sizes.heads + self.sizes.key_heads
         qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)
