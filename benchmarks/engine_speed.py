@@ -5,6 +5,9 @@
 Every mode answers the same prompts in turn, round after round, so that a machine's moods fall on all of them alike;
 figures are medians over rounds. How many answers are those of plain decoding is counted, not assumed.
 
+Two speeds are told apart. `tokens/s` is over all the time, reading prompts included. `decoding` is over the steps that
+read no prompt: speculation speeds up only those, and prompts that are long beside their answers hide it.
+
     plain      the engine without speculation
     auto       with the drafter, as deep as the controller finds right
     depth N    with the drafter, always N deep
@@ -16,7 +19,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,29 @@ from eyas.train.journal import versions
 
 Tokens = list[tuple[int, ...]]
 OFF = Speculation(mode="off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How one mode answered all prompts."""
+
+    answers: Tokens
+    seconds: float
+    decoding_tokens: int
+    """Tokens of the steps that read no prompt, and the seconds of those steps; none of both where steps are unseen."""
+    decoding_seconds: float
+    acceptance_length: float = 1.0
+    tokens_per_pass: float = 1.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, reading included."""
+        return sum(map(len, self.answers)) / self.seconds
+
+    @property
+    def decoding_speed(self) -> float:
+        """Tokens per second while only decoding."""
+        return self.decoding_tokens / self.decoding_seconds if self.decoding_tokens else nan
 
 
 def main() -> None:
@@ -71,9 +99,12 @@ def main() -> None:
         modes = _modes(target, arguments, users)
         record["rows"] += _measure(modes, prompts, users, arguments.rounds)
     for row in record["rows"]:
+        decoding = (
+            f"{row['decoding_tokens_per_second'] or nan:8.1f} tokens/s  x{row['decoding_against_plain'] or nan:.2f}"
+        )
         print(
             f"{row['users']:>5} users  {row['mode']:<10} {row['tokens_per_second']:8.1f} tokens/s"
-            f"  x{row['against_plain']:.2f}  length {row['acceptance_length']:.2f}"
+            f"  x{row['against_plain']:.2f}  decoding {decoding}  length {row['acceptance_length']:.2f}"
             f"  {row['tokens_per_pass']:.2f} tokens/pass  same as plain: {row['same']} of {len(prompts)}"
         )
     text = json.dumps(record, indent=1)
@@ -83,8 +114,7 @@ def main() -> None:
         print(text)
 
 
-Mode = Callable[[Sequence[tuple[int, ...]]], tuple[Tokens, float, float]]
-"""Answers prompts: tokens, acceptance length, tokens per pass."""
+Mode = Callable[[Sequence[tuple[int, ...]]], Run]
 
 
 def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[str, Mode]:
@@ -94,22 +124,21 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         # One engine for all rounds, as a server would be; the prefix cache would make later rounds easier.
         made = Engine(target, drafter, options=options)
 
-        def answer(prompts: Sequence[tuple[int, ...]]) -> tuple[Tokens, float, float]:
+        def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
             made.pool.forget()
-            before = (made.tally.accepted, made.tally.drafts, made.tally.tokens, made.tally.passes)
-            answers = made.generate(
-                Request(
-                    prompt=prompt,
-                    sampling=Sampling(),
-                    max_new_tokens=arguments.max_tokens,
-                    stop_ids=target.stop_ids(),
-                    speculation=speculation,
-                )
-                for prompt in prompts
+            return _run(
+                made,
+                [
+                    Request(
+                        prompt=prompt,
+                        sampling=Sampling(),
+                        max_new_tokens=arguments.max_tokens,
+                        stop_ids=target.stop_ids(),
+                        speculation=speculation,
+                    )
+                    for prompt in prompts
+                ],
             )
-            after = (made.tally.accepted, made.tally.drafts, made.tally.tokens, made.tally.passes)
-            accepted, drafts, tokens, passes = (b - a for a, b in zip(before, after, strict=True))
-            return [one.tokens for one in answers], 1 + accepted / max(1, drafts), tokens / passes
 
         return answer
 
@@ -128,41 +157,75 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         if arguments.random:
             modes["random"] = engine(drafter(random=True), Speculation())
     if arguments.generate:
-        modes["generate"] = lambda prompts: (_generate(target, prompts, users, arguments.max_tokens), 1.0, 1.0)
+        modes["generate"] = lambda prompts: _generate(target, prompts, users, arguments.max_tokens)
     return modes
+
+
+def _run(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Answer all requests together, with a watch on every step."""
+    tally = engine.tally
+    before = (tally.accepted, tally.drafts, tally.tokens, tally.passes)
+    answers: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
+    total, decoding, decoded = 0.0, 0.0, 0
+    while engine.busy:
+        scheduler = engine.scheduler
+        joins = scheduler.waiting > 0 and len(scheduler.running) < engine.options.max_rows
+        reads = joins or any(live.pending > 1 for live in scheduler.running)
+        started = time.perf_counter()
+        pieces = engine.step()
+        seconds = time.perf_counter() - started
+        total += seconds
+        for piece in pieces:
+            answers[piece.key] += piece.tokens
+        if not reads:
+            decoding += seconds
+            decoded += sum(len(piece.tokens) for piece in pieces)
+    after = (tally.accepted, tally.drafts, tally.tokens, tally.passes)
+    accepted, drafts, tokens, passes = (b - a for a, b in zip(before, after, strict=True))
+    return Run(
+        answers=[tuple(tokens) for tokens in answers.values()],
+        seconds=total,
+        decoding_tokens=decoded,
+        decoding_seconds=decoding,
+        acceptance_length=1 + accepted / max(1, drafts),
+        tokens_per_pass=tokens / passes,
+    )
 
 
 def _measure(
     modes: dict[str, Mode], prompts: Sequence[tuple[int, ...]], users: int, rounds: int
 ) -> list[dict[str, Any]]:
-    speeds: dict[str, list[float]] = {mode: [] for mode in modes}
-    rows: dict[str, dict[str, Any]] = {}
+    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
     for answer in modes.values():
         answer(prompts[: min(users, 4)])  # warm-up
     for _ in range(rounds):
-        plain: Tokens = []
         for mode, answer in modes.items():
-            started = time.perf_counter()
-            tokens, length, per_pass = answer(prompts)
-            speeds[mode].append(sum(map(len, tokens)) / (time.perf_counter() - started))
-            plain = plain or tokens
-            same = sum(a == b for a, b in zip(tokens, plain, strict=True))
-            rows[mode] = {"acceptance_length": length, "tokens_per_pass": per_pass, "same": same}
-            print(f"{users} users, {mode}: {speeds[mode][-1]:.1f} tokens/s", flush=True)
-    ratios = {
-        mode: statistics.median(a / b for a, b in zip(speeds[mode], speeds["plain"], strict=True)) for mode in modes
-    }
+            runs[mode].append(run := answer(prompts))
+            print(f"{users} users, {mode}: {run.speed:.1f} tokens/s, decoding {run.decoding_speed:.1f}", flush=True)
+    plain = runs["plain"]
     return [
         {
             "users": users,
             "mode": mode,
-            "tokens_per_second": statistics.median(speeds[mode]),
-            "all": speeds[mode],
-            "against_plain": ratios[mode],
-            **rows[mode],
+            "tokens_per_second": statistics.median(run.speed for run in these),
+            "decoding_tokens_per_second": _median(run.decoding_speed for run in these),
+            "against_plain": statistics.median(a.speed / b.speed for a, b in zip(these, plain, strict=True)),
+            "decoding_against_plain": _median(
+                a.decoding_speed / b.decoding_speed for a, b in zip(these, plain, strict=True)
+            ),
+            "all": [run.speed for run in these],
+            "acceptance_length": these[-1].acceptance_length,
+            "tokens_per_pass": these[-1].tokens_per_pass,
+            "same": sum(a == b for a, b in zip(these[-1].answers, plain[-1].answers, strict=True)),
         }
-        for mode in modes
+        for mode, these in runs.items()
     ]
+
+
+def _median(figures: Iterable[float]) -> float | None:
+    """The median of figures; None where there are none: JSON knows no NaN."""
+    median = statistics.median(figures)
+    return None if isnan(median) else median
 
 
 def _load(source: str, target: Target) -> Drafter:
@@ -180,8 +243,9 @@ def _randomised(drafter: Drafter) -> Drafter:
     return drafter
 
 
-def _generate(target: Target, prompts: Sequence[tuple[int, ...]], users: int, max_tokens: int) -> Tokens:
+def _generate(target: Target, prompts: Sequence[tuple[int, ...]], users: int, max_tokens: int) -> Run:
     """Batches of prompts, padded on the left; a batch ends with its longest answer."""
+    started = time.perf_counter()
     stops = sorted(target.stop_ids())
     answers: Tokens = []
     generate: Any = target.model.generate
@@ -202,7 +266,7 @@ def _generate(target: Target, prompts: Sequence[tuple[int, ...]], users: int, ma
         for row in output[:, longest:].tolist():
             end = next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
             answers.append(tuple(row[:end]))
-    return answers
+    return Run(answers=answers, seconds=time.perf_counter() - started, decoding_tokens=0, decoding_seconds=0.0)
 
 
 if __name__ == "__main__":
