@@ -9,7 +9,7 @@ import pytest
 
 from eyas.engine.answer import Piece
 from eyas.engine.request import FinishReason, Request
-from eyas.engine.stream import StreamingEngine
+from eyas.engine.stream import EngineError, StreamingEngine
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 
@@ -150,5 +150,66 @@ def test_closing_ends_open_streams_and_refuses_new_ones() -> None:
             await task
         with pytest.raises(RuntimeError, match="closed"):
             await collect(engine, 1)
+
+    asyncio.run(main())
+
+
+def mended(fake: FakeEngine, lost: Sequence[int] | None, successor: FakeEngine | None = None) -> StreamingEngine:
+    """An engine whose owner knows what to do about a failing step."""
+
+    def mend(_engine: Any, _error: BaseException) -> Any:
+        fake.broken = False
+        for key in [*fake.left] if lost is None else lost:
+            fake.cancel(key)
+        return successor or fake, lost
+
+    engine: Any = fake
+    return StreamingEngine(engine, mend=mend)
+
+
+def test_a_mended_engine_loses_some_requests_and_goes_on_with_the_others() -> None:
+    fake = FakeEngine()
+
+    async def main() -> None:
+        with mended(fake, lost=[0]) as engine:
+            tasks = [asyncio.create_task(collect(engine, 300)) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            fake.broken = True
+            with pytest.raises(EngineError, match="out of luck"):
+                await tasks[0]
+            assert len(await tasks[1]) == 300
+            assert len(await collect(engine, 3)) == 3
+
+    asyncio.run(main())
+
+
+def test_leaving_a_stream_of_a_replaced_engine_cancels_nobody_else() -> None:
+    fake, successor = FakeEngine(), FakeEngine()
+
+    async def main() -> None:
+        with mended(fake, None, successor) as engine:
+            stream = engine.stream(request(900))
+            first = await anext(stream)
+            fake.broken = True
+            while engine.engine is not successor:  # type: ignore[comparison-overlap]
+                await asyncio.sleep(0.001)
+            successor.steps = 0
+            other = asyncio.create_task(collect(engine, 30))
+            await asyncio.sleep(0.002)
+            await stream.aclose()  # type: ignore[attr-defined]
+            pieces = await other
+            assert len(pieces) == 30
+            assert pieces[0].key == first.key
+
+    asyncio.run(main())
+
+
+def test_one_may_look_at_the_engine_between_steps() -> None:
+    async def main() -> None:
+        with streaming(FakeEngine()) as engine:
+            assert await engine.between_steps(lambda seen: seen.busy) is False
+            with pytest.raises(ZeroDivisionError):
+                await engine.between_steps(lambda seen: 1 // 0)
+            assert len(await collect(engine, 2)) == 2
 
     asyncio.run(main())
