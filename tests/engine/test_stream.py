@@ -85,7 +85,7 @@ def test_leaving_a_stream_cancels_its_request() -> None:
         with streaming(fake) as engine:
             stream = engine.stream(request(1000))
             first = await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             while fake.busy:
                 await asyncio.sleep(0.001)
             assert fake.cancelled == [first.key]
@@ -196,7 +196,7 @@ def test_leaving_a_stream_of_a_replaced_engine_cancels_nobody_else() -> None:
             successor.steps = 0
             other = asyncio.create_task(collect(engine, 30))
             await asyncio.sleep(0.002)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             pieces = await other
             assert len(pieces) == 30
             assert pieces[0].key == first.key

@@ -9,7 +9,7 @@ the thread, for an engine to go on with and for the requests that were lost, and
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import suppress
 from types import TracebackType
 from typing import TypeVar, cast
@@ -48,7 +48,7 @@ class StreamingEngine:
 
     async def stream(
         self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece, None]:
         """The pieces of one request until its end. `taken_on` is called on the engine's thread, with the key."""
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()

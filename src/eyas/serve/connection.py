@@ -1,0 +1,94 @@
+"""One client's connection: what goes out, in JSON or as server-sent events, and whether anyone is still there."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Send
+
+from eyas.serve.failure import ApiError
+
+Result = TypeVar("Result")
+LAST_WORDS_SECONDS = 5.0
+"""For an error to reach a client that may not be reading."""
+PLAIN = {"content-type": "application/json"}
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class ClientGoneError(Exception):
+    """Nobody is there to hear the answer."""
+
+
+class Outlet:
+    """Where an answer goes. A stream's status is sent with its first event, so that it can still fail before."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self._streaming = False
+        self._turn = asyncio.Lock()  # several choices share the connection
+        self.status: int | None = None
+
+    async def json(self, body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """The whole answer."""
+        payload = _dump(body)
+        await self._start(status, PLAIN | {"content-length": str(len(payload))} | (headers or {}))
+        await self._send({"type": "http.response.body", "body": payload})
+
+    async def event(self, body: Any) -> None:
+        """One event of a stream."""
+        async with self._turn:
+            if not self._streaming:
+                self._streaming = True
+                await self._start(200, EVENTS)
+            await self._chunk(b"data: " + _dump(body) + b"\n\n")
+
+    async def end(self) -> None:
+        """The end of a stream that came to its end."""
+        await self._chunk(b"data: [DONE]\n\n")
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, failure: ApiError) -> None:
+        """Tell what went wrong, as a status if there was none yet, else as the stream's last event."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                if self.status is None:
+                    await self.json(failure.body, status=failure.status, headers=failure.headers)
+                elif self._streaming:
+                    await self._chunk(b"data: " + _dump(failure.body) + b"\n\n")
+                    await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+        pairs.append((b"x-request-id", self._request_id.encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def _chunk(self, payload: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": payload, "more_body": True})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client hangs up. The body must have been read."""
+    working = asyncio.create_task(work)
+    listening = asyncio.create_task(_hang_up(receive))
+    try:
+        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGoneError
+    finally:
+        for task in (working, listening):
+            task.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _dump(body: Any) -> bytes:
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

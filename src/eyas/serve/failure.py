@@ -1,0 +1,60 @@
+"""What goes wrong, as clients hear it: a status and the body that OpenAI's clients know how to read.
+
+Invariant: a failure that is the client's names the field, the value, the limit and the fix; a failure that is ours
+says so and whether trying again makes sense.
+"""
+
+from typing import Any
+
+from eyas.engine.stream import EngineError
+from eyas.errors import UserError
+
+RETRY_SOON = 1
+"""Seconds to wait where nothing better is known."""
+
+
+class ApiError(Exception):
+    """An answer other than success."""
+
+    def __init__(
+        self, status: int, message: str, *, field: str | None = None, code: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.field, self.code, self.retry = status, message, field, code, retry
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON of it."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a client's own retries go by."""
+        headers = {} if self.retry is None else {"Retry-After": str(self.retry)}
+        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+def failure_of(error: BaseException) -> ApiError:
+    """The failure that a client hears of for an exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than this server allows; ask for fewer tokens", code="timeout")
+    if isinstance(error, EngineError):
+        cause = error.__cause__
+        # Which exception it was is of use to an operator, who finds it in the log; its words may hold anything.
+        kind = "" if cause is None else f" ({type(cause).__name__})"
+        return ApiError(500, f"the engine failed while answering{kind}; try again", code="engine_failed")
+    return ApiError(500, f"the server failed ({type(error).__name__}); this is a bug in eyas", code="internal_error")

@@ -1,0 +1,63 @@
+"""How many answers are taken on at once, and the end of taking on.
+
+Beyond the engine's own places and a queue, a client is told to come back rather than left to wait for nothing. A count
+is enough: who waits for what is the scheduler's affair.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import ceil
+
+from eyas.serve.failure import ApiError
+
+LONGEST_WAIT = 60
+"""Seconds; what is further away nobody can tell."""
+WEIGHT = 0.1
+"""Of the newest answer in the mean duration."""
+
+
+class Gate:
+    """Counts answers under way. All of it happens on the event loop."""
+
+    def __init__(self, *, max_rows: int, queue: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.places = max_rows + queue
+        self.taken = 0
+        self.draining = False
+        self._max_rows, self._clock = max_rows, clock
+        self._mean_seconds = 1.0
+
+    def require_room(self, count: int = 1) -> None:
+        """Refuse where so many more cannot be taken on."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down; try another one", code="shutting_down", retry=1)
+        if count > self.places:
+            raise ApiError(
+                400, f"{count} answers were asked for at once, above the {self.places} there is room for; ask for fewer"
+            )
+        if self.taken + count > self.places:
+            retry = self.retry_after
+            message = f"{self.taken} of {self.places} places are taken and {count} are needed; try again in {retry} s"
+            raise ApiError(429, message, code="queue_full", retry=retry)
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until about half of those under way are done."""
+        rounds = self.taken / self._max_rows
+        return max(1, min(LONGEST_WAIT, ceil(self._mean_seconds * rounds / 2)))
+
+    @contextmanager
+    def enter(self, count: int) -> Iterator[None]:
+        """Hold so many places."""
+        self.require_room(count)
+        self.taken += count
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.taken -= count
+            self._mean_seconds += WEIGHT * (self._clock() - started - self._mean_seconds)
+
+    def drain(self) -> None:
+        """Take on nothing more."""
+        self.draining = True

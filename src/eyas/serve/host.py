@@ -1,0 +1,116 @@
+"""The engine as the server knows it: answers for requests, a look at its state, and an end."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from eyas.engine.answer import Piece, Tally
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request
+from eyas.engine.stream import EngineError, StreamingEngine
+from eyas.serve.mending import Mender, add
+
+Hear = Callable[[int, Piece, Tally], Awaitable[None]]
+"""Takes a piece of the answer of that number, and how speculation goes for it."""
+LOOK_SECONDS = 2.0
+"""How long to wait for a step to end before an older look will do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """The engine between two steps."""
+
+    running: int = 0
+    waiting: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    pages_cached: int = 0
+    prefix_lookups: int = 0
+    prefix_hits: int = 0
+    tally: Tally = field(default_factory=Tally)
+    """Since the server started, over all engines it had."""
+    share_of_depths: dict[int, float] = field(default_factory=dict)
+    collapsed: bool = False
+    """Whether the drafter has become useless."""
+
+
+class Host:
+    """Runs an engine and mends it. Use it as a context manager, or call `close`."""
+
+    def __init__(self, build: Callable[[], Engine], *, report: Callable[[str], None]) -> None:
+        self.mender = Mender(build, report)
+        self._report = report
+        engine = build()
+        self.target, self.budget = engine.target, engine.budget
+        self._streaming = StreamingEngine(engine, mend=self.mender)
+        self._seen = Snapshot(pages=self.budget.pages)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nothing can be served any more, if so."""
+        return self._streaming.failure
+
+    async def answer(self, requests: Sequence[Request], hear: Hear) -> None:
+        """Answer all requests; if one fails or the caller leaves, none is left behind."""
+        if len(requests) == 1:
+            await self._pump(0, requests[0], hear)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, request in enumerate(requests):
+                    group.create_task(self._pump(index, request, hear))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the others were cancelled on its account
+
+    async def look(self) -> Snapshot:
+        """The engine's state; an older one if a step takes long."""
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                self._seen = await self._streaming.between_steps(self._snapshot)
+        except (TimeoutError, EngineError):
+            pass
+        return self._seen
+
+    def close(self) -> None:
+        """Stop after the step under way; answers under way end with an error."""
+        self._streaming.close()
+
+    def __enter__(self) -> "Host":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _pump(self, index: int, request: Request, hear: Hear) -> None:
+        tallies: list[Tally] = []
+
+        def taken_on(engine: Engine, key: int) -> None:
+            tallies.append(engine.tally_of(key))
+            for event in engine.controller.events():
+                self._report(event)
+
+        async with aclosing(self._streaming.stream(request, taken_on=taken_on)) as pieces:
+            async for piece in pieces:
+                await hear(index, piece, tallies[0])
+
+    def _snapshot(self, engine: Engine) -> Snapshot:
+        tally = Tally()
+        add(tally, self.mender.past)
+        add(tally, engine.tally)
+        told = engine.controller.report()
+        return Snapshot(
+            running=len(engine.scheduler.running),
+            waiting=engine.scheduler.waiting,
+            pages=engine.pool.pages,
+            pages_used=engine.pool.used,
+            pages_cached=engine.pool.cached,
+            prefix_lookups=engine.pool.lookups,
+            prefix_hits=engine.pool.hits,
+            tally=tally,
+            share_of_depths=told["share_of_depths"],
+            collapsed=bool(told["collapsed"]),
+        )

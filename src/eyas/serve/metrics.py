@@ -1,0 +1,107 @@
+"""What Prometheus sees. Names are vLLM's with `eyas_` for `vllm:`, so that dashboards need one replacement.
+
+Counts of the engine are read from it when somebody asks (`EngineCollector`); what only the server knows, times and
+outcomes, is counted as it happens (`Meters`).
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from eyas.serve.host import Snapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+
+
+class Meters:
+    """Counters and histograms of one server."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self.engine = EngineCollector()
+        self.registry.register(self.engine)
+        self.requests = Counter(
+            "eyas_requests",
+            "Requests by how they ended: stop, length, a status, disconnected, or an error.",
+            ["endpoint", "outcome"],
+            registry=self.registry,
+        )
+        self.in_flight = Gauge(
+            "eyas_answers_in_flight", "Answers taken on, waiting or running.", registry=self.registry
+        )
+        self.prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens taken on.", registry=self.registry)
+        self.first_token = self._histogram("eyas_time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
+        self.between_tokens = self._histogram(
+            "eyas_inter_token_latency_seconds",
+            "Between tokens; tokens that came at once share their time.",
+            BETWEEN_TOKENS,
+        )
+        self.whole = self._histogram("eyas_e2e_request_latency_seconds", "Whole requests.", WHOLE)
+        Gauge("eyas_model_info", "What is served.", ["model_name"], registry=self.registry).labels(model).set(1)
+
+    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, words, buckets=buckets, registry=self.registry)
+
+    def text(self, seen: Snapshot, *, failed_steps: int, replaced: int) -> bytes:
+        """Everything, with the engine as it was just seen."""
+        self.engine.seen, self.engine.failed_steps, self.engine.replaced = seen, failed_steps, replaced
+        return generate_latest(self.registry)
+
+
+class EngineCollector(Collector):
+    """The engine's own counts."""
+
+    def __init__(self) -> None:
+        self.seen = Snapshot()
+        self.failed_steps = self.replaced = 0
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        seen, tally = self.seen, self.seen.tally
+        yield _gauge("eyas_num_requests_running", "Answers that own pages.", seen.running)
+        yield _gauge("eyas_num_requests_waiting", "Answers that wait for pages.", seen.waiting)
+        yield _gauge("eyas_pages", "Pages of the caches.", seen.pages)
+        yield _gauge("eyas_pages_used", "Pages that answers under way own.", seen.pages_used)
+        yield _gauge("eyas_pages_cached", "Free pages whose content can be found again.", seen.pages_cached)
+        yield _gauge("eyas_kv_cache_usage_perc", "Share of pages used, 1 is all.", seen.pages_used / max(1, seen.pages))
+        yield _counter("eyas_prefix_cache_queries", "Pages looked for in the prefix cache.", seen.prefix_lookups)
+        yield _counter("eyas_prefix_cache_hits", "Pages found there.", seen.prefix_hits)
+        yield _counter("eyas_generation_tokens", "Tokens generated.", tally.tokens)
+        yield _counter("eyas_target_passes", "Passes of the target that chose tokens, per answer.", tally.passes)
+        yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", tally.drafts)
+        yield _counter("eyas_spec_decode_num_draft_tokens", "Tokens drafted and verified.", tally.drafted)
+        yield _counter("eyas_spec_decode_num_accepted_tokens", "Drafted tokens accepted.", tally.accepted)
+        by_depth = CounterMetricFamily(
+            "eyas_spec_decode_num_accepted_tokens_per_pos", "Accepted by position, 0 is the first.", labels=["position"]
+        )
+        for position, count in enumerate(tally.accepted_at):
+            by_depth.add_metric([str(position)], count)
+        yield by_depth
+        yield _gauge(
+            "eyas_spec_decode_acceptance_length", "Tokens per verified draft since the start.", tally.acceptance_length
+        )
+        depths = GaugeMetricFamily(
+            "eyas_spec_decode_chosen_depth_share",
+            "Share of steps drafted this deep, 0 is not at all.",
+            labels=["depth"],
+        )
+        for depth, share in seen.share_of_depths.items():
+            depths.add_metric([str(depth)], share)
+        yield depths
+        yield _gauge("eyas_spec_decode_collapsed", "1 while the drafter is of no use.", float(seen.collapsed))
+        yield _counter("eyas_engine_failed_steps", "Steps that failed.", self.failed_steps)
+        yield _counter("eyas_engine_replaced", "Engines given up and built anew.", self.replaced)
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, words, value=value)
+
+
+def _counter(name: str, words: str, value: float) -> Metric:
+    return CounterMetricFamily(name, words, value=value)

@@ -1,0 +1,89 @@
+"""The API described for machines: clients, fuzzers, people with a viewer. Request bodies come from `protocol`."""
+
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from eyas import __version__
+from eyas.serve.protocol import ChatRequest, CompletionRequest
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_REFUSALS = {
+    "400": "A field is wrong, unknown or not supported; the message names it.",
+    "401": "No valid API key.",
+    "404": "Another model is served.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is not announced as application/json.",
+    "429": "All places are taken; see Retry-After.",
+    "500": "The engine failed; others go on.",
+    "503": "The server is shutting down, or the engine is down.",
+    "504": "The answer took too long.",
+}
+
+
+def describe() -> dict[str, Any]:
+    """The OpenAPI document."""
+    bodies = (ChatRequest, CompletionRequest)
+    references, definitions = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "eyas", "version": __version__},
+        "paths": {
+            "/v1/chat/completions": {"post": _post("Answer a conversation.", references[ChatRequest, "validation"])},
+            "/v1/completions": {"post": _post("Continue prompts.", references[CompletionRequest, "validation"])},
+            "/v1/models": {"get": _get("The model that is served.", keys=True)},
+            "/health": {"get": _get("Whether requests are taken.", "503")},
+            "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
+        },
+        "components": {
+            "schemas": definitions["$defs"] | {"Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _post(words: str, body: Any) -> dict[str, Any]:
+    return {
+        "summary": words,
+        "security": [{"key": []}, {}],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        "responses": {
+            "200": {
+                "description": "The answer, or its events with stream true.",
+                "content": {
+                    "application/json": {"schema": {"type": "object"}},
+                    "text/event-stream": {"schema": {"type": "string"}},
+                },
+            },
+            **{status: _refusal(why) for status, why in _REFUSALS.items()},
+        },
+    }
+
+
+def _get(words: str, *refusals: str, keys: bool = False, content: str = "application/json") -> dict[str, Any]:
+    schema = {"type": "object"} if content == "application/json" else {"type": "string"}
+    answers = {"200": {"description": words, "content": {content: {"schema": schema}}}}
+    wrong = {status: _refusal(_REFUSALS[status]) for status in (*refusals, *(("401",) if keys else ()))}
+    return {"summary": words, "responses": answers | wrong} | ({"security": [{"key": []}, {}]} if keys else {})
+
+
+def _refusal(why: str) -> dict[str, Any]:
+    return {"description": why, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}

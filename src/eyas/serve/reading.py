@@ -1,0 +1,92 @@
+"""From bytes to a valid body, or to a refusal that says which field is wrong, what it was and what it may be."""
+
+import asyncio
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request as HttpRequest
+
+from eyas.serve.failure import ApiError
+from eyas.serve.protocol import NEUTRAL, Common
+
+Body = TypeVar("Body", bound=Common)
+
+SHAPES = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "a string or a list of strings",
+    "logit_bias": "an object from token ids to numbers",
+    "stop_token_ids": "a list of token ids",
+}
+"""Where a value may have several shapes, one sentence says more than an error for each of them."""
+LONGEST_SHOWN = 60
+
+
+async def read_body(http: HttpRequest, *, most_bytes: int, seconds: float) -> bytes:
+    """The whole body, if it is JSON, small enough and comes in time."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        # Also what keeps a foreign page in a browser from posting here: it cannot send this type unasked.
+        raise ApiError(
+            415, f"content-type is {kind or 'missing'}; send application/json", code="unsupported_media_type"
+        )
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > most_bytes:
+                    raise ApiError(
+                        413,
+                        f"the body is above the {most_bytes:,} bytes this server takes; send less",
+                        code="too_large",
+                    )
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {seconds:g} s; send it faster", code="timeout") from None
+    return bytes(body)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """The body as `kind`."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+
+
+def _refusal(kind: type[Common], error: ValidationError) -> ApiError:
+    # URLs and context of pydantic's own are of no use to a client; of several errors the first is told.
+    first = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    top = str(first["loc"][0]) if first["loc"] else ""
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON ({first['msg'].partition(': ')[2]})", code="invalid_json")
+    if not field:
+        return ApiError(400, "the body is no JSON object; send one", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return _unknown(kind, field, first["input"])
+    if first["type"] == "missing":
+        return ApiError(400, f"{field} is missing; give it", field=field, code="missing_required_parameter")
+    if top in SHAPES:
+        return ApiError(400, f"{top} is not {SHAPES[top]}; change it", field=top, code="invalid_type")
+    if top == "messages" and "content" in first["loc"]:
+        field = ".".join(str(part) for part in first["loc"][:3])
+        return ApiError(400, f"{field} is neither a string nor a list of text parts; change it", field=field)
+    limit = first["msg"].removeprefix("Input should be ")
+    return ApiError(
+        400, f"{field} is {_shown(first['input'])}; it should be {limit}", field=field, code="invalid_value"
+    )
+
+
+def _unknown(kind: type[Common], field: str, value: Any) -> ApiError:
+    if field in NEUTRAL:
+        message = f"{field} is not supported yet, so {_shown(value)} would have no effect; leave it out"
+        return ApiError(400, message, field=field, code="unsupported_parameter")
+    near = get_close_matches(field, kind.model_fields, n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return ApiError(400, f"{field} is not a field of this request; {hint}", field=field, code="unknown_parameter")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

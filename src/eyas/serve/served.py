@@ -1,0 +1,65 @@
+"""What is served and within which limits: facts that stay as they are while the server runs."""
+
+import time
+from dataclasses import dataclass, field
+
+from eyas.engine.memory import PageBudget
+from eyas.engine.request import Speculation
+from eyas.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A target and perhaps its drafter, as clients see them."""
+
+    name: str
+    """What clients call it."""
+    target: str
+    drafter: str | None
+    max_length: int
+    """Tokens of prompt and answer."""
+    max_rows: int
+    """Answers at the same time."""
+    speculation: Speculation = field(default_factory=Speculation)
+    """For requests that say nothing about it."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much the server takes on, and how long it waits."""
+
+    queue: int = 256
+    """Answers that may wait for a place in the engine; beyond them clients are told to come back."""
+    body_bytes: int = 4 * 2**20
+    body_seconds: float = 30.0
+    """For a body to arrive."""
+    request_seconds: float = 600.0
+    """From the first byte of a request to the last one of its answer."""
+    drain_seconds: float = 30.0
+    """For answers under way once the server is told to stop."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("queue", 0), ("body_bytes", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"limit {name} is {getattr(self, name)}; it must be {least} or more")
+        for name in ("body_seconds", "request_seconds", "drain_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"limit {name} is {getattr(self, name)}; it must be above 0")
+
+
+def banner(served: Served, budget: PageBudget) -> list[str]:
+    """What an operator wants to see when the server starts."""
+    if served.drafter is None:
+        policy = "no drafter: every token is a pass of the target"
+    elif served.speculation.mode == "fixed":
+        policy = f"{served.drafter}, {served.speculation.depth} tokens deep unless a request says otherwise"
+    elif served.speculation.mode == "off":
+        policy = f"{served.drafter}, only for requests that ask for it"
+    else:
+        policy = f"{served.drafter}, as deep as pays by measured cost and acceptance"
+    return [
+        f"serving   {served.name} ({served.target}), up to {served.max_length:,} tokens, {served.max_rows} at once",
+        f"drafting  {policy}",
+        f"memory    {budget}",
+    ]

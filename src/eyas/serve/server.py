@@ -1,0 +1,77 @@
+"""From a socket to the last answer: listen, serve, and on SIGTERM or SIGINT let answers under way come to their end."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from math import ceil
+from types import FrameType
+
+import uvicorn
+
+from eyas.errors import UserError
+from eyas.serve.app import Application
+
+BACKLOG = 1024
+LAST_SECONDS = 10
+"""For errors to reach clients whose answers were cut off."""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any that is free."""
+    try:
+        (family, kind, protocol, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(place)
+        listener.listen(BACKLOG)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot listen on {address} port {port} ({reason}); choose another --host or --port"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where clients find it."""
+    address, port = listener.getsockname()[:2]
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Runs an application until it is told to stop, then drains it."""
+
+    def __init__(self, application: Application, *, on_stop: Callable[[str], None]) -> None:
+        self._application, self._on_stop = application, on_stop
+        self._drain_seconds = application.limits.drain_seconds
+        super().__init__(
+            uvicorn.Config(
+                application.asgi,
+                http="h11",
+                ws="none",
+                loop="asyncio",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=ceil(self._drain_seconds) + LAST_SECONDS,
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop at the first signal, at once at the second; uvicorn would raise it again after all is done."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take nothing more, wait for answers under way, and cut off those that take too long with an error."""
+        gate, host = self._application.gate, self._application.host
+        gate.drain()
+        self._on_stop(f"stopping: {gate.taken} answers under way have {self._drain_seconds:g} s")
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(self._drain_seconds, lambda: loop.run_in_executor(None, host.close))
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()

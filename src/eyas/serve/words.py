@@ -1,0 +1,46 @@
+"""Single tokens as text, for log probabilities."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from eyas.engine.text import UNFINISHED
+from eyas.engine.verify import TokenLogprobs
+
+LEAST = -9999.0
+"""JSON has no minus infinity; OpenAI writes this for what cannot come."""
+
+
+class Words:
+    """The text of tokens by themselves, special ones included."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._text = lru_cache(maxsize=2**16)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
+
+    def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """A token as chats report it."""
+        top = [self._one(token, logprob) for token, logprob in entry.top]
+        return self._one(entry.token, entry.logprob) | {"top_logprobs": top}
+
+    def text_entries(self, entries: Sequence[TokenLogprobs], texts: Sequence[str], offset: int) -> dict[str, Any]:
+        """Tokens as completions report them; offsets are where their text begins in the answer."""
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": [self._text(entry.token) for entry in entries],
+            "token_logprobs": [max(entry.logprob, LEAST) for entry in entries],
+            "top_logprobs": [
+                {self._text(token): max(logprob, LEAST) for token, logprob in reversed(entry.top)} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        # Part of a character has no text of its own, and which bytes it has only its tokenizer's kind could tell.
+        known = list(text.encode()) if UNFINISHED not in text else None
+        return {"token": text, "logprob": max(logprob, LEAST), "bytes": known}

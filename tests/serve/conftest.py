@@ -1,0 +1,157 @@
+"""A tiny target that speaks in letters, the drafter that learnt it, and clients of a server around both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from chat_tokenizer import CHATML, SPECIAL
+from eyas.engine.engine import Engine
+from eyas.engine.options import EngineOptions
+from eyas.serve.app import Application
+from eyas.serve.host import Host
+from eyas.serve.served import Limits, Served
+
+if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
+    from eyas.target.model import Target
+
+LETTERS = [*SPECIAL, "Ġ", "Ċ", *(sign for sign in string.printable[:94] if sign not in "~^`@")]
+OPTIONS = EngineOptions(max_rows=4, max_length=256, memory=2**24)
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per letter, as many as the tiny target knows."""
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target: Target) -> Target:
+    """The tiny target, in letters."""
+    return replace(tiny_target, tokenizer=letter_tokenizer())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a client got."""
+
+    status: int
+    headers: Any
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+    @property
+    def events(self) -> list[Any]:
+        """The events of a stream, all but the last, which says that it is done."""
+        lines = [line.removeprefix("data: ") for line in self.text.split("\n\n") if line]
+        assert lines[-1] == "[DONE]", lines[-1]
+        return [json.loads(line) for line in lines[:-1]]
+
+    def assert_refused(self, status: int, *parts: str) -> None:
+        """OpenAI's error format, with every part in the message."""
+        assert self.status == status, self.text
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        for part in parts:
+            assert part in error["message"], (part, error)
+
+
+class Client:
+    """Calls an application in this process, each call in a loop of its own."""
+
+    def __init__(self, application: Application, engines: list[Engine]) -> None:
+        self.application = application
+        self.engines = engines
+        """Every engine that was built, the one in use last."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.engines[-1]
+
+    async def send(self, method: str, path: str, **arguments: Any) -> Reply:
+        transport = httpx2.ASGITransport(app=self.application.asgi)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+            answer = await client.request(method, path, timeout=60, **arguments)
+            return Reply(status=answer.status_code, headers=answer.headers, text=answer.text)
+
+    def get(self, path: str, **arguments: Any) -> Reply:
+        return asyncio.run(self.send("GET", path, **arguments))
+
+    def post(self, path: str, body: Any = None, **arguments: Any) -> Reply:
+        return asyncio.run(self.send("POST", path, json=body, **arguments))
+
+    def complete(self, **fields: Any) -> Reply:
+        return self.post("/v1/completions", {"prompt": "abcabc", "max_tokens": 8, "temperature": 0} | fields)
+
+    def chat(self, content: str = "Hello", **fields: Any) -> Reply:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+        return self.post("/v1/chat/completions", body | fields)
+
+    def all_back(self) -> None:
+        """No request and no page is left behind."""
+        assert self.application.gate.taken == 0
+        assert not self.engine.busy
+        assert self.engine.pool.used == 0
+        self.engine.scheduler.check()
+
+
+Serve = Callable[..., Any]
+
+
+@contextmanager
+def serve(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    options: EngineOptions = OPTIONS,
+    limits: Limits | None = None,
+    keys: tuple[str, ...] = (),
+    notices: list[str] | None = None,
+) -> Iterator[Client]:
+    """A client of a server around an engine."""
+    engines: list[Engine] = []
+
+    def build() -> Engine:
+        engines.append(Engine(target, drafter, options=options))
+        return engines[-1]
+
+    with Host(build, report=(notices if notices is not None else []).append) as host:
+        drafter_name = "tiny-drafter" if drafter is not None else None
+        served = Served(
+            name="tiny", target="tiny", drafter=drafter_name, max_length=256, max_rows=options.max_rows, created=7
+        )
+        yield Client(Application(host, served, limits=limits, keys=keys), engines)
+
+
+@pytest.fixture(scope="session")
+def client(target: Target, tiny_drafter: Drafter) -> Iterator[Client]:
+    """A server that stays as it is: for tests that only ask."""
+    with serve(target, tiny_drafter) as client:
+        yield client
+
+
+@pytest.fixture
+def new_server(target: Target, tiny_drafter: Drafter) -> Serve:
+    """Begin another server, with limits of its own."""
+
+    def begin(**arguments: Any) -> Any:
+        return serve(target, tiny_drafter, **arguments)
+
+    return begin
