@@ -1,0 +1,116 @@
+"""`eyas serve`: a model behind OpenAI's API."""
+
+import ipaddress
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eyas.cli.options import Cache, report
+
+DEEPEST = 7
+"""How deep the controller may go, and a request ask for, unless the server's own depth is above."""
+
+
+def serve(
+    target: Annotated[str, typer.Argument(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help='As for vLLM: {"model": ..., "method": "eagle3", "num_speculative_tokens": 3}; without the number as '
+            "deep as pays. Or none.",
+            show_default="the target's own drafter, if shipped",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="EYAS_API_KEY", help="Let only holders of this key in; repeat for several."),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model.", show_default="the target as given")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer.", show_default="the target's, at most 8192", min=2)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers at the same time.", min=1)] = 64,
+    max_queue: Annotated[int, typer.Option(help="Answers that may wait; beyond, clients get 429.", min=0)] = 256,
+    memory_gib: Annotated[
+        float | None, typer.Option(help="Memory for pages, in GiB.", show_default="half of what is free")
+    ] = None,
+    request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
+    drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    check: Annotated[
+        bool, typer.Option("--check", help="Load everything, say what would be served, and exit.")
+    ] = False,
+    cache: Cache = None,
+) -> None:
+    """Serve a target with its drafter: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+
+    Without arguments it serves the default target with the drafter that comes with eyas, on this machine alone.
+    """
+    from eyas.cli.pair import load_pair
+    from eyas.cli.speculative_config import read_speculative_config
+    from eyas.engine.engine import Engine
+    from eyas.engine.options import EngineOptions
+    from eyas.serve.app import Application
+    from eyas.serve.host import Host
+    from eyas.serve.log import warn
+    from eyas.serve.served import Limits, Served, banner
+    from eyas.serve.server import Server, listen, url_of
+
+    config = read_speculative_config(speculative_config, target)
+    limits = Limits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
+    options = EngineOptions(
+        max_rows=max_num_seqs,
+        max_length=max_model_len,
+        memory=None if memory_gib is None else int(memory_gib * 2**30),
+        max_depth=max(DEEPEST, config.depth or 0),
+    )
+    listener = listen(host, port)  # before anything is loaded: a port that is taken should not cost a minute
+    loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
+    _log_to_stderr()
+    with (
+        listener,
+        Host(lambda: Engine(loaded, model, options=options, report=report), report=warn) as engine,
+    ):
+        served = Served(
+            name=served_model_name or target,
+            target=target,
+            drafter=None if config.drafter is None else Path(config.drafter).name,
+            max_length=engine.budget.max_length,
+            max_rows=max_num_seqs,
+            speculation=config.speculation,
+        )
+        for line in banner(served, engine.budget):
+            report(line)
+        keys = [key for key in api_key or () if key]
+        if not keys and not _is_loopback(host):
+            report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
+        report(f"at        {url_of(listener)}/v1, {f'{len(keys)} API keys' if keys else 'no API key'}")
+        if check:
+            return
+        Server(Application(engine, served, limits=limits, keys=keys), on_stop=report).run([listener])
+
+
+def _log_to_stderr() -> None:
+    """One JSON line per request, and what the HTTP server itself complains about."""
+    from eyas.serve.log import LOGGER, JsonLines
+
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for logger, level in ((LOGGER, logging.INFO), (logging.getLogger("uvicorn.error"), logging.WARNING)):
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

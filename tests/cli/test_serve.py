@@ -1,0 +1,97 @@
+"""`eyas serve`: what it refuses before anything is loaded, and a whole server from start to SIGTERM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from eyas.cli.speculative_config import read_speculative_config
+from eyas.errors import UserError
+
+Run = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--speculative-config", "{"], ["no JSON", "eagle3"]),
+        (["--speculative-config", "[]"], ["no JSON object"]),
+        (["--speculative-config", '{"modle": "x"}'], ["modle", "did you mean model"]),
+        (["--speculative-config", '{"method": "ngram"}'], ["ngram", "eagle3"]),
+        (["--speculative-config", '{"num_speculative_tokens": 0}'], ["0 tokens", "1 or more"]),
+        (["--speculative-config", '{"model": 3}'], ["model 3"]),
+        (["somewhere", "--speculative-config", '{"num_speculative_tokens": 3}'], ["somewhere", "add one"]),
+        (["--host", "nowhere.invalid"], ["nowhere.invalid", "--host"]),
+        (["--request-seconds", "0"], ["request_seconds", "above 0"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
+    run: Run, arguments: list[str], parts: list[str]
+) -> None:
+    run("serve", *arguments).assert_refused(*parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "drafter", "depth"),
+    [
+        (None, "smollm2", "smollm2-eagle3.1", None),
+        (None, "somewhere", None, None),
+        ("none", "smollm2", None, None),
+        ('{"model": "none"}', "smollm2", None, None),
+        ('{"method": "eagle3"}', "smollm2", "smollm2-eagle3.1", None),
+        ('{"model": "d", "method": "eagle3", "num_speculative_tokens": 3}', "somewhere", "d", 3),
+    ],
+)
+def test_the_config_means_what_it_means_to_vllm(text: str, target: str, drafter: str | None, depth: int | None) -> None:
+    config = read_speculative_config(text, target)
+    assert (config.drafter, config.depth) == (drafter, depth)
+    assert config.speculation.mode == ("auto" if depth is None else "fixed")
+
+
+def test_booleans_are_no_depths() -> None:
+    with pytest.raises(UserError, match="True tokens"):
+        read_speculative_config('{"num_speculative_tokens": true}', "smollm2")
+
+
+@pytest.mark.default
+def test_the_default_serves_and_stops_when_told() -> None:
+    command = [sys.executable, "-m", "eyas", "serve", "--port", "0", "--max-model-len", "512", "--max-num-seqs", "4"]
+    environment = {**os.environ, "EYAS_API_KEY": "secret-key"}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert server.stderr is not None
+    watchdog = threading.Timer(120, server.kill)
+    watchdog.start()
+    try:
+        said = []
+        while not (said and said[-1].startswith("at ")):
+            line = server.stderr.readline()
+            assert line, said
+            said.append(line)
+        banner = "".join(said)
+        for part in ("serving   smollm2", "smollm2-eagle3.1, as deep as pays", "pages of 16 tokens", "1 API keys"):
+            assert part in banner
+        assert "secret-key" not in banner
+        url = said[-1].split()[1].rstrip(",")
+        body = {"messages": [{"role": "user", "content": "Name a bird of prey."}], "max_tokens": 8, "temperature": 0}
+        keyed = {"authorization": "Bearer secret-key"}
+        reply = httpx2.post(f"{url}/chat/completions", json=body, headers=keyed, timeout=60).json()
+        assert reply["choices"][0]["message"]["content"]
+        server.send_signal(signal.SIGTERM)
+        rest = server.stderr.read()
+        assert server.wait(30) == 0
+    finally:
+        watchdog.cancel()
+        server.kill()
+        server.wait()
+    assert "stopping: 0 answers" in rest
+    (line,) = [json.loads(text) for text in rest.splitlines() if text.startswith("{")]
+    assert line["event"] == "request"
+    assert line["completion_tokens"] == 8
+    assert "bird" not in rest
