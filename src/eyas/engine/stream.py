@@ -61,8 +61,7 @@ class StreamingEngine:
 
         def submit() -> None:
             try:
-                if self._failure is not None:
-                    raise EngineError("the engine has failed and serves no more") from self._failure
+                self._require_sound()
                 keys.append(self.engine.submit(request))
                 self._sinks[keys[0]] = sink
                 if taken_on is not None:
@@ -102,6 +101,7 @@ class StreamingEngine:
         def order() -> None:
             result, failure = None, None
             try:
+                self._require_sound()
                 result = look(self.engine)
             except Exception as error:
                 failure = error
@@ -112,6 +112,10 @@ class StreamingEngine:
             raise EngineError("the engine is closed")
         self._orders.put(order)
         return await seen
+
+    def _require_sound(self) -> None:
+        if self._failure is not None:
+            raise EngineError("the engine has failed and serves no more") from self._failure
 
     def close(self) -> None:
         """Stop after the step under way; open streams end with an error."""

@@ -8,6 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,8 @@ class Desk:
     gate: Gate
     meters: Meters
     words: Words
-    encoding: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
-    """Tokenizers are not made for several threads at once."""
+    encoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-encode"))
+    """One thread, so that long prompts do not hold up the loop: tokenizers are not made for several at once."""
 
 
 @dataclass(kw_only=True)
@@ -93,8 +94,8 @@ class Endpoint:
             raise ApiError(
                 404, f"model {body.model!r} is not served here; use {desk.served.name!r}", code="model_not_found"
             )
-        async with desk.encoding:
-            account.asked = asked = await asyncio.to_thread(self._ask, body)
+        loop = asyncio.get_running_loop()
+        account.asked = asked = await loop.run_in_executor(desk.encoding, self._ask, body)
         head = Letterhead(
             kind=self._kind,
             request_id=account.request_id,
