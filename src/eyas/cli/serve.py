@@ -74,7 +74,6 @@ def serve(
     )
     listener = listen(host, port)  # before anything is loaded: a port that is taken should not cost a minute
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
-    _log_to_stderr()
     with (
         listener,
         Host(lambda: Engine(loaded, model, options=options, report=report), report=warn) as engine,
@@ -92,9 +91,10 @@ def serve(
         keys = [key for key in api_key or () if key]
         if not keys and not _is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
-        report(f"at        {url_of(listener)}/v1, {f'{len(keys)} API keys' if keys else 'no API key'}")
+        report(f"at        {url_of(listener)}/v1, {f'API keys: {len(keys)}' if keys else 'no API key'}")
         if check:
             return
+        _log_to_stderr()
         Server(Application(engine, served, limits=limits, keys=keys), on_stop=report).run([listener])
 
 
