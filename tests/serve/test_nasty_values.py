@@ -1,0 +1,63 @@
+"""Whatever a body holds, the answer is an answer or a refusal, never a failure, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+NASTY: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 7, 95, 96, 2**31, 2**63, 2**64, 10**40, -(2**63), 0.0, -0.0, 1e-300, 1e-5, 0.5,
+    1.0, 1e30, 1e308, -1e308, 5e-324, "", "a", "0", "\x00", "\ud7ff", "😀", "</s>", "<|im_start|>", "a" * 300, [], [[]],
+    [0], [1, 2], [95], [96], [-1], [2**70],
+    ["a"], ["a", "b"], ["", ""], [None], [[1], [2]], [["a"]], [{}], {}, {"a": 1},
+    {"0": 1}, {"95": -100}, {"0": 1e400}, {"0": 100, "1": 100}, {"-1": 1}, {"mode": "off"},
+    {"mode": "fixed", "depth": 7},
+    {"mode": "fixed", "depth": 2**70}, {"include_usage": True}, {"type": "text"}, [{"role": "user", "content": ""}],
+    [{"role": "assistant", "content": "x"}], [{"role": "user", "content": []}],
+]  # fmt: skip
+FIELDS = [
+    "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "logprobs",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "stream", "stream_options", "speculative", "user", "prompt", "messages", "top_logprobs", "max_completion_tokens",
+    "tools", "colour",
+]  # fmt: skip
+
+
+def nasty_bodies(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Good bodies with one to three fields gone wrong, each value in each field at least likely to come."""
+    chance = random.Random(0)
+    bodies = []
+    for number in range(count):
+        path, body = "/v1/completions", {"prompt": "abc", "max_tokens": 3}
+        if number % 3 == 0:
+            path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+        for field in chance.sample(FIELDS, chance.choice([1, 1, 2, 3])):
+            body[field] = chance.choice(NASTY)
+        bodies.append((path, body))
+    return bodies
+
+
+def test_nasty_values_fail_nothing(client: Any) -> None:
+    good = client.complete().json["choices"]
+    wrong = []
+
+    async def ask(path: str, body: dict[str, Any]) -> None:
+        try:
+            reply = await client.send("POST", path, json=body)
+        except ValueError:
+            return  # the client itself cannot write this as JSON
+        if reply.status not in (200, 400, 404):
+            wrong.append((path, body, reply.status, reply.text))
+        if reply.status == 200 and '"error"' in reply.text:
+            wrong.append((path, body, reply.status, reply.text))
+
+    async def main() -> None:
+        for path, body in nasty_bodies(700):
+            await ask(path, body)
+
+    asyncio.run(main())
+    assert not wrong, wrong[0]
+    assert client.complete().json["choices"] == good
+    assert client.application.host.mender.failed_steps == 0
+    client.all_back()
