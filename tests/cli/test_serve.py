@@ -79,19 +79,27 @@ def test_the_default_serves_and_stops_when_told() -> None:
             assert part in banner
         assert "secret-key" not in banner
         url = said[-1].split()[1].rstrip(",")
-        body = {"messages": [{"role": "user", "content": "Name a bird of prey."}], "max_tokens": 8, "temperature": 0}
+        body = {"messages": [{"role": "user", "content": "Name a bird of prey."}], "max_tokens": 24, "temperature": 0}
+        body |= {"ignore_eos": True}
         keyed = {"authorization": "Bearer secret-key"}
-        reply = httpx2.post(f"{url}/chat/completions", json=body, headers=keyed, timeout=60).json()
-        assert reply["choices"][0]["message"]["content"]
-        server.send_signal(signal.SIGTERM)
+        path = f"{url}/chat/completions"
+        whole = httpx2.post(path, json=body, headers=keyed, timeout=60).json()["choices"][0]["message"]["content"]
+        with httpx2.stream("POST", path, json=body | {"stream": True}, headers=keyed, timeout=60) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            events = [json.loads(next(lines))]
+            server.send_signal(signal.SIGTERM)
+            *others, last = lines
+        assert last == "[DONE]"
+        events += map(json.loads, others)
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == whole
         rest = server.stderr.read()
         assert server.wait(30) == 0
     finally:
         watchdog.cancel()
         server.kill()
         server.wait()
-    assert "stopping: 0 answers" in rest
-    (line,) = [json.loads(text) for text in rest.splitlines() if text.startswith("{")]
-    assert line["event"] == "request"
-    assert line["completion_tokens"] == 8
+    assert "stopping: 1 answers" in rest
+    logged = [json.loads(text) for text in rest.splitlines() if text.startswith("{")]
+    assert [line["event"] for line in logged] == ["request"] * 2
+    assert [line["completion_tokens"] for line in logged] == [24, 24]
     assert "bird" not in rest

@@ -183,6 +183,24 @@ def test_a_mended_engine_loses_some_requests_and_goes_on_with_the_others() -> No
     asyncio.run(main())
 
 
+def test_what_an_earlier_step_gave_is_told_after_mending() -> None:
+    fake = FakeEngine()
+    told = Piece(key=0, tokens=(0,), texts=("x",), depths=(0,), finished=FinishReason.LENGTH)
+
+    def fail_with_a_piece_untold() -> list[Piece]:
+        fake.left.clear()
+        fake.step = lambda: [told]  # type: ignore[method-assign]
+        raise ValueError("out of luck")
+
+    fake.step = fail_with_a_piece_untold  # type: ignore[method-assign]
+
+    async def main() -> None:
+        with mended(fake, lost=[]) as engine:
+            assert await asyncio.wait_for(collect(engine, 5), 5) == [told]
+
+    asyncio.run(main())
+
+
 def test_leaving_a_stream_of_a_replaced_engine_cancels_nobody_else() -> None:
     fake, successor = FakeEngine(), FakeEngine()
 

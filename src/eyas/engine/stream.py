@@ -37,6 +37,7 @@ class StreamingEngine:
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sinks: dict[int, Callable[[Event], None]] = {}
         self._failure: BaseException | None = None
+        self._owes = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
         self._thread.start()
@@ -135,16 +136,21 @@ class StreamingEngine:
         while True:
             try:
                 # Without work the thread sleeps until an order comes; with work it takes what is there.
-                order = self._orders.get(block=self._failure is not None or not self.engine.busy)
+                at_work = self._failure is None and (self.engine.busy or self._owes)
+                order = self._orders.get(block=not at_work)
             except queue.Empty:
                 self._step()
                 continue
             if order is None:
                 self._give_up(RuntimeError("the engine was closed"))
                 return
-            order()
+            try:
+                order()
+            except BaseException as error:  # a cancellation that fails leaves as much in doubt as a step
+                self._recover(error)
 
     def _step(self) -> None:
+        self._owes = False
         try:
             pieces = self.engine.step()
         except BaseException as error:
@@ -159,10 +165,12 @@ class StreamingEngine:
         try:
             if self._mend is None:
                 raise error
-            self.engine, lost = self._mend(self.engine, error)
+            mended, lost = self._mend(self.engine, error)
         except BaseException as failure:
             self._give_up(failure)
         else:
+            # What an earlier step gave may not have been told yet: one more step tells it, even with nothing to do.
+            self._owes, self.engine = mended is self.engine, mended
             self._end(error, lost)
 
     def _give_up(self, failure: BaseException) -> None:
