@@ -125,7 +125,9 @@ def test_another_model_is_not_pretended(client: Any) -> None:
 
 def test_unknown_paths_and_methods_are_refused_in_the_same_format(client: Any) -> None:
     client.get("/v1/images").assert_refused(404)
-    client.get("/v1/completions").assert_refused(405)
+    reply = client.get("/v1/completions")
+    reply.assert_refused(405)
+    assert reply.headers["allow"] == "POST"
     client.get("/v1/models/other").assert_refused(404, "other", "tiny")
 
 

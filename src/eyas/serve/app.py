@@ -99,7 +99,8 @@ class Application:
 
 async def _refuse(_: HttpRequest, error: Exception) -> Response:
     """Every error in the one format, those of the router too."""
-    failure = failure_of(error)
+    failure, headers = failure_of(error), dict[str, str]()
     if isinstance(error, HTTPException):
         failure = ApiError(error.status_code, f"{error.detail}; see /openapi.json for what there is")
-    return JSONResponse(failure.body, status_code=failure.status, headers=failure.headers)
+        headers |= error.headers or {}
+    return JSONResponse(failure.body, status_code=failure.status, headers=headers | failure.headers)

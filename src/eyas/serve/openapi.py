@@ -5,7 +5,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from eyas import __version__
-from eyas.serve.protocol import ChatRequest, CompletionRequest
+from eyas.serve.protocol import NEUTRAL, ChatRequest, CompletionRequest
 
 _ERROR = {
     "type": "object",
@@ -43,6 +43,9 @@ def describe() -> dict[str, Any]:
     references, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
+    schemas = definitions["$defs"] | {"Error": _ERROR}
+    for body in bodies:
+        schemas[body.__name__] = _with_nothing(schemas[body.__name__])
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": __version__},
@@ -54,10 +57,21 @@ def describe() -> dict[str, Any]:
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
         },
         "components": {
-            "schemas": definitions["$defs"] | {"Error": _ERROR},
+            "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _with_nothing(body: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a body with what it takes beside its fields' own values: null, and fields that ask for nothing."""
+    required = body["required"]
+    properties = {
+        name: field if name in required else {"anyOf": [field, {"type": "null"}]}
+        for name, field in body["properties"].items()
+    }
+    neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL.items()}
+    return body | {"properties": neutral | properties}
 
 
 def _post(words: str, body: Any) -> dict[str, Any]:
@@ -70,7 +84,7 @@ def _post(words: str, body: Any) -> dict[str, Any]:
                 "description": "The answer, or its events with stream true.",
                 "content": {
                     "application/json": {"schema": {"type": "object"}},
-                    "text/event-stream": {"schema": {"type": "string"}},
+                    "text/event-stream": {},
                 },
             },
             **{status: _refusal(why) for status, why in _REFUSALS.items()},
