@@ -19,8 +19,9 @@ EXCLUDE ?=
 demo: $(READY)
 	$(BIN)/eyas demo
 
+# One process for each core, four at most since each loads the target, on one thread each: more would only wait.
 test: lint
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks recipes
