@@ -57,3 +57,33 @@ def test_rotations_are_those_of_transformers(glue: Glue, rows: int, size: int) -
         alone = torch.empty(1, 5, size)
         glue.rotate(qk[n : n + 1], cos[n : n + 1], sin[n : n + 1], alone)
         assert torch.equal(alone[0], turned[n])
+
+
+@pytest.mark.parametrize("width", [*WIDTHS, 16384])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_most_likely_is_the_first_of_the_largest_with_its_softmax(glue: Glue, rows: int, width: int) -> None:
+    logits = (torch.randn(rows, width) * 4).round()  # whole numbers, so that there are equals
+    place, chance = glue.most_likely_and_chance(logits)
+    largest = logits.amax(dim=-1, keepdim=True)
+    assert place.tolist() == [row.index(True) for row in (logits == largest).tolist()]
+    exact = logits.double().softmax(dim=-1).amax(dim=-1).float()
+    torch.testing.assert_close(chance, exact, rtol=1e-5, atol=0)
+    assert torch.equal(glue.most_likely(logits), place)
+    alone = [glue.most_likely_and_chance(row) for row in logits.split(1)]
+    assert torch.equal(torch.cat([chance for _, chance in alone]), chance)
+
+
+def test_what_is_impossible_is_never_the_most_likely(glue: Glue) -> None:
+    logits = torch.full((2, 37), float("-inf"))
+    logits[0, 36], logits[1, 0] = -3e38, 5.0
+    place, chance = glue.most_likely_and_chance(logits)
+    assert place.tolist() == [36, 0]
+    assert chance.tolist() == [1.0, 1.0]
+
+
+def test_norms_read_and_write_rows_that_lie_apart(glue: Glue) -> None:
+    wide, weight = torch.randn(5, 96), torch.randn(32)
+    out = torch.zeros(5, 96)
+    glue.norm(wide[:, 32:64], weight, 1e-5, out[:, 64:])
+    assert torch.equal(out[:, 64:], glue.norm(wide[:, 32:64].contiguous(), weight, 1e-5))
+    assert not out[:, :64].any()

@@ -340,7 +340,7 @@ def test_siblings_begin_with_the_draft_and_are_all_different(sampling: Sampling)
     wanted, token_W = by_seed(sampling, 200), 2 * torch.arange(40)
     one, many = draw(logits_NW, wanted, token_W), draw_many(logits_NW, wanted, token_W, 4)
     assert torch.equal(many.index[:, 0], one.index)
-    assert torch.equal(many.confidence[:, 0], one.confidence)
+    torch.testing.assert_close(many.confidence[:, 0], one.confidence)  # summed in another order
     assert all(len(set(row)) == 4 for row in many.tokens)
     assert many.tokens == token_W[many.index].tolist()
     torch.testing.assert_close(many.confidence, logits_NW.softmax(-1).gather(-1, many.index))

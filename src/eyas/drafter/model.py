@@ -26,15 +26,15 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         """Norm over the last dim."""
         if x.is_cuda and not torch.is_grad_enabled():
             # The same by a kernel of torch's, which takes a tenth of the time where there are few tokens.
-            return functional.rms_norm(x, self.weight.shape, None, self._eps) * self.weight
+            return functional.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
         x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self._eps)
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.engine.glue import Glue, load_glue
+from eyas.engine.glue import glue_for
 from eyas.engine.paged_attention import PagedAttention
 from eyas.target.packed_linear import PackedLinear, joined
 
@@ -41,7 +41,7 @@ class RMSNorm:
         # CPUs have no kernel for it; weight * x / sqrt(|x|^2 / D + eps) as (sqrt(D) weight) * x / hypot(|x|, c) takes
         # four operations.
         self._written_out = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._glue = _glue_for(weight) if weight.ndim == 1 else None
+        self._glue = glue_for(weight) if weight.ndim == 1 else None
         if self._written_out and self._glue is None:
             self._weight = weight * self._size[0] ** 0.5
             self._least = torch.tensor((self._size[0] * eps) ** 0.5)
@@ -54,11 +54,6 @@ class RMSNorm:
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
             return x.div(length).mul_(self._weight)
         return functional.rms_norm(x, self._size, None, self.eps).mul_(self._weight)
-
-
-def _glue_for(like: Tensor) -> Glue | None:
-    """Compiled steps, if there are any for tensors like this one."""
-    return load_glue() if like.is_cpu and like.dtype == torch.float32 else None
 
 
 def join(linears: Sequence[Any]) -> Product | None:
@@ -133,7 +128,7 @@ class Rotation:
     """Turns the halves a, b of every query and key, in memory [N, B, K]: a cos - b sin, b cos + a sin."""
 
     def __init__(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> None:
-        self._glue, self._cos_NK, self._sin_NK = _glue_for(qk_NBK), cos_NK.contiguous(), sin_NK.contiguous()
+        self._glue, self._cos_NK, self._sin_NK = glue_for(qk_NBK), cos_NK.contiguous(), sin_NK.contiguous()
         self._qk, self._cos = qk_NBK, cos_NK.unsqueeze(1)
         self.turned_NBK = torch.empty_like(qk_NBK, memory_format=torch.contiguous_format)
         (self._a, self._b), (sin_a, sin_b) = qk_NBK.chunk(2, dim=-1), sin_NK.unsqueeze(1).chunk(2, dim=-1)
@@ -187,7 +182,7 @@ class LeanPass:
         q, k = torch.split(rotate.turned_NBK, [sizes.heads, sizes.key_heads], dim=1)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gate, up = gate_up.chunk(2, dim=1)
-        glue = _glue_for(x_ND)
+        glue = glue_for(x_ND)
 
         for layer, block in enumerate(self.blocks):
             if layer in states:

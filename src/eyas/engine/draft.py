@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
+from eyas.engine.lean_draft import lean_drafter
 from eyas.engine.paged import MOST_IN_TREE, Layout, PageCache, Row
 from eyas.engine.paged_attention import PagedAttention
 from eyas.engine.request import Live
@@ -129,6 +130,7 @@ class PagedDrafter:
 
     def __init__(self, drafter: Drafter, cache: PageCache, *, window: int | None = None, sinks: int = 0) -> None:
         self.model, self.cache = drafter, cache
+        self._run = lean_drafter(drafter)
         self._window, self._sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
         self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
@@ -188,9 +190,9 @@ class PagedDrafter:
         aux_NX = torch.cat(aux)
         assert len(aux_NX) == len(tokens), "one state for every token but the newest"
         layout = self._lay_out(rows)
-        hidden_ND = self.model.fuse(aux_NX.to(self._dtype))
+        hidden_ND = self._run.fuse(aux_NX.to(self._dtype))
         token_N = torch.tensor(tokens, device=self._device)
-        output = self.model.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
+        output = self._run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
         end = 0
         for live, row in zip(lives, rows, strict=True):
             end += row.count
@@ -223,7 +225,7 @@ class PagedDrafter:
                     Row(pages=lives[row].pages, base=lives[row].drafter_length + behind, count=1) for row in rows
                 )
                 token_R = torch.tensor([tokens[row][-1] for row in rows], device=self._device)
-                output = self.model.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
+                output = self._run.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
                 normed_RD, feedback_RD = output.normed, output.feedback
             drawn = self._draw(normed_RD, [wanted_at(lives[row], tokens[row]) for row in rows])
             for row, token, confidence in zip(rows, drawn.tokens, drawn.confidences, strict=True):
@@ -249,7 +251,7 @@ class PagedDrafter:
                 normed_RD = self._expand([growth for growth, nodes in grown if nodes])
             wanted = [wanted_at(growth.live, growth.tokens_to(node)) for growth, node in parents]
             widths = [growth.shape.width for growth, _ in parents]
-            drawn = draw_many(self.model.logits(normed_RD), wanted, self.token_W, max(widths))
+            drawn = draw_many(self._run.logits(normed_RD), wanted, self.token_W, max(widths))
             for (growth, node), width, tokens, confidences in zip(
                 parents, widths, drawn.tokens, drawn.confidences, strict=True
             ):
@@ -268,14 +270,14 @@ class PagedDrafter:
             tokens += [growth.tokens[node] for node in nodes]
         layout = self._lay_out(rows)
         token_N = torch.tensor(tokens, device=self._device)
-        output = self.model.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
+        output = self._run.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
         places = iter(range(len(tokens)))
         for growth in growths:
             growth.feedback_D |= {node: output.feedback[next(places)] for node in growth.newest}
         return output.normed
 
     def _draw(self, normed_RD: Tensor, wanted: Sequence[Wanted]) -> Drawn:
-        return draw(self.model.logits(normed_RD), wanted, self.token_W)
+        return draw(self._run.logits(normed_RD), wanted, self.token_W)
 
     def _lay_out(self, rows: Iterable[Row]) -> Layout:
         return Layout.of(list(rows), page_size=self.cache.page_size, device=self._device)

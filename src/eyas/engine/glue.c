@@ -1,19 +1,22 @@
-/* What stands between the matrix products of a Llama block, in float32: each in one sweep over memory.
+/* What stands between the matrix products of a Llama block and behind the last of them, in float32: each in one sweep
+ * over memory, or as few as it takes.
  *
  * Invariant: a row's result does not depend on the rows beside it, to the last bit.
  *
- * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K numbers of a head.
+ * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K numbers of a head, V logits of a row.
  */
 
 #include "vectors.h"
 
 enum { FEW = 1 << 14 }; /* numbers that one thread is through with before a second one has begun */
 
-/* y = x / sqrt(mean(x^2) + eps) * weight */
-void rms_norm(const float *x, long N, long D, const float *weight, float eps, float *y, int threads) {
+/* y = x / sqrt(mean(x^2) + eps) * weight; rows lie in memory with a stride of their own */
+void rms_norm(const float *x, long x_stride, long N, long D, const float *weight, float eps, float *y, long y_stride,
+              int threads) {
 #pragma omp parallel for num_threads(N * D < FEW ? 1 : threads) schedule(static)
     for (long n = 0; n < N; n++) {
-        const float *x_n = x + n * D;
+        const float *x_n = x + n * x_stride;
+        float *y_n = y + n * y_stride;
         vector sum[4] = {{0}};
         long d = 0;
         for (; d + 4 * LANES <= D; d += 4 * LANES) UNROLL for (int i = 0; i < 4; i++) {
@@ -24,7 +27,7 @@ void rms_norm(const float *x, long N, long D, const float *weight, float eps, fl
         float total = (each[0] + each[1]) + (each[2] + each[3]);
         for (; d < D; d++) total += x_n[d] * x_n[d];
         const float factor = 1.0f / square_root(total / D + eps);
-        for (d = 0; d < D; d++) y[n * D + d] = x_n[d] * factor * weight[d];
+        for (d = 0; d < D; d++) y_n[d] = x_n[d] * factor * weight[d];
     }
 }
 
@@ -61,4 +64,36 @@ void rotate(const float *x, long N, long B, long K, long stride, const float *co
             for (long k = 0; k < half; k++) y_b[k] = a_in[k] * cos_n[k] - b_in[k] * sin_n[k];
             for (long k = 0; k < half; k++) y_b[half + k] = b_in[k] * cos_n[half + k] + a_in[k] * sin_n[half + k];
         }
+}
+
+INLINE vector larger(vector a, vector b) {
+    const integers above = (integers)(a > b);
+    return (vector)(((integers)a & above) | ((integers)b & ~above));
+}
+
+/* The place of the largest of each row of x[N][V], the first of equals, and, unless `chance` is null, the softmax there. */
+void most_likely(const float *x, long N, long V, int64_t *place, float *chance, int threads) {
+#pragma omp parallel for num_threads(N * V < FEW ? 1 : threads) schedule(static)
+    for (long n = 0; n < N; n++) {
+        const float *x_n = x + n * V;
+        vector most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+        long v = 0;
+        for (; v + 4 * LANES <= V; v += 4 * LANES)
+            UNROLL for (int i = 0; i < 4; i++) most[i] = larger(((const vector *)(x_n + v))[i], most[i]);
+        const vector both = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+        float largest = both[0];
+        for (int i = 1; i < LANES; i++) largest = both[i] > largest ? both[i] : largest;
+        for (; v < V; v++) largest = x_n[v] > largest ? x_n[v] : largest;
+        for (v = 0; v + 1 < V && x_n[v] != largest; v++) {}
+        place[n] = v;
+        if (!chance) continue;
+        vector sum[2] = {{0}};
+        for (v = 0; v + 2 * LANES <= V; v += 2 * LANES)
+            UNROLL for (int i = 0; i < 2; i++) sum[i] += exponential(((const vector *)(x_n + v))[i] - largest);
+        const vector total = sum[0] + sum[1];
+        float weight = 0;
+        for (int i = 0; i < LANES; i++) weight += total[i];
+        for (; v < V; v++) weight += exponential(all(x_n[v] - largest))[0];
+        chance[n] = 1.0f / weight;
+    }
 }

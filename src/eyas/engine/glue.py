@@ -1,10 +1,10 @@
-"""What stands between the matrix products of a block, each in one call of compiled code (`glue.c`).
+"""What stands between the matrix products of a block and behind the last, each in one call of compiled code (`glue.c`).
 
 Little is computed here, but torch takes several operations for each step, and its silu on some processors takes longer
 than the attention beside it. All is float32 on the processor; rows lie densely unless it says
 otherwise.
 
-Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim.
+Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, V logits.
 """
 
 import ctypes
@@ -30,19 +30,21 @@ class Glue:
     def __post_init__(self) -> None:
         pointer, size, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         library = self.library
-        library.rms_norm.argtypes = [pointer, size, size, pointer, ctypes.c_float, pointer, threads]
+        library.rms_norm.argtypes = [pointer, size, size, size, pointer, ctypes.c_float, pointer, size, threads]
         library.gated.argtypes = [pointer, size, size, pointer, threads]
         library.rotate.argtypes = [pointer, size, size, size, size, pointer, pointer, pointer, threads]
-        for function in (library.rms_norm, library.gated, library.rotate):
+        library.most_likely.argtypes = [pointer, size, size, pointer, pointer, threads]
+        for function in (library.rms_norm, library.gated, library.rotate, library.most_likely):
             function.restype = None
 
-    def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """The root-mean-square norm of every row."""
-        assert x_ND.is_contiguous()
-        y_ND = torch.empty_like(x_ND)
-        tokens, width = x_ND.shape
+    def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None = None) -> Tensor:
+        """The root-mean-square norm of every row; a row's numbers lie side by side, rows may lie apart."""
+        y_ND = x_ND.new_empty(x_ND.shape) if out_ND is None else out_ND
+        (tokens, width), (x_stride, x_step), (y_stride, y_step) = x_ND.shape, x_ND.stride(), y_ND.stride()
+        assert x_step == y_step == 1
         self.library.rms_norm(
-            *(x_ND.data_ptr(), tokens, width, weight_D.data_ptr(), eps, y_ND.data_ptr(), torch.get_num_threads())
+            *(x_ND.data_ptr(), x_stride, tokens, width, weight_D.data_ptr(), eps),
+            *(y_ND.data_ptr(), y_stride, torch.get_num_threads()),
         )
         return y_ND
 
@@ -59,6 +61,29 @@ class Glue:
             *(qk_NBK.data_ptr(), *qk_NBK.shape, qk_NBK.stride(0), cos_NK.data_ptr(), sin_NK.data_ptr()),
             *(turned_NBK.data_ptr(), torch.get_num_threads()),
         )
+
+    def most_likely(self, logits_NV: Tensor) -> Tensor:
+        """The place of the largest logit of each row [N], the first of equals."""
+        place_N = torch.empty(len(logits_NV), dtype=torch.int64)
+        self._most_likely(logits_NV, place_N, None)
+        return place_N
+
+    def most_likely_and_chance(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and its probability by a softmax [N]."""
+        place_N, chance_N = torch.empty(len(logits_NV), dtype=torch.int64), torch.empty(len(logits_NV))
+        self._most_likely(logits_NV, place_N, chance_N)
+        return place_N, chance_N
+
+    def _most_likely(self, logits_NV: Tensor, place_N: Tensor, chance_N: Tensor | None) -> None:
+        assert logits_NV.is_contiguous()
+        chance = None if chance_N is None else chance_N.data_ptr()
+        threads = torch.get_num_threads()
+        self.library.most_likely(logits_NV.data_ptr(), *logits_NV.shape, place_N.data_ptr(), chance, threads)
+
+
+def glue_for(like: Tensor) -> Glue | None:
+    """Compiled steps, if there are any for tensors like this one."""
+    return load_glue() if like.is_cpu and like.dtype == torch.float32 else None
 
 
 @cache
@@ -79,7 +104,13 @@ def _is_right(glue: Glue) -> bool:
     cos, sin = x_ND[:, :22].cos(), x_ND[:, :22].sin()
     turned, crossed = torch.empty(3, 2, 22), torch.cat([-halves[..., 11:], halves[..., :11]], dim=-1)
     glue.rotate(halves, cos.contiguous(), sin.contiguous(), turned)
+    wide_ND = torch.zeros(3, 88)
+    glue.norm(x_ND, weight_D, 1e-5, wide_ND[:, 44:])
+    place_N, chance_N = glue.most_likely_and_chance(x_ND)
     pairs = (
+        (wide_ND[:, 44:], functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
+        (place_N, x_ND.argmax(dim=-1)),
+        (chance_N, x_ND.softmax(dim=-1).amax(dim=-1)),
         (glue.norm(x_ND, weight_D, 1e-5), functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
         (glue.gate(x_ND), functional.silu(x_ND[:, :22]) * x_ND[:, 22:]),
         (turned, halves * cos.unsqueeze(1) + crossed * sin.unsqueeze(1)),

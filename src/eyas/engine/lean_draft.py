@@ -1,0 +1,153 @@
+"""The drafter's pass on a processor in as few operations as it takes; `drafter/model.py` says what is computed.
+
+A drafter's layer is so small that torch's operations around its products take longer than the products. So norms,
+rotation and gates are compiled steps here (`glue.py`), and linears that read the same input are one product.
+
+Invariant: a lean drafter that was handed out computes what its model computes, up to the order of sums. That rests on
+a trial, as it does for targets (`lean.py`); where anything is unlike what is expected, the model itself runs.
+
+Shapes: N tokens, D drafter hidden, X concatenated auxiliary states, A auxiliary states, W draft vocabulary, I
+intermediate size, B = H + G query and key heads, K head dim, E outputs of a product.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.drafter.attention import Attend
+from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
+from eyas.engine.block import Product, join
+from eyas.engine.glue import Glue, glue_for
+
+TOLERANCE = 1e-4
+"""How far results may lie from the model's own, relative to their length; sums in another order lie nearer."""
+
+
+class Drafts(Protocol):
+    """What drafting needs of a drafter: its model, or a lean pass over it."""
+
+    def fuse(self, aux_X: Tensor) -> Tensor:
+        """The target's auxiliary states as the depth-0 state."""
+
+    def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
+        """One depth."""
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Scores over the draft vocabulary."""
+
+
+def lean_drafter(drafter: Drafter) -> Drafts:
+    """The lean pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
+    glue = glue_for(drafter.norm.weight)
+    if glue is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
+        return drafter
+    try:
+        lean = _LeanDrafter(drafter, glue)
+    except _UnlikeError:
+        return drafter
+    return lean if _is_right(lean, drafter) else drafter
+
+
+class _UnlikeError(Exception):
+    """A linear is neither plain nor packed."""
+
+
+class _LeanDrafter:
+    """One layer behind fused states, over the weights of a loaded drafter."""
+
+    def __init__(self, drafter: Drafter, glue: Glue) -> None:
+        config, layer = drafter.config, _first(drafter)
+        attention, mlp = layer.self_attn, layer.mlp
+        self._model, self._config, self._glue = drafter, config, glue
+        assert drafter.embed_tokens is not None
+        self._embedding_VD = drafter.embed_tokens.weight.detach()
+        self._qkv = _product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._output, self._down = _product(attention.o_proj), _product(mlp.down_proj)
+        self._gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        self._layer = layer
+
+    def fuse(self, aux_NX: Tensor) -> Tensor:
+        """Norm each auxiliary state where the drafter does, and combine them."""
+        model = self._model
+        if model.input_norm is not None:
+            aux_NX = self._norm(model.input_norm, aux_NX)
+        if model.fc_norm is not None:
+            normed_NX = torch.empty_like(aux_NX)
+            states, places = (x_NX.chunk(len(model.fc_norm), dim=1) for x_NX in (aux_NX, normed_NX))
+            for norm, state_ND, out_ND in zip(model.fc_norm, states, places, strict=True):
+                self._norm(norm, state_ND, out_ND)
+            aux_NX = normed_NX
+        fused_ND: Tensor = model.fc(aux_NX)
+        return fused_ND
+
+    def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
+        """Run one depth."""
+        config, layer, tokens, size = self._config, self._layer, len(hidden), hidden.shape[1]
+        both_NE = hidden.new_empty(tokens, 2 * size)
+        embedded_ND = functional.embedding(token_ids, self._embedding_VD)
+        self._norm(layer.input_layernorm, embedded_ND, both_NE[:, :size])
+        normed_ND = self._norm(layer.hidden_norm, hidden, both_NE[:, size:])
+
+        heads, keys = config.num_attention_heads, config.num_key_value_heads
+        qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
+        cos, sin = self._model.rope(positions, hidden.dtype)
+        turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
+        self._glue.rotate(qkv[:, : heads + keys], cos[:, 0], sin[:, 0], turned)
+        attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
+        residual = self._output(attended.reshape(tokens, -1), None)
+        residual += normed_ND if config.norm_before_residual else hidden
+
+        gated = self._glue.gate(self._gate_up(self._norm(layer.post_attention_layernorm, residual), None))
+        residual += self._down(gated, None)
+        normed = self._norm(self._model.norm, residual)
+        return DepthOutput(normed=normed, feedback=normed if config.norm_output else residual)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """As the model has them."""
+        return self._model.logits(normed)
+
+    def _norm(self, norm: nn.Module, x_ND: Tensor, out_ND: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, RMSNorm)
+        return self._glue.norm(x_ND, norm.weight, norm.eps, out_ND)
+
+
+def _first(drafter: Drafter) -> FirstLayer:
+    layer = drafter.layers[0]
+    assert isinstance(layer, FirstLayer)
+    return layer
+
+
+def _product(*linears: nn.Module) -> Product:
+    product = join(linears)
+    if product is None:
+        raise _UnlikeError
+    return product
+
+
+@torch.inference_mode()
+def _is_right(lean: _LeanDrafter, drafter: Drafter) -> bool:
+    """Try it: fuse some states, run a depth behind them and one behind that, far into the context."""
+    config = drafter.config
+    generator = torch.Generator().manual_seed(0)
+    aux_NX = torch.randn(3, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
+    token_N = torch.randint(config.vocab_size, (3,), generator=generator)
+    position_N = torch.tensor([0, 7, max(8, config.max_position_embeddings - 1)])
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = q.shape[1] // k.shape[1]
+        weight = (q * k.repeat_interleave(shared, 1)).sum(-1, keepdim=True).sigmoid()
+        return weight * v.repeat_interleave(shared, 1)  # any function of all three will do
+
+    results = []
+    for one in (lean, drafter):
+        fused = one.fuse(aux_NX)
+        first = one.step(fused, token_N, position_N, attend)
+        second = one.step(first.feedback, token_N.flip(0), position_N + 1, attend)
+        results.append((fused, first.normed, first.feedback, second.normed, second.feedback))
+    return all(_near(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def _near(ours: Tensor, theirs: Tensor) -> bool:
+    return bool(((ours - theirs).norm(dim=-1) <= TOLERANCE * theirs.norm(dim=-1)).all())
