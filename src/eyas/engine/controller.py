@@ -263,6 +263,7 @@ class Controller:
             "seconds": self.probes.total,
             "probes": self.probes.count,
             "seconds_lost_by_probes": self.probes.lost,
+            "rows_by_depth": dict(sorted(self._depths.items())),
             "share_of_depths": {depth: count / chosen for depth, count in sorted(self._depths.items())},
         }
 

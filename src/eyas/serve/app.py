@@ -1,5 +1,6 @@
 """The paths of the server and what stands behind each."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from eyas.serve.metrics import CONTENT_TYPE, Meters
 from eyas.serve.openapi import describe
 from eyas.serve.protocol import ChatRequest, CompletionRequest
 from eyas.serve.served import Limits, Served
+from eyas.serve.status import state_of, status_of
 from eyas.serve.words import Words
 
 
@@ -29,6 +31,7 @@ class Application:
     def __init__(self, host: Host, served: Served, *, limits: Limits | None = None, keys: Sequence[str] = ()) -> None:
         self.host, self.served, self.limits = host, served, limits or Limits()
         self.gate = Gate(max_rows=served.max_rows, queue=self.limits.queue)
+        self.started = time.monotonic()
         self.meters = Meters(served.name)
         self.meters.in_flight.set_function(lambda: self.gate.taken)
         translator = Translator(host.target, served)
@@ -50,6 +53,7 @@ class Application:
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
+                Route("/status", self._status, methods=["GET"]),
                 Route("/openapi.json", self._openapi, methods=["GET"]),
             ],
             middleware=[Middleware(KeyGuard, keys=tuple(keys))],
@@ -66,9 +70,8 @@ class Application:
         return JSONResponse(self._card())
 
     async def _health(self, _: HttpRequest) -> Response:
-        failure = self.host.failure
-        state = "draining" if self.gate.draining else "failed" if failure is not None else "ok"
-        told = {"status": state} | ({"reason": type(failure).__name__} if state == "failed" else {})
+        state = state_of(self.host, self.gate)
+        told = {"status": state} | ({"reason": type(self.host.failure).__name__} if state == "failed" else {})
         return JSONResponse(told, status_code=200 if state == "ok" else 503)
 
     async def _metrics(self, _: HttpRequest) -> Response:
@@ -76,6 +79,10 @@ class Application:
         seen = await self.host.look()
         text = self.meters.text(seen, failed_steps=mender.failed_steps, replaced=mender.replaced)
         return Response(text, media_type=CONTENT_TYPE)
+
+    async def _status(self, _: HttpRequest) -> Response:
+        told = await status_of(self.host, self.served, self.gate, started=self.started)
+        return JSONResponse(told, headers={"cache-control": "no-store"})
 
     async def _openapi(self, _: HttpRequest) -> Response:
         return JSONResponse(describe())

@@ -1,6 +1,8 @@
 """The engine as the server knows it: answers for requests, a look at its state, and an end."""
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -16,12 +18,16 @@ Hear = Callable[[int, Piece, Tally], Awaitable[None]]
 """Takes a piece of the answer of that number, and how speculation goes for it."""
 LOOK_SECONDS = 2.0
 """How long to wait for a step to end before an older look will do."""
+NOTICES = 8
+"""Of the engine's own words, how many are kept to be shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """The engine between two steps."""
 
+    at: float = field(default_factory=time.monotonic)
+    """When it was looked at."""
     running: int = 0
     waiting: int = 0
     pages: int = 0
@@ -32,8 +38,12 @@ class Snapshot:
     tally: Tally = field(default_factory=Tally)
     """Since the server started, over all engines it had."""
     share_of_depths: dict[int, float] = field(default_factory=dict)
+    rows_by_depth: dict[int, int] = field(default_factory=dict)
+    """How often each depth was chosen for an answer, by the engine in use."""
     collapsed: bool = False
     """Whether the drafter has become useless."""
+    notices: tuple[tuple[float, str], ...] = ()
+    """What the engine last had to say about itself, and when by the monotonic clock; the newest last."""
 
 
 class Host:
@@ -43,7 +53,8 @@ class Host:
         self.mender = Mender(build, report)
         self._report = report
         engine = build()
-        self.target, self.budget = engine.target, engine.budget
+        self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
+        self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
         self._streaming = StreamingEngine(engine, mend=self.mender)
         self._seen = Snapshot(pages=self.budget.pages)
 
@@ -90,14 +101,19 @@ class Host:
 
         def taken_on(engine: Engine, key: int) -> None:
             tallies.append(engine.tally_of(key))
-            for event in engine.controller.events():
-                self._report(event)
+            self._pass_on_events(engine)
 
         async with aclosing(self._streaming.stream(request, taken_on=taken_on)) as pieces:
             async for piece in pieces:
                 await hear(index, piece, tallies[0])
 
+    def _pass_on_events(self, engine: Engine) -> None:
+        for event in engine.controller.events():
+            self._notices.append((time.monotonic(), event))
+            self._report(event)
+
     def _snapshot(self, engine: Engine) -> Snapshot:
+        self._pass_on_events(engine)
         tally = Tally()
         add(tally, self.mender.past)
         add(tally, engine.tally)
@@ -112,5 +128,7 @@ class Host:
             prefix_hits=engine.pool.hits,
             tally=tally,
             share_of_depths=told["share_of_depths"],
+            rows_by_depth=told["rows_by_depth"],
             collapsed=bool(told["collapsed"]),
+            notices=tuple(self._notices),
         )

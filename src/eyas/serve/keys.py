@@ -1,4 +1,6 @@
-"""API keys: who may use /v1. Health and metrics stay open to probes, which carry no keys and see no texts."""
+"""API keys: who may use /v1 and see /status. Health and metrics stay open to probes, which carry no keys and see no
+texts.
+"""
 
 from collections.abc import Iterable
 from hashlib import sha256
@@ -10,9 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from eyas.serve.connection import Outlet
 from eyas.serve.failure import ApiError
 
+GUARDED = ("/v1", "/status")
+
 
 class KeyGuard:
-    """Lets requests to /v1 through if they carry one of the keys; without keys, all of them."""
+    """Lets requests to guarded paths through if they carry one of the keys; without keys, all of them."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
@@ -21,7 +25,7 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and self._digests and not self._knows(scope):
+        if scope["type"] == "http" and scope["path"].startswith(GUARDED) and self._digests and not self._knows(scope):
             failure = ApiError(401, "the API key is missing or unknown; send Authorization: Bearer KEY", code="bad_key")
             await Outlet(send, "").fail(failure)
             return

@@ -6,6 +6,7 @@ from pydantic.json_schema import models_json_schema
 
 from eyas import __version__
 from eyas.serve.protocol import NEUTRAL, ChatRequest, CompletionRequest
+from eyas.serve.status import SCHEMA
 
 _ERROR = {
     "type": "object",
@@ -43,7 +44,7 @@ def describe() -> dict[str, Any]:
     references, definitions = models_json_schema(
         [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
-    schemas = definitions["$defs"] | {"Error": _ERROR}
+    schemas = definitions["$defs"] | {"Error": _ERROR, "Status": SCHEMA}
     for body in bodies:
         schemas[body.__name__] = _with_nothing(schemas[body.__name__])
     return {
@@ -55,6 +56,7 @@ def describe() -> dict[str, Any]:
             "/v1/models": {"get": _get("The model that is served.", keys=True)},
             "/health": {"get": _get("Whether requests are taken.", "503")},
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
+            "/status": {"get": _get("The server's state; counts are since the start.", keys=True, schema="Status")},
         },
         "components": {
             "schemas": schemas,
@@ -92,9 +94,12 @@ def _post(words: str, body: Any) -> dict[str, Any]:
     }
 
 
-def _get(words: str, *refusals: str, keys: bool = False, content: str = "application/json") -> dict[str, Any]:
-    schema = {"type": "object"} if content == "application/json" else {"type": "string"}
-    answers = {"200": {"description": words, "content": {content: {"schema": schema}}}}
+def _get(
+    words: str, *refusals: str, keys: bool = False, content: str = "application/json", schema: str | None = None
+) -> dict[str, Any]:
+    plain = {"type": "object"} if content == "application/json" else {"type": "string"}
+    told = plain if schema is None else {"$ref": f"#/components/schemas/{schema}"}
+    answers = {"200": {"description": words, "content": {content: {"schema": told}}}}
     wrong = {status: _refusal(_REFUSALS[status]) for status in (*refusals, *(("401",) if keys else ()))}
     return {"summary": words, "responses": answers | wrong} | ({"security": [{"key": []}, {}]} if keys else {})
 

@@ -47,7 +47,11 @@ class Speculative(Wire):
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     depth: Count | None = Field(None, description="Draft tokens in a row; with mode fixed alone.")
-    details: bool = Field(False, description="Report tokens, the depth each was accepted from, and counts per choice.")
+    details: bool = Field(
+        False,
+        description="Report per choice, and in every chunk of a stream, tokens with the text that came with each and "
+        "the depth it was accepted from, and the counts so far.",
+    )
 
 
 class StreamOptions(Wire):

@@ -91,7 +91,7 @@ def chunk(head: Letterhead, index: int, heard: Heard, words: Words) -> dict[str,
     choice["logprobs"] = logprobs
     choice["finish_reason"] = None if piece.finished is None else piece.finished.value
     if head.details:
-        choice["speculative"] = _origins([piece]) | (figures([heard.tally]) if piece.finished is not None else {})
+        choice["speculative"] = _origins([piece]) | figures([heard.tally])
     return head.of(choices=[choice], chunk=True)
 
 

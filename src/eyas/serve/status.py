@@ -1,0 +1,137 @@
+"""The server's state as one JSON object, for the page and for scripts: gauges as they are, counts since the start.
+
+Counts never go back while the server runs (but for `rows_by_depth`, which a replaced engine begins anew), so that a
+client that looks from time to time gets rates as differences, over `at_seconds` and not over its own clock.
+"""
+
+from typing import Any
+
+from eyas import __version__
+from eyas.serve.gate import Gate
+from eyas.serve.host import Host, Snapshot
+from eyas.serve.served import Served
+
+COLLAPSED = "raised while the drafter is of no use: requests on auto then decode plainly, except for probes"
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["version", "state", "at_seconds", "served", "load", "pages", "counts", "alarms", "notices"],
+    "properties": {
+        "version": {"type": "string"},
+        "state": {"enum": ["ok", "draining", "failed"]},
+        "at_seconds": {"type": "number", "description": "Since the start, when the engine was looked at."},
+        "served": {
+            "type": "object",
+            "properties": {
+                "model": {"type": "string"},
+                "target": {"type": "string"},
+                "drafter": {"type": ["string", "null"]},
+                "mode": {"enum": ["auto", "off", "fixed"]},
+                "depth": {"type": ["integer", "null"]},
+                "max_depth": {"type": "integer", "description": "The deepest a request may ask for; 0: no drafter."},
+                "max_length": {"type": "integer"},
+                "max_rows": {"type": "integer"},
+            },
+        },
+        "load": {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in ("running", "waiting", "in_flight", "places")},
+        },
+        "pages": {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in ("total", "used", "cached", "lookups", "hits")},
+        },
+        "counts": {
+            "type": "object",
+            "properties": {
+                **{name: {"type": "integer"} for name in ("tokens", "passes", "drafts", "drafted_tokens")},
+                "accepted_tokens": {"type": "integer"},
+                "accepted_by_depth": {"type": "array", "items": {"type": "integer"}},
+                "rows_by_depth": {
+                    "type": "object",
+                    "additionalProperties": {"type": "integer"},
+                    "description": "How often an answer's next tokens were to be drafted this deep; 0 is not at all.",
+                },
+                "failed_steps": {"type": "integer"},
+                "replaced_engines": {"type": "integer"},
+            },
+        },
+        "alarms": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["name", "raised", "text"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "raised": {"type": "boolean"},
+                    "text": {"type": "string", "description": "What it means."},
+                },
+            },
+        },
+        "notices": {
+            "type": "array",
+            "description": "What the engine last had to say, the newest first.",
+            "items": {
+                "type": "object",
+                "required": ["at_seconds", "text"],
+                "properties": {"at_seconds": {"type": "number"}, "text": {"type": "string"}},
+            },
+        },
+    },
+}
+
+
+def state_of(host: Host, gate: Gate) -> str:
+    """Whether requests are taken, in a word."""
+    return "draining" if gate.draining else "failed" if host.failure is not None else "ok"
+
+
+async def status_of(host: Host, served: Served, gate: Gate, *, started: float) -> dict[str, Any]:
+    """Everything; `started` is when, by the monotonic clock."""
+    seen = await host.look()
+    return {
+        "version": __version__,
+        "state": state_of(host, gate),
+        "at_seconds": round(seen.at - started, 3),
+        "served": _served(served, host.max_depth),
+        "load": {"running": seen.running, "waiting": seen.waiting, "in_flight": gate.taken, "places": gate.places},
+        "pages": {
+            "total": seen.pages,
+            "used": seen.pages_used,
+            "cached": seen.pages_cached,
+            "lookups": seen.prefix_lookups,
+            "hits": seen.prefix_hits,
+        },
+        "counts": _counts(seen, host),
+        "alarms": [{"name": "collapsed", "raised": seen.collapsed, "text": COLLAPSED}],
+        "notices": [{"at_seconds": round(at - started, 3), "text": text} for at, text in reversed(seen.notices)],
+    }
+
+
+def _served(served: Served, max_depth: int) -> dict[str, Any]:
+    drafted = served.drafter is not None
+    return {
+        "model": served.name,
+        "target": served.target,
+        "drafter": served.drafter,
+        "mode": served.speculation.mode if drafted else "off",
+        "depth": served.speculation.depth,
+        "max_depth": max_depth if drafted else 0,
+        "max_length": served.max_length,
+        "max_rows": served.max_rows,
+    }
+
+
+def _counts(seen: Snapshot, host: Host) -> dict[str, Any]:
+    tally = seen.tally
+    return {
+        "tokens": tally.tokens,
+        "passes": tally.passes,
+        "drafts": tally.drafts,
+        "drafted_tokens": tally.drafted,
+        "accepted_tokens": tally.accepted,
+        "accepted_by_depth": list(tally.accepted_at),
+        "rows_by_depth": {str(depth): count for depth, count in seen.rows_by_depth.items()},
+        "failed_steps": host.mender.failed_steps,
+        "replaced_engines": host.mender.replaced,
+    }

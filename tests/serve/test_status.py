@@ -1,0 +1,102 @@
+"""The server's state as JSON: what the dashboard draws is what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from eyas.engine.acceptance import LATEST
+
+
+def fits(value: Any, schema: Mapping[str, Any], at: str = "status") -> None:
+    """Whether a value is what the schema says, as far as this schema's few words go, and holds nothing besides."""
+    if "enum" in schema:
+        assert value in schema["enum"], at
+        return
+    kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool}
+    names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+    assert any(value is None if name == "null" else isinstance(value, kinds[name]) for name in names), at  # type: ignore[arg-type]
+    if isinstance(value, dict):
+        properties = schema.get("properties", {})
+        assert set(schema.get("required", ())) <= set(value), at
+        for name, inner in value.items():
+            assert name in properties or "additionalProperties" in schema, f"{at}.{name}"
+            fits(inner, properties.get(name) or schema["additionalProperties"], f"{at}.{name}")
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            fits(inner, schema["items"], f"{at}.{index}")
+
+
+def test_the_status_is_what_the_schema_says(client: Any) -> None:
+    document = client.get("/openapi.json").json
+    told = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert told == {"$ref": "#/components/schemas/Status"}
+    reply = client.get("/status")
+    assert reply.headers["cache-control"] == "no-store"
+    fits(reply.json, document["components"]["schemas"]["Status"])
+
+
+def test_counts_differenced_are_what_happened_between(new_server: Any) -> None:
+    with new_server() as client:
+        before = client.get("/status").json
+        assert before["counts"]["tokens"] == before["load"]["running"] == 0
+        fields = {"max_tokens": 40, "ignore_eos": True, "speculative": {"mode": "fixed", "depth": 3}}
+        figures = client.complete(**fields).json["usage"]["speculative"]
+        after = client.get("/status").json
+        assert after["at_seconds"] > before["at_seconds"]
+        counts = after["counts"]
+        assert counts["tokens"] == 40
+        for name in ("passes", "drafts", "drafted_tokens", "accepted_tokens", "accepted_by_depth"):
+            assert counts[name] == figures[name], name
+        assert counts["rows_by_depth"]["3"] >= counts["drafts"]
+        assert after["pages"]["used"] == 0
+        assert after["pages"]["total"] == client.engine.pool.pages
+        assert after["load"] == {"running": 0, "waiting": 0, "in_flight": 0, "places": 4 + 256}
+
+
+def test_what_is_served_is_told(client: Any, target: Any) -> None:
+    assert client.get("/status").json["served"] == {
+        "model": "tiny",
+        "target": "tiny",
+        "drafter": "tiny-drafter",
+        "mode": "auto",
+        "depth": None,
+        "max_depth": 7,
+        "max_length": 256,
+        "max_rows": 4,
+    }
+    assert client.get("/status").json["state"] == "ok"
+
+
+def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(new_server: Any) -> None:
+    notices: list[str] = []
+    with new_server(notices=notices) as client:
+        (alarm,) = client.get("/status").json["alarms"]
+        assert (alarm["name"], alarm["raised"]) == ("collapsed", False)
+        controller = client.engine.controller
+        for _ in range(2 * LATEST):
+            controller.observe_round(0, 3, 0)
+        for _ in range(2):
+            told = client.get("/status").json
+            assert told["alarms"][0]["raised"]
+            (notice,) = told["notices"]
+            assert "eyas check" in notice["text"]
+            assert 0 <= notice["at_seconds"] <= told["at_seconds"]
+        assert notices == [notice["text"]]
+
+
+def test_a_server_that_drains_or_failed_says_so(new_server: Any) -> None:
+    with new_server() as client:
+        client.application.gate.drain()
+        assert client.get("/status").json["state"] == "draining"
+    with new_server() as client:
+        mender = client.application.host.mender
+
+        def broken() -> None:
+            raise ValueError("worn out")
+
+        client.engine.step = client.engine.scheduler.check = mender._build = broken
+        client.complete()
+        told = client.get("/status").json
+        assert told["state"] == "failed"
+        assert told["counts"]["failed_steps"] == 1
