@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from chat_tokenizer import CHATML, SPECIAL
 from eyas.engine.engine import Engine
 from eyas.engine.options import EngineOptions
+from eyas.engine.request import Request, Speculation
+from eyas.sampling import Sampling
 from eyas.serve.app import Application
 from eyas.serve.host import Host
 from eyas.serve.served import Limits, Served
@@ -30,9 +32,9 @@ LETTERS = [*SPECIAL, "Ġ", "Ċ", *(sign for sign in string.printable[:94] if sig
 OPTIONS = EngineOptions(max_rows=4, max_length=256, memory=2**24)
 
 
-def letter_tokenizer() -> PreTrainedTokenizerFast:
+def letter_tokenizer(letters: Sequence[str] = tuple(LETTERS)) -> PreTrainedTokenizerFast:
     """One token per letter, as many as the tiny target knows."""
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(LETTERS)}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
@@ -124,6 +126,7 @@ def serve(
     limits: Limits | None = None,
     keys: tuple[str, ...] = (),
     notices: list[str] | None = None,
+    page: bool = True,
 ) -> Iterator[Client]:
     """A client of a server around an engine."""
     engines: list[Engine] = []
@@ -137,7 +140,7 @@ def serve(
         served = Served(
             name="tiny", target="tiny", drafter=drafter_name, max_length=256, max_rows=options.max_rows, created=7
         )
-        yield Client(Application(host, served, limits=limits, keys=keys), engines)
+        yield Client(Application(host, served, limits=limits, keys=keys, page=page), engines)
 
 
 @pytest.fixture(scope="session")
@@ -145,6 +148,33 @@ def client(target: Target, tiny_drafter: Drafter) -> Iterator[Client]:
     """A server that stays as it is: for tests that only ask."""
     with serve(target, tiny_drafter) as client:
         yield client
+
+
+EAGLE = "🦅"
+
+
+@pytest.fixture(scope="session")
+def eagle(tiny_target: Target, tiny_drafter: Drafter) -> Iterator[tuple[Client, str]]:
+    """A server some of whose letters are bytes, and a question to which its greedy answer begins with an eagle."""
+    question, tokens = _four_letters(replace(tiny_target, tokenizer=letter_tokenizer()), tiny_drafter)
+    letters = list(LETTERS)
+    ((spelt, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(EAGLE)
+    for token, sign in zip(tokens, spelt, strict=True):
+        letters[token] = sign
+    with serve(replace(tiny_target, tokenizer=letter_tokenizer(letters)), tiny_drafter) as client:
+        yield client, question
+
+
+def _four_letters(target: Target, drafter: Drafter) -> tuple[str, tuple[int, ...]]:
+    """A question, and four letters that begin its answer, drafted in part, and that it could do without."""
+    engine, drafted = Engine(target, drafter), Speculation(mode="fixed", depth=3)
+    for question in string.ascii_letters:
+        prompt = tuple(target.encode_chat([{"role": "user", "content": question}]))
+        request = Request(prompt=prompt, sampling=Sampling(), max_new_tokens=4, speculation=drafted)
+        (answer,) = engine.generate([request])
+        if len({*answer.tokens} - {*prompt} - {*range(len(SPECIAL))}) == 4 and any(answer.depths[:3]):
+            return question, answer.tokens
+    raise AssertionError("the tiny target has changed: no question will do")
 
 
 @pytest.fixture

@@ -176,3 +176,21 @@ def test_without_drafts_there_is_no_acceptance(client: Any) -> None:
     reply = client.complete(speculative={"mode": "off", "details": True}).json
     assert reply["usage"]["speculative"]["acceptance_length"] is None
     assert set(reply["choices"][0]["speculative"]["depths"]) == {0}
+
+
+def test_a_character_of_several_tokens_comes_with_the_token_that_completes_it(eagle: Any) -> None:
+    client, question = eagle
+    ask = {"max_tokens": 40, "ignore_eos": True, "speculative": {"mode": "fixed", "depth": 3, "details": True}}
+    (choice,) = client.chat(question, **ask).json["choices"]
+    told, text = choice["speculative"], choice["message"]["content"]
+    assert "".join(told["texts"]) == text == client.engine.target.decode(told["tokens"]).rstrip("\ufffd")
+    assert told["texts"][:4] == ["", "", "", "🦅"]
+    assert any(told["depths"][:3])  # parts of a character are accepted from drafts like anything else
+    parts = [event["choices"][0] for event in client.chat(question, **ask, stream=True).events[1:]]
+    for part in parts:
+        told_now = part["speculative"]
+        assert "".join(told_now["texts"]) == part["delta"].get("content", "")  # chunk by chunk, not only in the end
+        assert len(told_now["tokens"]) == len(told_now["texts"]) == len(told_now["depths"])
+        assert told_now["drafts"] <= told["drafts"]
+    for name in ("tokens", "texts", "depths"):
+        assert [one for part in parts for one in part["speculative"][name]] == told[name]

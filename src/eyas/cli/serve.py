@@ -45,12 +45,16 @@ def serve(
     drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    page: Annotated[
+        bool, typer.Option("--page/--no-page", help="Serve a page to chat, compare and watch, at /.")
+    ] = True,
     check: Annotated[
         bool, typer.Option("--check", help="Load everything, say what would be served, and exit.")
     ] = False,
     cache: Cache = None,
 ) -> None:
-    """Serve a target with its drafter: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+    """Serve a target with its drafter: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /status,
+    and a page at /.
 
     Without arguments it serves the default target with the drafter that comes with eyas, on this machine alone.
     """
@@ -92,10 +96,12 @@ def serve(
         if not keys and not _is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
         report(f"at        {url_of(listener)}/v1, {f'API keys: {len(keys)}' if keys else 'no API key'}")
+        if page:
+            report(f"page      {url_of(listener)}/")
         if check:
             return
         _log_to_stderr()
-        Server(Application(engine, served, limits=limits, keys=keys), on_stop=report).run([listener])
+        Server(Application(engine, served, limits=limits, keys=keys, page=page), on_stop=report).run([listener])
 
 
 def _log_to_stderr() -> None:

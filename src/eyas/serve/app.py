@@ -19,6 +19,7 @@ from eyas.serve.host import Host
 from eyas.serve.keys import KeyGuard
 from eyas.serve.metrics import CONTENT_TYPE, Meters
 from eyas.serve.openapi import describe
+from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatRequest, CompletionRequest
 from eyas.serve.served import Limits, Served
 from eyas.serve.status import state_of, status_of
@@ -28,7 +29,15 @@ from eyas.serve.words import Words
 class Application:
     """A served model behind HTTP. `asgi` is what a server runs; `gate` is where it is told to stop."""
 
-    def __init__(self, host: Host, served: Served, *, limits: Limits | None = None, keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        host: Host,
+        served: Served,
+        *,
+        limits: Limits | None = None,
+        keys: Sequence[str] = (),
+        page: bool = True,
+    ) -> None:
         self.host, self.served, self.limits = host, served, limits or Limits()
         self.gate = Gate(max_rows=served.max_rows, queue=self.limits.queue)
         self.started = time.monotonic()
@@ -55,6 +64,7 @@ class Application:
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/status", self._status, methods=["GET"]),
                 Route("/openapi.json", self._openapi, methods=["GET"]),
+                *(page_routes() if page else ()),
             ],
             middleware=[Middleware(KeyGuard, keys=tuple(keys))],
             exception_handlers={HTTPException: _refuse, ApiError: _refuse, Exception: _refuse},

@@ -1,5 +1,5 @@
 """API keys: who may use /v1 and see /status. Health and metrics stay open to probes, which carry no keys and see no
-texts.
+texts; so does the page, which holds nothing before its user gives it a key.
 """
 
 from collections.abc import Iterable

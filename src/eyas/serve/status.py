@@ -103,7 +103,7 @@ async def status_of(host: Host, served: Served, gate: Gate, *, started: float) -
             "hits": seen.prefix_hits,
         },
         "counts": _counts(seen, host),
-        "alarms": [{"name": "collapsed", "raised": seen.collapsed, "text": COLLAPSED}],
+        "alarms": _alarms(seen),
         "notices": [{"at_seconds": round(at - started, 3), "text": text} for at, text in reversed(seen.notices)],
     }
 
@@ -120,6 +120,10 @@ def _served(served: Served, max_depth: int) -> dict[str, Any]:
         "max_length": served.max_length,
         "max_rows": served.max_rows,
     }
+
+
+def _alarms(seen: Snapshot) -> list[dict[str, Any]]:
+    return [{"name": "collapsed", "raised": seen.collapsed, "text": COLLAPSED}]
 
 
 def _counts(seen: Snapshot, host: Host) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+// One answer as it comes: its tokens with their origins, its text, and how long things took as seen from here.
+
+import { chat } from "./api.js";
+
+export class Run {
+  constructor(body) {
+    this.body = { ...body, speculative: { ...body.speculative, details: true } };
+    this.tokens = []; // {id, text, depth}; a depth of 0 is the target's own choice
+    this.passes = []; // the depths of what each pass of the target gave
+    this.text = "";
+    this.counts = null; // how speculation goes, as the server counts
+    this.finish = null; // why it ended: stop, length, aborted
+    this.started = this.first = this.last = null;
+    this.aborter = new AbortController();
+  }
+
+  /** Ask, and call `onPiece` with the new tokens whenever some came. An aborted run ends without an error. */
+  async go(onPiece) {
+    this.started = performance.now();
+    try {
+      for await (const chunk of chat(this.body, this.aborter.signal)) {
+        const choice = chunk.choices[0];
+        if (choice?.speculative) onPiece(this.take(choice));
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") throw error;
+      this.finish = "aborted";
+    }
+  }
+
+  abort() {
+    this.aborter.abort();
+  }
+
+  take(choice) {
+    const { tokens, texts, depths, ...counts } = choice.speculative;
+    const fresh = tokens.map((id, i) => ({ id, text: texts[i], depth: depths[i] }));
+    this.last = performance.now();
+    if (this.first === null) {
+      this.first = this.last;
+      this.headStart = fresh.length;
+    }
+    this.tokens.push(...fresh);
+    this.passes.push(depths);
+    this.text += choice.delta.content ?? "";
+    this.counts = counts;
+    this.finish = choice.finish_reason;
+    return fresh;
+  }
+
+  /** Milliseconds until the first token. */
+  get wait() {
+    return this.first === null ? null : this.first - this.started;
+  }
+
+  /** Tokens per second after the first ones came. */
+  get speed() {
+    const seconds = (this.last - this.first) / 1000;
+    return this.first === null || seconds <= 0 ? null : (this.tokens.length - this.headStart) / seconds;
+  }
+
+  get acceptanceLength() {
+    return this.counts?.acceptance_length ?? null;
+  }
+
+  get mode() {
+    return this.body.speculative.mode;
+  }
+
+  /** How many tokens the drafter foresaw. */
+  get foreseen() {
+    return this.tokens.filter((token) => token.depth > 0).length;
+  }
+}

@@ -1,0 +1,29 @@
+// Looks at the server every so often while somebody looks at the page, and passes on what it saw.
+
+import { readStatus } from "./api.js";
+
+const EVERY = 2000;
+
+export class Watch {
+  constructor(onSeen, onLost) {
+    this.onSeen = onSeen;
+    this.onLost = onLost;
+    this.timer = null;
+    document.addEventListener("visibilitychange", () => this.lookSoon());
+  }
+
+  /** Look now, and from now on. */
+  async lookSoon() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    if (document.hidden) return;
+    const turn = (this.turn = {});
+    try {
+      const status = await readStatus();
+      if (this.turn === turn) this.onSeen(status);
+    } catch (error) {
+      if (this.turn === turn) this.onLost(error);
+    }
+    if (this.turn === turn) this.timer = setTimeout(() => this.lookSoon(), EVERY);
+  }
+}

@@ -1,0 +1,62 @@
+"""The page's files, as browsers get them: read once, revalidated by their digest, and allowed to reach nothing else.
+
+The page is static and holds no data; what it shows it asks for with the key that its user types in.
+"""
+
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+INDEX = "index.html"
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+POLICY = "; ".join(
+    [
+        "default-src 'self'",  # no inline script, no inline style, nothing from elsewhere
+        "object-src 'none'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",  # a key is typed in here: no foreign page may put itself around it
+        "require-trusted-types-for 'script'",  # what a model says can never become markup
+    ]
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",  # keep it, but ask whether it is still the same: a new version is seen at once
+}
+
+
+def page_routes() -> list[Route]:
+    """`/` and the files it is made of, below `/page/`."""
+    found = {item.name: _File(item).give for item in files("eyas.serve").joinpath("page").iterdir()}
+    routes = [Route(f"/page/{name}", give, methods=["GET"]) for name, give in found.items() if name != INDEX]
+    return [Route("/", found[INDEX], methods=["GET"]), *routes]
+
+
+class _File:
+    """One file."""
+
+    def __init__(self, file: Traversable) -> None:
+        self._content = file.read_bytes()
+        self._type = TYPES[file.name.rpartition(".")[2]]
+        self._tag = f'"{sha256(self._content).hexdigest()[:32]}"'
+
+    async def give(self, http: HttpRequest) -> Response:
+        """The file, unless the browser has it."""
+        headers = HEADERS | {"etag": self._tag}
+        known = [tag.strip().removeprefix("W/") for tag in http.headers.get("if-none-match", "").split(",")]
+        if self._tag in known or "*" in known:
+            return Response(status_code=304, headers=headers)
+        return Response(self._content, headers=headers, media_type=self._type)
