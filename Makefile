@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu train-speed engine-speed gpu-speed drafters clean
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed drafters clean
 
 demo: $(READY)
 	$(BIN)/eyas demo
@@ -40,6 +40,11 @@ lossless: $(READY)
 
 gpu: $(READY)
 	$(BIN)/pytest -m gpu
+
+# The server's page in a real browser: needs chromium and chromedriver (Debian: apt install chromium chromium-driver).
+browser: $(READY)
+	$(PIP) install --constraint constraints.txt --editable '.[dev,browser]'
+	$(BIN)/pytest -m browser -rs
 
 # How fast a drafter of an 8B-shaped target trains, and how much of that is the target: needs a large GPU.
 train-speed: $(READY)
