@@ -79,6 +79,9 @@ def test_the_default_serves_and_stops_when_told() -> None:
             assert part in banner
         assert "secret-key" not in banner
         url = said[-1].split()[1].rstrip(",")
+        name, page = server.stderr.readline().split()
+        assert name == "page"
+        assert "<title>eyas</title>" in httpx2.get(page).text
         body = {"messages": [{"role": "user", "content": "Name a bird of prey."}], "max_tokens": 24, "temperature": 0}
         body |= {"ignore_eos": True}
         keyed = {"authorization": "Bearer secret-key"}
