@@ -8,9 +8,9 @@ import torch
 
 import tiny
 from eyas.doctor.measures import measure_prompt, summarise
-from eyas.doctor.recorder import REGIONS, Recorder
 from eyas.doctor.rounds import Noise, Rounds, pooled_length, round_starts, run_rounds
 from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcriber, Transcript
+from eyas.drafter.looks import REGIONS, Recorder
 from eyas.drafter.model import Drafter
 from eyas.engine.batch import Request, answer_plainly, answer_speculatively
 from eyas.engine.dense import EagleDraft

@@ -10,8 +10,9 @@ from eyas.doctor.charts import Axes, Line, line_chart, ticks
 from eyas.doctor.gates import check_gates, parse_gate
 from eyas.doctor.measures import Drift
 from eyas.doctor.robustness import Case, Cell
-from eyas.doctor.statistics import Curve, Estimate, calibrate, curve, estimate, slope
+from eyas.doctor.statistics import Curve, calibrate, curve, estimate
 from eyas.doctor.verdict import judge
+from eyas.drafter.drift import Estimate, slope
 from eyas.errors import UserError
 
 
@@ -175,7 +176,7 @@ def test_intervals_hold_what_they_are_of() -> None:
         assert all(low < value < high for low, value, high in zip(found.low, found.value, found.high, strict=True))
         held += found.slope.low < 1.0 < found.slope.high
     assert held >= 25
-    assert slope(np.array([1.0, np.nan, 3.0])) == pytest.approx(1.0)
+    assert slope([1.0, float("nan"), 3.0]) == pytest.approx(1.0)
     assert estimate(np.ones((5, 1)), lambda rows: float(rows.mean())) == sure(1.0)
     gaps = curve(np.array([[1.0, np.nan], [3.0, np.nan]]))
     assert gaps.as_json()["value"] == [2.0, None]

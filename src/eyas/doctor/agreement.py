@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eyas.doctor.rounds import RoundAttention, round_starts
+from eyas.doctor.rounds import round_starts
 from eyas.doctor.transcripts import Transcript
 from eyas.drafter.model import Drafter, FirstLayer
+from eyas.drafter.round_attention import RoundAttention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,10 @@ from eyas.doctor.agreement import Agreement, measure_agreement
 from eyas.doctor.repairs import Repair
 from eyas.doctor.resemblance import Resemblance
 from eyas.doctor.rounds import run_rounds
-from eyas.doctor.statistics import Array, Estimate, estimate
+from eyas.doctor.statistics import Array, estimate
 from eyas.doctor.subject import Subject
 from eyas.doctor.transcripts import Transcript
+from eyas.drafter.drift import Estimate
 from eyas.target.model import Target
 
 DEPTH = 3

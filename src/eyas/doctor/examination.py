@@ -12,7 +12,6 @@ from itertools import chain
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
 from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
 from eyas.doctor.patient import Patient
-from eyas.doctor.recorder import SINKS
 from eyas.doctor.renderings import Messages
 from eyas.doctor.repairs import repairs
 from eyas.doctor.resemblance import measure_resemblance
@@ -20,6 +19,7 @@ from eyas.doctor.robustness import Case, Conditions, Robustness
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.doctor.verdict import Verdict, judge
 from eyas.drafter.cost import flops_per_token
+from eyas.drafter.looks import SINKS
 from eyas.target.capture import decoder_layers
 from eyas.target.model import Target
 

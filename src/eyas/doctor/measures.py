@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from eyas.doctor.fusion import Fusion, measure_fusion
-from eyas.doctor.recorder import REGIONS, SINKS, Looks, Recorder
 from eyas.doctor.rounds import Rounds, round_starts, run_rounds
-from eyas.doctor.statistics import Array, Calibration, Curve, Estimate, calibrate, curve, estimate
+from eyas.doctor.statistics import Array, Calibration, Curve, calibrate, curve, estimate
 from eyas.doctor.transcripts import Transcript
+from eyas.drafter.drift import Estimate, conditional_acceptance, log_sizes
+from eyas.drafter.looks import REGIONS, SINKS, Looks, Recorder
 from eyas.drafter.model import Drafter
 
 
@@ -121,7 +122,7 @@ def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
         spread=curve(np.stack([one.spread_S for one in measured])),
         rms=curve(rms_PS),
         growth=growth(rms_PS),
-        conditional=curve(counts_PS, conditional_acceptance),
+        conditional=curve(counts_PS, _conditional),
         joint=curve(counts_PS, joint_acceptance),
         length=[estimate(np.stack([_totals(one.rounds, k) for one in measured]), _length) for k in range(1, depth + 1)],
         calibration=calibrate(
@@ -137,14 +138,13 @@ def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
 
 
 def growth(rms_PS: Array) -> Estimate:
-    """Slope of the logarithm, so that drafters of any scale compare."""
-    return curve(np.log(np.maximum(rms_PS, 1e-30))).slope
+    """Slope of the logarithm."""
+    return curve(np.array([log_sizes(rms_S) for rms_S in rms_PS])).slope
 
 
-def conditional_acceptance(counts_PS: Array) -> Array:
-    """Accepted at a depth, of those that accepted everything before; pooled over prompts."""
-    total_S = counts_PS.sum(axis=0)
-    return np.where(total_S[:-1] > 0, total_S[1:] / np.maximum(total_S[:-1], 1), np.nan)
+def _conditional(counts_PS: Array) -> Array:
+    """Pooled over prompts."""
+    return np.array(conditional_acceptance(counts_PS.sum(axis=0)))
 
 
 def joint_acceptance(counts_PS: Array) -> Array:

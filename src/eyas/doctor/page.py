@@ -7,7 +7,7 @@ from typing import Any
 
 from eyas.doctor.charts import Axes, Line, line_chart
 from eyas.doctor.page_style import STYLE
-from eyas.doctor.recorder import REGIONS
+from eyas.drafter.looks import REGIONS
 
 Record = Mapping[str, Any]
 

@@ -11,10 +11,11 @@ from eyas.doctor.diagnosis import Diagnosis
 from eyas.doctor.examination import Examination
 from eyas.doctor.gates import Gate, check_gates
 from eyas.doctor.measures import Drift
-from eyas.doctor.recorder import REGIONS
 from eyas.doctor.robustness import GROUPS, Case
-from eyas.doctor.statistics import Curve, Estimate, plain
+from eyas.doctor.statistics import Curve
 from eyas.doctor.verdict import Verdict
+from eyas.drafter.drift import Estimate, plain
+from eyas.drafter.looks import REGIONS
 from eyas.train.journal import versions
 
 SCHEMA = "eyas.doctor/1"

@@ -19,10 +19,11 @@ from eyas.doctor.context import PLACES, Filler, Stop, allowed_lengths, stops
 from eyas.doctor.quantise import quantised
 from eyas.doctor.renderings import Messages, renderings
 from eyas.doctor.rounds import Noise, Rounds
-from eyas.doctor.statistics import Array, Estimate, estimate
+from eyas.doctor.statistics import Array, estimate
 from eyas.doctor.subject import Subject
 from eyas.doctor.texts import CODE, QUESTIONS, TOOL_TRAFFIC
 from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcriber, Transcript
+from eyas.drafter.drift import Estimate
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 

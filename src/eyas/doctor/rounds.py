@@ -8,89 +8,25 @@ sees, besides the verified slots up to s, its own earlier drafts and nobody else
 Which of these rounds serving would really start depends on what is accepted: `walk` follows them, so that acceptance is
 what serving with that depth measures, round by round.
 
-Shapes: T slots of the transcript, R rounds, S depths, D drafter hidden, X concatenated auxiliary states, H query heads,
-G key heads, K head dim, J own slots.
+Shapes: T slots of the transcript, R rounds, S depths, D drafter hidden, X concatenated auxiliary states.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
 
 from eyas.doctor.transcripts import Transcript
-from eyas.drafter.attention import KeysAndValues
+from eyas.drafter.looks import rms
 from eyas.drafter.model import Drafter
+from eyas.drafter.round_attention import RoundAttention, Watcher
 from eyas.drafter.vocab import DraftVocab
 
 NO_TOKEN = -2
 """Stands where nothing was drafted; differs from what stands behind a transcript's end."""
-
-
-class Watcher(Protocol):
-    """Is shown every query's weights; what it does with them changes nothing."""
-
-    def __call__(self, depth: int, layer: int, weights_HRS: Tensor, own: int) -> None:
-        """`weights_HRS` are over the T verified slots, then over `own` slots of the round itself."""
-        ...
-
-
-class RoundAttention:
-    """An `Attend` for rounds side by side: verified slots up to each round's start, and the round's own."""
-
-    def __init__(self, start_R: Tensor, watcher: Watcher | None = None) -> None:
-        self._start_R = start_R
-        self._watcher = watcher
-        self._verified: dict[int, KeysAndValues] = {}
-        self._own: dict[int, list[KeysAndValues]] = {}
-        self.depth = 0
-        """Which depth calls next; depth 1 reads the transcript."""
-
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Answer the queries of all slots [T, H, K] at depth 1, of all rounds [R, H, K] behind it."""
-        if self.depth == 1:
-            self._verified[layer], self._own[layer] = (k, v), []
-            if self._watcher is not None:
-                self._watcher(1, layer, self._weights(q[self._start_R], k, []), 0)
-            shared = q.shape[1] != k.shape[1]
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-            return output[0].transpose(0, 1)
-        own = self._own[layer]
-        own.append((k, v))
-        keys, values = self._verified[layer]
-        weights_HRS = self._weights(q, keys, [pair[0] for pair in own])
-        if self._watcher is not None:
-            self._watcher(self.depth, layer, weights_HRS, len(own))
-        group = q.shape[1] // k.shape[1]
-        slots = len(keys)
-        output = torch.einsum("hrs,shk->rhk", weights_HRS[..., :slots], _spread(values, group))
-        for place, (_, own_v) in enumerate(own):
-            output = output + weights_HRS[..., slots + place].T[..., None] * _spread(own_v, group)
-        return output.to(q.dtype)
-
-    def keep(self, kept_R: Tensor) -> None:
-        """Go on with these rounds only."""
-        self._start_R = self._start_R[kept_R]
-        self._own = {layer: [(k[kept_R], v[kept_R]) for k, v in own] for layer, own in self._own.items()}
-
-    def _weights(self, q_RHK: Tensor, keys_TGK: Tensor, own: Sequence[Tensor]) -> Tensor:
-        """Softmax over verified and own slots [H, R, T + J], in float32."""
-        shared, scale = q_RHK.shape[1] // keys_TGK.shape[1], q_RHK.shape[-1] ** -0.5
-        q = q_RHK.float() * scale
-        hidden_RT = torch.arange(len(keys_TGK), device=q.device) > self._start_R[:, None]
-        scores = [torch.einsum("rhk,thk->hrt", q, _spread(keys_TGK, shared)).masked_fill(hidden_RT, float("-inf"))]
-        scores += [torch.einsum("rhk,rhk->hr", q, _spread(own_k, shared))[..., None] for own_k in own]
-        return torch.cat(scores, dim=-1).softmax(dim=-1)
-
-
-def _spread(x: Tensor, shared: int) -> Tensor:
-    """Repeat key heads for the query heads that share them."""
-    return x.float().repeat_interleave(shared, dim=-2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,11 +184,6 @@ def _disturbance(noise: Noise | None) -> Callable[[Tensor], Tensor]:
         return hidden + size * rms(hidden)[..., None].to(hidden.dtype) * chance
 
     return disturb
-
-
-def rms(x: Tensor) -> Tensor:
-    """Root mean square over the last dim, in float32."""
-    return x.float().square().mean(dim=-1).sqrt()
 
 
 def pooled_length(rounds: Sequence[Rounds], depth: int) -> float:

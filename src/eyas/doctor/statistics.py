@@ -11,24 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eyas.drafter.drift import Estimate, plain, slope
+
 RESAMPLES = 1000
 SEED = 7
 LEVEL = 0.95
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A number and where it may lie."""
-
-    value: float
-    low: float
-    high: float
-
-    def as_json(self) -> dict[str, float | None]:
-        """For the record."""
-        return {"value": plain(self.value), "low": plain(self.low), "high": plain(self.high)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +36,6 @@ class Curve:
         return {**points, "slope": self.slope.as_json()}
 
 
-def plain(value: float) -> float | None:
-    """A number as JSON knows them: there is no NaN."""
-    return round(float(value), 6) if np.isfinite(value) else None
-
-
 def resamples(prompts: int, seed: int = SEED) -> NDArray[np.int64]:
     """Which prompts each resample holds [B, P]."""
     return np.random.default_rng(seed).integers(0, max(1, prompts), size=(RESAMPLES, max(1, prompts)))
@@ -66,13 +50,13 @@ def curve(value_PS: Array, statistic: Callable[[Array], Array] | None = None) ->
     centre_S = statistic(value_PS)
     drawn_BS = np.stack([statistic(value_PS[rows]) for rows in resamples(len(value_PS))])
     low_S, high_S = interval(drawn_BS)
-    slopes_B = np.array([slope(row) for row in drawn_BS])
+    slopes_B = np.array([slope(list(row)) for row in drawn_BS])
     low, high = interval(slopes_B)
     return Curve(
         value=list(centre_S),
         low=list(low_S),
         high=list(high_S),
-        slope=Estimate(value=slope(centre_S), low=float(low), high=float(high)),
+        slope=Estimate(value=slope(list(centre_S)), low=float(low), high=float(high)),
     )
 
 
@@ -102,17 +86,6 @@ def interval(drawn: Array) -> tuple[Array, Array]:
     low, high = np.nanquantile(filled, [tail, 1 - tail], axis=0)
     nothing = ~known.any(axis=0)
     return np.where(nothing, np.nan, low), np.where(nothing, np.nan, high)
-
-
-def slope(value_S: Array) -> float:
-    """Change per depth: least squares over the depths that have a value."""
-    depth_S = np.arange(1, len(value_S) + 1, dtype=np.float64)
-    known = np.isfinite(value_S)
-    if known.sum() < 2:
-        return float("nan")
-    x, y = depth_S[known], value_S[known]
-    x = x - x.mean()
-    return float((x * (y - y.mean())).sum() / (x * x).sum())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@
     shapes.py      which drafts give the most tokens per second; none at all is always a candidate
     planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding
     probes.py      while nothing is drafted, how to notice that drafting would pay
+    drift.py       how deep the drafter is fit to be used at all
 
-A request may take the choice away: `off` never drafts, `fixed` always drafts its depth.
+A request may take the choice away: `off` never drafts, `fixed` always drafts its depth, fit or not.
 
 Losslessness. No choice made here can change what is generated: a request's token is a function of the target's
 distribution and of the request's own noise, and a draft only decides in which pass it is computed. That is more than
@@ -23,6 +24,7 @@ from typing import Any
 
 from eyas.engine.acceptance import Acceptance
 from eyas.engine.cost import Costs
+from eyas.engine.drift import DriftAlarm
 from eyas.engine.planner import Planner, RowFacts, Situation
 from eyas.engine.probes import Probes
 from eyas.engine.shapes import CHAIN, Plan, Shape, best_count
@@ -80,9 +82,10 @@ class _Step:
 class Controller:
     """Chooses depths and learns from what came of them."""
 
-    def __init__(self, max_depth: int = 7, *, trees: bool = False) -> None:
+    def __init__(self, max_depth: int = 7, *, trees: bool = False, drift: DriftAlarm | None = None) -> None:
         assert max_depth >= 1
         self.max_depth = max_depth
+        self.drift = drift or DriftAlarm(max_depth)
         self.costs, self.acceptance, self.probes = Costs(), Acceptance(max_depth), Probes()
         self._planner = Planner(self.costs, self.acceptance, trees=trees)
         self._step: _Step | None = None
@@ -101,10 +104,12 @@ class Controller:
         assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
         self._step = step = _Step(situation=situation, bound=frozenset(situation.fixed))
         wanted, shape, self._reason = self._decide(step)
+        if self.drift.firing:
+            self._reason += f"; no deeper than {self.drift.deepest}, since the drift alarm has fired"
         wanted |= situation.fixed
         depths = tuple([wanted.get(row.key, 0) for row in rows])
         step.limits = {
-            row.key: depth if depth == 0 or row.key in step.bound else self.max_depth
+            row.key: depth if depth == 0 or row.key in step.bound else self.drift.deepest
             for row, depth in zip(rows, depths, strict=True)
         }
         self._depths.update(depths)
@@ -117,7 +122,7 @@ class Controller:
             return {}, CHAIN, "no request leaves its depth to the controller"
         if not self.costs.verify.known:
             return {}, CHAIN, "plain: not enough steps have been timed yet"
-        plan, reason = self._planner.plan(situation, self._steps)
+        plan, reason = self._planner.plan(situation, self._steps, self.drift.deepest)
         if not plan.by_level:
             self._plain_at = self._steps
             depths, why = self._probe(step) if not any(situation.fixed.values()) else ({}, "")
@@ -149,7 +154,7 @@ class Controller:
             levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
             auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
             if situation.tokens <= SMALL and not self.costs.verify.reaches(4 * situation.tokens):
-                depths = [min(3, self.max_depth), 1]
+                depths = [min(3, self.drift.deepest), 1]
         prices = self._planner.prices(situation)
         step.plain = prices.verify(0)
         for depth in depths:
@@ -246,7 +251,7 @@ class Controller:
 
     def events(self) -> list[str]:
         """What an operator should know and has not been told."""
-        return self.acceptance.watch.take()
+        return self.acceptance.watch.take() + self.drift.take()
 
     def report(self) -> dict[str, Any]:
         """The state of things, for logs and for people."""
@@ -257,6 +262,7 @@ class Controller:
             "acceptance_by_depth": [round(chance, 4) for chance in self.acceptance.by_depth],
             "rounds": self.acceptance.rounds,
             "collapsed": self.acceptance.watch.collapsed,
+            "drift": self.drift.report().as_json(),
             "target_seconds_by_tokens": {count: verify.at(count) for count in verify.known},
             "target_seconds_per_context_token": verify.per_context_token,
             "draft_pass_seconds_by_tokens": {count: draft.at(count) for count in draft.known},

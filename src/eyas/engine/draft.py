@@ -131,7 +131,7 @@ class PagedDrafter:
     def __init__(self, drafter: Drafter, cache: PageCache, *, window: int | None = None, sinks: int = 0) -> None:
         self.model, self.cache = drafter, cache
         self._run = lean_drafter(drafter)
-        self._window, self._sinks = window, sinks
+        self.window, self.sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
         self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self._waiting: dict[int, list[States]] = {}
@@ -284,7 +284,7 @@ class PagedDrafter:
 
     def attention(self, layout: Layout) -> PagedAttention:
         """Attention over the drafter's pages in one pass."""
-        return PagedAttention(self.cache, layout, window=self._window, sinks=self._sinks)
+        return PagedAttention(self.cache, layout, window=self.window, sinks=self.sinks)
 
 
 class _Growth:

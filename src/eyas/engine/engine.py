@@ -15,15 +15,17 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
 from eyas.engine.answer import Answer, Piece, Tally
+from eyas.engine.checkup import CheckUps
 from eyas.engine.controller import Controller, RowFacts
-from eyas.engine.draft import LUMP, Draft, PagedDrafter, States
+from eyas.engine.draft import LUMP, Draft, PagedDrafter, States, Tree
+from eyas.engine.drift import DriftAlarm
 from eyas.engine.graphs import RecordedSteps, Recorder
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
@@ -83,7 +85,14 @@ class Engine:
         if options.graphs and self._device.type == "cuda" and has_triton():
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
         self._said_early: _Said | None = None
-        self.controller = Controller(max_depth=options.max_depth)
+        self.drift = DriftAlarm(options.max_depth)
+        """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
+        self.controller = Controller(max_depth=options.max_depth, drift=self.drift)
+        self._checkups: CheckUps | None = None
+        if self._drafter is not None and options.drift_share:
+            self._checkups = CheckUps(
+                self._drafter, self.drift, share=options.drift_share, wanted_at=self._wanted, clock=clock
+            )
         self._teller = Teller(target.decode)
         self._clock = clock
         self._keys = 0
@@ -162,6 +171,8 @@ class Engine:
         self._said_early = None
         plan = self._schedule()
         if plan.rows:
+            if self._checkups is not None:
+                self._checkups.look([row.live for row in plan.rows if row.drafts])
             drafts = self._draft(plan)
             started = self._clock()
             said = self._verify(plan.rows, drafts)
@@ -207,7 +218,7 @@ class Engine:
             kept = self.controller.keeps([live.key for live in lives], [draft.confidences for draft in drafts])
         else:
             self._read(lives)
-            shapes = [self.options.tree.within(row.drafts) for row in rows]
+            shapes = [self._tree(row) for row in rows]
             drafts = self._drafter.tree(lives, shapes, self._wanted)
             kept = [len(draft.tokens) for draft in drafts]
         deepest = max(draft.depth for draft in drafts)
@@ -242,6 +253,14 @@ class Engine:
         for live in lives:
             self.scheduler.note_read(live, live.target_length)
         return drafts
+
+    def _tree(self, row: Row) -> Tree:
+        """The shape of a row's tree. While the drift alarm fires, requests on auto grow no deeper than is healthy."""
+        assert self.options.tree is not None
+        tree = self.options.tree.within(row.drafts)
+        if self.drift.firing and row.live.request.speculation.mode == "auto":
+            tree = replace(tree, depth=min(tree.depth, self.drift.deepest))
+        return tree
 
     def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> "_Said":
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
@@ -369,6 +388,8 @@ class Engine:
         if self._drafter is not None:
             sure = draft.confidences if draft.is_chain else ()
             self.controller.observe_round(live.key, draft.depth, len(verdict.nodes), sure)
+        if self._checkups is not None:
+            self._checkups.follow(live, draft, len(verdict.nodes), ended=heard.finished is not None)
         logprobs = self._logprobs(live, heard.tokens, said.logits_MV, verdict)
         drafted, accepted = len(draft.tokens), len(verdict.nodes)
         self._teller.note(live.key, heard, drafted=drafted, accepted=accepted, logprobs=logprobs)
@@ -431,6 +452,8 @@ class Engine:
         self.controller.forget(key)
         if self._drafter is not None:
             self._drafter.forget(key)
+        if self._checkups is not None:
+            self._checkups.forget(key)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

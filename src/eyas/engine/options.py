@@ -37,7 +37,12 @@ class EngineOptions:
     graphs: bool = True
     """On CUDA, record steps that only decode and replay them; without, every operation is launched by itself."""
 
+    drift_share: float = 0.005
+    """Of all time, the part that looking for drift may take (`checkup.py`); 0 leaves the drift alarm out."""
+
     def __post_init__(self) -> None:
+        if not 0 <= self.drift_share < 1:
+            raise UserError(f"drift_share is {self.drift_share}; it must be 0 or more and below 1")
         for name, least in (("max_rows", 1), ("token_budget", 1), ("max_depth", 1), ("drafter_sinks", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")

@@ -71,15 +71,15 @@ class Planner:
             reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),
         )
 
-    def plan(self, situation: Situation, step: int) -> tuple[Plan, str]:
-        """The best plan for such a batch, and the reason for it."""
+    def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
+        """The best plan for such a batch that drafts no deeper, and the reason for it."""
         fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
-        likeness = (situation.rows, len(situation.auto), bucket_of(other_tokens), *fixed)
+        likeness = (situation.rows, len(situation.auto), bucket_of(other_tokens), deepest, *fixed)
         if likeness in self._kept:
             until, plan, reason = self._kept[likeness]
             if step < until:
                 return plan, reason
-        plan, reason = self._make(situation)
+        plan, reason = self._make(situation, deepest)
         timed = bucket_of(situation.tokens + plan.drafts) in self._costs.verify.known
         if len(self._kept) >= KEPT_PLANS:
             self._kept.clear()
@@ -87,21 +87,21 @@ class Planner:
         self._kept[likeness] = until, plan, reason
         return plan, reason
 
-    def _make(self, situation: Situation) -> tuple[Plan, str]:
+    def _make(self, situation: Situation, deepest: int) -> tuple[Plan, str]:
         acceptance, fixed = self._acceptance, situation.fixed.values()
         acceptance.refresh()
         levels = Counter(acceptance.settle(row.key) for row in situation.auto)
         batch = Batch(
             rows=situation.rows,
             levels=levels,
-            survivals={level: acceptance.survivals(level) for level in levels},
+            survivals={level: acceptance.survivals(level)[:deepest] for level in levels},
             fixed=[sum(depth >= at for depth in fixed) for at in range(1, acceptance.max_depth + 1)],
             fixed_tokens=sum(sum(acceptance.survivals(0)[:depth]) for depth in fixed),
         )
         prices = self.prices(situation)
         plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
         if self._trees:
-            tree = plan_tree(batch, prices, acceptance.by_depth, acceptance.siblings())
+            tree = plan_tree(batch, prices, acceptance.by_depth[:deepest], acceptance.siblings())
             plan = tree if tree is not None and tree.rate > MARGIN * plan.rate else plan
         compared = (
             f"{plan.rate:.3g} tokens/s expected against {plain.rate:.3g} plain, "

@@ -64,7 +64,7 @@ class Batch:
     levels: Mapping[int, int]
     """How many requests of each level may be drafted for."""
     survivals: Mapping[int, Sequence[float]]
-    """S(1), S(2), ... of each level."""
+    """S(1), S(2), ... of each level, as deep as may be drafted."""
     fixed: Sequence[int]
     """How many requests draft at each depth, whatever we say; depth 1 first."""
     fixed_tokens: float
@@ -134,7 +134,7 @@ def plan_chains(batch: Batch, prices: Prices) -> Plan:
     )
     passes_before = sum(rows > 0 for rows in batch.fixed)
     best_rate, best = 0.0, (plain.tokens, inf, 0, 0, 0)
-    for deepest in range(1, len(batch.fixed) + 1):
+    for deepest in range(1, min(len(survivals) for survivals in batch.survivals.values()) + 1):
         hoped = sum(rows * batch.survivals[level][deepest - 1] for level, rows in batch.levels.items())
         if hoped < best_rate * draft(1, 1):
             break  # drafts of this depth would not pay for their pass, were they verified for nothing

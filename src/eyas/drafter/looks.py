@@ -1,4 +1,7 @@
-"""Where a drafter looks, depth by depth: a watcher of `RoundAttention`.
+"""Where a drafter looks and how large a state it hands on, depth by depth: the measures of drift.
+
+The doctor takes them of whole answers, the engine of a round now and then; both call this file. `Recorder` is a watcher
+of `RoundAttention`.
 
 Slots fall into four regions, and the mass of a region is the sum of a query's weights on it, averaged over heads and
 layers:
@@ -23,6 +26,11 @@ from torch import Tensor
 
 REGIONS = ("sink", "prompt", "verified", "own")
 SINKS = 4
+
+
+def rms(x: Tensor) -> Tensor:
+    """Root mean square over the last dim, in float32."""
+    return x.float().square().mean(dim=-1).sqrt()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,163 @@
+"""A check-up: one round of one request, drafted beside serving to the deepest depth, and watched.
+
+Serving cannot be watched at a low price: its depths are one recording, its attention a kernel that keeps no weights,
+and it stops as early as pays, so that of the depths behind that nothing would be known. So now and then a round is
+drafted a second time, by the doctor's own measures: the same computation from the same states and the same keys, in
+plain operations. It reads the drafter's pages and what waits to be read, and writes nothing: serving cannot tell
+whether it happened.
+
+`CheckUps` says when: no more often than one round in EVERY, and within a share of all time.
+
+Shapes: T slots in pages, N states that wait, D drafter hidden, X concatenated states, G key heads, K head dim.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+
+from eyas.drafter.attention import KeysAndValues
+from eyas.drafter.looks import REGIONS, Recorder, rms
+from eyas.drafter.round_attention import RoundAttention
+from eyas.engine.draft import Draft, PagedDrafter, WantedAt
+from eyas.engine.drift import DriftAlarm
+from eyas.engine.paged import Row
+from eyas.engine.request import Live
+from eyas.engine.verify import draw
+
+EVERY = 32
+"""Rounds between two check-ups at least: neighbours are alike and tell little."""
+LONGEST_STEP = 1.0
+"""Seconds between two steps that count as serving at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckUp:
+    """What was seen of one round, depth by depth."""
+
+    rms: tuple[float, ...]
+    """Size of the state that each depth hands to the next."""
+    mass: Mapping[str, tuple[float, ...]]
+    """Attention by region of `looks.py`."""
+    tokens: tuple[int, ...]
+    """The drafts; whether they would be accepted shows as the request goes on."""
+
+
+@torch.inference_mode()
+def examine(drafter: PagedDrafter, live: Live, depth: int, wanted_at: WantedAt) -> CheckUp:
+    """Draft `depth` tokens behind a request's newest one. Some of its states must wait for the drafter."""
+    waiting = drafter.waiting(live)
+    assert waiting, "the drafter has read all there is; what it starts a round from is gone"
+    model, start = drafter.model, live.target_length - 1
+    device = model.fc.weight.device
+    start_R = torch.tensor([start], device=device)
+    recorder = Recorder(start_R, prompt_length=live.prompt_length, depth=depth)
+    attention = RoundAttention(start_R, recorder, past=_past(drafter, live), window=drafter.window, sinks=drafter.sinks)
+    hidden = model.fuse(torch.cat([states.aux_TX for states in waiting]).to(model.fc.weight.dtype))
+    token_N = torch.tensor(live.tokens[live.drafter_length + 1 : live.target_length + 1], device=device)
+    position_N = torch.arange(live.drafter_length, live.target_length, device=device)
+    assert len(hidden) == len(token_N), "one state for every token but the newest"
+    sizes, tokens = [], list[int]()
+    for level in range(1, depth + 1):
+        attention.depth = level
+        output = model.step(hidden, token_N, position_N, attention)
+        hidden, normed = output.feedback[-1:], output.normed[-1:]
+        sizes.append(rms(hidden))
+        token_N = draw(model.logits(normed), [wanted_at(live, tokens)], drafter.token_W).token
+        tokens.append(int(token_N))
+        position_N = start_R + level
+    looks = recorder.looks()
+    return CheckUp(
+        rms=tuple(torch.cat(sizes).tolist()),
+        mass={region: tuple(looks.mass[region][:, 0].tolist()) for region in REGIONS},
+        tokens=tuple(tokens),
+    )
+
+
+class CheckUps:
+    """Looks at a round now and then and tells the alarm; later also how many of its drafts came true.
+
+    Requests take turns, the one that was looked at longest ago first. Time is an account: nothing is looked at that
+    would bring check-ups above `share` of all time, so that they cost no more than that on any machine.
+    """
+
+    def __init__(
+        self,
+        drafter: PagedDrafter,
+        alarm: DriftAlarm,
+        *,
+        share: float,
+        wanted_at: WantedAt,
+        clock: Callable[[], float],
+    ) -> None:
+        self._drafter, self._alarm, self._share, self._wanted_at = drafter, alarm, share, wanted_at
+        self._clock = clock
+        self.seconds = 0.0
+        """What check-ups took so far."""
+        self._rounds = self._steps = 0
+        self._total = 0.0
+        self._cost: float | None = None
+        self._last: float | None = None
+        self._looked_at: dict[int, int] = {}
+        self._open: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Drafts of which it is not yet known how many came true, and where the first of them would stand."""
+
+    def look(self, lives: Sequence[Live]) -> None:
+        """Examine one of the requests that are about to be drafted for, if it is time to."""
+        now = self._clock()
+        if self._last is not None:
+            # Time in which nobody is served is no time to take a share of.
+            self._total += min(now - self._last, LONGEST_STEP)
+            self._steps += 1
+        self._last = now
+        self._rounds += len(lives)
+        if self._rounds < EVERY or not self._steps:
+            return
+        # What the first one takes is not known; drafting for one request takes less than a step.
+        cost = self._total / self._steps if self._cost is None else self._cost
+        if self.seconds + cost > self._share * self._total:
+            return
+        lives = [live for live in lives if self._drafter.waiting(live)]
+        if not lives:
+            return
+        live = min(lives, key=lambda live: self._looked_at.get(live.key, -1))
+        seen = examine(self._drafter, live, self._alarm.max_depth, self._wanted_at)
+        self._cost = self._clock() - now
+        self.seconds += self._cost
+        self._rounds = 0
+        self._looked_at[live.key] = self._alarm.checkups
+        self._open[live.key] = len(live.tokens), seen.tokens
+        self._alarm.observe_checkup(seen.rms, seen.mass)
+
+    def follow(self, live: Live, draft: Draft, accepted: int, *, ended: bool) -> None:
+        """Take what came of a request's drafts, now that its tokens are committed, and of those of a check-up.
+
+        Trees tell nothing here: a path may end because nothing was offered behind it.
+        """
+        if draft.tokens and draft.is_chain:
+            self._alarm.observe_round(len(draft.tokens), accepted)
+        if live.key not in self._open:
+            return
+        first, drafts = self._open[live.key]
+        came = live.tokens[first : first + len(drafts)]
+        true = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, came, strict=False)))
+        if true < len(came) or len(came) == len(drafts) or ended:
+            del self._open[live.key]
+            self._alarm.observe_round(len(came), true)
+
+    def forget(self, key: int) -> None:
+        """Drop a request that has ended."""
+        self._looked_at.pop(key, None)
+        self._open.pop(key, None)
+
+
+def _past(drafter: PagedDrafter, live: Live) -> list[KeysAndValues]:
+    """Keys and values [T, G, K] of the slots that the drafter has read, of every layer."""
+    if not live.drafter_length:
+        return []
+    cache = drafter.cache
+    row = Row(pages=live.pages, base=0, count=live.drafter_length)
+    layers = [cache.layers[layer] for layer in range(len(drafter.model.layers))]
+    place_T = torch.tensor(row.places(0, live.drafter_length, cache.page_size), device=layers[0][0].device)
+    return [(k.index_select(1, place_T).transpose(0, 1), v.index_select(1, place_T).transpose(0, 1)) for k, v in layers]

@@ -1,0 +1,153 @@
+"""The drift alarm fires on what is planted and on nothing else, and the depth that it leaves is kept to."""
+
+import random
+from collections.abc import Sequence
+from math import exp
+
+import pytest
+
+from engine.simulated import GPU, GREAT, serve
+from eyas.drafter.drift import conditional_acceptance, log_sizes, slope
+from eyas.engine.controller import Controller, RowFacts
+from eyas.engine.drift import BEARABLE, LATEST, LEAST, DriftAlarm
+
+DEPTH = 7
+MASS = {"sink": [0.05] * DEPTH, "own": [0.1 * d for d in range(DEPTH)]}
+
+
+def show(alarm: DriftAlarm, growth: float, count: int, *, noise: float = 0.1, seed: int = 0) -> None:
+    """Check-ups of a state that grows so much a depth, each round by itself a little more or less."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        each, scale = growth + chance.gauss(0, noise), chance.uniform(1, 40)
+        alarm.observe_checkup([scale * exp(each * d + chance.gauss(0, noise)) for d in range(DEPTH)], MASS)
+
+
+def draft(alarm: DriftAlarm, chances: Sequence[float], rounds: int, *, depth: int = DEPTH, seed: int = 0) -> None:
+    """Rounds whose drafts are accepted, behind accepted ones, as often as that."""
+    chance = random.Random(seed)
+    for _ in range(rounds):
+        accepted = next((d for d in range(depth) if chance.random() >= chances[d]), depth)
+        alarm.observe_round(depth, accepted)
+
+
+# --- formulas ------------------------------------------------------------------------------------------------------
+
+
+def test_formulas() -> None:
+    assert slope(log_sizes([2.0 * 1.05**d for d in range(16)])) == pytest.approx(0.0487902)
+    assert slope([1.0, float("nan"), 3.0, float("inf")]) == pytest.approx(1.0)
+    assert slope([1.0]) != slope([1.0]), "one depth has no slope"
+    assert log_sizes([0.0])[0] < -60
+    assert conditional_acceptance([10, 8, 2]) == pytest.approx([0.8, 0.25])
+    assert conditional_acceptance([4, 0, 0])[1] != conditional_acceptance([4, 0, 0])[1], "nobody came that far"
+
+
+# --- growth --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flat_states_are_no_alarm_however_noisy(seed: int) -> None:
+    alarm = DriftAlarm(DEPTH)
+    show(alarm, 0.0, 600, noise=0.2, seed=seed)
+    assert alarm.take() == []
+    assert alarm.report().fired == 0
+    assert alarm.deepest == DEPTH
+
+
+@pytest.mark.parametrize("growth", [0.15, 0.3, 0.6])
+def test_growth_fires_once_with_its_evidence_and_leaves_the_bearable_depths(growth: float) -> None:
+    alarm = DriftAlarm(DEPTH)
+    show(alarm, growth, LEAST - 1, noise=0.05)
+    assert alarm.take() == [], "too few to tell"
+    show(alarm, growth, 2 * LATEST, noise=0.05)
+    (event,) = alarm.take()
+    assert "the fed-back state grows by" in event
+    assert "no deeper than" in event
+    assert exp(growth * (alarm.deepest - 1)) <= BEARABLE * 1.1 < exp(growth * DEPTH)
+    report = alarm.report()
+    assert (report.firing, report.fired, list(report.signs)) == (True, 1, ["growth"])
+    assert report.growth.low < growth < report.growth.high
+    assert report.rms[-1] / report.rms[0] == pytest.approx(exp(6 * growth), rel=0.3)
+    assert report.mass["own"] == pytest.approx(MASS["own"])
+
+
+def test_a_state_that_overflows_has_grown() -> None:
+    alarm = DriftAlarm(DEPTH)
+    for _ in range(LEAST):
+        alarm.observe_checkup([1.0, 9.0, float("inf"), *[float("nan")] * 4], MASS)
+    assert alarm.report().firing
+    assert alarm.deepest == 1
+
+
+def test_growth_at_the_bound_does_not_flicker() -> None:
+    alarm, bound = DriftAlarm(DEPTH), log_sizes([BEARABLE])[0] / (DEPTH - 1)
+    show(alarm, 2 * bound, LATEST, noise=0.03)
+    fired = alarm.take()
+    show(alarm, bound, 40 * LATEST, noise=0.03)
+    assert len(fired) == 1
+    assert alarm.report().fired <= 2, "a thousand check-ups at the bound itself"
+    alarm.take()
+    show(alarm, 0.0, LATEST, noise=0.03)
+    assert not alarm.report().firing
+    assert alarm.deepest == DEPTH
+    assert "as deep as pays again" in alarm.take()[-1]
+
+
+# --- fading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("chances", [[0.5] * 7, [0.8, 0.76, 0.72, 0.69, 0.65, 0.62, 0.59], [0.3] * 7], ids=str)
+def test_gentle_decline_is_no_alarm(chances: list[float], seed: int) -> None:
+    alarm = DriftAlarm(DEPTH)
+    draft(alarm, chances, 3000, seed=seed)
+    assert alarm.take() == []
+    assert alarm.deepest == DEPTH
+
+
+def test_acceptance_that_ends_at_a_depth_fires_there_and_clears_by_check_ups() -> None:
+    alarm = DriftAlarm(DEPTH)
+    draft(alarm, [0.8, 0.8, 0.8, 0.1, 0.5, 0.5, 0.5], 400)
+    (event,) = alarm.take()
+    assert "drafts of depth 4" in event
+    assert alarm.deepest == 3
+    draft(alarm, [0.8] * 7, 3000, depth=3, seed=1)
+    assert alarm.deepest == 3, "nothing new is known of depth 4"
+    draft(alarm, [0.8] * 7, 800, seed=2)  # what check-ups tell, in the end
+    assert alarm.deepest == DEPTH
+    assert "fading has passed" in alarm.take()[0]
+
+
+# --- the controller ------------------------------------------------------------------------------------------------
+
+
+def test_requests_on_auto_keep_to_what_is_healthy_and_fixed_ones_to_their_depth() -> None:
+    controller = Controller(DEPTH)
+    before = serve(controller, GPU, GREAT, users=4, steps=400)
+    assert max(before.depths[-1]) > 3, "or there is nothing to shorten"
+    show(controller.drift, 0.3, LATEST, noise=0.02)
+    assert controller.drift.deepest == 3
+    rows = [RowFacts(key=key, context=100, pending=2) for key in range(4)]
+    fixed = RowFacts(key=9, context=100, mode="fixed", depth=6, pending=2)
+    for _ in range(50):
+        choice = controller.choose([*rows, fixed])
+        assert max(choice.depths[:4]) <= 3
+        assert max(choice.limits[:4]) <= 3
+        assert choice.depths[4] == choice.limits[4] == 6
+    assert "no deeper than 3, since the drift alarm has fired" in choice.reason
+    assert "drift alarm" in controller.events()[0]
+    assert controller.events() == []
+    assert controller.report()["drift"]["signs"]["growth"]
+    show(controller.drift, 0.0, LATEST, noise=0.02)
+    assert max(serve(controller, GPU, GREAT, users=4, steps=50).depths[-1]) > 3, "lifted"
+
+
+def test_the_report_is_json_from_the_beginning() -> None:
+    import json
+
+    alarm = DriftAlarm(DEPTH)
+    empty = json.loads(json.dumps(alarm.report().as_json(), allow_nan=False))
+    assert empty["growth"] == {"value": None, "low": None, "high": None}
+    show(alarm, 0.0, 2)
+    json.dumps(alarm.report().as_json(), allow_nan=False)
