@@ -93,8 +93,6 @@ class CheckUps:
     ) -> None:
         self._drafter, self._alarm, self._share, self._wanted_at = drafter, alarm, share, wanted_at
         self._clock = clock
-        self.seconds = 0.0
-        """What check-ups took so far."""
         self._rounds = self._steps = 0
         self._total = 0.0
         self._cost: float | None = None
@@ -116,7 +114,7 @@ class CheckUps:
             return
         # What the first one takes is not known; drafting for one request takes less than a step.
         cost = self._total / self._steps if self._cost is None else self._cost
-        if self.seconds + cost > self._share * self._total:
+        if self._alarm.seconds + cost > self._share * self._total:
             return
         lives = [live for live in lives if self._drafter.waiting(live)]
         if not lives:
@@ -124,11 +122,10 @@ class CheckUps:
         live = min(lives, key=lambda live: self._looked_at.get(live.key, -1))
         seen = examine(self._drafter, live, self._alarm.max_depth, self._wanted_at)
         self._cost = self._clock() - now
-        self.seconds += self._cost
         self._rounds = 0
         self._looked_at[live.key] = self._alarm.checkups
         self._open[live.key] = len(live.tokens), seen.tokens
-        self._alarm.observe_checkup(seen.rms, seen.mass)
+        self._alarm.observe_checkup(seen.rms, seen.mass, self._cost)
 
     def follow(self, live: Live, draft: Draft, accepted: int, *, ended: bool) -> None:
         """Take what came of a request's drafts, now that its tokens are committed, and of those of a check-up.

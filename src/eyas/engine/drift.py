@@ -56,6 +56,8 @@ class DriftReport:
     signs: dict[str, str]
     """What fires, and its evidence in words."""
     checkups: int
+    seconds: float
+    """What they took together."""
     growth: Estimate
     """Of the fed-back state per depth, over the latest check-ups: 0 is flat."""
     rms: list[float]
@@ -79,6 +81,8 @@ class DriftAlarm:
     def __init__(self, max_depth: int) -> None:
         self.max_depth = max_depth
         self.checkups = 0
+        self.seconds = 0.0
+        """What check-ups took so far."""
         self.fired = 0
         self.deepest = max_depth
         """The deepest depth that is healthy. Depth 1 always is: all others are compared with it."""
@@ -95,11 +99,12 @@ class DriftAlarm:
 
     # --- what is seen ------------------------------------------------------------------------------------------
 
-    def observe_checkup(self, rms: Sequence[float], mass: Mapping[str, Sequence[float]]) -> None:
+    def observe_checkup(self, rms: Sequence[float], mass: Mapping[str, Sequence[float]], seconds: float = 0.0) -> None:
         """Take what a round showed at every depth. A state that overflows has grown, whatever it is now."""
         self._sizes.append(log_sizes([size if size < LARGEST else LARGEST for size in rms]))
         self._masses.append(mass)
         self.checkups += 1
+        self.seconds += seconds
         slopes = [slope(sizes) for sizes in self._sizes]
         value, count = fmean(slopes), len(slopes)
         error = sqrt(sum((one - value) ** 2 for one in slopes) / (count * (count - 1))) if count >= LEAST else inf
@@ -147,6 +152,7 @@ class DriftAlarm:
             deepest=self.deepest,
             signs=self._signs(),
             checkups=self.checkups,
+            seconds=self.seconds,
             growth=self.growth,
             rms=[exp(fmean(sizes)) for sizes in zip(*all_sizes, strict=True)],
             mass={
