@@ -71,8 +71,8 @@ def test_what_is_served_is_told(client: Any, target: Any) -> None:
 def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(new_server: Any) -> None:
     notices: list[str] = []
     with new_server(notices=notices) as client:
-        (alarm,) = client.get("/status").json["alarms"]
-        assert (alarm["name"], alarm["raised"]) == ("collapsed", False)
+        alarms = client.get("/status").json["alarms"]
+        assert [(alarm["name"], alarm["raised"]) for alarm in alarms] == [("collapsed", False), ("drift", False)]
         controller = client.engine.controller
         for _ in range(2 * LATEST):
             controller.observe_round(0, 3, 0)
@@ -83,6 +83,28 @@ def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(new_
             assert "eyas check" in notice["text"]
             assert 0 <= notice["at_seconds"] <= told["at_seconds"]
         assert notices == [notice["text"]]
+
+
+def test_the_drift_alarm_shows_in_status_and_metrics_while_it_fires(new_server: Any) -> None:
+    with new_server() as client:
+        assert "eyas_drift_alarm 0.0" in client.get("/metrics").text
+        drift = client.engine.drift
+        for number in range(16):
+            grown = [1.5**depth + 0.001 * number for depth in range(drift.max_depth)]
+            drift.observe_checkup(grown, dict.fromkeys(("sink", "prompt", "verified", "own"), [0.25] * drift.max_depth))
+        alarm = client.get("/status").json["alarms"][1]
+        assert (alarm["name"], alarm["raised"]) == ("drift", True)
+        assert "grows by" in alarm["text"]
+        assert "drift alarm" in client.get("/status").json["notices"][0]["text"]
+        metrics = client.get("/metrics").text
+        for line in (
+            "eyas_drift_alarm 1.0",
+            "eyas_drift_alarms_fired_total 1.0",
+            f"eyas_drift_deepest_healthy {float(drift.deepest)}",
+            'eyas_drift_attention_mass{depth="1",region="sink"} 0.25',
+            'eyas_drift_state_rms{depth="1"}',
+        ):
+            assert line in metrics, line
 
 
 def test_a_server_that_drains_or_failed_says_so(new_server: Any) -> None:

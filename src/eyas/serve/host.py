@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from eyas.engine.answer import Piece, Tally
+from eyas.engine.drift import DriftReport
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request
 from eyas.engine.stream import EngineError, StreamingEngine
@@ -42,6 +43,8 @@ class Snapshot:
     """How often each depth was chosen for an answer, by the engine in use."""
     collapsed: bool = False
     """Whether the drafter has become useless."""
+    drift: DriftReport | None = None
+    """Whether it holds as deep as it is served; None before the engine was looked at."""
     notices: tuple[tuple[float, str], ...] = ()
     """What the engine last had to say about itself, and when by the monotonic clock; the newest last."""
 
@@ -130,5 +133,6 @@ class Host:
             share_of_depths=told["share_of_depths"],
             rows_by_depth=told["rows_by_depth"],
             collapsed=bool(told["collapsed"]),
+            drift=engine.drift.report(),
             notices=tuple(self._notices),
         )

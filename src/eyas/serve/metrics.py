@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from eyas.engine.drift import DriftReport
 from eyas.serve.host import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -95,8 +96,32 @@ class EngineCollector(Collector):
             depths.add_metric([str(depth)], share)
         yield depths
         yield _gauge("eyas_spec_decode_collapsed", "1 while the drafter is of no use.", float(seen.collapsed))
+        if seen.drift is not None:
+            yield from _drift(seen.drift)
         yield _counter("eyas_engine_failed_steps", "Steps that failed.", self.failed_steps)
         yield _counter("eyas_engine_replaced", "Engines given up and built anew.", self.replaced)
+
+
+def _drift(drift: DriftReport) -> Iterator[Metric]:
+    """What the drift alarm sees, of the engine in use."""
+    yield _gauge("eyas_drift_alarm", "1 while the drift alarm fires.", float(drift.firing))
+    yield _counter("eyas_drift_alarms_fired", "Times it has fired.", drift.fired)
+    yield _gauge("eyas_drift_deepest_healthy", "No deeper do requests on auto draft.", drift.deepest)
+    yield _counter("eyas_drift_checkups", "Rounds that were looked at.", drift.checkups)
+    yield _counter("eyas_drift_checkup_seconds", "What that took.", drift.seconds)
+    if drift.checkups:
+        yield _gauge("eyas_drift_growth", "Growth of the fed-back state per depth, 0 is flat.", drift.growth.value)
+    rms = GaugeMetricFamily("eyas_drift_state_rms", "Size of the fed-back state, latest check-ups.", labels=["depth"])
+    for depth, size in enumerate(drift.rms, 1):
+        rms.add_metric([str(depth)], size)
+    yield rms
+    mass = GaugeMetricFamily(
+        "eyas_drift_attention_mass", "Where the drafter looks, latest check-ups.", labels=["region", "depth"]
+    )
+    for region, shares in drift.mass.items():
+        for depth, share in enumerate(shares, 1):
+            mass.add_metric([region, str(depth)], share)
+    yield mass
 
 
 def _gauge(name: str, words: str, value: float) -> Metric:

@@ -11,6 +11,9 @@ from eyas.serve.gate import Gate
 from eyas.serve.host import Host, Snapshot
 from eyas.serve.served import Served
 
+DRIFTS = (
+    "raised while the drafter's state or acceptance does not hold with depth: requests on auto then draft less deep"
+)
 COLLAPSED = "raised while the drafter is of no use: requests on auto then decode plainly, except for probes"
 
 SCHEMA: dict[str, Any] = {
@@ -64,7 +67,7 @@ SCHEMA: dict[str, Any] = {
                 "properties": {
                     "name": {"type": "string"},
                     "raised": {"type": "boolean"},
-                    "text": {"type": "string", "description": "What it means."},
+                    "text": {"type": "string", "description": "What it means, or what it rests on while raised."},
                 },
             },
         },
@@ -123,7 +126,12 @@ def _served(served: Served, max_depth: int) -> dict[str, Any]:
 
 
 def _alarms(seen: Snapshot) -> list[dict[str, Any]]:
-    return [{"name": "collapsed", "raised": seen.collapsed, "text": COLLAPSED}]
+    drift = seen.drift
+    signs = "; ".join(drift.signs.values()) if drift is not None else ""
+    return [
+        {"name": "collapsed", "raised": seen.collapsed, "text": COLLAPSED},
+        {"name": "drift", "raised": bool(signs), "text": signs or DRIFTS},
+    ]
 
 
 def _counts(seen: Snapshot, host: Host) -> dict[str, Any]:
