@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import tiny
-from eyas.doctor.charts import Axes, Line, line_chart, ticks
 from eyas.doctor.gates import check_gates, parse_gate
 from eyas.doctor.measures import Drift
 from eyas.doctor.robustness import Case, Cell
@@ -14,6 +13,7 @@ from eyas.doctor.statistics import Curve, calibrate, curve, estimate
 from eyas.doctor.verdict import judge
 from eyas.drafter.drift import Estimate, slope
 from eyas.errors import UserError
+from eyas.page.charts import Axes, Line, line_chart, ticks
 
 
 def sure(value: float) -> Estimate:

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from eyas.doctor.charts import Axes, Line, line_chart
-from eyas.doctor.page_style import STYLE
 from eyas.drafter.looks import REGIONS
+from eyas.page.charts import Axes, Line, line_chart
+from eyas.page.style import STYLE
 
 Record = Mapping[str, Any]
 

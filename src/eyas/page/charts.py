@@ -41,6 +41,8 @@ class Axes:
     """Draw where y equals x."""
     mark: float | None = None
     """A vertical line at this x."""
+    names: Sequence[str] = ()
+    """What x = 0, 1, 2, ... is called, where x is no number."""
 
 
 def line_chart(lines: Sequence[Line], axes: Axes) -> str:
@@ -113,13 +115,17 @@ def _grid(scale: _Scale, axes: Axes) -> list[str]:
         label = f"{tick:{percent}}" if axes.percent else f"{tick:.4g}"
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>')
-    for tick in _across(scale):
-        label = f"{tick:g}"
+    for tick in range(len(axes.names)) if axes.names else _across(scale):
+        label = _name(tick, axes)
         at = scale.x(tick)
         parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
     parts.append(f'<text class="name" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(axes.across)}</text>')
     return parts
+
+
+def _name(x: float, axes: Axes) -> str:
+    return escape(axes.names[int(x)]) if axes.names else f"{x:g}"
 
 
 def _across(scale: _Scale) -> list[float]:
@@ -146,7 +152,7 @@ def _drawn(line: Line, scale: _Scale, axes: Axes) -> list[str]:
         points = " ".join(f"{scale.x(x):.1f},{scale.y(y):.1f}" for x, y in run)
         parts.append(f'<polyline class="line c{line.colour}{" dashed" if line.dashed else ""}" points="{points}"/>')
         for x, y in run:
-            told = f"{line.label}: {y:.1%} at {x:g}" if axes.percent else f"{line.label}: {y:.4g} at {x:g}"
+            told = f"{line.label}: {f'{y:.1%}' if axes.percent else f'{y:.4g}'} at {_name(x, axes)}"
             parts.append(
                 f'<circle class="point c{line.colour}" cx="{scale.x(x):.1f}" cy="{scale.y(y):.1f}" r="2.6">'
                 f"<title>{escape(told)}</title></circle>"

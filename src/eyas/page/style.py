@@ -1,4 +1,4 @@
-"""How the report looks: one stylesheet, light and dark, nothing from elsewhere."""
+"""How reports look: one stylesheet, light and dark, nothing from elsewhere."""
 
 STYLE = """
 :root { --ground: #fbfaf8; --card: #ffffff; --ink: #1d2129; --soft: #626977; --edge: #e3e1dc; --grid: #ecebe7;
