@@ -81,7 +81,7 @@ class _Scale:
         ys = [y for line in lines for y in (*line.y, *line.low, *line.high) if y is not None]
         self.left, self.right = min(xs), max(xs)
         if self.left == self.right:
-            self.right = self.left + 1
+            self.left, self.right = (self.left - 0.5, self.right + 0.5) if axes.names else (self.left, self.left + 1)
         low = min(ys) if axes.y_min is None else axes.y_min
         high = max(ys) if axes.y_max is None else axes.y_max
         if high - low < 1e-9 * max(1.0, abs(high)):

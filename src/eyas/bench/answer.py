@@ -1,0 +1,173 @@
+"""From the bytes of a stream and the times they came to one answer with its times. Pure: no socket, no clock.
+
+The stream is read as it comes and understood afterwards, so that understanding one does not delay reading another.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import pairwise
+from typing import Any
+
+from eyas.bench.drafting import Drafting, drafting_of_event
+
+Arrival = tuple[float, bytes]
+"""When it came, in seconds, and what."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One request and what became of it. Times are seconds since the run began."""
+
+    key: str
+    category: str
+    turn: int
+    sent: float
+    first: float | None = None
+    """When the first text came."""
+    last: float | None = None
+    """When the last text or the reason of its end came."""
+    text: str = ""
+    tokens: int = 0
+    prompt_tokens: int = 0
+    gaps: tuple[float, ...] = ()
+    """Between arrivals of text: how it moves on the screen."""
+    event_gaps: tuple[float, ...] = ()
+    """Between events that carry a choice, with or without text: what `vllm bench serve` calls inter-token latency."""
+    drafting: Drafting | None = None
+    error: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From sending to the last token."""
+        return (self.last if self.last is not None else self.sent) - self.sent
+
+    @property
+    def to_first(self) -> float | None:
+        """Until the first text."""
+        return None if self.first is None else self.first - self.sent
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first."""
+        if self.first is None or self.last is None or self.tokens < 2:
+            return None
+        return (self.last - self.first) / (self.tokens - 1)
+
+    @property
+    def arrivals(self) -> int:
+        """In how many pieces the text came."""
+        return len(self.gaps) + (self.first is not None)
+
+    @property
+    def digest(self) -> str:
+        """Of the text: enough to see whether two answers are the same."""
+        return sha256(self.text.encode()).hexdigest()[:16]
+
+
+class NotUnderstoodError(Exception):
+    """What came is no stream of OpenAI's."""
+
+
+def understand(asked: Answer, arrivals: Sequence[Arrival]) -> Answer:
+    """The answer in a stream that was read to its end, or what is wrong with it."""
+    try:
+        return _understand(asked, _events(arrivals))
+    except NotUnderstoodError as error:
+        return replace(asked, error=str(error))
+
+
+def _understand(asked: Answer, events: Sequence[tuple[float, Mapping[str, Any]]]) -> Answer:
+    text: list[str] = []
+    shown: list[float] = []
+    chosen: list[float] = []
+    usage: Mapping[str, Any] | None = None
+    drafting: Drafting | None = None
+    finished = False
+    for when, event in events:
+        if "error" in event:
+            raise NotUnderstoodError(f"the server ended the stream with an error: {message_of(event)}")
+        if isinstance(event.get("usage"), dict):
+            usage = event["usage"]
+        drafting = drafting_of_event(event) or drafting
+        choices = event.get("choices")
+        if not isinstance(choices, list):
+            raise NotUnderstoodError(f"an event without choices: {_short(event)}")
+        if choices:
+            piece, ended = _choice(choices[0])
+            finished = finished or ended
+            chosen.append(when)
+            if piece:
+                text.append(piece)
+                if not shown or when > shown[-1]:
+                    shown.append(when)
+    if not finished:
+        raise NotUnderstoodError(f"the stream broke off after {len(chosen)} events")
+    if usage is None or not isinstance(usage.get("completion_tokens"), int):
+        raise NotUnderstoodError("the stream told no usage; tokens cannot be counted (stream_options.include_usage)")
+    return replace(
+        asked,
+        first=shown[0] if shown else chosen[0],
+        last=chosen[-1],
+        text="".join(text),
+        tokens=usage["completion_tokens"],
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        gaps=_between(shown),
+        event_gaps=_between(chosen),
+        drafting=drafting,
+    )
+
+
+def _events(arrivals: Sequence[Arrival]) -> list[tuple[float, Mapping[str, Any]]]:
+    """The events, each with the time its last byte came."""
+    events: list[tuple[float, Mapping[str, Any]]] = []
+    rest = b""
+    for when, data in arrivals:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue  # an empty line, a comment that keeps the connection open, or the name of an event
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                continue
+            try:
+                event = json.loads(payload)
+            except ValueError as error:
+                raise NotUnderstoodError(f"an event is no JSON: {_short(payload)}") from error
+            if not isinstance(event, dict):
+                raise NotUnderstoodError(f"an event is no object: {_short(payload)}")
+            events.append((when, event))
+    if not events:
+        raise NotUnderstoodError(f"no events in what came: {_short(b''.join(data for _, data in arrivals))}")
+    return events
+
+
+def _choice(choice: object) -> tuple[str, bool]:
+    """Its text, and whether it ends the answer."""
+    if not isinstance(choice, dict):
+        raise NotUnderstoodError(f"a choice is no object: {_short(choice)}")
+    delta = choice.get("delta")
+    said = (
+        [delta.get(name) for name in ("reasoning_content", "reasoning", "content")] if isinstance(delta, dict) else []
+    )
+    text = "".join(part for part in (*said, choice.get("text")) if isinstance(part, str))
+    return text, choice.get("finish_reason") is not None
+
+
+def _between(times: Sequence[float]) -> tuple[float, ...]:
+    return tuple(later - earlier for earlier, later in pairwise(times))
+
+
+def message_of(body: object) -> str:
+    """What an error of OpenAI's format says, or as much of another as fits a line."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return str(error["message"])
+    return _short(error or (body.get("message") or body.get("detail") if isinstance(body, dict) else None) or body)
+
+
+def _short(what: object) -> str:
+    text = what.decode("utf-8", "replace") if isinstance(what, bytes) else str(what)
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 120 else f"{text[:117]}...")

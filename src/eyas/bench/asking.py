@@ -1,0 +1,71 @@
+"""What is sent: a task and its turns as bodies of OpenAI's API, with the options of a bench."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from eyas.bench.answer import Answer
+from eyas.bench.client import Client
+from eyas.bench.workload import Task
+from eyas.errors import UserError
+
+Endpoint = Literal["chat", "completions"]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MINE = ("model", "messages", "prompt", "stream", "stream_options")
+"""Fields that belong to the bench."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How every request is made."""
+
+    endpoint: Endpoint = "chat"
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the body, as the server knows them."""
+
+    def __post_init__(self) -> None:
+        for name in MINE:
+            if name in self.extra:
+                raise UserError(f"--extra-body sets {name!r}, which is the bench's own; leave it out")
+
+    def body(self, model: str, task: Task, said: Sequence[Mapping[str, Any]], place: int) -> tuple[str, dict[str, Any]]:
+        """Path and body of a turn, after what was said before it."""
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.temperature > 0:
+            body["seed"] = self.seed + place  # another one for each request, the same in each repetition
+        body |= self.extra
+        if task.ids:
+            return COMPLETIONS, body | {"prompt": list(task.ids)}
+        if self.endpoint == "completions":
+            return COMPLETIONS, body | {"prompt": task.turns[0]}
+        return CHAT, body | {"messages": list(said)}
+
+
+async def converse(
+    client: Client, asking: Asking, model: str, task: Task, place: int, turns: int, answers: list[Answer]
+) -> None:
+    """Ask turn by turn, each after the server's own answers to those before; answers are noted as they come."""
+    said = list(task.context)
+    if task.ids or asking.endpoint == "completions":
+        turns = 1
+    for turn in range(turns):
+        if task.turns:
+            said.append({"role": "user", "content": task.turns[turn]})
+        path, body = asking.body(model, task, said, place)
+        answer = await client.ask(path, body, key=task.key, category=task.category, turn=turn + 1)
+        answers.append(answer)
+        if answer.error is not None:
+            return  # what follows would ask about an answer that is not there
+        said.append({"role": "assistant", "content": answer.text})

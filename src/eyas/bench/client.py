@@ -1,0 +1,133 @@
+"""The client: asks, and notes when each byte came. All HTTP of the bench is here.
+
+Answers that fail are results too; only a server that is gone raises, since nothing more can be learnt from it.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+
+from eyas.bench.answer import Answer, Arrival, message_of, understand
+from eyas.bench.counters import Counters, read_counters
+from eyas.errors import UserError
+
+PROBE_SECONDS = 10.0
+_BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+
+
+class ServerGoneError(Exception):
+    """Nobody answers any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a server is, and what lets one in."""
+
+    url: str
+    """Without /v1."""
+    api_key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, url: str, *, api_key: str | None = None) -> "Address":
+        """From what a user gives, with or without the path."""
+        plain = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        if not plain.startswith(("http://", "https://")):
+            raise UserError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
+        if "@" in plain:
+            raise UserError("an address with a password in it would end up in the record; give --api-key instead")
+        return cls(url=plain, api_key=api_key)
+
+
+class Client:
+    """A server's counterpart for one run; connections are made anew for each, as none may be left from before."""
+
+    def __init__(self, address: Address, *, timeout: float) -> None:
+        self._address, self._timeout = address, timeout
+        self._began = time.perf_counter()
+
+    async def __aenter__(self) -> "Client":
+        headers = {} if self._address.api_key is None else {"authorization": f"Bearer {self._address.api_key}"}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=PROBE_SECONDS),
+            headers=headers,
+            auto_decompress=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    def begin(self) -> None:
+        """Count times from now."""
+        self._began = time.perf_counter()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return time.perf_counter() - self._began
+
+    async def ask(self, path: str, body: Mapping[str, Any], *, key: str, category: str, turn: int) -> Answer:
+        """Send, and read the stream to its end."""
+        payload = json.dumps(body).encode()
+        arrivals: list[Arrival] = []
+        asked = Answer(key=key, category=category, turn=turn, sent=self.now)
+        try:
+            async with self._session.post(
+                self._address.url + path, data=payload, headers={"content-type": "application/json"}
+            ) as response:
+                async for data in response.content.iter_any():
+                    arrivals.append((self.now, data))
+                status = response.status
+        except _BROKEN as error:
+            await self.probe()
+            reason = f"timed out after {self._timeout:g} s" if isinstance(error, TimeoutError) else _reason(error)
+            return Answer(key=key, category=category, turn=turn, sent=asked.sent, error=reason)
+        if status != 200:
+            told = _message(b"".join(data for _, data in arrivals))
+            return Answer(key=key, category=category, turn=turn, sent=asked.sent, error=f"{status}: {told}")
+        return understand(asked, arrivals)
+
+    async def probe(self) -> None:
+        """Raise if the server is gone."""
+        try:
+            async with asyncio.timeout(PROBE_SECONDS), self._session.get(self._address.url + "/v1/models") as response:
+                await response.read()
+        except _BROKEN as error:
+            raise ServerGoneError(_reason(error)) from error
+
+    async def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body."""
+        try:
+            async with asyncio.timeout(PROBE_SECONDS), self._session.get(self._address.url + path) as response:
+                return response.status, await response.read()
+        except _BROKEN as error:
+            raise ServerGoneError(_reason(error)) from error
+
+    async def counters(self) -> Counters | None:
+        """The server's own counts, where it tells them."""
+        status, body = await self.get("/metrics")
+        return read_counters(body.decode("utf-8", "replace")) if status == 200 else None
+
+
+def _message(body: bytes) -> str:
+    try:
+        return message_of(json.loads(body))
+    except ValueError:
+        return message_of(body.decode("utf-8", "replace"))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"no connection ({error.os_error.strerror or error.os_error})"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    return f"the connection broke ({error or type(error).__name__})"

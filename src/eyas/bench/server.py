@@ -1,0 +1,87 @@
+"""What a server is, found out by asking it: its model, its kind, and whether it drafts."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.bench.client import Address, Client, ServerGoneError
+from eyas.errors import UserError
+
+KINDS = ("eyas", "vllm", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that answered."""
+
+    name: str
+    address: Address
+    model: str
+    kind: str
+    """eyas, vllm, sglang or other."""
+    card: Mapping[str, Any]
+    """What it says of its model."""
+    version: str | None
+    drafts: bool | None
+    """Whether it speculates; None where it does not tell."""
+    command: str | None = None
+    """What started it, where the bench did."""
+    notes: tuple[str, ...] = field(default=())
+
+
+async def meet(name: str, address: Address, *, model: str | None, timeout: float, command: str | None = None) -> Server:
+    """Ask a server who it is; refuse what is no OpenAI server or does not serve the model."""
+    async with Client(address, timeout=timeout) as client:
+        try:
+            card = _card(await client.get("/v1/models"), address, model)
+            version = _version(await client.get("/version"))
+            counters = await client.counters()
+        except ServerGoneError as error:
+            raise UserError(f"no server at {address.url}: {error}; start it, or check the address") from error
+    kind = str(card.get("owned_by"))
+    drafts: bool | None = None
+    if kind == "eyas":
+        drafts = bool((card.get("speculative") or {}).get("drafter"))
+    elif counters is not None and counters.generated is not None:
+        drafts = counters.drafting is not None
+    return Server(
+        name=name,
+        address=address,
+        model=str(card["id"]),
+        kind=kind if kind in KINDS else "other",
+        card=card,
+        version=version,
+        drafts=drafts,
+        command=command,
+    )
+
+
+def _card(reply: tuple[int, bytes], address: Address, model: str | None) -> Mapping[str, Any]:
+    status, body = reply
+    if status in (401, 403):
+        raise UserError(f"{address.url} lets only holders of a key in ({status}); give --api-key")
+    try:
+        listed = json.loads(body)["data"] if status == 200 else None
+        cards: dict[str, dict[str, Any]] = {str(card["id"]): dict(card) for card in listed or ()}
+    except (ValueError, KeyError, TypeError):
+        cards = {}
+    if not cards:
+        start = " ".join(body[:80].decode("utf-8", "replace").split())
+        raise UserError(
+            f"{address.url} is no OpenAI-compatible server: /v1/models answered {status} {start!r}; check the address"
+        )
+    if model is None:
+        if len(cards) > 1:
+            raise UserError(f"{address.url} serves {', '.join(cards)}; choose one with --model")
+        return next(iter(cards.values()))
+    if model not in cards:
+        raise UserError(f"{address.url} does not serve {model!r}; give --model {' or '.join(cards)}, or leave it out")
+    return cards[model]
+
+
+def _version(reply: tuple[int, bytes]) -> str | None:
+    try:
+        return str(json.loads(reply[1])["version"]) if reply[0] == 200 else None
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,41 @@
+"""With and without drafting: per request where the server can, otherwise by a second server of the same name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.bench.server import Server
+from eyas.errors import UserError
+
+SPECULATIVE, PLAIN, AS_SERVED = "speculative", "plain", "as served"
+OFF = {"speculative": {"mode": "off"}}
+"""How a request to eyas forgoes drafting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A server, with or without drafting."""
+
+    name: str
+    """Of the server it is shown under: a plain server beside a drafting one has its name."""
+    mode: str
+    server: Server
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def arrange(servers: Sequence[Server], baselines: Mapping[str, Server], *, baseline: bool) -> tuple[Variant, ...]:
+    """The modes to measure, each drafting one beside its plain one."""
+    variants: list[Variant] = []
+    for server in servers:
+        mode = {True: SPECULATIVE, False: PLAIN, None: AS_SERVED}[server.drafts]
+        variants.append(Variant(name=server.name, mode=mode, server=server))
+        other = baselines.get(server.name)
+        if other is not None:
+            if mode == PLAIN:
+                raise UserError(f"{server.name} does not draft, so it is its own baseline; leave the other one out")
+            if other.drafts:
+                raise UserError(f"the baseline of {server.name} at {other.address.url} drafts itself; start it without")
+            variants.append(Variant(name=server.name, mode=PLAIN, server=other))
+        elif baseline and server.kind == "eyas" and server.drafts:
+            variants.append(Variant(name=server.name, mode=PLAIN, server=server, extra=OFF))
+    return tuple(variants)

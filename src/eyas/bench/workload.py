@@ -1,0 +1,165 @@
+"""What is asked: conversations from files, or token ids of given lengths, in an order that a seed fixes.
+
+Spec-Bench, SPEED-Bench and EAGLE's question files all say `turns` and `category`; messages and bare prompts go as well.
+Records that cannot be read are left out and told, never silently: a file cut off by a download is still of use.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from eyas.errors import UserError
+from eyas.train.conversations import Conversation, parse_conversation, read_conversations
+
+# SPEED-Bench is published with this in place of texts that its own script must fetch.
+WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+FIRST_ID = 256
+"""Synthetic prompts keep clear of the special tokens that most vocabularies begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One conversation: what was said before, and what the user says, turn by turn."""
+
+    key: str
+    category: str
+    context: tuple[Mapping[str, Any], ...] = ()
+    turns: tuple[str, ...] = ()
+    ids: tuple[int, ...] = ()
+    """A synthetic prompt, instead of turns."""
+
+    @property
+    def requests(self) -> int:
+        """How many answers it asks for."""
+        return max(1, len(self.turns))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A file, and how much of it could be read."""
+
+    path: str
+    sha256: str
+    read: int
+    left_out: tuple[str, ...]
+    """What was wrong with the others, each with its line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Tasks in the order they are asked."""
+
+    tasks: tuple[Task, ...]
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """Of the tasks themselves: equal means that the same was asked in the same order."""
+        told = json.dumps([asdict(task) | {"key": None} for task in self.tasks], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    @property
+    def categories(self) -> dict[str, int]:
+        """How many tasks each has, the largest first."""
+        names = [task.category for task in self.tasks]
+        return dict(sorted(((name, names.count(name)) for name in set(names)), key=lambda pair: (-pair[1], pair[0])))
+
+
+def read_workload(files: Sequence[Path], *, limit: int | None, turns: int | None, seed: int) -> Workload:
+    """Read files and choose from them, evenly over categories."""
+    tasks: list[Task] = []
+    sources = []
+    for file in files:
+        own, source = _read_file(file, turns)
+        if not own:
+            raise UserError(
+                f"{file}: none of its {len(source.left_out)} records can be asked, the first: {source.left_out[0]}"
+            )
+        tasks += own
+        sources.append(source)
+    return Workload(tasks=choose(tasks, limit=limit, seed=seed), sources=tuple(sources))
+
+
+def synthetic_workload(prompt_tokens: int, *, tasks: int, vocabulary: int, seed: int) -> Workload:
+    """Prompts of random ids, exactly this long: for load, not for acceptance, as no drafter can guess at them."""
+    if vocabulary < 4:
+        raise UserError(f"a vocabulary of {vocabulary} has no room for prompts; give --vocab 4 or more")
+    draw, first = Random(seed), min(FIRST_ID, vocabulary // 2)
+    made = (tuple(draw.randrange(first, vocabulary) for _ in range(prompt_tokens)) for _ in range(tasks))
+    name = f"synthetic {prompt_tokens}"
+    return Workload(tasks=tuple(Task(key=f"{name}:{i}", category=name, ids=ids) for i, ids in enumerate(made, 1)))
+
+
+def choose(tasks: Sequence[Task], *, limit: int | None, seed: int) -> tuple[Task, ...]:
+    """As many as asked for, from every category in turn, then mixed."""
+    draw = Random(seed)
+    piles: dict[str, list[Task]] = {}
+    for task in tasks:
+        piles.setdefault(task.category, []).append(task)
+    for pile in piles.values():
+        draw.shuffle(pile)
+    wanted = len(tasks) if limit is None else min(limit, len(tasks))
+    chosen: list[Task] = []
+    while len(chosen) < wanted:
+        chosen += [pile.pop() for pile in piles.values() if pile]
+    del chosen[wanted:]
+    draw.shuffle(chosen)
+    return tuple(chosen)
+
+
+def _read_file(path: Path, turns: int | None) -> tuple[list[Task], Source]:
+    tasks: list[Task] = []
+    left_out: list[str] = []
+    for found in _records(path):
+        try:
+            if isinstance(found, UserError):
+                raise found
+            tasks.append(_task(found, path, turns))
+        except UserError as error:
+            left_out.append(str(error))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if not tasks and not left_out:
+        raise UserError(f"{path} is empty; give prompts or conversations, one JSON object per line")
+    return tasks, Source(path=str(path), sha256=digest, read=len(tasks), left_out=tuple(left_out))
+
+
+def _records(path: Path) -> Iterator[Conversation | UserError]:
+    """Conversations, or what is wrong with them."""
+    if path.suffix == ".parquet":
+        yield from read_conversations(path)
+        return
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            where = f"{path.name}:{number}"
+            try:
+                yield parse_conversation(json.loads(line), where)
+            except UserError as error:
+                yield error
+            except ValueError as error:  # neither JSON nor UTF-8
+                yield UserError(f"{where} is not JSON ({error})")
+
+
+def _task(conversation: Conversation, path: Path, turns: int | None) -> Task:
+    where, messages = conversation.where, conversation.messages
+    if any(WITHHELD in str(message["content"]) for message in messages):
+        raise UserError(f"{where} holds a placeholder for text; fetch the text with SPEED-Bench's own script")
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        raise UserError(f"{where} has no user's message to answer")
+    # With answers in it, the last question is asked in its context; without, the server answers turn by turn.
+    first = users[-1] if conversation.answered else users[0]
+    asked = tuple(str(messages[place]["content"]) for place in users if place >= first)
+    return Task(
+        key=f"{path.name}:{where.rpartition(':')[2]}",
+        category=conversation.category or path.stem,
+        context=tuple(messages[:first]),
+        turns=asked[:turns],
+    )

@@ -1,0 +1,70 @@
+"""Pages of metrics: vLLM's as it writes them, eyas' own, several engines, and a server that began anew."""
+
+from eyas.bench.counters import read_counters
+from eyas.bench.drafting import Drafting
+from fake_openai import GENERATED, VLLM_METRICS
+
+
+def vllm(drafts: int, accepted: int, at: tuple[int, int], tokens: int = 0) -> str:
+    return GENERATED.format(tokens=tokens) + VLLM_METRICS.format(
+        drafts=drafts, drafted=3 * drafts, accepted=accepted, at=at
+    )
+
+
+def test_vllm_is_read() -> None:
+    found = read_counters(vllm(10, 12, (7, 5), tokens=22))
+    assert found is not None
+    assert found.drafting == Drafting(drafts=10, drafted=30, accepted=12, accepted_at=(7, 5))
+    assert found.generated == 22
+
+
+def test_several_engines_are_added() -> None:
+    text = vllm(10, 12, (7, 5)) + vllm(5, 2, (1, 1)).replace('engine="0"', 'engine="1"')
+    found = read_counters(text)
+    assert found is not None
+    assert found.drafting is not None
+    assert (found.drafting.drafts, found.drafting.accepted_at) == (15, (8, 6))
+
+
+def test_what_happened_between_is_the_difference() -> None:
+    before, after = read_counters(vllm(10, 12, (7, 5), 22)), read_counters(vllm(30, 32, (17, 15), 72))
+    assert before is not None
+    assert after is not None
+    grown = after.since(before)
+    assert grown is not None
+    assert grown.generated == 50
+    assert grown.drafting == Drafting(drafts=20, drafted=60, accepted=20, accepted_at=(10, 10))
+    assert before.since(after) is None  # counts that shrink are another process's
+
+
+def test_a_vllm_without_speculation_tells_no_drafts() -> None:
+    found = read_counters(GENERATED.format(tokens=5))
+    assert found is not None
+    assert found.drafting is None
+    assert found.generated == 5
+
+
+def test_our_own_page_is_read() -> None:
+    from eyas.engine.answer import Tally
+    from eyas.serve.host import Snapshot
+    from eyas.serve.metrics import Meters
+
+    tally = Tally(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
+    seen = Snapshot(tally=tally, prefix_lookups=10, prefix_hits=4)
+    found = read_counters(Meters("m").text(seen, failed_steps=0, replaced=0).decode())
+    assert found is not None
+    assert found.drafting == Drafting(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))
+    assert found.prefix_share == 0.4
+
+
+def test_the_running_average_of_sglang_is_passed_on_as_such() -> None:
+    text = '# TYPE sglang:spec_accept_length gauge\nsglang:spec_accept_length{tp_rank="0"} 2.9\n'
+    found = read_counters(text)
+    assert found is not None
+    assert found.running_average == 2.9
+    assert found.drafting is None
+
+
+def test_other_pages_tell_nothing() -> None:
+    assert read_counters("process_cpu_seconds_total 3\n") is None
+    assert read_counters("<html>{</html>") is None
