@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from eyas import __version__
+from eyas.cli.bench import app as bench_app
 from eyas.cli.check import check
 from eyas.cli.convert import convert
 from eyas.cli.data import app as data_app
@@ -37,6 +38,7 @@ app.command()(fetch)
 app.command()(train)
 app.command("eval")(evaluate)
 app.command()(doctor)
+app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 
 

@@ -1,0 +1,79 @@
+"""The bench against our own server: figures agree with what the engine itself counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from eyas.bench.asking import Asking
+from eyas.bench.client import Address
+from eyas.bench.experiment import Experiment, Plan
+from eyas.bench.load import Load
+from eyas.bench.record import Recorder
+from eyas.bench.server import meet
+from eyas.bench.variants import arrange
+from eyas.bench.workload import Task, Workload, synthetic_workload
+from eyas.serve.server import Server, listen, url_of
+
+
+@pytest.fixture
+def running(new_server: Any) -> Iterator[tuple[str, Any]]:
+    with new_server() as client:
+        listener = listen("127.0.0.1", 0)
+        server = Server(client.application, on_stop=print)
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield url_of(listener), client
+        server.handle_exit(15, None)
+        thread.join(30)
+
+
+def measure(url: str, workload: Workload, asking: Asking) -> dict[str, Any]:
+    async def work() -> Experiment:
+        server = await meet("eyas", Address.of(url), model=None, timeout=30)
+        plan = Plan(
+            variants=arrange([server], {}, baseline=True),
+            loads=(Load(users=2),),
+            workload=workload,
+            asking=asking,
+            repetitions=2,
+        )
+        experiment = Experiment(plan, step=lambda *_: None, measured=lambda: None)
+        await experiment.run()
+        return experiment
+
+    return Recorder(asyncio.run(work()), "").record()
+
+
+def test_our_own_server_is_measured_with_and_without_drafting(running: tuple[str, Any]) -> None:
+    url, client = running
+    tasks = tuple(Task(key=f"k{i}", category="c", turns=(f"abc{i}", "again")) for i in range(3))
+    asking = Asking(max_tokens=12, extra={"speculative": {"mode": "fixed", "depth": 2}})
+    record = measure(url, Workload(tasks=tasks), asking)
+    fast, plain = record["rows"]
+    assert record["whole"]
+    assert (fast["requests"], fast["failed"], plain["requests"]) == (12, 0, 12)
+    assert fast["same_as_plain"] == {"same": 12, "of": 12, "different": []}
+    assert fast["acceptance"]["source"] == "responses"
+    assert len(fast["acceptance"]["by_depth"]) <= 2
+    assert fast["acceptance"]["length"] > 1
+    # The server's page of metrics and the answers tell the same, and the plain requests drafted nothing.
+    counted = {key: fast["acceptance"][key] for key in fast["acceptance"]["server_counted"]}
+    assert fast["acceptance"]["server_counted"] == counted
+    assert plain["acceptance"]["drafts"] == plain["acceptance"]["server_counted"]["drafts"] == 0
+    assert fast["server_counted_tokens"] == fast["output_tokens"]
+    assert not any("somebody else" in warning for warning in record["warnings"])
+    client.all_back()
+
+
+def test_our_own_server_takes_synthetic_prompts(running: tuple[str, Any]) -> None:
+    url, _ = running
+    workload = synthetic_workload(20, tasks=3, vocabulary=90, seed=0)
+    record = measure(url, workload, Asking(max_tokens=9, ignore_eos=True))
+    assert [row["failed"] for row in record["rows"]] == [0, 0]
+    assert [row["output_tokens"] for row in record["rows"]] == [54, 54]
+    assert record["rows"][0]["prompt_tokens"] == 120
