@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed drafters clean
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench drafters clean
 
 demo: $(READY)
 	$(BIN)/eyas demo
@@ -62,6 +62,22 @@ engine-speed: $(READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make engine-speed PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/python benchmarks/engine_speed.py "$(PROMPTS)" --generate --users 1 --users 4 --users 16 \
 		--drafter "$(DRAFTER)" --random
+
+# eyas and vLLM with the same target and drafter on a CPU, with and without it, at 1, 4 and 16 users: one report
+# (docs/bench.md). PROMPTS=spec_bench.jsonl, LIMIT=0 for all of it.
+LIMIT ?= 48
+SPEC_BENCH_OUT ?= spec-bench
+SAME := --dtype float32 --max-model-len 2048 --max-num-seqs 16
+VLLM_SERVE = VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/vllm serve \
+	$(shell $(BIN)/eyas fetch smollm2) --served-model-name smollm2 $(SAME)
+SPECULATIVE = {"model": "$(SPEC_BENCH_OUT)/drafter", "method": "eagle3", "num_speculative_tokens": 3}
+spec-bench: $(READY) $(VLLM_READY)
+	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make spec-bench PROMPTS=spec_bench.jsonl"; exit 2; }
+	$(BIN)/eyas convert "$(DRAFTER)" "$(SPEC_BENCH_OUT)/drafter" --to vllm --force
+	$(BIN)/eyas bench --workload "$(PROMPTS)" --limit $(LIMIT) --max-tokens 128 --users 1,4,16 --out "$(SPEC_BENCH_OUT)" \
+		--serve 'eyas=eyas serve smollm2 $(SAME)' \
+		--serve 'vllm=$(VLLM_SERVE) --speculative-config "$(subst ",\",$(SPECULATIVE))"' \
+		--baseline-serve 'vllm=$(VLLM_SERVE)'
 
 # The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
 # GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
