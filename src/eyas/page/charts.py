@@ -116,7 +116,7 @@ def _grid(scale: _Scale, axes: Axes) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{label}</text>')
     for tick in range(len(axes.names)) if axes.names else _across(scale):
-        label = _name(tick, axes)
+        label = escape(_name(tick, axes))
         at = scale.x(tick)
         parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{label}</text>')
     middle = LEFT + (WIDTH - LEFT - RIGHT) / 2
@@ -125,7 +125,7 @@ def _grid(scale: _Scale, axes: Axes) -> list[str]:
 
 
 def _name(x: float, axes: Axes) -> str:
-    return escape(axes.names[int(x)]) if axes.names else f"{x:g}"
+    return axes.names[int(x)] if axes.names else f"{x:g}"
 
 
 def _across(scale: _Scale) -> list[float]:
