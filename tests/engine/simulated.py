@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any, Literal, Protocol
 
 from eyas.engine.controller import Choice, Controller, RowFacts
-from eyas.engine.shapes import CHAIN
+from eyas.plan.shapes import CHAIN
 
 LUMP = 64
 MAX_DEPTH = 7

@@ -2,7 +2,7 @@
 
     cost.py        what passes take on this machine, from the times of those that ran
     acceptance.py  how likely drafts are accepted, from the fate of those that were made
-    shapes.py      which drafts give the most tokens per second; none at all is always a candidate
+    plan/shapes.py which drafts give the most tokens per second; none at all is always a candidate
     planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding
     probes.py      while nothing is drafted, how to notice that drafting would pay
     drift.py       how deep the drafter is fit to be used at all
@@ -27,7 +27,7 @@ from eyas.engine.cost import Costs
 from eyas.engine.drift import DriftAlarm
 from eyas.engine.planner import Planner, RowFacts, Situation
 from eyas.engine.probes import Probes
-from eyas.engine.shapes import CHAIN, Plan, Shape, best_count
+from eyas.plan.shapes import CHAIN, Plan, Shape, best_count
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
 

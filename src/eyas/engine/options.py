@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch import nn
+
+from eyas.drafter.cost import kv_bytes_per_token
 from eyas.drafter.model import Drafter
 from eyas.engine.draft import Tree
-from eyas.engine.memory import PageBudget, free_bytes, plan_pages
+from eyas.engine.free import free_bytes
 from eyas.engine.paged import PageCache
 from eyas.engine.paged_target import PagedTarget
 from eyas.errors import UserError
+from eyas.plan.footprint import Room, recorded_bytes, working_bytes
+from eyas.plan.memory import Footprint, PageBudget, plan_pages
 from eyas.target.model import Target
 
 LONGEST = 8192
@@ -61,19 +67,65 @@ def choose_length(asked: int | None, target: Target) -> int:
 
 
 def plan_budget(target: Target, drafter: Drafter | None, options: EngineOptions, max_length: int) -> PageBudget:
-    """How many pages there will be, from what one token really takes."""
-    trial = PageCache(pages=1, page_size=options.page_size)
-    PagedTarget(target, trial)
-    per_token = trial.bytes_per_page // options.page_size
-    if drafter is not None:
-        config = drafter.config
-        width = config.num_key_value_heads * config.head_dim
-        per_token += 2 * config.num_hidden_layers * width * drafter.fc.weight.element_size()
+    """How many pages there will be; `eyas plan` divides memory by the same functions, from configurations alone."""
     return plan_pages(
-        bytes_per_token=per_token,
+        footprint=footprint_of(target, drafter, options, max_length),
         page_size=options.page_size,
         max_rows=options.max_rows,
         max_length=max_length,
         free_bytes=free_bytes(target.device),
         memory=options.memory,
     )
+
+
+def footprint_of(target: Target, drafter: Drafter | None, options: EngineOptions, max_length: int) -> Footprint:
+    """What a loaded pair takes: its weights and one token's keys and values as they are, the rest by formula."""
+    trial = PageCache(pages=1, page_size=options.page_size)
+    PagedTarget(target, trial)
+    config, element = target.model.config.get_text_config(), target.dtype.itemsize
+    heads = getattr(config, "num_attention_heads", None) or 1
+    room = Room(
+        max_rows=options.max_rows,
+        max_length=max_length,
+        max_depth=options.max_depth,
+        token_budget=options.token_budget,
+        page_size=options.page_size,
+    )
+    states, drafter_token = 0, 0
+    if drafter is not None:
+        states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
+        drafter_token = kv_bytes_per_token(drafter.config, _name(drafter.fc.weight.dtype))
+    on_gpu = target.device.type == "cuda"
+    working = working_bytes(
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        heads_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab_size=target.facts.vocab_size,
+        states=states,
+        room=room,
+        element=element,
+        recorded=on_gpu and options.graphs,
+    )
+    recorded = recorded_bytes(vocab_size=target.facts.vocab_size, states=states, room=room, element=element)
+    return Footprint(
+        weights=weight_bytes(target.model),
+        drafter=0 if drafter is None else weight_bytes(drafter, beside=target.model),
+        token=trial.bytes_per_page // options.page_size,
+        drafter_token=drafter_token,
+        working=working,
+        recorded=recorded if on_gpu and options.graphs else 0,
+    )
+
+
+def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
+    """Memory of a model's weights and tables, each once, and without what another one lends it."""
+    lent = set() if beside is None else {x.data_ptr() for x in _tensors(beside)}
+    return sum({x.data_ptr(): x.nbytes for x in _tensors(model) if x.data_ptr() not in lent}.values())
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

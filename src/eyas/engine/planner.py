@@ -1,4 +1,4 @@
-"""The best depths for the batch at hand: costs and acceptance brought to `shapes.py`, plans kept for a while. No torch.
+"""The best depths for the batch at hand: costs and acceptance brought to `plan/shapes.py`, plans kept. No torch.
 
 A plan is made from estimates that move slowly, for batches that come again: it is kept for some steps, by what the
 batch is like. Kept plans speak of levels of acceptance, not of requests, so they fit whoever is in the batch now.
@@ -12,10 +12,8 @@ from typing import Literal
 
 from eyas.engine.acceptance import Acceptance
 from eyas.engine.cost import Costs, bucket_of
-from eyas.engine.shapes import Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
+from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
 
-MARGIN = 1.02
-"""Speculation must promise this many times the tokens per second of plain decoding."""
 KEPT_STEPS = 8
 """Steps that a plan serves at most. As long as little is known, it is made anew every step."""
 KEPT_PLANS = 64

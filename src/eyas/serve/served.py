@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
-from eyas.engine.memory import PageBudget
 from eyas.engine.request import Speculation
 from eyas.errors import UserError
+from eyas.plan.memory import PageBudget
 
 
 @dataclass(frozen=True, kw_only=True)

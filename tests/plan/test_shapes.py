@@ -8,7 +8,7 @@ from operator import mul
 
 import pytest
 
-from eyas.engine.shapes import Batch, Prices, best_count, plan_chains, plan_nothing, plan_tree, tree_gains
+from eyas.plan.shapes import Batch, Prices, best_count, plan_chains, plan_nothing, plan_tree, tree_gains
 
 DEPTH = 3
 

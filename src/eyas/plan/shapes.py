@@ -20,6 +20,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Literal
 
+MARGIN = 1.02
+"""Speculation must promise this many times the tokens per second of plain decoding."""
 PORTIONS = 4
 """Drafts of requests that are alike are added in this many portions of the batch, not one by one."""
 FINE_PORTIONS = 16

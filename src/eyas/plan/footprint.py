@@ -1,0 +1,134 @@
+"""Bytes of a target with its drafter, from their shapes: what `memory.py` divides.
+
+The formulas are those of eyas' own engine, which keeps every position of every layer, windows or not, and both caches
+in the precision of what is not quantised.
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.cost import BYTES_PER_ELEMENT, kv_bytes_per_token
+from eyas.drafter.tensors import WEIGHT_DTYPES, expected_tensors
+from eyas.plan.decoder import Decoder
+from eyas.plan.memory import Footprint
+from eyas.plan.quantisation import Quantisation
+
+CUDA_RUNTIME = 640 * 2**20
+"""What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the engine is told about how much it takes on at once; the names are those of its options."""
+
+    max_rows: int
+    max_length: int
+    max_depth: int = 7
+    token_budget: int = 512
+    page_size: int = 16
+
+    @property
+    def recorded_rows(self) -> int:
+        """The most rows of a recorded step."""
+        return min(self.max_rows, self.token_budget)
+
+    @property
+    def recorded_tokens(self) -> int:
+        """The most tokens of a recorded step."""
+        return min(self.token_budget, self.recorded_rows * (self.max_depth + 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterShape:
+    """A drafter, and which of the two matrices that a target can lend it brings itself."""
+
+    name: str
+    config: DrafterConfig
+    own_embedding: bool
+    own_head: bool
+    assumed: bool = False
+    """Whether there is no such drafter yet, only the usual shape of one."""
+
+
+def target_bytes(decoder: Decoder, kept: Quantisation, *, device: str) -> int:
+    """Weights as they lie in memory.
+
+    A processor computes float32 from panels: a head that is the embedding as well lies there twice.
+    """
+    count = decoder.others
+    if device == "cpu" and kept.name == "float32" and decoder.tied:
+        count += decoder.vocabulary
+    return int(decoder.matrices * kept.bits / 8) + count * kept.other_bytes
+
+
+def drafter_bytes(drafter: DrafterShape, dtype: str) -> int:
+    """What a drafter holds itself, tables of its vocabulary included."""
+    lent = {"embed_tokens.weight"} if not drafter.own_embedding else set()
+    lent |= {"lm_head.weight"} if not drafter.own_head else set()
+    width = {"I64": 8, "BOOL": 1}
+    return sum(
+        prod(spec.shape) * (BYTES_PER_ELEMENT[dtype] if spec.dtypes == WEIGHT_DTYPES else width[min(spec.dtypes)])
+        for name, spec in expected_tensors(drafter.config).items()
+        if name not in lent
+    )
+
+
+def working_bytes(
+    *,
+    hidden: int,
+    intermediate: int,
+    heads_width: int,
+    vocab_size: int,
+    states: int,
+    room: Room,
+    element: int,
+    recorded: bool,
+) -> int:
+    """What a pass holds at its widest place, and the logits that tokens are chosen from.
+
+    Beside the stream and its norm in two copies lie queries, keys, values and what attention gives, or the feed-forward
+    part three times; a pass reads the budget's tokens. Logits are chosen from in float32, a second copy. Recorded
+    passes keep all this for themselves, in one pool that they share.
+    """
+    widest = max(4 * heads_width, 3 * intermediate)
+    tokens = room.token_budget * (4 * hidden + widest + states) * element
+    once = tokens + room.recorded_tokens * vocab_size * (element + FLOAT32)
+    return once * 2 if recorded else once
+
+
+def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) -> int:
+    """The memory that recorded steps share for logits, float32 at worst, and auxiliary states."""
+    rows, tokens = room.recorded_rows, room.recorded_tokens
+    return tokens * vocab_size * FLOAT32 + (tokens + rows) * states * element
+
+
+def footprint(
+    decoder: Decoder, drafter: DrafterShape | None, kept: Quantisation, *, room: Room, device: str
+) -> Footprint:
+    """Everything but the pages, from shapes."""
+    element, states = kept.other_bytes, 0
+    if drafter is not None:
+        states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
+    on_gpu = device != "cpu"
+    working = working_bytes(
+        hidden=decoder.hidden_size,
+        intermediate=decoder.intermediate_size,
+        heads_width=decoder.heads * decoder.head_dim,
+        vocab_size=decoder.vocab_size,
+        states=states,
+        room=room,
+        element=element,
+        recorded=on_gpu,
+    )
+    recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element)
+    return Footprint(
+        weights=target_bytes(decoder, kept, device=device),
+        drafter=0 if drafter is None else drafter_bytes(drafter, kept.dtype),
+        token=len(decoder.layers) * decoder.kv_width * element,
+        drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, kept.dtype),
+        working=working,
+        recorded=recorded if on_gpu else 0,
+        runtime=CUDA_RUNTIME if on_gpu else 0,
+    )

@@ -1,0 +1,128 @@
+"""Weights counted from config.json are the weights that transformers builds, for every architecture of the table."""
+
+from __future__ import annotations
+
+import pytest
+
+from eyas.errors import UserError
+from eyas.plan.decoder import ARCHITECTURES, Decoder, read_decoder
+from known_configs import LLAMA_8B, QWEN3_30B_A3B
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "pad_token_id": 0,
+}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+    },
+}
+
+
+def small(kind: str, **changes: object) -> dict[str, object]:
+    return {"model_type": kind, **SMALL, **EXPERTS.get(kind, {}), **changes}
+
+
+def test_llama_3_1_8b_by_hand() -> None:
+    decoder = read_decoder(LLAMA_8B, "llama")
+    assert decoder.parameters == decoder.active_parameters == 8_030_261_248
+    assert decoder.kv_width * len(decoder.layers) * 2 == 131_072, "128 KiB a token in 16 bits"
+
+
+def test_qwen3_30b_a3b_by_hand() -> None:
+    decoder = read_decoder(QWEN3_30B_A3B, "qwen")
+    assert decoder.parameters == 30_532_122_624
+    assert decoder.active_parameters == 3_353_032_704
+    assert decoder.kv_width * len(decoder.layers) * 2 == 98_304
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_architecture_counts_as_transformers_builds_it(kind: str, tied: bool) -> None:
+    config = small(kind, tie_word_embeddings=tied)
+    assert read_decoder(config, kind).parameters == built_parameters(config)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma"])
+def test_biases_are_counted(kind: str) -> None:
+    config = small(kind, attention_bias=True, mlp_bias=True)
+    assert read_decoder(config, kind).parameters == built_parameters(config)
+
+
+def built_parameters(config: dict[str, object]) -> int:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made = AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+    return sum(parameter.numel() for parameter in {id(p): p for p in model.parameters()}.values())
+
+
+def test_what_a_pass_reads_of_experts_grows_with_its_tokens_and_never_beyond_all() -> None:
+    layer = read_decoder(QWEN3_30B_A3B, "qwen").layers[0]
+    reads = [layer.read(tokens) for tokens in (1, 2, 8, 64, 4096)]
+    assert reads[0] == pytest.approx(layer.used)
+    assert reads == sorted(reads)
+    assert reads[-1] == pytest.approx(layer.matrices)
+
+
+def windows(decoder: Decoder) -> list[int | None]:
+    return [layer.window for layer in decoder.layers]
+
+
+def test_windows() -> None:
+    assert windows(read_decoder(small("mistral", sliding_window=8), "m")) == [8] * 4
+    assert windows(read_decoder(small("mistral", sliding_window=None), "m")) == [None] * 4
+    assert windows(read_decoder(small("gemma2", sliding_window=8), "g")) == [8, None, 8, None]
+    gemma3 = small("gemma3_text", sliding_window=8, num_hidden_layers=7)
+    assert windows(read_decoder(gemma3, "g")) == [8, 8, 8, 8, 8, None, 8]
+    kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    assert windows(read_decoder(small("gemma3_text", sliding_window=8, layer_types=kinds), "g")) == [
+        None,
+        8,
+        None,
+        None,
+    ]
+    slides = small("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=3)
+    assert windows(read_decoder(slides, "q")) == [None, None, None, 8]
+    assert windows(read_decoder(small("qwen2", sliding_window=8), "q")) == [None] * 4
+
+
+def test_the_text_model_of_a_larger_one_is_planned_for() -> None:
+    decoder = read_decoder({"model_type": "gemma3", "text_config": small("gemma3_text")}, "gemma")
+    assert decoder.parameters == read_decoder(small("gemma3_text"), "gemma").parameters
+    assert "only the text model" in decoder.note
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mamba2"}, "mamba2.*known are llama"),
+        ({}, "None.*known are llama"),
+        (small("llama", hidden_size=None), "hidden_size.*None.*whole number"),
+        (small("llama", vocab_size="many"), "vocab_size.*'many'"),
+        (small("qwen3_moe", num_experts=0), "num_experts.*0"),
+        (small("llama", num_hidden_layers=True), "num_hidden_layers.*True"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused_by_name(config: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read_decoder(config, "some/model")
