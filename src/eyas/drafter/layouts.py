@@ -71,6 +71,22 @@ _HARMLESS = frozenset(
         "sliding_window",
         "use_sliding_window",
         "eyas_source",
+        # What transformers writes beside a Llama's sizes.
+        "attention_dropout",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
     }
 )
 _SPECULATORS_TOP = frozenset(
@@ -146,7 +162,7 @@ def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
             f"eagle_config.use_aux_hidden_state is {eagle['use_aux_hidden_state']!r}: this drafter reads the "
             "target's last state only, as EAGLE-1 does; eyas runs drafters that fuse auxiliary states: use one"
         )
-    _refuse_unknown(raw, _CONSUMED | _harmless_keys(), "config.json")
+    _refuse_unknown(raw, _known_keys(raw), "config.json")
     source = raw.get("eyas_source", {})
     if not isinstance(source, dict):
         raise UserError(f"eyas_source is {source!r}; it must be an object as `eyas convert` writes it: remove it")
@@ -202,7 +218,7 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
             "write the value the drafter was trained with into config.json"
         )
     _refuse_unknown(raw, _SPECULATORS_TOP, "config.json")
-    _refuse_unknown(layer, _CONSUMED | _harmless_keys(), "transformer_layer_config")
+    _refuse_unknown(layer, _known_keys(layer), "transformer_layer_config")
     values = _layer_values(layer)
     values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
     values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), None, sglang=False)
@@ -286,10 +302,14 @@ def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str)
             raise UserError(f"unknown key {key!r} in {where} (value {given[key]!r}); {hint}")
 
 
-def _harmless_keys() -> frozenset[str]:
+def _known_keys(given: Mapping[str, Any]) -> frozenset[str]:
+    """Keys that are read or mean nothing. Importing transformers takes seconds: it is asked about strange keys only."""
+    known = _CONSUMED | _HARMLESS
+    if given.keys() <= known:
+        return known
     from transformers import LlamaConfig
 
-    return _HARMLESS | LlamaConfig().to_dict().keys()
+    return known | LlamaConfig().to_dict().keys()
 
 
 # --- writing -----------------------------------------------------------------------------------------------
