@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: 
     prompts = ["Name a bird.", "Name a tree.", "Say hello.", "What is rain?"]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (tmp_path / "recipe.toml").write_text(blocks("toml")[0])
+    shutil.copy(ROOT / "docs" / "plan-cpu.json", tmp_path / "measured.json")
     monkeypatch.chdir(tmp_path)
     for words in commands():
         if words[0] == "eyas":

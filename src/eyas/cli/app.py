@@ -18,6 +18,7 @@ from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
+from eyas.cli.plan import plan
 from eyas.cli.serve import serve
 from eyas.cli.train import train
 from eyas.errors import UserError
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(generate)
 app.command()(serve)
+app.command()(plan)
 app.command()(check)
 app.command()(convert)
 app.command()(fetch)

@@ -1,0 +1,180 @@
+"""`eyas plan`: what will fit and how fast it will be, before anything is loaded."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eyas.cli.options import AsJson
+from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from eyas.plan.decoder import Decoder
+    from eyas.plan.footprint import DrafterShape
+    from eyas.plan.measured import Measured
+    from eyas.plan.profile import Profile
+    from eyas.plan.roofline import Pair
+
+CONTEXT = 8192
+"""Tokens of a request unless told, for targets that could hold more; as `eyas serve` has it."""
+GPU = "rtx4090"
+
+
+def plan(
+    target: Annotated[
+        str, typer.Argument(help="smollm2, a config.json, a folder, a GGUF file or a hub id.")
+    ] = "smollm2",
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            help="A drafter's name, config.json, folder or hub id, or none.",
+            show_default="the target's own, if shipped, else the usual shape",
+        ),
+    ] = None,
+    quantisation: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16, fp8, int8, int4, int4-g64.", show_default="as stored"),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="A card of the table, cpu, or a name of yours.", show_default=GPU)
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="Memory in GiB.", show_default="the card's")] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="Memory bandwidth in GB/s.", show_default="the card's")
+    ] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="Arithmetic of matrix products, in TFLOPS.", show_default="the card's")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer.", show_default="the target's, at most 8192", min=2)
+    ] = None,
+    users: Annotated[int, typer.Option(help="Answers at the same time.", min=1)] = 4,
+    depth: Annotated[int, typer.Option(help="The deepest drafts to consider.", min=1, max=16)] = 7,
+    acceptance: Annotated[
+        str | None, typer.Option(help="Share of rounds that accept each position: 0.73,0.52,0.35.")
+    ] = None,
+    length: Annotated[str | None, typer.Option(help="Or tokens per round at a depth: 2.7@3.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="JSON of a bench on that machine: calibrate with it and say the error.")
+    ] = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Change what must be changed until it fits.")] = False,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
+) -> None:
+    """Say what a target with its drafter takes on a card, who fits, how fast it is and how to start it.
+
+    Nothing is loaded: sizes come from config.json, times from the card's figures. Exit code 1 means it does not fit.
+    """
+    from eyas.cli.plan_tables import print_outlook
+    from eyas.plan.calibrate import Checked, calibration, check
+    from eyas.plan.cards import find_card
+    from eyas.plan.commands import UNTRAINED, cautions, eyas_command, vllm_command
+    from eyas.plan.decoder import read_decoder
+    from eyas.plan.fit import fit as find_fit
+    from eyas.plan.measured import read_measured
+    from eyas.plan.outlook import Question, look
+    from eyas.plan.quantisation import PLAIN, Quantisation, stored_quantisation
+    from eyas.plan.quantisation import quantisation as quantisation_of
+    from eyas.plan.record import calibration_of, record_of
+    from eyas.plan.resolve import target_config
+    from eyas.plan.roofline import Pair, Speed, speed_of
+
+    config = target_config(target)
+    decoder = read_decoder(config, target)
+    described = gpu is None and (memory is not None or bandwidth is not None or tflops is not None)
+    card = find_card(gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops)
+    name, shape = _drafter(drafter, target, decoder)
+    if quantisation is not None:
+        kept = quantisation_of(quantisation)
+    else:
+        # A processor computes in float32 whatever is stored; one with arithmetic for bfloat16 can be told so.
+        kept = PLAIN["float32"] if card.device == "cpu" else stored_quantisation(config, target)
+    bench = None if measured is None else read_measured(measured)
+
+    factors: tuple[float, ...] = (1.0,) * 4
+    checked: list[Checked] = []
+    if bench is not None:
+        pair = Pair(decoder=decoder, drafter=shape, kept=kept)
+        if bench.target is not None:
+            pair = _measured_pair(bench)
+        start = speed_of(card, pair.kept)
+        factors, checked = calibration(pair, start, bench.steps), check(pair, start, bench.steps)
+
+    def speed(kind: Quantisation) -> Speed:
+        return speed_of(card, kind).scaled(factors)
+
+    question = Question(
+        decoder=decoder,
+        drafter=shape,
+        kept=kept,
+        card=card,
+        speed=speed(kept),
+        profile=_profile(acceptance, length, name, bench.profile if bench is not None else None),
+        users=users,
+        context=context or min(CONTEXT, decoder.context or CONTEXT),
+        deepest=depth,
+    )
+    outlook, changes = find_fit(question, speed) if fit else (look(question), [])
+    record = record_of(outlook)
+    record["changes"] = changes
+    model = None if outlook.question.drafter is None else name or UNTRAINED
+    record["commands"] = [eyas_command(outlook, target, model), vllm_command(outlook, target, model)]
+    record["notes"] = cautions(outlook, target)
+    if bench is not None:
+        record["calibration"] = calibration_of(str(measured), checked)
+    if out is not None:
+        _write(out, json.dumps(record, indent=1))
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        print_outlook(record)
+    if not outlook.fits:
+        raise typer.Exit(1)
+
+
+def _drafter(asked: str | None, target: str, decoder: "Decoder") -> "tuple[str | None, DrafterShape | None]":
+    """What drafts: the name a server would be told, and its shape."""
+    from eyas.cli.pair import NO_DRAFTER, choose_drafter
+    from eyas.plan.resolve import drafter_shape, require_match, usual_drafter
+
+    if asked == NO_DRAFTER:
+        return None, None
+    name = choose_drafter(asked, target)
+    shape = usual_drafter(decoder) if name is None else drafter_shape(name)
+    require_match(decoder, shape)
+    return name, shape
+
+
+def _measured_pair(bench: "Measured") -> "Pair":
+    """What a bench measured, which may be another target: constants are the machine's."""
+    from eyas.plan.decoder import read_decoder
+    from eyas.plan.quantisation import quantisation, stored_quantisation
+    from eyas.plan.resolve import target_config
+    from eyas.plan.roofline import Pair
+
+    assert bench.target is not None
+    config = target_config(bench.target)
+    decoder = read_decoder(config, bench.target)
+    kept = quantisation(bench.quantisation) if bench.quantisation else stored_quantisation(config, bench.target)
+    return Pair(decoder=decoder, drafter=_drafter(bench.drafter, bench.target, decoder)[1], kept=kept)
+
+
+def _profile(acceptance: str | None, length: str | None, drafter: str | None, bench: "Profile | None") -> "Profile":
+    """How often drafts are accepted: what was said, what a bench counted, what is known, what is usual."""
+    from eyas.plan.profile import SHIPPED, read_acceptance, read_length, usual_profile
+
+    if acceptance is not None and length is not None:
+        raise UserError("--acceptance and --length say the same thing in two ways; give one of them")
+    if acceptance is not None:
+        return read_acceptance(acceptance)
+    if length is not None:
+        return read_length(length)
+    return bench or SHIPPED.get(drafter or "") or usual_profile()
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; give --out another place") from error

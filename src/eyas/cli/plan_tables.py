@@ -1,0 +1,162 @@
+"""A plan's record as tables for people."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Record = Mapping[str, Any]
+
+
+def print_outlook(record: Record) -> None:
+    """Write everything to stdout; command lines last and unbroken, to be copied."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=120, highlight=False)  # a file has no width to fit into
+    for line in _header(record):
+        console.print(line, markup=False)
+    console.print(_memory(record))
+    console.print(record["verdict"], markup=False)
+    for change in record["changes"]:
+        console.print(f"changed   {change}", markup=False)
+    half = f"{record['asked']['context'] // 2:,}"
+    console.print(f"milliseconds of a step, tokens/s of all users, speedup; at {half} tokens each", markup=False)
+    console.print(_speeds(record))
+    for line in _advice(record):
+        console.print(line, markup=False)
+    if "calibration" in record:
+        console.print(_errors(record["calibration"]), markup=False)
+        console.print(_calibration(record["calibration"]))
+    for note in record["notes"]:
+        console.print(f"note      {note}", markup=False)
+    for command in record["commands"]:
+        console.print(command, markup=False, soft_wrap=True)
+
+
+def _header(record: Record) -> Iterator[str]:
+    target, drafter, card = record["target"], record["drafter"], record["card"]
+    active = target["active_parameters"]
+    count = f"{_count(target['parameters'])} weights"
+    if active < target["parameters"]:
+        count += f", {_count(active)} of them for a token"
+    kept = record["quantisation"]
+    bits = f"{kept['name']} ({kept['bits_per_weight']:.3g} bits)"
+    yield f"target    {target['source']}: {target['model_type']}, {count}, {bits}"
+    if drafter is None:
+        yield "drafter   none"
+    else:
+        yield f"drafter   {drafter['name']}: {drafter['family']}" + (", usual shape" if drafter["assumed"] else "")
+    yield (
+        f"card      {card['name']}: {_size(card['memory_bytes'])}, "
+        f"{card['bandwidth_bytes_per_second'] / 1e9:,.0f} GB/s, {card['flops_per_second'] / 1e12:,.3g} TFLOPS"
+    )
+    yield f"accepted  {record['acceptance']['source']}"
+
+
+def _memory(record: Record) -> "Table":
+    from rich.table import Table
+
+    memory, asked = record["memory"], record["asked"]
+    tokens = asked["users"] * asked["context"]
+    table = Table(title="memory", title_justify="left")
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("how")
+    table.add_row("target's weights", _size(memory["weights"]), "")
+    table.add_row("drafter's weights", _size(memory["drafter"]), "embedding and head as far as they are its own")
+    rows = (("kv_per_token", "target's keys and values"), ("drafter_kv_per_token", "drafter's keys and values"))
+    for key, what in rows:
+        how = f"{asked['users']} users of {asked['context']:,} tokens, {memory[key] / 1024:,.1f} KiB each"
+        table.add_row(what, _size(tokens * memory[key]), how)
+    table.add_row("CUDA graphs", _size(memory["recorded"]), "logits and states that recorded steps share")
+    table.add_row("activations", _size(memory["working"]), "of the widest pass, and the logits behind it")
+    table.add_row("runtime", _size(memory["runtime"]), "context and libraries of the device")
+    table.add_row("together", _size(memory["needed"]), f"of {_size(memory['usable'])}", style="bold")
+    return table
+
+
+def _speeds(record: Record) -> "Table":
+    from rich.table import Table
+
+    rows = record["expected"]
+    users = list(dict.fromkeys(one["users"] for one in rows))
+    at = {(one["users"], one["depth"]): one for one in rows}
+    table = Table()
+    table.add_column("depth")
+    table.add_column("tokens a round", justify="right")
+    for count in users:
+        table.add_column(f"{count} user{'s' if count > 1 else ''}", justify="right")
+    for depth in dict.fromkeys(one["depth"] for one in rows):
+        cells = [at[count, depth] for count in users]
+        table.add_row(
+            str(depth) if depth else "plain",
+            f"{cells[0]['length']:.2f}",
+            *(f"{_ms(one['step_seconds'])}  {one['tokens_per_second']:,.0f}  {one['speedup']:.2f}x" for one in cells),
+        )
+    return table
+
+
+def _advice(record: Record) -> Iterator[str]:
+    users, depth, pages = record["asked"]["users"], record["recommended_depth"], record["pages"]
+    if record["drafter"] is not None and depth:
+        yield (
+            f"depth     {depth} for {users} users: {record['recommended_speedup']:.2f}x expected; eyas on auto "
+            f"{record['auto_speedup']:.2f}x"
+        )
+    elif record["drafter"] is not None:
+        yield f"depth     none for {users} users: drafts would not pay"
+    if pages is not None:
+        yield (
+            f"pages     {pages['pages']:,} of {pages['page_size']} tokens, {_size(pages['bytes'])}; room for "
+            f"{record['users_fit']:,} users of {record['asked']['context']:,} tokens"
+        )
+    yield (
+        f"context   {record['longest_context']:,} tokens at most for {users} users; a prompt of "
+        f"{record['asked']['context'] // 2:,} is read in {_ms(record['prompt_seconds'])} ms"
+    )
+
+
+def _errors(found: Record) -> str:
+    told = "each measured step predicted from the others: "
+    told += f"{found['mean_error']:.1%} off, {found['worst_error']:.1%} at worst"
+    if found["mean_speedup_error"] is not None:
+        told += f"; speedups {found['mean_speedup_error']:.1%}, {found['worst_speedup_error']:.1%} at worst"
+    return told
+
+
+def _calibration(found: Record) -> "Table":
+    from rich.table import Table
+
+    table = Table()
+    for heading in ("users", "depth", "step, ms", "predicted", "off", "speedup", "predicted", "off"):
+        table.add_column(heading, justify="right")
+    for one in found["steps"]:
+        gains = ["-"] * 3
+        if one["speedup"] is not None:
+            gains = [f"{one['speedup']:.2f}x", f"{one['predicted_speedup']:.2f}x", f"{one['speedup_error']:+.1%}"]
+        table.add_row(
+            str(one["users"]),
+            f"{one['depth']:.3g}",
+            _ms(one["seconds"]),
+            _ms(one["predicted_seconds"]),
+            f"{one['error']:+.1%}",
+            *gains,
+        )
+    return table
+
+
+def _size(count: float) -> str:
+    from eyas.plan.memory import size
+
+    return size(count)
+
+
+def _count(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"

@@ -1,0 +1,140 @@
+"""What a bench measured, as steps: how long they took and what they gave.
+
+Two forms are read. The record of `eyas bench` (`eyas.bench/1`), of the pair that is planned for: rows of its first
+server under a fixed number of users. And steps as such, for figures from anywhere, which may be of another pair:
+
+    {"target": "smollm2", "drafter": "smollm2-eagle3.1", "quantisation": "float32",
+     "steps": [{"users": 1, "depth": 3, "length": 2.2, "tokens_per_second": 44.6, "context": 300}, ...]}
+
+Tokens per second are of all users together while they decode, prompts aside; length is tokens per round; context is
+what a user's newest token looks back to, on average. `accepted`, shares of rounds by position, may stand in a step.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import UserError
+from eyas.plan.calibrate import MeasuredStep
+from eyas.plan.profile import Profile, profile_of_rounds
+
+Json = Mapping[str, Any]
+BENCH = "eyas.bench/1"
+FIXED = 0.1
+"""Rounds whose mean depth is so near to a whole number have that depth: the last ones of an answer are cut short."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A bench."""
+
+    target: str | None = None
+    """None: what is planned for is what was measured."""
+    drafter: str | None = None
+    quantisation: str | None = None
+    steps: tuple[MeasuredStep, ...]
+    profile: Profile | None
+    """Where it counted what was accepted."""
+
+
+def read_measured(path: Path) -> Measured:
+    """Read the JSON of a bench."""
+    where = f"--measured {path}"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {where}: {error.strerror}; check the path") from error
+    except ValueError as error:
+        raise UserError(f"{where} is not valid JSON ({error}); give the JSON of a bench") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{where} holds a {type(raw).__name__}; give the JSON of a bench, which is an object")
+    if "schema" in raw:
+        return _of_bench(raw, where)
+    rows = raw.get("steps")
+    if not isinstance(rows, list) or not rows:
+        raise UserError(f"{where} holds no steps; docs/plan.md says what is read from a bench")
+    steps = tuple(_step(row, f"step {number} of {where}") for number, row in enumerate(rows, 1))
+    counted = [(step.depth, _shares(row.get("accepted"), where)) for row, step in zip(rows, steps, strict=True)]
+    names = {key: raw.get(key) for key in ("target", "drafter", "quantisation")}
+    return Measured(**names, steps=steps, profile=_profile(counted, steps, where))
+
+
+def _step(row: Any, where: str) -> MeasuredStep:
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is {row!r}; it must be an object")
+    users, depth = (_number(row, key, where, least) for key, least in (("users", 1), ("depth", 0)))
+    length = _number(row, "length", where, 1) if depth else 1.0
+    rate = _number(row, "tokens_per_second", where, 1e-9)
+    if length > depth + 1:
+        raise UserError(
+            f"{where} has length {length:g} at depth {depth:g}, where {depth + 1:g} is the most; correct it"
+        )
+    return MeasuredStep(
+        users=int(users),
+        depth=depth,
+        length=length,
+        seconds=users * length / rate,
+        context=_number(row, "context", where, 0),
+    )
+
+
+def _of_bench(raw: Json, where: str) -> Measured:
+    """Every pass gives one token and those of its drafts that are accepted, so passes are tokens less accepted ones."""
+    if raw["schema"] != BENCH:
+        raise UserError(f"{where} has schema {raw['schema']!r}; {BENCH!r} is read here")
+    steps, counted = list[MeasuredStep](), list[tuple[float, list[float]]]()
+    rows = [row for row in raw.get("rows") or () if isinstance(row, dict)]
+    for row in rows:
+        per_token = (row.get("time_per_output_token_ms") or {}).get("mean")
+        if row.get("server") != rows[0].get("server") or not row.get("users") or not per_token or row.get("failed"):
+            continue
+        name = f"row {row['server']}, {row.get('mode')}, {row['users']} users of {where}"
+        drafting = row.get("acceptance") or {}
+        requests, tokens = _number(row, "requests", name, 1), _number(row, "output_tokens", name, 1)
+        passes = max(1.0, tokens - (drafting.get("accepted_tokens") or 0))
+        length = tokens / passes
+        steps.append(
+            MeasuredStep(
+                users=int(_number(row, "users", name, 1)),
+                depth=(drafting.get("drafted_tokens") or 0) / passes,
+                length=length,
+                seconds=per_token / 1e3 * length,
+                context=(_number(row, "prompt_tokens", name, 0) + tokens / 2) / requests,
+            )
+        )
+        if drafting.get("drafts"):
+            depth = drafting["drafted_tokens"] / drafting["drafts"]
+            counted.append((depth, _shares(drafting.get("by_depth"), name)))
+    if not steps:
+        raise UserError(f"{where} has no row with a number of users and a time per token; measure with --users")
+    return Measured(steps=tuple(steps), profile=_profile(counted, steps, where))
+
+
+def _number(row: Json, key: str, where: str, least: float) -> float:
+    value = row.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e12:
+        raise UserError(f"{where} has {key} {value!r}; a number from {least:g} is needed")
+    return float(value)
+
+
+def _shares(found: Any, where: str) -> list[float]:
+    """Shares by position up to the first that was never accepted."""
+    shares = [] if found is None else found
+    if not isinstance(shares, list) or not all(isinstance(x, int | float) and 0 <= x <= 1 for x in shares):
+        raise UserError(f"{where} has accepted {shares!r}; shares of rounds by position are needed")
+    return shares[: shares.index(0)] if 0 in shares else shares
+
+
+def _profile(counted: Sequence[tuple[float, list[float]]], steps: Sequence[MeasuredStep], where: str) -> Profile | None:
+    """Shares of the deepest rounds that were counted by position, and the lengths of rounds of one depth."""
+    deepest = max((shares for _, shares in counted), key=len, default=[])
+    if not deepest:
+        return None
+    lengths: dict[int, list[float]] = {}
+    for step in steps:
+        if step.depth and abs(step.depth - round(step.depth)) < FIXED:
+            lengths.setdefault(round(step.depth), []).append(step.length)
+    means = {depth: sum(found) / len(found) for depth, found in lengths.items()}
+    return profile_of_rounds(deepest, means, f"measured: {where.removeprefix('--measured ')}")

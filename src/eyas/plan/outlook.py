@@ -1,0 +1,156 @@
+"""One question answered: what a pair takes on a card, who fits, how fast it is, and how deep to draft."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from eyas.errors import UserError
+from eyas.plan.cards import Card
+from eyas.plan.decoder import Decoder
+from eyas.plan.expect import Expected, best_depth, expect, on_auto
+from eyas.plan.footprint import DrafterShape, Room, footprint
+from eyas.plan.memory import Footprint, PageBudget, longest, pages_of, plan_pages, size
+from eyas.plan.profile import DEEPEST, Profile
+from eyas.plan.quantisation import Quantisation
+from eyas.plan.roofline import Pair, Speed
+
+SPARE = 0.02
+"""Of a card's memory, what stays free: fragments, a screen, other small things."""
+USERS = (1, 4, 16, 64, 256)
+"""Numbers of users in the table, as far as they fit, beside the one that was asked about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be served, on what, for whom."""
+
+    decoder: Decoder
+    drafter: DrafterShape | None
+    kept: Quantisation
+    card: Card
+    speed: Speed
+    profile: Profile
+    users: int
+    context: int
+    """The most tokens of prompt and answer; steps are timed at half of it."""
+    deepest: int = 7
+
+    def __post_init__(self) -> None:
+        most = self.decoder.context
+        if self.users < 1 or self.context < 2:
+            raise UserError(f"{self.users} users and a context of {self.context} were asked for; give 1 and 2 or more")
+        if most is not None and self.context > most:
+            raise UserError(
+                f"--context {self.context:,} is above the {most:,} tokens that {self.decoder.source} was made for; "
+                "lower it"
+            )
+        if not 1 <= self.deepest <= DEEPEST:
+            raise UserError(f"--depth {self.deepest} is not from 1 to {DEEPEST}; drafts that deep are not planned for")
+
+    @property
+    def room(self) -> Room:
+        """For the engine."""
+        return Room(max_rows=self.users, max_length=self.context, max_depth=self.deepest)
+
+    @property
+    def pair(self) -> Pair:
+        """For the roofline."""
+        return Pair(decoder=self.decoder, drafter=self.drafter, kept=self.kept)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the card that are planned with."""
+        return int(self.card.memory * (1 - SPARE))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """The answer."""
+
+    question: Question
+    footprint: Footprint
+    for_pages: int
+    """Bytes that are left for pages; negative where not even the rest fits."""
+    budget: PageBudget | None
+    """Pages for the users that were asked for, as many as fit; None where not even one request does."""
+    users_fit: int
+    """Users of the asked context at the same time."""
+    longest_context: int
+    """For as many users as were asked for."""
+    table: tuple[Expected, ...]
+    """By number of users, then by depth."""
+    best: Expected
+    """Of the asked number of users."""
+    auto_speedup: float
+    prompt_seconds: float
+    """To read a prompt of half the context."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether all users can hold the whole context at the same time."""
+        return self.users_fit >= self.question.users
+
+    @property
+    def needed(self) -> int:
+        """Bytes for all users at the whole context."""
+        question = self.question
+        pages = question.users * pages_of(question.context, question.room.page_size) + 1
+        return self.footprint.beside_pages + pages * question.room.page_size * self.footprint.per_token
+
+    def verdict(self) -> str:
+        """Whether it fits, in words."""
+        question = self.question
+        whole = f"{size(self.needed)} of {size(question.usable)}"
+        if self.fits:
+            return f"fits: {question.users} users of {question.context:,} tokens take {whole}"
+        who = f"{question.users} users of {question.context:,} tokens would take {whole}"
+        if self.users_fit:
+            return f"does not fit: {who}; {self.users_fit} users fit, or {question.users} of {self.longest_context:,}"
+        if self.for_pages > 0 and self.longest_context:
+            return f"does not fit: {who}; lower the context to {self.longest_context:,}"
+        return f"does not fit: {who}; choose a smaller target, a coarser quantisation or a larger card"
+
+
+def look(question: Question, *, users: Sequence[int] = USERS) -> Outlook:
+    """Answer a question."""
+    room = question.room
+    taken = footprint(question.decoder, question.drafter, question.kept, room=room, device=question.card.device)
+    loaded = taken.runtime + taken.weights + taken.drafter
+    # One page behind the others takes what is not real.
+    for_pages = question.usable - loaded - taken.beside_weights - room.page_size * taken.per_token
+    per_user = pages_of(question.context, room.page_size) * room.page_size * taken.per_token
+    users_fit = max(0, for_pages // per_user)
+    budget = None
+    if users_fit:
+        budget = plan_pages(
+            footprint=taken,
+            page_size=room.page_size,
+            max_rows=room.max_rows,
+            max_length=room.max_length,
+            free_bytes=question.usable - loaded,
+            memory=for_pages,
+        )
+    most = question.decoder.context
+    length = longest(max(0, for_pages) // question.users, taken.per_token, room.page_size)
+    asked = sorted({question.users, *(count for count in users if count <= users_fit)})
+    depths = range(question.deepest + 1) if question.drafter is not None else range(1)
+    pair, speed, profile, half = question.pair, question.speed, question.profile, question.context / 2
+    table = [
+        expect(pair, speed, profile, users=count, depth=depth, context=half) for count in asked for depth in depths
+    ]
+    best = best_depth([one for one in table if one.users == question.users])
+    auto = 1.0
+    if question.drafter is not None:
+        like = best.depth or 1
+        auto = on_auto(pair, speed, profile, users=question.users, deepest=question.deepest, like=like, context=half)
+    return Outlook(
+        question=question,
+        footprint=taken,
+        for_pages=for_pages,
+        budget=budget,
+        users_fit=users_fit,
+        longest_context=length if most is None else min(length, most),
+        table=tuple(table),
+        best=best,
+        auto_speedup=auto,
+        prompt_seconds=speed.seconds(*pair.read(question.context // 2, room.token_budget)),
+    )

@@ -1,0 +1,134 @@
+"""How likely drafts are accepted, as a plan is told: by position, as a length at a depth, or as measured before.
+
+S(j) is the share of rounds whose draft at position j is accepted; the length at depth k is 1 + S(1) + ... + S(k). The
+order of positions is the order of acceptance, so S never rises.
+
+Rounds of another depth start at other places: a short round leaves more of an easy stretch to the next one, so at the
+same position it is accepted more often. Where lengths at several depths were measured, each depth gets an odds ratio
+that makes its length come true; depths between and before them lie on a line with theirs, deeper ones have the last.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from math import exp
+from operator import mul
+
+from eyas.errors import UserError
+
+DECLINE = 0.97
+"""Chance of a position, as a part of that of the one before it, where nothing is said about it any more."""
+DEEPEST = 16
+"""Positions that are planned for at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Chances of positions, each given that all before it were accepted."""
+
+    chances: tuple[float, ...]
+    lengths: Mapping[int, float] = field(default_factory=dict)
+    """What rounds of some depths measured; without, chances hold for every depth."""
+    words: str
+    """Where it comes from."""
+
+    def survivals(self, depth: int, *, like: int | None = None) -> list[float]:
+        """S(1), ..., S(depth) in rounds of that depth, or in rounds that start where those of another one do."""
+        return _survivals(self._extended(depth), self._shift(depth if like is None else like))
+
+    def length(self, depth: int) -> float:
+        """Expected tokens of a round."""
+        return 1 + sum(self.survivals(depth))
+
+    def _extended(self, depth: int) -> list[float]:
+        chances = list(self.chances[:depth])
+        while len(chances) < depth:
+            chances.append(chances[-1] * DECLINE)
+        return chances
+
+    def _shift(self, depth: int) -> float:
+        """The log of the odds ratio at a depth."""
+        known = sorted(self.lengths)
+        if not known:
+            return 0.0
+        if len(known) == 1 or depth >= known[-1]:
+            return self._shift_at(known[-1])
+        place = max(bisect_left(known, depth), 1)
+        low, high = known[place - 1], known[place]
+        at_low, at_high = self._shift_at(low), self._shift_at(high)
+        return at_low + (at_high - at_low) * (depth - low) / (high - low)
+
+    def _shift_at(self, depth: int) -> float:
+        chances, wanted = self._extended(depth), self.lengths[depth] - 1
+        return _solve(lambda shift: sum(_survivals(chances, shift)) - wanted, -12.0, 12.0)
+
+
+SHIPPED: Mapping[str, Profile] = {
+    "smollm2-eagle3.1": Profile(
+        chances=(0.68, 0.71, 0.76, 0.80, 0.83, 0.85, 0.86),
+        lengths={3: 2.67, 5: 3.16, 7: 3.45},
+        words="measured for smollm2-eagle3.1 on Spec-Bench (docs/shipped.md)",
+    )
+}
+"""Of drafters that come with eyas."""
+
+
+def usual_profile() -> Profile:
+    """For a drafter of which nothing is known: what vLLM's tests hold for an EAGLE-3 drafter of Llama-3.1-8B."""
+    profile = read_acceptance("0.730,0.521,0.354")
+    return Profile(chances=profile.chances, words="assumed: .730, .521, .354 by position, a usual EAGLE-3 drafter")
+
+
+def read_acceptance(text: str) -> Profile:
+    """Shares of rounds by position, as servers count them: 0.73,0.52,0.35."""
+    try:
+        shares = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"--acceptance {text!r} is no list of numbers such as 0.73,0.52,0.35") from error
+    if not all(0 < share <= 1 for share in shares):
+        raise UserError(f"--acceptance {text!r} holds a share that is not above 0 and at most 1; give shares of rounds")
+    for position, (share, after) in enumerate(pairwise(shares), 1):
+        if after > share:
+            raise UserError(
+                f"--acceptance {text!r} has {after:g} at position {position + 1}, above the {share:g} before it; give "
+                "the share of all rounds in which a position was accepted, not of those that got so far"
+            )
+    if len(shares) > DEEPEST:
+        raise UserError(f"--acceptance has {len(shares)} positions; at most {DEEPEST} are planned for")
+    chances = [share / before for share, before in zip(shares, [1.0, *shares], strict=False)]
+    return Profile(chances=tuple(chances), words=f"given: {text} by position")
+
+
+def read_length(text: str) -> Profile:
+    """An acceptance length at a depth: 2.7@3; every position is taken to have the same chance."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)@(\d+)", text)
+    if found is None:
+        raise UserError(f"--length {text!r} is no LENGTH@DEPTH such as 2.7@3")
+    length, depth = float(found[1]), int(found[2])
+    if not 1 <= depth <= DEEPEST or not 1 < length <= depth + 1:
+        raise UserError(
+            f"--length {text!r} cannot be: depths from 1 to {DEEPEST} give lengths above 1 and up to the depth plus one"
+        )
+    chance = _solve(lambda a: sum(a**j for j in range(1, depth + 1)) - (length - 1), 0.0, 1.0)
+    return Profile(chances=(chance,) * depth, words=f"given: {length:g} tokens per round at depth {depth}")
+
+
+def profile_of_rounds(shares: Sequence[float], lengths: Mapping[int, float], words: str) -> Profile:
+    """From what a bench counted: shares by position of its deepest rounds, lengths of all depths."""
+    chances = [min(0.999, max(0.001, share / before)) for share, before in zip(shares, [1.0, *shares], strict=False)]
+    return Profile(chances=tuple(chances), lengths=lengths, words=words)
+
+
+def _survivals(chances: Sequence[float], shift: float) -> list[float]:
+    odds = exp(shift)
+    return list(accumulate((a * odds / (1 - a + a * odds) for a in chances), mul))
+
+
+def _solve(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a rising function is zero, by halving; the nearer end where it never is."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return (low + high) / 2

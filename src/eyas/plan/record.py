@@ -1,0 +1,105 @@
+"""An outlook as JSON."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from eyas.plan.calibrate import Checked
+from eyas.plan.outlook import Outlook
+from eyas.plan.roofline import Speed
+
+FORMAT = "eyas-plan-1"
+
+
+def record_of(outlook: Outlook) -> dict[str, Any]:
+    """Everything that was found, in bytes, seconds and tokens per second."""
+    question, taken, budget = outlook.question, outlook.footprint, outlook.budget
+    decoder, card, drafter = question.decoder, question.card, question.drafter
+    return {
+        "format": FORMAT,
+        "target": {
+            "source": decoder.source,
+            "model_type": decoder.model_type,
+            "parameters": decoder.parameters,
+            "active_parameters": decoder.active_parameters,
+            "layers": len(decoder.layers),
+            "context": decoder.context,
+        },
+        "drafter": None
+        if drafter is None
+        else {"name": drafter.name, "family": drafter.config.family, "assumed": drafter.assumed},
+        "quantisation": {"name": question.kept.name, "bits_per_weight": question.kept.bits},
+        "card": {
+            "name": card.name,
+            "device": card.device,
+            "memory_bytes": card.memory,
+            "bandwidth_bytes_per_second": card.bandwidth,
+            "flops_per_second": card.speed_of(question.kept.arithmetic),
+        },
+        "constants": constants(question.speed),
+        "asked": {"users": question.users, "context": question.context},
+        "acceptance": {
+            "source": question.profile.words,
+            "length_by_depth": [question.profile.length(depth) for depth in range(1, question.deepest + 1)],
+        },
+        "memory": {
+            "weights": taken.weights,
+            "drafter": taken.drafter,
+            "kv_per_token": taken.token,
+            "drafter_kv_per_token": taken.drafter_token,
+            "working": taken.working,
+            "recorded": taken.recorded,
+            "runtime": taken.runtime,
+            "beside_pages": taken.beside_pages,
+            "left_for_pages": outlook.for_pages,
+            "needed": outlook.needed,
+            "usable": question.usable,
+        },
+        "pages": None
+        if budget is None
+        else {"pages": budget.pages, "page_size": budget.page_size, "bytes": budget.bytes},
+        "fits": outlook.fits,
+        "verdict": outlook.verdict(),
+        "users_fit": outlook.users_fit,
+        "longest_context": outlook.longest_context,
+        "expected": [asdict(one) for one in outlook.table],
+        "recommended_depth": outlook.best.depth,
+        "recommended_speedup": outlook.best.speedup,
+        "auto_speedup": outlook.auto_speedup,
+        "prompt_seconds": outlook.prompt_seconds,
+    }
+
+
+def constants(speed: Speed) -> dict[str, float]:
+    """The roofline's four, in what people know them by."""
+    byte, flop, layer, pass_ = speed.parts
+    return {
+        "bytes_per_second": 1 / byte if byte else float("inf"),
+        "flops_per_second": 1 / flop if flop else float("inf"),
+        "seconds_per_layer": layer,
+        "seconds_per_pass": pass_,
+    }
+
+
+def calibration_of(source: str, checked: Sequence[Checked]) -> dict[str, Any]:
+    """What was measured beside what a fit to the other rows says of it."""
+    errors = [abs(one.error) for one in checked]
+    gains = [abs(one.speedup_error) for one in checked if one.speedup_error is not None]
+    return {
+        "source": source,
+        "steps": [
+            {
+                **asdict(one.step),
+                "predicted_seconds": one.predicted_seconds,
+                "error": one.error,
+                "speedup": one.speedup,
+                "predicted_speedup": one.predicted_speedup,
+                "speedup_error": one.speedup_error,
+            }
+            for one in checked
+        ],
+        "mean_error": sum(errors) / len(errors),
+        "worst_error": max(errors),
+        "mean_speedup_error": sum(gains) / len(gains) if gains else None,
+        "worst_speedup_error": max(gains) if gains else None,
+    }

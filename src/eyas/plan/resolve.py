@@ -1,0 +1,210 @@
+"""From what the user calls a target or a drafter to its configuration; no weight is read and nothing is converted.
+
+A target is `smollm2`, a config.json, a folder, a GGUF file or a hub id; a drafter is the name of a shipped one, a
+config.json, a folder or a hub id. Of a hub id only config.json is looked for: in the local cache, then at the hub.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.layouts import Layout, detect
+from eyas.drafter.shipped import shipped_folder
+from eyas.errors import UserError
+from eyas.plan.decoder import Decoder
+from eyas.plan.footprint import DrafterShape
+from eyas.target.locate import DEFAULT_TARGET
+
+Json = dict[str, Any]
+
+DEFAULT_CONFIG: Mapping[str, Any] = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+"""The default target's, so that planning needs neither its file nor a network."""
+USUAL_VOCABULARY = 32000
+"""Draft tokens of a drafter that is yet to be trained."""
+HUB_SECONDS = 5
+
+
+def target_config(source: str) -> Json:
+    """The configuration of a target."""
+    if source == DEFAULT_TARGET:
+        return dict(DEFAULT_CONFIG)
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf":
+        return _gguf_config(path)
+    return _config_at(path, source, "a target")[0]
+
+
+def drafter_shape(source: str) -> DrafterShape:
+    """The shape of a drafter, and what it brings itself as far as its files say."""
+    raw, folder = _config_at(shipped_folder(source) or Path(source).expanduser(), source, "a drafter")
+    layout = detect(raw)
+    config, _ = layout.read_config(raw)
+    stored = None if folder is None else _stored_names(folder, layout)
+    return _shape(Path(source).name, config, stored)
+
+
+def usual_drafter(decoder: Decoder) -> DrafterShape:
+    """One layer as wide as the target, three states and a pruned vocabulary: what is usually trained."""
+    config = DrafterConfig(
+        vocab_size=decoder.vocab_size,
+        draft_vocab_size=min(USUAL_VOCABULARY, decoder.vocab_size),
+        hidden_size=decoder.hidden_size,
+        target_hidden_size=decoder.hidden_size,
+        intermediate_size=decoder.intermediate_size,
+        num_attention_heads=decoder.heads,
+        num_key_value_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        fc_norm=True,
+        norm_output=True,
+    )
+    shape = _shape("yet to be trained", config, None)
+    return DrafterShape(**{**vars(shape), "assumed": True})
+
+
+def require_match(decoder: Decoder, drafter: DrafterShape) -> None:
+    """Refuse a drafter that was made for a target of another shape."""
+    for word, mine, theirs in (
+        ("hidden size", drafter.config.target_hidden_size, decoder.hidden_size),
+        ("vocabulary", drafter.config.vocab_size, decoder.vocab_size),
+    ):
+        if mine != theirs:
+            raise UserError(
+                f"drafter {drafter.name} was made for a target with {word} {mine}, and {decoder.source} has {theirs}; "
+                "choose a drafter of this target, or leave --drafter out to plan with one of the usual shape"
+            )
+
+
+def _shape(name: str, config: DrafterConfig, stored: frozenset[str] | None) -> DrafterShape:
+    """Without files to look at, a drafter is taken to bring only what it cannot be lent."""
+    same_width = config.hidden_size == config.target_hidden_size
+    if stored is None:
+        return DrafterShape(
+            name=name, config=config, own_embedding=not same_width, own_head=config.pruned or not same_width
+        )
+    own = (f"{part}.weight" in stored for part in ("embed_tokens", "lm_head"))
+    return DrafterShape(name=name, config=config, own_embedding=next(own), own_head=next(own))
+
+
+def _stored_names(folder: Path, layout: Layout) -> frozenset[str] | None:
+    """Canonical names of the tensors in a folder, from the headers of its files; None where there are no files."""
+    names: list[str] = []
+    files = sorted(folder.glob("*.safetensors"))
+    for path in files:
+        try:
+            with path.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                names += json.loads(stream.read(min(length, 2**28)))
+        except (OSError, ValueError, struct.error) as error:
+            raise UserError(f"{path} has no readable header ({error}); fetch the drafter again") from error
+    return frozenset(map(layout.canonical_name, names)) if files else None
+
+
+def _config_at(path: Path, source: str, what: str) -> tuple[Json, Path | None]:
+    """config.json of a file, a folder or a hub id, and the folder if there is one."""
+    if not source.strip():
+        raise UserError(f"the name of {what} is empty; give a config.json, a folder or a hub id")
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise UserError(f"cannot look at {source}: {error.strerror}; check the path and its permissions") from error
+    if is_folder:
+        return _read_json(path / "config.json"), path
+    if is_file:
+        return _read_json(path), None
+    if source.count("/") != 1 or source.startswith((".", "/", "~")) or source.endswith(("/", ".json")):
+        raise UserError(f"there is no {source}; give {what} as a config.json, a folder or a hub id such as org/name")
+    return _read_json(_from_hub(source)), None
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} has no {path.name}; give the folder or file of a model") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the file and its permissions") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); mend it or fetch it again") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} holds a {type(raw).__name__}; config.json must be an object: mend it")
+    return raw
+
+
+def _from_hub(source: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(source, "config.json", local_files_only=True))
+    except Exception:  # not there; the client raises several kinds
+        pass
+    try:
+        _require_hub()
+        return Path(hf_hub_download(source, "config.json", etag_timeout=HUB_SECONDS))
+    except Exception as error:  # the client raises a dozen kinds, its own, the network's and the system's
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise UserError(
+            f"config.json of {source} is neither in the local cache nor to be had from the hub ({reason}); check the "
+            "name and the network, or give the path of its config.json"
+        ) from error
+
+
+def _require_hub() -> None:
+    """Fail at once where there is no network: the client would try again for half a minute."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    place = urlsplit(constants.ENDPOINT)
+    if place.hostname is None or getproxies():
+        return  # a proxy knows the way, or nobody does
+    port = place.port or (80 if place.scheme == "http" else 443)
+    try:
+        socket.create_connection((place.hostname, port), timeout=HUB_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(f"{place.hostname} cannot be reached: {error.strerror or error}") from error
+
+
+def _gguf_config(path: Path) -> Json:
+    """What a GGUF file says about sizes; eyas loads such a file dequantised, so that is what is planned for."""
+    from eyas.target.gguf_file import GgufFile
+
+    if not path.is_file():
+        raise UserError(f"there is no GGUF file {path}; check the path")
+    file = GgufFile(path)
+    kind = file.required("general.architecture", str)
+    shapes = file.shapes
+    if "token_embd.weight" not in shapes:
+        raise UserError(f"{path} has no tensor token_embd.weight; it is not a complete model")
+    heads = file.required(f"{kind}.attention.head_count", int)
+    return {
+        "model_type": kind,
+        "dtype": "bfloat16",
+        "hidden_size": file.required(f"{kind}.embedding_length", int),
+        "intermediate_size": file.required(f"{kind}.feed_forward_length", int),
+        "num_hidden_layers": file.required(f"{kind}.block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.optional(f"{kind}.attention.head_count_kv", int, heads),
+        "head_dim": file.optional(f"{kind}.attention.key_length", int, None),
+        "vocab_size": shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "max_position_embeddings": file.optional(f"{kind}.context_length", int, None),
+    }

@@ -1,0 +1,151 @@
+"""Seconds of a pass from what it moves and computes: the times that `shapes.py` weighs drafts against.
+
+    seconds = (moving^p + computing^p)^(1/p) + layers * launch + passes * host
+    moving = bytes / bandwidth, computing = operations / arithmetic
+
+p says how well the two overlap: 1 adds them, a large one takes the longer. Near the ridge, where drafts stop to be
+free, it decides. A GPU's steps are best described by a sum, eyas' kernels on a processor by 3 (docs/plan.md). Launch is
+what a layer takes however little it computes; host is what a pass takes around its layers. The time that a step spends
+around all of its passes (scheduling, choosing tokens, telling them) counts as one more pass.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from eyas.drafter.cost import BYTES_PER_ELEMENT, kv_bytes_per_token
+from eyas.drafter.tensors import expected_tensors
+from eyas.plan.cards import Card
+from eyas.plan.decoder import Decoder
+from eyas.plan.footprint import DrafterShape
+from eyas.plan.quantisation import Quantisation
+from eyas.plan.shapes import Prices
+
+BANDWIDTH_SHARE = 0.88
+"""Of a card's bandwidth that programs see: 4.25 of 4.8 TB/s were measured on an H200."""
+FLOPS_SHARE = 0.7
+"""Of a card's arithmetic that matrix products of decoding reach."""
+GPU_LAYER, GPU_PASS = 30e-6, 200e-6
+"""Launch and host with CUDA graphs, as vLLM's steps show on an H200."""
+CPU_LAYER, CPU_PASS = 100e-6, 1e-3
+GPU_OVERLAP, CPU_OVERLAP = 1.0, 3.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What passes do."""
+
+    bytes: float
+    flops: float
+    layers: float
+    passes: float
+
+
+NO_WORK = Work(bytes=0, flops=0, layers=0, passes=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Seconds of one unit of each part of work."""
+
+    byte: float
+    flop: float
+    layer: float
+    pass_: float
+    overlap: float = 1.0
+
+    @property
+    def parts(self) -> tuple[float, float, float, float]:
+        """The four constants."""
+        return self.byte, self.flop, self.layer, self.pass_
+
+    def seconds(self, *works: Work) -> float:
+        """Of works that follow each other."""
+        power = self.overlap
+        return sum(
+            ((self.byte * work.bytes) ** power + (self.flop * work.flops) ** power) ** (1 / power)
+            + self.layer * work.layers
+            + self.pass_ * work.passes
+            for work in works
+        )
+
+    def scaled(self, factors: Sequence[float]) -> "Speed":
+        """Each constant larger by a factor."""
+        byte, flop, layer, pass_ = (one * factor for one, factor in zip(self.parts, factors, strict=True))
+        return Speed(byte=byte, flop=flop, layer=layer, pass_=pass_, overlap=self.overlap)
+
+
+def speed_of(card: Card, kept: Quantisation) -> Speed:
+    """What programs get of a card."""
+    on_gpu = card.device != "cpu"
+    return Speed(
+        byte=1 / (card.bandwidth * BANDWIDTH_SHARE),
+        flop=1 / (card.speed_of(kept.arithmetic) * FLOPS_SHARE),
+        layer=GPU_LAYER if on_gpu else CPU_LAYER,
+        pass_=GPU_PASS if on_gpu else CPU_PASS,
+        overlap=GPU_OVERLAP if on_gpu else CPU_OVERLAP,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A target, perhaps with a drafter, in one precision: what their passes work."""
+
+    decoder: Decoder
+    drafter: DrafterShape | None
+    kept: Quantisation
+
+    def verify(self, *, rows: int, tokens: int, context: float, logits: int | None = None) -> Work:
+        """One pass of the target: rows that look back so far, so many tokens together, logits behind some of them."""
+        decoder, element = self.decoder, self.kept.other_bytes
+        logits = tokens if logits is None else logits
+        seen = sum(min(context, layer.window or context) for layer in decoder.layers)
+        weights = sum(layer.read(tokens) * self.kept.bits / 8 + layer.vectors * element for layer in decoder.layers)
+        used = sum(layer.used for layer in decoder.layers)
+        return Work(
+            bytes=weights + decoder.vocabulary * element + rows * seen * decoder.kv_width * element,
+            flops=2 * tokens * used
+            + 2 * logits * decoder.vocabulary
+            + 4 * tokens * seen * decoder.heads * decoder.head_dim,
+            layers=len(decoder.layers),
+            passes=2,
+        )
+
+    def draft(self, *, rows: int, passes: float, tokens: float, context: float) -> Work:
+        """The drafter's passes of a step over so many tokens together; the first of them reads what is new."""
+        if not passes or self.drafter is None:
+            return NO_WORK
+        config, element = self.drafter.config, BYTES_PER_ELEMENT[self.kept.dtype]
+        sizes = {name: prod(spec.shape) for name, spec in expected_tensors(config).items() if len(spec.shape) == 2}
+        fusion, head = sizes.pop("fc.weight"), sizes.pop("lm_head.weight")
+        sizes.pop("embed_tokens.weight")
+        layers = sum(sizes.values())
+        first = max(rows, tokens - (passes - 1) * rows)
+        kept = kv_bytes_per_token(config, self.kept.dtype)
+        attention = 4 * context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+        return Work(
+            bytes=(fusion + passes * (layers + head)) * element + passes * rows * context * kept,
+            flops=2 * (first * fusion + tokens * layers + passes * rows * head) + tokens * attention,
+            layers=passes * config.num_hidden_layers,
+            passes=passes,
+        )
+
+    def read(self, tokens: int, chunk: int) -> list[Work]:
+        """The passes over a prompt, in chunks, by both."""
+        passes = []
+        for start in range(0, tokens, chunk):
+            count = min(chunk, tokens - start)
+            seen = start + count / 2
+            passes.append(self.verify(rows=1, tokens=count, context=seen, logits=1))
+            passes.append(self.draft(rows=1, passes=1, tokens=count, context=seen))
+        return passes
+
+    def prices(self, speed: Speed, *, rows: int, context: float, reads: float) -> Prices:
+        """Seconds of the parts of a step, for a batch of rows that look back so far each."""
+        return Prices(
+            verify=lambda drafts: speed.seconds(self.verify(rows=rows, tokens=rows + drafts, context=context)),
+            draft=lambda passes, tokens: speed.seconds(
+                self.draft(rows=rows, passes=passes, tokens=tokens, context=context)
+            ),
+            reads=reads,
+        )

@@ -1,0 +1,61 @@
+"""What a plan says of a GPU's memory is what a GPU holds, once an engine has drafted and recorded there."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eyas.drafter.model import Drafter
+from eyas.engine.engine import Engine
+from eyas.engine.options import EngineOptions
+from eyas.engine.request import Request, Speculation
+from eyas.plan.decoder import read_decoder
+from eyas.plan.footprint import Room, footprint
+from eyas.plan.quantisation import quantisation
+from eyas.plan.resolve import usual_drafter
+from eyas.sampling import Sampling
+from eyas.target.facts import facts_of
+from eyas.target.model import Target
+from known_configs import LLAMA_8B
+
+pytestmark = pytest.mark.gpu
+USERS, LENGTH = 8, 2048
+
+
+def used() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
+    torch.zeros(1, device="cuda")
+    before = used()
+    config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 8})
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = LlamaForCausalLM(config).eval().requires_grad_(False)
+            decoder = read_decoder(config.to_dict(), "it")
+            shape = usual_drafter(decoder)
+            drafter = Drafter(shape.config, own_embedding=False, own_head=True).eval().requires_grad_(False)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
+    target = Target(facts=facts_of(config, "it"), model=model, tokenizer=tokenizer)
+    drafter = drafter.to("cuda").share_target(target.embedding(), target.head())
+    room = Room(max_rows=USERS, max_length=LENGTH)
+    planned = footprint(decoder, shape, quantisation("bfloat16"), room=room, device="cuda")
+    options = EngineOptions(max_rows=USERS, max_length=LENGTH)
+    engine = Engine(target, drafter, options=options)
+    deep = Speculation(mode="fixed", depth=3)
+    ask = [
+        Request(prompt=(7,) * (600 + user), sampling=Sampling(), max_new_tokens=24, speculation=deep)
+        for user in range(USERS)
+    ]
+    engine.generate(ask)
+    together = planned.weights + planned.drafter + planned.beside_weights + engine.budget.bytes
+    assert used() - before == pytest.approx(together, rel=0.05)

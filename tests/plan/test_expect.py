@@ -1,0 +1,123 @@
+"""Step times and speedups: what is measured elsewhere comes out, and nothing moves the wrong way."""
+
+from __future__ import annotations
+
+import pytest
+
+from eyas.plan.cards import CARDS
+from eyas.plan.decoder import read_decoder
+from eyas.plan.expect import best_depth, expect, on_auto
+from eyas.plan.profile import Profile, read_acceptance, read_length
+from eyas.plan.quantisation import quantisation
+from eyas.plan.resolve import usual_drafter
+from eyas.plan.roofline import Pair, speed_of
+from known_configs import LLAMA_8B, QWEN3_30B_A3B
+
+BF16 = quantisation("bfloat16")
+PROFILE = read_acceptance("0.73,0.52,0.35")
+
+
+def pair_of(config: dict[str, object], kind: str = "bfloat16") -> Pair:
+    decoder = read_decoder(config, "it")
+    return Pair(decoder=decoder, drafter=usual_drafter(decoder), kept=quantisation(kind))
+
+
+ANCHORS = [
+    (0, 1.0, {1: 203, 4: 804, 16: 3029, 64: 9481, 256: 18316}),
+    (3, 3.0, {1: 455, 4: 1766, 16: 6356, 64: 14835, 256: 18176}),
+]
+"""vLLM on an H200 with weights of the 8B shape: tokens/s by users, 128 tokens in and 256 out, lengths forced."""
+
+
+def whole_rate(depth: int, length: float, users: int) -> float:
+    """Prompts read together, then all decode."""
+    pair, speed = pair_of(LLAMA_8B), speed_of(CARDS["h200"], BF16)
+    profile = read_length(f"{length}@{depth}") if depth else PROFILE
+    found = expect(pair, speed, profile, users=users, depth=depth, context=256)
+    prompts = speed.seconds(pair.verify(rows=users, tokens=128 * users, context=64, logits=users))
+    return users * 256 / (prompts + 256 / found.length * found.step_seconds)
+
+
+@pytest.mark.parametrize(("depth", "length", "measured"), ANCHORS)
+def test_steps_of_an_8b_target_on_an_h200_come_out_within_15_percent(
+    depth: int, length: float, measured: dict[int, float]
+) -> None:
+    for users, rate in measured.items():
+        assert whole_rate(depth, length, users) == pytest.approx(rate, rel=0.15), users
+
+
+def test_its_speedups_come_out_within_15_percent() -> None:
+    (_, _, plain), (depth, length, drafted) = ANCHORS
+    for users in plain:
+        predicted = whole_rate(depth, length, users) / whole_rate(0, 1.0, users)
+        assert predicted == pytest.approx(drafted[users] / plain[users], rel=0.16), users
+
+
+@pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_30B_A3B], ids=["dense", "experts"])
+@pytest.mark.parametrize("card", CARDS)
+def test_more_work_never_takes_less_time_and_more_users_never_gain_more(card: str, config: dict[str, object]) -> None:
+    pair, speed = pair_of(config), speed_of(CARDS[card], BF16)
+
+    def step(users: int, depth: int, context: float) -> float:
+        return expect(pair, speed, PROFILE, users=users, depth=depth, context=context).step_seconds
+
+    for vary in (
+        [step(users, 3, 1000) for users in (1, 2, 8, 64, 512)],
+        [step(8, depth, 1000) for depth in range(8)],
+        [step(8, 3, context) for context in (0, 10, 1000, 100000)],
+    ):
+        assert vary == sorted(vary)
+        assert vary[0] < vary[-1]
+    if pair.decoder.active_parameters == pair.decoder.parameters:
+        gains = [expect(pair, speed, PROFILE, users=users, depth=3, context=256).speedup for users in (1, 16, 128, 512)]
+        assert gains == sorted(gains, reverse=True)
+
+
+def test_a_better_drafter_is_faster_and_drafted_deeper() -> None:
+    pair, speed = pair_of(LLAMA_8B), speed_of(CARDS["rtx4090"], BF16)
+    best = []
+    for chance in (0.05, 0.3, 0.6, 0.9):
+        profile = Profile(chances=(chance,) * 7, words="")
+        table = [expect(pair, speed, profile, users=1, depth=depth, context=512) for depth in range(8)]
+        best.append(best_depth(table))
+        auto = on_auto(pair, speed, profile, users=1, deepest=7, like=max(1, best[-1].depth), context=512)
+        assert auto == pytest.approx(best[-1].speedup, rel=0.05), (
+            "the engine's own choice for one user is the best depth"
+        )
+    assert [one.speedup for one in best] == sorted(one.speedup for one in best)
+    assert [one.depth for one in best] == sorted(one.depth for one in best)
+    assert best[0].depth == 0
+    assert best[-1].depth > 3
+
+
+def test_drafts_do_not_pay_where_arithmetic_is_the_limit() -> None:
+    pair, speed = pair_of(LLAMA_8B), speed_of(CARDS["l4"], BF16)
+    table = [expect(pair, speed, PROFILE, users=512, depth=depth, context=64) for depth in range(8)]
+    assert best_depth(table).depth <= 1
+    assert table[7].speedup < 0.7
+
+
+def test_quantised_weights_are_read_faster() -> None:
+    card = CARDS["rtx4090"]
+    steps = [
+        expect(pair_of(LLAMA_8B, kind), speed_of(card, quantisation(kind)), PROFILE, users=1, depth=0, context=512)
+        for kind in ("bfloat16", "fp8", "int4")
+    ]
+    seconds = [one.step_seconds for one in steps]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 2 * seconds[2]
+
+
+def test_a_window_bounds_what_is_read() -> None:
+    slides = pair_of({**LLAMA_8B, "model_type": "mistral", "sliding_window": 1024})
+    full = pair_of(LLAMA_8B)
+    assert slides.verify(rows=1, tokens=1, context=512) == full.verify(rows=1, tokens=1, context=512)
+    at_8k, at_64k = (slides.verify(rows=1, tokens=1, context=context).bytes for context in (8192, 65536))
+    assert at_8k == at_64k < full.verify(rows=1, tokens=1, context=8192).bytes
+
+
+def test_a_prompt_in_chunks_reads_every_token_once() -> None:
+    pair = pair_of(LLAMA_8B)
+    whole, chunks = pair.read(1000, 1000), pair.read(1000, 256)
+    assert sum(work.bytes for work in chunks) > sum(work.bytes for work in whole)
+    assert sum(work.flops for work in chunks) == pytest.approx(sum(work.flops for work in whole), rel=0.02)

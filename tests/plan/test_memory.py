@@ -1,0 +1,133 @@
+"""Planned bytes are allocated bytes."""
+
+from __future__ import annotations
+
+import json
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eyas.drafter.checkpoint import load_drafter
+from eyas.engine.engine import Engine
+from eyas.engine.graphs import RecordedSteps, Recorder
+from eyas.engine.options import EngineOptions, footprint_of, weight_bytes
+from eyas.engine.request import Request, Speculation
+from eyas.plan.decoder import read_decoder
+from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes
+from eyas.plan.quantisation import quantisation
+from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, target_config
+from eyas.sampling import Sampling
+from eyas.target.packed_linear import pack_linears
+
+if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
+    from eyas.target.model import Target
+
+WITHIN = 0.03
+OPTIONS = EngineOptions(max_rows=3, max_length=256, memory=2**26)
+ROOM = Room(max_rows=3, max_length=256)
+
+
+class Ids:
+    """A tokenizer for a target that speaks in ids."""
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Target, Drafter]:
+    """Sizes do not depend on what was learnt."""
+    from transformers import LlamaForCausalLM
+
+    from eyas.target.facts import facts_of
+    from eyas.target.model import Target
+    from tiny import drafter_config, random_drafter, target_config
+
+    model = LlamaForCausalLM(target_config()).eval().requires_grad_(False)
+    target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=Ids())  # type: ignore[arg-type]
+    drafter = random_drafter(drafter_config(fc_norm=True, norm_output=True), own_embedding=False)
+    return target, drafter.share_target(target.embedding(), target.head())
+
+
+def allocated(engine: Engine, target: Target, drafter: Drafter) -> int:
+    """What lies in memory for good: weights, each once, and both caches once they were written."""
+    ask = Request(
+        prompt=(5, 6, 7, 8), sampling=Sampling(), max_new_tokens=6, speculation=Speculation(mode="fixed", depth=2)
+    )
+    engine.generate([ask])
+    assert engine._drafter is not None
+    caches = engine._model.cache.bytes + engine._drafter.cache.bytes
+    return weight_bytes(target.model) + weight_bytes(drafter, beside=target.model) + caches
+
+
+def compare(target: Target, drafter: Drafter, config: dict[str, object], shape: DrafterShape) -> None:
+    engine = Engine(target, drafter, options=OPTIONS)
+    planned = footprint(read_decoder(config, "it"), shape, quantisation("float32"), room=ROOM, device="cpu")
+    of_loaded = footprint_of(target, drafter, OPTIONS, 256)
+    assert planned.token == of_loaded.token, "keys and values of a token"
+    assert planned.drafter_token == of_loaded.drafter_token
+    assert planned.weights == pytest.approx(of_loaded.weights, rel=WITHIN)
+    assert planned.drafter == pytest.approx(of_loaded.drafter, rel=WITHIN)
+    assert planned.working == of_loaded.working
+    positions = (engine.budget.pages + 1) * engine.budget.page_size
+    together = planned.weights + planned.drafter + positions * planned.per_token
+    assert together == pytest.approx(allocated(engine, target, drafter), rel=WITHIN)
+    assert engine.budget.bytes == positions * planned.per_token
+
+
+def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter]) -> None:
+    target, drafter = pair
+    shape = DrafterShape(name="tiny", config=drafter.config, own_embedding=False, own_head=True)
+    compare(target, drafter, target.model.config.to_dict(), shape)
+
+
+@pytest.mark.default
+def test_the_default_target_with_the_drafter_that_ships(default_target: Target) -> None:
+    shape = drafter_shape("smollm2-eagle3.1")
+    planned = footprint(read_decoder(DEFAULT_CONFIG, "it"), shape, quantisation("float32"), room=ROOM, device="cpu")
+    # One copy of the embedding before the linears are packed, two behind it.
+    head = read_decoder(DEFAULT_CONFIG, "it").vocabulary * 4
+    assert planned.weights - head == pytest.approx(weight_bytes(default_target.model), rel=WITHIN)
+    # As `eyas serve` runs on a processor, but the session's target stays as it is.
+    packed = replace(default_target, model=deepcopy(default_target.model))
+    drafter = load_drafter("smollm2-eagle3.1").float().share_target(packed.embedding(), packed.head())
+    if not pack_linears(packed.model).linears:
+        pytest.skip("no compiler here to pack linears")
+    pack_linears(drafter)
+    compare(packed, drafter, dict(DEFAULT_CONFIG), shape)
+
+
+@pytest.mark.default
+def test_the_built_in_configuration_is_that_of_the_default_target(default_target: Target) -> None:
+    true = default_target.model.config.to_dict()
+    for key, value in target_config("smollm2").items():
+        if key != "dtype":
+            assert true[key] == value, key
+
+
+def test_what_recorded_steps_share_is_planned_to_the_byte(pair: tuple[Target, Drafter]) -> None:
+    target, drafter = pair
+    engine = Engine(target, drafter, options=OPTIONS)
+    recorded: RecordedSteps = engine._recorded_steps(Recorder(device=target.device, records=False))
+    states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
+    vocabulary = target.facts.vocab_size
+    assert recorded.bytes == recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4)
+
+
+def test_what_a_drafter_on_disk_brings_itself_is_read_from_its_header(tmp_path: Path) -> None:
+    from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+    from tiny import drafter_config, random_drafter
+
+    for own in (True, False):
+        folder = tmp_path / f"own-{own}"
+        drafter = random_drafter(drafter_config(), own_embedding=own, own_head=own)
+        write_checkpoint(checkpoint_of(drafter), folder)
+        shape = drafter_shape(str(folder))
+        assert (shape.own_embedding, shape.own_head) == (own, own)
+        of_config = drafter_shape(str(folder / "config.json"))
+        assert not of_config.own_embedding, "what can be lent is taken to be lent"
+        assert json.loads((folder / "config.json").read_text())["hidden_size"] == shape.config.hidden_size

@@ -1,0 +1,69 @@
+"""What docs/plan.md shows works, and what it claims is what the code has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas.cli.app import app
+from eyas.drafter.shipped import shipped_folder
+from eyas.plan.cards import CARDS
+from eyas.plan.decoder import ARCHITECTURES
+from eyas.plan.measured import read_measured
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "plan.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M)
+
+
+def test_every_command_on_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = shipped_folder("smollm2-eagle3.1")
+    assert shipped is not None
+    (tmp_path / "my-drafter").mkdir()
+    shutil.copy(shipped / "config.json", tmp_path / "my-drafter" / "config.json")
+    shutil.copy(DOCS / "plan-cpu.json", tmp_path / "measured.json")
+    commands = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
+    assert len(commands) >= 6
+    for words in commands:
+        assert words[0] == "eyas"
+        result = CliRunner().invoke(app, words[1:])
+        assert result.exit_code == 0, shlex.join(words)
+
+
+def test_the_steps_on_the_page_can_be_read(tmp_path: Path) -> None:
+    (block,) = blocks("json")
+    (tmp_path / "steps.json").write_text(block)
+    assert len(read_measured(tmp_path / "steps.json").steps) == 2
+
+
+def test_the_table_of_cards_is_that_of_the_code() -> None:
+    told = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d,]+) \| ([\d. /]+) \|", PAGE, re.M)
+    assert [name for name, *_ in told] == list(CARDS)
+    for name, memory, bandwidth, flops in told:
+        card = CARDS[name]
+        assert float(memory) == pytest.approx(card.memory / 2**30, abs=0.06)
+        assert float(bandwidth.replace(",", "")) * 1e9 == card.bandwidth
+        assert [float(x) * 1e12 for x in flops.split("/")] == pytest.approx(list(card.flops.values()))
+
+
+def test_architectures_and_measured_rows_are_those_of_the_code() -> None:
+    said = re.search(r"for every architecture: (.*?)\.", PAGE, re.S)
+    assert said is not None
+    assert "".join(said[1].split()).split(",") == list(ARCHITECTURES)
+    words = "plan --gpu cpu --memory 24 --bandwidth 25 --tflops 0.1 --json --measured"
+    result = CliRunner().invoke(app, [*words.split(), str(DOCS / "plan-cpu.json")])
+    for step in json.loads(result.stdout)["calibration"]["steps"]:
+        if step["speedup"] is not None:
+            row = re.escape(f"| {step['users']}, {step['depth']:g} |")
+            predicted = re.escape(f"{step['predicted_speedup']:.2f}x ({step['speedup_error']:+.1%})")
+            assert re.search(f"{row}.*{predicted}", PAGE), row
