@@ -121,6 +121,7 @@ def test_a_record_of_eyas_bench_is_read(tmp_path: Path) -> None:
         ({"schema": "eyas.bench/2", "rows": []}, "eyas.bench/2"),
         ({"schema": "eyas.bench/1", "rows": []}, "no row"),
         ({"schema": "eyas.bench/1", "rows": [bench_row(output_tokens="x")]}, "output_tokens 'x'"),
+        ({"schema": "eyas.bench/1", "rows": [bench_row(output_tokens=60)]}, "60 accepted tokens among 60"),
         ([], "holds a list"),
     ],
 )

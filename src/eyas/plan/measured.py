@@ -93,7 +93,13 @@ def _of_bench(raw: Json, where: str) -> Measured:
         name = f"row {row['server']}, {row.get('mode')}, {row['users']} users of {where}"
         drafting = row.get("acceptance") or {}
         requests, tokens = _number(row, "requests", name, 1), _number(row, "output_tokens", name, 1)
-        passes = max(1.0, tokens - (drafting.get("accepted_tokens") or 0))
+        accepted = drafting.get("accepted_tokens") or 0
+        if accepted >= tokens:
+            raise UserError(
+                f"{name} counts {accepted} accepted tokens among {tokens:.0f}: others used the server meanwhile; "
+                "measure it alone"
+            )
+        passes = tokens - accepted
         length = tokens / passes
         steps.append(
             MeasuredStep(

@@ -61,13 +61,11 @@ class Speed:
 
     def seconds(self, *works: Work) -> float:
         """Of works that follow each other."""
-        power = self.overlap
-        return sum(
-            ((self.byte * work.bytes) ** power + (self.flop * work.flops) ** power) ** (1 / power)
-            + self.layer * work.layers
-            + self.pass_ * work.passes
-            for work in works
-        )
+        power, total = self.overlap, 0.0
+        for work in works:
+            both: float = ((self.byte * work.bytes) ** power + (self.flop * work.flops) ** power) ** (1 / power)
+            total += both + self.layer * work.layers + self.pass_ * work.passes
+        return total
 
     def scaled(self, factors: Sequence[float]) -> "Speed":
         """Each constant larger by a factor."""
