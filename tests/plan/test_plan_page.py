@@ -57,7 +57,7 @@ def test_the_table_of_cards_is_that_of_the_code() -> None:
 
 
 def test_architectures_and_measured_rows_are_those_of_the_code() -> None:
-    said = re.search(r"for every architecture: (.*?)\.", PAGE, re.S)
+    said = re.search(r"for every\s+architecture: (.*?)\.", PAGE, re.S)
     assert said is not None
     assert "".join(said[1].split()).split(",") == list(ARCHITECTURES)
     words = "plan --gpu cpu --memory 24 --bandwidth 25 --tflops 0.1 --json --measured"
