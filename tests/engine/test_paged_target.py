@@ -41,7 +41,9 @@ def built(family: str, **changes: Any) -> Target:
     if family not in ("phi", "phi3", "gpt2"):
         sizes |= {"num_key_value_heads": 2, "head_dim": 8}
     config = AutoConfig.for_model(family, **{**sizes, **EXTRA.get(family, {}), **MORE.get(family, {}), **changes})
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    # Fused attention knows no cap; some versions of transformers choose it all the same.
+    how = {"attn_implementation": "eager"} if "attn_logit_softcapping" in MORE.get(family, {}) else {}
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how)  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
         parameter.mul_(12) if parameter.ndim > 1 else parameter.add_(torch.randn_like(parameter) * 0.3)
     model.get_output_embeddings().weight.mul_(0.2)

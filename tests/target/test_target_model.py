@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from eyas.errors import UserError
 from eyas.target.locate import locate
@@ -38,6 +39,23 @@ def test_forward_gives_logits_and_states_of_the_same_pass(folder: Path) -> None:
     logits_BTV = target.model.get_decoder().norm(last_BTD) @ target.head().T  # type: ignore[no-untyped-call]
     assert torch.allclose(logits_BTV, output.logits_BTV, atol=1e-5)
     assert torch.equal(output.aux_hidden_BTX[..., :64], target.embedding()[ids_BT])
+
+
+def test_a_cap_on_scores_is_honoured_whatever_transformers_would_choose(folder: Path, tmp_path: Path) -> None:
+    def loaded(cap: float) -> Target:
+        torch.manual_seed(0)
+        place = copy_of(folder, tmp_path / str(cap))
+        sizes: dict[str, int] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+        model = Gemma2ForCausalLM(Gemma2Config(**sizes, attn_logit_softcapping=cap))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(12)  # or scores are too small for a cap to matter
+        model.save_pretrained(place)
+        return Target.load(str(place), dtype="float32")
+
+    narrow, wide = (loaded(cap).forward(torch.arange(12)[None], (1,)).logits_BTV for cap in (0.5, 1000.0))
+    assert not torch.allclose(narrow, wide, atol=1e-2)
 
 
 def test_states_can_be_trained_on(folder: Path) -> None:

@@ -92,7 +92,12 @@ class Target:
                 placement = {"device_map": "auto"}
             try:
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    place, config=config, dtype=DTYPES[dtype], output_loading_info=True, **placement
+                    place,
+                    config=config,
+                    dtype=DTYPES[dtype],
+                    output_loading_info=True,
+                    attn_implementation=_attention_of(config),
+                    **placement,
                 )
             except SafetensorError as error:
                 raise ValueError(f"its weights are damaged ({error})") from error
@@ -178,6 +183,14 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
     probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
     return probe is not None and bool(probe())
+
+
+def _attention_of(config: Any) -> str | None:
+    """Attention that does what the config says, None for transformers' choice.
+
+    Some versions choose torch's fused attention for models that cap their scores, and then leave the cap out.
+    """
+    return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
 
 
 def _device(name: str) -> torch.device:
