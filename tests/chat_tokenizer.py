@@ -1,11 +1,14 @@
 """A tokenizer of a few hundred tokens with the chat template a test wants."""
 
+import string
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eyas.train.data import Encoded
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+LETTERS = ["Ġ", "Ċ", *(sign for sign in string.printable[:94] if sign not in "~^`@")]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -21,6 +24,15 @@ def chat_tokenizer(template: str, bos: str | None = None) -> PreTrainedTokenizer
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>", bos_token=bos)
+
+
+def letter_tokenizer(template: str = CHATML, special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:
+    """One token per letter, as many as the tiny target knows."""
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*special, *LETTERS])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>")
 
 
 def masked_runs(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:

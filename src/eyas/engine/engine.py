@@ -26,6 +26,7 @@ from eyas.engine.checkup import CheckUps
 from eyas.engine.controller import Controller, RowFacts
 from eyas.engine.draft import LUMP, Draft, PagedDrafter, States, Tree
 from eyas.engine.drift import DriftAlarm
+from eyas.engine.grammar import lawful
 from eyas.engine.graphs import RecordedSteps, Recorder
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
@@ -108,6 +109,10 @@ class Engine:
             raise UserError(f"depth {depth} is above the engine's max_depth {self.options.max_depth}; lower it")
         vocab_size = self.target.facts.vocab_size
         request.sampling.require_vocabulary(vocab_size)
+        if request.grammar is not None and request.grammar.vocab_size != vocab_size:
+            raise UserError(
+                f"the grammar is for {request.grammar.vocab_size} tokens, not the target's {vocab_size}; make another"
+            )
         allowed = request.sampling.allowed_tokens
         if request.min_new_tokens and allowed is not None and allowed <= request.stop_ids:
             raise UserError("allowed_tokens holds stop tokens only, which min_new_tokens forbids; allow another token")
@@ -225,7 +230,12 @@ class Engine:
         deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
         if self._said_early is None:
             self.controller.observe_draft(deepest, reads + deeper, self._clock() - started)
-        return {live.key: draft.cut(count) for live, draft, count in zip(lives, drafts, kept, strict=True)}
+        offered = {live.key: draft.cut(count) for live, draft, count in zip(lives, drafts, kept, strict=True)}
+        if self._said_early is None:  # else it was verified together with drafts that may be unlawful, and says so
+            for live in lives:
+                if live.walk is not None:
+                    offered[live.key] = lawful(offered[live.key], live.walk, live.tokens)
+        return offered
 
     def _draft_chains(self, lives: Sequence[Live], limits: Sequence[int], *, everyone: bool) -> list[Draft]:
         """Chains for requests, by a recorded step where there is one.
@@ -467,6 +477,7 @@ class _Said:
     stride: int = 0
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
     early: bool = False
+            mask_V=None if live.walk is None else live.walk.mask(live.tokens, drafts),
     """Said together with the drafts, so that nobody knows how long it took."""
 
 
@@ -499,7 +510,8 @@ def _accepted(draft: Draft, own: Sequence[int]) -> list[int]:
 def _plainly_greedy(live: Live) -> bool:
     """Whether the largest logit is the answer, here and behind drafts."""
     sampling = live.request.sampling
-    return not (sampling.temperature or sampling.shapes_logits or live.new_tokens < live.request.min_new_tokens)
+    shaped = sampling.shapes_logits or live.walk is not None
+    return not (sampling.temperature or shaped or live.new_tokens < live.request.min_new_tokens)
 
 
 def _facts(live: Live) -> RowFacts:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Literal
 
 from eyas.errors import UserError
 
-if TYPE_CHECKING:  # sampling imports torch, which bookkeeping must not
+if TYPE_CHECKING:  # these import torch, which bookkeeping must not
+    from eyas.engine.grammar import Grammar, Walk
     from eyas.sampling import Sampling
 
 MOST_LOGPROBS = 20
@@ -54,6 +55,8 @@ class Request:
     logprobs: int | None = None
     """How many alternatives to report beside each chosen token; 0 reports the chosen one alone, None nothing."""
     speculation: Speculation = field(default_factory=Speculation)
+    grammar: "Grammar | None" = None
+    """What the answer may say; it ends where the grammar is complete, if not before."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -72,6 +75,19 @@ class Request:
             raise UserError(f"seed {self.seed} does not fit in {SEED_BITS} bits; use a smaller number")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise UserError(f"logprobs is {self.logprobs}, outside 0 to {MOST_LOGPROBS}; choose within")
+        if self.grammar is not None:
+            self._require_an_end()
+
+    def _require_an_end(self) -> None:
+        """A grammar decides what may come and where the answer ends; nothing else may take that away."""
+        if not self.stop_ids:
+            raise UserError("a grammar ends with a stop token and there is none; give stop_ids, or drop ignore_eos")
+        if self.min_new_tokens:
+            raise UserError(
+                f"min_new_tokens is {self.min_new_tokens}, but a grammar decides where the answer ends; drop one"
+            )
+        if self.sampling.allowed_tokens is not None:
+            raise UserError("allowed_tokens may leave nothing of what a grammar allows; drop one")
 
 
 class FinishReason(StrEnum):
@@ -104,9 +120,14 @@ class Live:
     finished: FinishReason | None = None
     preemptions: int = 0
     """How often it lost its pages to an earlier request."""
+    walk: "Walk | None" = field(init=False, default=None)
+    """Its way through its grammar."""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt)
+        request = self.request
+        self.tokens = list(request.prompt)
+        if request.grammar is not None:
+            self.walk = request.grammar.walk(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
 
     @property
     def prompt_length(self) -> int:

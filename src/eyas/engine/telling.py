@@ -79,6 +79,8 @@ class Teller:
 
     def hear(self, live: Live, tokens: Sequence[int], limit: int) -> Heard:
         """How many of these new tokens belong to the answer, which may come to `limit` tokens, and whether it ends."""
+        if live.walk is not None and live.walk.failure is not None and tokens:
+            return Heard(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
         heard = _until_the_end(live, tokens, limit)
         if live.request.stop_strings:
             heard.texts, heard.finished = _words(self._streams[live.key], heard.tokens, heard.finished)

@@ -31,6 +31,8 @@ MOST_AT_ONCE = 2**25
 """Logits that are sampled from together, which bounds the memory that noise takes."""
 FAINT = 1e-20
 """What a token that the cuts took out of q still weighs as a sibling."""
+HINDRANCE = 1e4
+"""What is taken from the draft logit of a token that a mask forbids: more than logits differ by."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,7 +51,7 @@ class Wanted:
     banned: frozenset[int] = frozenset()
     """Tokens that may not come here, such as stop tokens before the shortest length."""
     mask_V: Tensor | None = None
-    """Which tokens may come here."""
+    """Which tokens may come here; on the host, as whoever makes it does."""
 
 
 def choose(logits_NV: Tensor, wanted: Sequence[Wanted]) -> Tensor:
@@ -113,15 +115,22 @@ def _shape(logits_NV: Tensor, wanted: Sequence[Wanted], sampling: Sampling) -> T
 def _forbid(logits_NV: Tensor, wanted: Sequence[Wanted]) -> Tensor:
     """Take out what may not come at this position. Nothing raises such a logit again, so it may be done last."""
     banned = [(row, token) for row, one in enumerate(wanted) for token in one.banned]
-    masks = [(row, one.mask_V) for row, one in enumerate(wanted) if one.mask_V is not None]
-    if banned or masks:
+    masked = [row for row, one in enumerate(wanted) if one.mask_V is not None]
+    if banned or masked:
         logits_NV = logits_NV.clone()
     if banned:
         row_M, token_M = torch.tensor(banned, device=logits_NV.device).T
         logits_NV[row_M, token_M] = IMPOSSIBLE
-    for row, mask_V in masks:
-        logits_NV[row].masked_fill_(~mask_V, IMPOSSIBLE)
+    if masked:
+        row_M = torch.tensor(masked, device=logits_NV.device)
+        allowed_MV = _masks([wanted[row] for row in masked], logits_NV.device)
+        logits_NV[row_M] = logits_NV[row_M].masked_fill(~allowed_MV, IMPOSSIBLE)
     return logits_NV
+
+
+def _masks(wanted: Sequence[Wanted], device: torch.device) -> Tensor:
+    """The masks of rows that have one [M, V], brought to the device at once."""
+    return torch.stack([one.mask_V for one in wanted if one.mask_V is not None]).to(device)
 
 
 def _counters(wanted: Sequence[Wanted], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -194,10 +203,17 @@ def draw_many(q_logits_RW: Tensor, wanted: Sequence[Wanted], token_W: Tensor, wi
 
     A greedy request takes the largest logits, another one the first by q / E, where q has its temperature and its
     cuts. Penalties, bias and bans are left out: they are the target's affair, and a draft is only a guess at its token.
-    Where they bite, the guess fails more often, which costs time and nothing else.
+    Where they bite, the guess fails more often, which costs time and nothing else. A mask bites at every token, so it
+    is heeded: what it forbids comes last.
     """
     assert len(wanted) == len(q_logits_RW), "one row for each wanted token"
     q_logits_RW = q_logits_RW.float()
+    masked = [row for row, one in enumerate(wanted) if one.mask_V is not None]
+    if masked:
+        row_M = torch.tensor(masked, device=q_logits_RW.device)
+        forbidden_MW = ~_masks([wanted[row] for row in masked], q_logits_RW.device)[:, token_W]
+        # Not minus infinity: the mask may leave none of the draft vocabulary, and then there must still be a first.
+        q_logits_RW = q_logits_RW.index_add(0, row_M, forbidden_MW.float(), alpha=-HINDRANCE)
     width = min(width, q_logits_RW.shape[-1])
     index_RS = torch.empty(len(wanted), width, dtype=torch.int64, device=q_logits_RW.device)
     for rows, group in _alike(wanted, q_logits_RW):

@@ -1,0 +1,293 @@
+"""Grammars: what they allow is a function of the tokens, and the answer is the same however it is drafted for."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from chat_tokenizer import letter_tokenizer
+from engine.test_engine import OFF, at_depth, options
+from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
+from eyas.drafter.checkpoint import load_drafter
+from eyas.engine.draft import Draft, Tree
+from eyas.engine.engine import Engine
+from eyas.engine.grammar import lawful
+from eyas.engine.guidance import MOST_CHARACTERS, Guidance
+from eyas.engine.options import EngineOptions
+from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.errors import UserError
+from eyas.sampling import Sampling
+
+if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
+    from eyas.target.model import Target
+
+BIRD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "wingspan_cm": {"type": "integer", "minimum": 10, "maximum": 400},
+        "diet": {"type": "array", "items": {"enum": ["fish", "mice", "birds"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["name", "wingspan_cm", "diet"],
+    "additionalProperties": False,
+}
+SHORT = {
+    "type": "object",
+    "properties": {"a": {"enum": ["red", "green", "grey"]}, "b": {"type": "string", "maxLength": 6}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+WAYS = [OFF, at_depth(1), at_depth(3), at_depth(5), Speculation()]
+
+
+@pytest.fixture(scope="module")
+def letters(tiny_target: Target) -> Target:
+    return replace(tiny_target, tokenizer=letter_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def guidance(letters: Target) -> Guidance:
+    return Guidance(letters.tokenizer, letters.facts.vocab_size)
+
+
+def requests(target: Target, grammar: Any, ways: Any = WAYS, **changes: Any) -> list[Request]:
+    """The same question in every way of drafting, greedy and by chance."""
+    samplings = (Sampling(), Sampling(temperature=0.9, top_p=0.95), Sampling(temperature=1.5, repetition_penalty=1.2))
+    asked: dict[str, Any] = {"prompt": tuple(range(5, 25)), "max_new_tokens": 60, "stop_ids": target.stop_ids()}
+    return [
+        Request(**asked | changes, sampling=sampling, seed=seed, grammar=grammar, speculation=way)
+        for seed, sampling in enumerate(samplings)
+        for way in ways
+    ]
+
+
+def check_json(answers: list[Any], keys: set[str], ways: int = len(WAYS)) -> None:
+    """Every way gives one answer, which is what the schema asks for."""
+    for first in range(0, len(answers), ways):
+        alike = answers[first : first + ways]
+        assert len({answer.tokens for answer in alike}) == 1
+        assert {answer.finished for answer in alike} == {FinishReason.STOP}
+        assert set(json.loads(alike[0].text)) == keys
+    assert len({answer.tokens for answer in answers}) > 1, "chance makes a difference"
+
+
+# --- what is allowed ---------------------------------------------------------------------------------------------
+
+
+def test_a_walk_is_a_function_of_the_tokens(guidance: Guidance, letters: Target) -> None:
+    chance = random.Random(1)
+    stops = sorted(letters.stop_ids())
+    for grammar in (guidance.json_schema(SHORT), guidance.regex("(ab|a[bc]){2,4}x*"), guidance.choice(["ab", "abc"])):
+        walk = grammar.walk(prompt_length=2, stop_ids=stops)
+        tokens = [7, 7]
+        while True:
+            for _ in range(4):  # look ahead along lawful and unlawful drafts
+                drafts: list[int] = []
+                for _ in range(chance.randrange(5)):
+                    mask_V = walk.mask(tokens, drafts)
+                    lawful_ids = [] if mask_V is None else mask_V.nonzero()[:, 0].tolist()
+                    drafts.append(chance.choice(lawful_ids or [9]) if chance.random() < 0.8 else chance.randrange(96))
+                fresh = grammar.walk(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
+                seen = walk.mask(tokens, drafts)
+                told = fresh_or_none(grammar, tokens, drafts, stops)
+                assert (seen is None) == (told is None)
+                if seen is not None and told is not None:
+                    assert torch.equal(seen, told)
+                    assert fresh is not None
+                    assert torch.equal(seen, fresh)
+            mask_V = walk.mask(tokens, [])
+            assert mask_V is not None
+            token = chance.choice(mask_V.nonzero()[:, 0].tolist())
+            tokens.append(token)
+            if token in stops:
+                assert walk.mask(tokens[:-1], [token]) is None
+                break
+        assert walk.failure is None
+
+
+def fresh_or_none(grammar: Any, tokens: list[int], drafts: list[int], stops: list[int]) -> Any:
+    """The mask behind drafts, found step by step by walks that never went back."""
+    for count in range(len(drafts)):
+        mask_V = grammar.walk(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts[:count]], [])
+        if mask_V is None or not mask_V[drafts[count]] or drafts[count] in stops:
+            return None
+    return grammar.walk(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
+
+
+def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_it_is_complete(
+    guidance: Guidance, letters: Target
+) -> None:
+    encode = letters.tokenizer.encode
+    walk = guidance.regex("ab?").walk(prompt_length=0, stop_ids=[1, 3])
+    allowed = [walk.mask(encode(text), []).nonzero()[:, 0].tolist() for text in ("", "a", "ab")]  # type: ignore[union-attr]
+    assert allowed == [encode("a"), [1, 3, *encode("b")], [1, 3]]
+
+
+def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: Guidance, letters: Target) -> None:
+    encode = letters.tokenizer.encode
+    a, b, c = encode("abc")
+    walk = guidance.regex("(ab)*c").walk(prompt_length=0, stop_ids=[1])
+    chain = Draft(tokens=(a, b, b, c), parents=(-1, 0, 1, 2), confidences=(0.9, 0.8, 0.7, 0.6))
+    assert lawful(chain, walk, []) == chain.cut(2)
+    tree = Draft(tokens=(b, a, c, b, a, c), parents=(-1, -1, -1, 1, 0, 3), confidences=(0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
+    expected = Draft(tokens=(a, c, b, c), parents=(-1, -1, 0, 2), confidences=(0.5, 0.4, 0.3, 0.1))
+    assert lawful(tree, walk, []) == expected
+    end = Draft(tokens=(c, 1, a), parents=(-1, 0, 1), confidences=(0.9, 0.9, 0.9))
+    assert lawful(end, walk, []) == end.cut(2)
+
+
+# --- the answer is the same --------------------------------------------------------------------------------------
+
+
+def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT))
+    alone = [Engine(letters).generate([replace(one, speculation=OFF)])[0].tokens for one in asked[:: len(WAYS)]]
+    answers = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    check_json(answers, {"a", "b"})
+    assert [answer.tokens for answer in answers[:: len(WAYS)]] == alone
+    assert sum(answer.tally.accepted for answer in answers) > 0
+
+
+def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT))
+    tree = replace(options(), tree=Tree(depth=3, width=3, budget=8))
+    answers = Engine(letters, tiny_drafter, options=tree).generate(asked)
+    check_json(answers, {"a", "b"})
+    plain = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), Speculation()))[:6]
+    free = [replace(one, grammar=None) for one in asked]
+    expected = Engine(letters, tiny_drafter, options=options()).generate([*asked, *free])
+    for share in ([*asked, *free], asked[1:2], asked[1::3]):  # the last two are drafted and verified at once
+        answers = fixed_engine(letters, tiny_drafter, options()).generate(share)
+        by_request = dict(zip([*asked, *free], expected, strict=True))
+        assert [answer.tokens for answer in answers] == [by_request[one].tokens for one in share]
+
+
+def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT))
+    expected = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    engine = Engine(letters, tiny_drafter, options=options())
+    engine.pool.allocate(engine.pool.pages - 12)
+    preempted = 0
+    keys, pieces = [engine.submit(one) for one in asked], dict[int, list[int]]()
+    while engine.busy:
+        for piece in engine.step():
+            pieces.setdefault(piece.key, []).extend(piece.tokens)
+        preempted = max([preempted, *(live.preemptions for live in engine.scheduler.running)])
+    assert preempted > 0
+    assert [tuple(pieces[key]) for key in keys] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.default
+def test_a_real_schema_on_the_default_target(default_target: Target) -> None:
+    drafter = load_drafter("smollm2-eagle3.1").float()
+    drafter = drafter.share_target(default_target.embedding(), default_target.head())
+    grammar = Guidance(default_target.tokenizer, default_target.facts.vocab_size).json_schema(BIRD)
+    prompt = default_target.encode_chat([{"role": "user", "content": "Describe the barn owl as JSON."}])
+    ways = (at_depth(4), Speculation())
+    asked = requests(default_target, grammar, ways, prompt=tuple(prompt), max_new_tokens=64)[:4]
+    beside = replace(asked[0], grammar=None, max_new_tokens=8)
+    alone = Engine(default_target)
+    plain = [alone.generate([replace(one, speculation=OFF)])[0].tokens for one in asked[::2]]
+    chains = Engine(default_target, drafter, options=EngineOptions(memory=2**28, max_length=512))
+    answers = chains.generate([*asked, beside])[:-1]
+    check_json(answers, set(BIRD["required"]), 2)  # type: ignore[call-overload]
+    assert [answer.tokens for answer in answers[::2]] == plain
+    assert all(answer.tally.accepted > 0 for answer in answers[::2])
+    tree = Tree(depth=4, width=3, budget=8)
+    trees = Engine(default_target, drafter, options=EngineOptions(memory=2**28, max_length=512, tree=tree))
+    for answer, expected in zip(trees.generate(asked[::2]), plain, strict=True):
+        assert answer.tokens == expected
+
+
+# --- limits ------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_may_be_too_short_for_its_grammar(letters: Target, guidance: Guidance) -> None:
+    (answer,) = Engine(letters).generate(requests(letters, guidance.json_schema(SHORT), max_new_tokens=4)[:1])
+    assert answer.finished is FinishReason.LENGTH
+    assert len(answer.tokens) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda g: g.json_schema({"type": "objekt"}), "objekt"),
+        (lambda g: g.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (lambda g: g.json_schema("{"), "EOF"),
+        (lambda g: g.json_schema("false"), "object schema"),
+        (lambda g: g.json_schema({"enum": []}), "Unsatisfiable"),
+        (lambda g: g.json_schema({"$ref": "#"}), "no text satisfies it"),
+        (lambda g: g.json_schema({"$ref": "http://elsewhere.invalid/x"}), "elsewhere.invalid"),
+        (lambda g: g.regex("(a"), "unclosed group"),
+        (lambda g: g.regex("(?=a)b"), "look-around"),
+        (lambda g: g.regex(r"[^\s\S]"), "no text satisfies it"),
+        (lambda g: g.regex("é"), "no text satisfies it"),  # no token has these bytes
+        (lambda g: g.grammar("start: foo"), "foo"),
+        (lambda g: g.choice([]), "0 choices"),
+        (lambda g: g.regex("a" * (MOST_CHARACTERS + 1)), f"{MOST_CHARACTERS:,}"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_with_the_reason(guidance: Guidance, make: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=reason.replace("?", r"\?")):
+        make(guidance)
+
+
+def test_nothing_else_may_decide_where_an_answer_ends(letters: Target, guidance: Guidance) -> None:
+    grammar = guidance.choice(["yes", "no"])
+    asked: dict[str, Any] = {"prompt": (5,), "sampling": Sampling(), "max_new_tokens": 4, "grammar": grammar}
+    with pytest.raises(UserError, match="stop token"):
+        Request(**asked)
+    with pytest.raises(UserError, match="min_new_tokens"):
+        Request(**asked, stop_ids=frozenset({1}), min_new_tokens=2)
+    with pytest.raises(UserError, match="allowed_tokens"):
+        Request(**asked | {"sampling": Sampling(allowed_tokens=frozenset({9}))}, stop_ids=frozenset({1}))
+    other = Guidance(letters.tokenizer, 97).choice(["yes"])
+    with pytest.raises(UserError, match="97"):
+        Engine(letters).submit(Request(**asked | {"grammar": other}, stop_ids=frozenset({1})))
+
+
+def test_stop_ids_that_do_not_exist_stop_nothing(letters: Target, guidance: Guidance) -> None:
+    (first, *_) = requests(letters, guidance.choice(["yes"]), max_new_tokens=9)
+    stops = frozenset({2**40, -3})
+    engine = Engine(letters)
+    (answer,) = engine.generate([replace(first, stop_ids=stops | letters.stop_ids())])
+    assert (answer.text, answer.finished) == ("yes", FinishReason.STOP)
+    (answer,) = engine.generate([replace(first, stop_ids=stops)])
+    assert answer.finished is FinishReason.ERROR
+
+
+class _Failing:
+    """A grammar that becomes too complex behind two tokens."""
+
+    vocab_size = 96
+
+    def walk(self, *, prompt_length: int, stop_ids: Any) -> Any:
+        self.failure: str | None = None
+        self._start = prompt_length
+        return self
+
+    def mask(self, tokens: Any, drafts: Any) -> Any:
+        if len(tokens) - self._start >= 2:
+            self.failure = "too complex"
+            return None
+        return torch.ones(96, dtype=torch.bool)
+
+
+def test_a_grammar_that_fails_on_the_way_ends_its_own_request(letters: Target, tiny_drafter: Drafter) -> None:
+    failing, *others = requests(letters, None, max_new_tokens=12)[:4]
+    engine = Engine(letters, tiny_drafter, options=options())
+    expected = engine.generate(others)
+    answer, *beside = engine.generate([replace(failing, grammar=_Failing()), *others])
+    assert answer.finished is FinishReason.ERROR
+    assert [one.tokens for one in beside] == [one.tokens for one in expected]
