@@ -37,6 +37,7 @@ from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
 from eyas.engine.request import Live, Request
 from eyas.engine.scheduler import Row, Scheduler, StepPlan
+from eyas.engine.swapping import require_fit, reserve_cache
 from eyas.engine.telling import Teller
 from eyas.engine.verify import TokenLogprobs, Wanted, accept_tree, choose, log_probabilities
 from eyas.errors import UserError
@@ -65,13 +66,7 @@ class Engine:
         self._device = target.device
         self._model = PagedTarget(target, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self._lean = lean_pass(target, report)
-        self._drafter: PagedDrafter | None = None
-        self._layer_ids: tuple[int, ...] = ()
-        if drafter is not None:
-            self._layer_ids = drafter.config.aux_layer_ids or target.facts.default_aux_layer_ids()
-            cache = PageCache(pages=self.budget.pages, page_size=options.page_size)
-            window, sinks = options.drafter_window, options.drafter_sinks
-            self._drafter = PagedDrafter(drafter, cache, window=window, sinks=sinks)
+        self._take_drafter(drafter, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self.pool = PagePool(self.budget.pages, options.page_size, prefix_cache=options.prefix_cache)
         self.scheduler = Scheduler(
             self.pool,
@@ -109,15 +104,15 @@ class Engine:
             raise UserError(f"depth {depth} is above the engine's max_depth {self.options.max_depth}; lower it")
         vocab_size = self.target.facts.vocab_size
         request.sampling.require_vocabulary(vocab_size)
-        if request.grammar is not None and request.grammar.vocab_size != vocab_size:
-            raise UserError(
-                f"the grammar is for {request.grammar.vocab_size} tokens, not the target's {vocab_size}; make another"
-            )
         allowed = request.sampling.allowed_tokens
         if request.min_new_tokens and allowed is not None and allowed <= request.stop_ids:
             raise UserError("allowed_tokens holds stop tokens only, which min_new_tokens forbids; allow another token")
         if max(request.prompt) >= vocab_size:
             raise UserError(f"the prompt holds token {max(request.prompt)}; the target knows 0 to {vocab_size - 1}")
+        if request.grammar is not None and request.grammar.vocab_size != vocab_size:
+            raise UserError(
+                f"the grammar is for {request.grammar.vocab_size} tokens, not the target's {vocab_size}; make another"
+            )
         key, self._keys = self._keys, self._keys + 1
         self.scheduler.add(Live(key=key, arrival=key, request=request))
         self._teller.open(key, request.stop_strings)
@@ -164,6 +159,31 @@ class Engine:
                 self.cancel(key)
             raise
         return [Answer.of(pieces[key], tally) for key, tally in tallies.items()]
+
+    def swap_drafter(self, drafter: Drafter | None) -> None:
+        """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
+
+        Requests under way are kept: they wait for their turn again, and read what they have so far once more.
+        """
+        cache = None
+        if drafter is not None:
+            require_fit(drafter, self.target)
+            cache = reserve_cache(drafter, pages=self.budget.pages, page_size=self.options.page_size)
+        self._take_drafter(drafter, cache)
+        self.pool.forget_drafts()
+        self.scheduler.begin_anew(drafter=drafter is not None)
+        self.controller = Controller(max_depth=self.options.max_depth)
+        if self.recorded is not None:
+            recorder, self.recorded = self.recorded.recorder, None  # its memory is free before more is taken
+            self.recorded = self._recorded_steps(replace(recorder, bytes=0, refused=set(), _made={}, _pool=None))
+
+    def _take_drafter(self, drafter: Drafter | None, cache: PageCache | None) -> None:
+        self._drafter: PagedDrafter | None = None
+        self._layer_ids: tuple[int, ...] = ()
+        if drafter is not None and cache is not None:
+            self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
+            window, sinks = self.options.drafter_window, self.options.drafter_sinks
+            self._drafter = PagedDrafter(drafter, cache, window=window, sinks=sinks)
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -455,6 +475,7 @@ class Engine:
             before=[*live.tokens, *drafts] if request.sampling.penalises else (),
             prompt_length=live.prompt_length,
             banned=request.stop_ids if made < request.min_new_tokens else frozenset(),
+            mask_V=None if live.walk is None else live.walk.mask(live.tokens, drafts),
         )
 
     def _forget(self, key: int) -> None:
@@ -477,7 +498,6 @@ class _Said:
     stride: int = 0
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
     early: bool = False
-            mask_V=None if live.walk is None else live.walk.mask(live.tokens, drafts),
     """Said together with the drafts, so that nobody knows how long it took."""
 
 

@@ -186,6 +186,15 @@ class Scheduler:
         live.drafter_length = drafter_length
         self._register(live, range(full, drafter_length // self._pool.page_size))
 
+    def begin_anew(self, *, drafter: bool) -> None:
+        """Let all running requests wait again, as if preempted: there is another drafter, or none. Between steps."""
+        self._drafter = drafter
+        while self._running:
+            live = self._running.pop()
+            self._vacate(live)
+            live.preemptions += 1
+            self._waiting.appendleft(live)
+
     def check(self) -> None:
         """Raise AssertionError unless requests and pages are in order. For between steps."""
         self._pool.check(live.pages for live in self._running)
