@@ -1,6 +1,7 @@
 """A tokenizer of a few hundred tokens with the chat template a test wants."""
 
 import string
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -26,9 +27,11 @@ def chat_tokenizer(template: str, bos: str | None = None) -> PreTrainedTokenizer
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>", bos_token=bos)
 
 
-def letter_tokenizer(template: str = CHATML, special: tuple[str, ...] = SPECIAL) -> PreTrainedTokenizerFast:
+def letter_tokenizer(
+    template: str = CHATML, special: tuple[str, ...] = SPECIAL, letters: Sequence[str] = LETTERS
+) -> PreTrainedTokenizerFast:
     """One token per letter, as many as the tiny target knows."""
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*special, *LETTERS])}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate([*special, *letters])}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])

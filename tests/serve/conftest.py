@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import pre_tokenizers
 
-from chat_tokenizer import CHATML, SPECIAL
+from chat_tokenizer import LETTERS, SPECIAL, letter_tokenizer
+from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.engine import Engine
 from eyas.engine.options import EngineOptions
 from eyas.engine.request import Request, Speculation
@@ -23,22 +23,13 @@ from eyas.sampling import Sampling
 from eyas.serve.app import Application
 from eyas.serve.host import Host
 from eyas.serve.served import Limits, Served
+from eyas.serve.swapping import Slot
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.target.model import Target
 
-LETTERS = [*SPECIAL, "Ġ", "Ċ", *(sign for sign in string.printable[:94] if sign not in "~^`@")]
 OPTIONS = EngineOptions(max_rows=4, max_length=256, memory=2**24)
-
-
-def letter_tokenizer(letters: Sequence[str] = tuple(LETTERS)) -> PreTrainedTokenizerFast:
-    """One token per letter, as many as the tiny target knows."""
-    backend = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHATML, eos_token="</s>")
 
 
 @pytest.fixture(scope="session")
@@ -127,20 +118,30 @@ def serve(
     keys: tuple[str, ...] = (),
     notices: list[str] | None = None,
     page: bool = True,
+    load: Callable[[str], Drafter] | None = None,
+    tool_parser: str | None = None,
 ) -> Iterator[Client]:
-    """A client of a server around an engine."""
+    """A client of a server around an engine; `load` is how it comes by other drafters."""
     engines: list[Engine] = []
+    slot = Slot(model=drafter, load=load or load_drafter)
 
     def build() -> Engine:
-        engines.append(Engine(target, drafter, options=options))
+        engines.append(Engine(target, slot.model, options=options))
         return engines[-1]
 
     with Host(build, report=(notices if notices is not None else []).append) as host:
         drafter_name = "tiny-drafter" if drafter is not None else None
         served = Served(
-            name="tiny", target="tiny", drafter=drafter_name, max_length=256, max_rows=options.max_rows, created=7
+            name="tiny",
+            target="tiny",
+            drafter=drafter_name,
+            max_length=256,
+            max_rows=options.max_rows,
+            tool_parser=tool_parser,
+            created=7,
         )
-        yield Client(Application(host, served, limits=limits, keys=keys, page=page), engines)
+        application = Application(host, served, limits=limits, keys=keys, page=page, slot=slot)
+        yield Client(application, engines)
 
 
 @pytest.fixture(scope="session")
@@ -157,11 +158,11 @@ EAGLE = "🦅"
 def eagle(tiny_target: Target, tiny_drafter: Drafter) -> Iterator[tuple[Client, str]]:
     """A server some of whose letters are bytes, and a question to which its greedy answer begins with an eagle."""
     question, tokens = _four_letters(replace(tiny_target, tokenizer=letter_tokenizer()), tiny_drafter)
-    letters = list(LETTERS)
+    letters = list(LETTERS)  # behind the special tokens
     ((spelt, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(EAGLE)
     for token, sign in zip(tokens, spelt, strict=True):
-        letters[token] = sign
-    with serve(replace(tiny_target, tokenizer=letter_tokenizer(letters)), tiny_drafter) as client:
+        letters[token - len(SPECIAL)] = sign
+    with serve(replace(tiny_target, tokenizer=letter_tokenizer(letters=letters)), tiny_drafter) as client:
         yield client, question
 
 

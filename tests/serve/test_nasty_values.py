@@ -15,12 +15,17 @@ NASTY: list[Any] = [
     {"mode": "fixed", "depth": 7},
     {"mode": "fixed", "depth": 2**70}, {"include_usage": True}, {"type": "text"}, [{"role": "user", "content": ""}],
     [{"role": "assistant", "content": "x"}], [{"role": "user", "content": []}],
+    [{"role": "tool", "content": "x", "tool_call_id": ""}], [{"type": "function", "function": {"name": "f"}}],
+    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "", "schema": {}}}, {"regex": "[a-c]*"},
+    {"choice": ["", "a"]}, {"json": {"type": "string", "maxLength": 2}}, {"json": "0"}, {"grammar": "start: \"a\"+"},
+    {"type": "integer"}, "(a|b)*", "start: start", "[", "required",
 ]  # fmt: skip
 FIELDS = [
     "model", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "logprobs",
     "frequency_penalty", "repetition_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "stream", "stream_options", "speculative", "user", "prompt", "messages", "top_logprobs", "max_completion_tokens",
-    "tools", "colour",
+    "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "colour",
 ]  # fmt: skip
 
 

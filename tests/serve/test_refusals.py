@@ -15,7 +15,6 @@ from eyas.serve.protocol import NEUTRAL
         ({"temperture": 1}, ["temperture", "did you mean temperature"]),
         ({"colour": "red"}, ["colour", "leave it out"]),
         ({"tools": [{"type": "function"}]}, ["tools", "not supported yet"]),
-        ({"response_format": {"type": "json_object"}}, ["response_format", "not supported yet", "json_object"]),
         ({"echo": True}, ["echo", "not supported yet"]),
         ({"best_of": 2}, ["best_of", "2"]),
         ({"temperature": -1}, ["temperature", "-1", "0"]),
@@ -66,7 +65,11 @@ def test_a_bad_field_is_named(client: Any, fields: dict[str, Any], parts: list[s
     ("fields", "parts"),
     [
         ({"messages": []}, ["messages"]),
-        ({"messages": [{"role": "tool", "content": "x"}]}, ["messages.0.role", "tool", "user"]),
+        ({"messages": [{"role": "tool", "content": "x"}]}, ["messages.0.tool_call_id", "missing"]),
+        (
+            {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+            ["messages.0.role", "tool", "template of tiny does not mention tools", "user"],
+        ),
         ({"messages": [{"role": "user"}]}, ["messages.0.content", "missing"]),
         ({"messages": [{"role": "user", "content": 5}]}, ["messages.0.content", "text parts"]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["messages.0.content", "text parts"]),
@@ -74,7 +77,10 @@ def test_a_bad_field_is_named(client: Any, fields: dict[str, Any], parts: list[s
         ({"max_completion_tokens": 9}, ["max_tokens 8", "max_completion_tokens 9"]),
         ({"top_logprobs": 2}, ["top_logprobs 2", "logprobs true"]),
         ({"logprobs": 2}, ["logprobs", "2"]),
-        ({"tool_choice": "auto"}, ["tool_choice", "not supported yet"]),
+        ({"tool_choice": "always"}, ["tool_choice", "none, auto, required"]),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, ["messages.0.role", "narrator", "assistant"]),
+        ({"messages": [{"content": "x"}]}, ["messages.0.role", "None"]),
+        ({"messages": [{"role": "assistant"}]}, ["messages.0.content", "tool_calls"]),
     ],
 )
 def test_a_bad_chat_is_named(client: Any, fields: dict[str, Any], parts: list[str]) -> None:
@@ -134,6 +140,8 @@ def test_unknown_paths_and_methods_are_refused_in_the_same_format(client: Any) -
 def test_the_schema_describes_every_field(client: Any) -> None:
     document = client.get("/openapi.json").json
     assert set(document["paths"]) >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
+    assert set(document["paths"]["/v1/drafter"]) == {"get", "post"}
     chat = document["components"]["schemas"]["ChatRequest"]
     assert chat["additionalProperties"] is False
     assert {"messages", "speculative", "logit_bias", "max_completion_tokens"} <= set(chat["properties"])
+    assert {"response_format", "structured_outputs", "guided_json", "tools", "tool_choice"} <= set(chat["properties"])

@@ -29,6 +29,21 @@ def load_drafter_for(target: "Target", drafter: str) -> "Drafter":
     return model.share_target(target.embedding(), target.head())
 
 
+def load_another(target: "Target", drafter: str, *, cache: Path | None) -> "Drafter":
+    """A drafter for a target at work, whose server must not learn too late that it does not fit."""
+    from eyas.drafter.check import check
+    from eyas.errors import UserError
+    from eyas.target.packed_linear import pack_linears
+
+    wrong = [finding.message for finding in check(drafter, target=target.facts).findings if finding.severity == "error"]
+    if wrong:
+        raise UserError(f"{drafter} does not fit {target.facts.source}: {wrong[0]}")
+    model = load_drafter_for(target, drafter)
+    if target.device.type == "cpu":
+        pack_linears(model, cache=cache)
+    return model
+
+
 def load_pair(
     target: str, drafter: str | None, *, dtype: str, device: str, cache: Path | None
 ) -> "tuple[Target, Drafter | None]":

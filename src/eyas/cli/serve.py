@@ -38,6 +38,10 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Answers at the same time.", min=1)] = 64,
     max_queue: Annotated[int, typer.Option(help="Answers that may wait; beyond, clients get 429.", min=0)] = 256,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(help="How tool calls are written: hermes, llama3_json, mistral.", show_default="by the template"),
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory for pages, in GiB.", show_default="half of what is free")
     ] = None,
@@ -58,7 +62,7 @@ def serve(
 
     Without arguments it serves the default target with the drafter that comes with eyas, on this machine alone.
     """
-    from eyas.cli.pair import load_pair
+    from eyas.cli.pair import load_another, load_pair
     from eyas.cli.speculative_config import read_speculative_config
     from eyas.engine.engine import Engine
     from eyas.engine.options import EngineOptions
@@ -67,6 +71,7 @@ def serve(
     from eyas.serve.log import warn
     from eyas.serve.served import Limits, Served, banner
     from eyas.serve.server import Server, listen, url_of
+    from eyas.serve.swapping import Slot
 
     config = read_speculative_config(speculative_config, target)
     limits = Limits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
@@ -78,9 +83,11 @@ def serve(
     )
     listener = listen(host, port)  # before anything is loaded: a port that is taken should not cost a minute
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
+    slot = Slot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
+    del model  # once another one drafts, nothing holds the first
     with (
         listener,
-        Host(lambda: Engine(loaded, model, options=options, report=report), report=warn) as engine,
+        Host(lambda: Engine(loaded, slot.model, options=options, report=report), report=warn) as engine,
     ):
         served = Served(
             name=served_model_name or target,
@@ -89,6 +96,7 @@ def serve(
             max_length=engine.budget.max_length,
             max_rows=max_num_seqs,
             speculation=config.speculation,
+            tool_parser=tool_call_parser,
         )
         for line in banner(served, engine.budget):
             report(line)
@@ -101,7 +109,8 @@ def serve(
         if check:
             return
         _log_to_stderr()
-        Server(Application(engine, served, limits=limits, keys=keys, page=page), on_stop=report).run([listener])
+        application = Application(engine, served, limits=limits, keys=keys, page=page, slot=slot)
+        Server(application, on_stop=report).run([listener])
 
 
 def _log_to_stderr() -> None:

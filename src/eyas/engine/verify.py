@@ -191,7 +191,7 @@ class Drawn:
 def draw(q_logits_RW: Tensor, wanted: Sequence[Wanted], token_W: Tensor) -> Drawn:
     """One draft for each row [R]; see `draw_many`."""
     glue = glue_for(q_logits_RW)
-    if glue is not None and all(one.sampling.temperature == 0 for one in wanted):
+    if glue is not None and all(one.sampling.temperature == 0 and one.mask_V is None for one in wanted):
         index_R, chance_R = glue.most_likely_and_chance(q_logits_RW.contiguous())
         return Drawn(index=index_R, token=token_W[index_R], confidence=chance_R)
     drawn = draw_many(q_logits_RW, wanted, token_W, 1)

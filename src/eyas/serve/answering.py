@@ -16,10 +16,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
 from eyas.engine.answer import Piece, Tally
+from eyas.engine.grammar import Grammar
+from eyas.engine.request import FinishReason
 from eyas.serve import replies
 from eyas.serve.asking import Asked
 from eyas.serve.connection import ClientGoneError, Outlet, while_connected
 from eyas.serve.failure import ApiError, failure_of
+from eyas.serve.forms import Compiler, Form
 from eyas.serve.gate import Gate
 from eyas.serve.host import Host
 from eyas.serve.log import LOGGER, log
@@ -41,6 +44,8 @@ class Desk:
     gate: Gate
     meters: Meters
     words: Words
+    form_of: Callable[[Common], Form | None]
+    compiler: Compiler
     encoding: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-encode"))
     """One thread, so that long prompts do not hold up the loop: tokenizers are not made for several at once."""
 
@@ -63,7 +68,7 @@ class Account:
 class Endpoint:
     """An ASGI application for one path."""
 
-    def __init__(self, kind: Kind, body: type[Common], ask: Callable[[Any], Asked], desk: Desk) -> None:
+    def __init__(self, kind: Kind, body: type[Common], ask: Callable[[Any, Grammar | None], Asked], desk: Desk) -> None:
         self._kind, self._body, self._ask, self._desk = kind, body, ask, desk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,8 +99,10 @@ class Endpoint:
             raise ApiError(
                 404, f"model {body.model!r} is not served here; use {desk.served.name!r}", code="model_not_found"
             )
+        form = desk.form_of(body)
+        grammar = None if form is None else await desk.compiler.grammar(form)
         loop = asyncio.get_running_loop()
-        account.asked = asked = await loop.run_in_executor(desk.encoding, self._ask, body)
+        account.asked = asked = await loop.run_in_executor(desk.encoding, self._ask, body, grammar)
         head = Letterhead(
             kind=self._kind,
             request_id=account.request_id,
@@ -104,7 +111,7 @@ class Endpoint:
             prompt_tokens=asked.prompt_tokens,
             details=body.speculative is not None and body.speculative.details,
         )
-        account.heard = [Heard() for _ in asked.requests]
+        account.heard = [Heard(reader=asked.reader and asked.reader()) for _ in asked.requests]
         with desk.gate.enter(len(asked.requests)):
             desk.meters.prompt_tokens.inc(asked.prompt_tokens)
             await while_connected(receive, self._say(head, body, asked, outlet, account))
@@ -115,8 +122,11 @@ class Endpoint:
         async def hear(index: int, piece: Piece, tally: Tally) -> None:
             heard = account.heard[index]
             heard.tally = tally
-            heard.pieces.append(piece)
+            heard.take(piece, words)
             self._time(account, index, piece)
+            if piece.finished is FinishReason.ERROR:
+                message = "the form became too complex to follow on the way; simplify it"
+                raise ApiError(400, message, code="grammar_too_complex")
             if not body.stream:
                 return
             opening = replies.opening(head, index) if len(heard.pieces) == 1 else None

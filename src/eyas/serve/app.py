@@ -14,6 +14,7 @@ from starlette.routing import Route
 from eyas.serve.answering import Desk, Endpoint
 from eyas.serve.asking import Translator
 from eyas.serve.failure import ApiError, failure_of
+from eyas.serve.forms import Compiler
 from eyas.serve.gate import Gate
 from eyas.serve.host import Host
 from eyas.serve.keys import KeyGuard
@@ -23,6 +24,7 @@ from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatRequest, CompletionRequest
 from eyas.serve.served import Limits, Served
 from eyas.serve.status import state_of, status_of
+from eyas.serve.swapping import Slot, Swapper
 from eyas.serve.words import Words
 
 
@@ -37,6 +39,7 @@ class Application:
         limits: Limits | None = None,
         keys: Sequence[str] = (),
         page: bool = True,
+        slot: Slot | None = None,
     ) -> None:
         self.host, self.served, self.limits = host, served, limits or Limits()
         self.gate = Gate(max_rows=served.max_rows, queue=self.limits.queue)
@@ -44,15 +47,19 @@ class Application:
         self.meters = Meters(served.name)
         self.meters.in_flight.set_function(lambda: self.gate.taken)
         translator = Translator(host.target, served)
+        self.toolbox, self.compiler = translator.toolbox, Compiler(host.target)
         desk = Desk(
             host=host,
             served=served,
             limits=self.limits,
             gate=self.gate,
             meters=self.meters,
-            words=Words(host.target.tokenizer),
+            words=Words(host.target.tokenizer, {token: mark for mark, token in translator.toolbox.marks.items()}),
+            form_of=translator.form,
+            compiler=self.compiler,
         )
         chat = Endpoint("chat", ChatRequest, translator.chat, desk)
+        self._swapper = Swapper(host, served, self.limits, self.meters, slot)
         completion = Endpoint("text", CompletionRequest, translator.completion, desk)
         self.asgi = Starlette(
             routes=[
@@ -60,6 +67,7 @@ class Application:
                 Route("/v1/completions", completion, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+                Route("/v1/drafter", self._swapper.answer, methods=["GET", "POST"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/status", self._status, methods=["GET"]),
@@ -106,11 +114,7 @@ class Application:
             "owned_by": "eyas",
             "root": served.target,
             "max_model_len": served.max_length,
-            "speculative": {
-                "drafter": served.drafter,
-                "mode": served.speculation.mode if served.drafter is not None else "off",
-                "depth": served.speculation.depth,
-            },
+            "speculative": self._swapper.card(),
         }
 
 

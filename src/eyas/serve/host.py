@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from eyas.drafter.model import Drafter
 from eyas.engine.answer import Piece, Tally
 from eyas.engine.drift import DriftReport
 from eyas.engine.engine import Engine
@@ -86,6 +87,15 @@ class Host:
         except (TimeoutError, EngineError):
             pass
         return self._seen
+
+    @property
+    def max_depth(self) -> int:
+        """How deep requests may be drafted for."""
+        return self._streaming.engine.options.max_depth
+
+    async def swap_drafter(self, drafter: Drafter | None) -> None:
+        """Go on with another drafter, or none, from the next step on; if it is refused, nothing has changed."""
+        await self._streaming.between_steps(lambda engine: engine.swap_drafter(drafter))
 
     def close(self) -> None:
         """Stop after the step under way; answers under way end with an error."""

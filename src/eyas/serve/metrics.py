@@ -44,7 +44,14 @@ class Meters:
             BETWEEN_TOKENS,
         )
         self.whole = self._histogram("eyas_e2e_request_latency_seconds", "Whole requests.", WHOLE)
+        self.swaps = Counter("eyas_drafter_swaps", "Drafters taken on at work.", registry=self.registry)
+        self._drafter = Gauge("eyas_drafter_info", "What drafts.", ["drafter"], registry=self.registry)
         Gauge("eyas_model_info", "What is served.", ["model_name"], registry=self.registry).labels(model).set(1)
+
+    def tell_drafter(self, name: str | None) -> None:
+        """Which drafter it is now."""
+        self._drafter.clear()
+        self._drafter.labels(name or "none").set(1)
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, words, buckets=buckets, registry=self.registry)

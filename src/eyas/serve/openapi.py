@@ -7,6 +7,7 @@ from pydantic.json_schema import models_json_schema
 from eyas import __version__
 from eyas.serve.protocol import NEUTRAL, ChatRequest, CompletionRequest
 from eyas.serve.status import SCHEMA
+from eyas.serve.swapping import DrafterWish
 
 _ERROR = {
     "type": "object",
@@ -29,6 +30,7 @@ _REFUSALS = {
     "401": "No valid API key.",
     "404": "Another model is served.",
     "408": "The body came too slowly.",
+    "409": "Another drafter is being loaded.",
     "413": "The body is too large.",
     "415": "The body is not announced as application/json.",
     "429": "All places are taken; see Retry-After.",
@@ -42,7 +44,7 @@ def describe() -> dict[str, Any]:
     """The OpenAPI document."""
     bodies = (ChatRequest, CompletionRequest)
     references, definitions = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+        [(body, "validation") for body in (*bodies, DrafterWish)], ref_template="#/components/schemas/{model}"
     )
     schemas = definitions["$defs"] | {"Error": _ERROR, "Status": SCHEMA}
     for body in bodies:
@@ -54,6 +56,10 @@ def describe() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _post("Answer a conversation.", references[ChatRequest, "validation"])},
             "/v1/completions": {"post": _post("Continue prompts.", references[CompletionRequest, "validation"])},
             "/v1/models": {"get": _get("The model that is served.", keys=True)},
+            "/v1/drafter": {
+                "get": _get("What drafts.", keys=True),
+                "post": _post("Draft by another one from now on.", references[DrafterWish, "validation"]),
+            },
             "/health": {"get": _get("Whether requests are taken.", "503")},
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
             "/status": {"get": _get("The server's state; counts are since the start.", keys=True, schema="Status")},

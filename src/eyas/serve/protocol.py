@@ -19,13 +19,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_grammar": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -60,6 +55,32 @@ class StreamOptions(Wire):
     include_usage: bool = False
 
 
+class NamedSchema(Wire):
+    """A JSON schema as OpenAI wraps it. It is enforced, strict or not."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Wire):
+    """What an answer looks like, by OpenAI."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(Wire):
+    """The same by vLLM: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or the text of one.")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
+    json_object: bool | None = None
+
+
 class Common(Wire):
     """Fields of both endpoints."""
 
@@ -82,6 +103,12 @@ class Common(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: Speculative | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = None
     user: str | None = Field(None, description="Goes to the server's log, so that an operator can tell users apart.")
 
     @model_validator(mode="before")
@@ -107,16 +134,75 @@ class TextPart(Wire):
     text: str
 
 
-class Message(Wire):
-    """One turn. The developer's instructions are the system's, for templates that know no other."""
+class CalledFunction(Wire):
+    """A function that was called."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    name: str
+    arguments: str = Field(description="JSON.")
+
+
+class ToolCall(Wire):
+    """A call that an earlier answer made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Spoken(Wire):
+    """A turn of words. The developer's instructions are the system's, for templates that know no other."""
+
+    role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
 
-    @property
-    def text(self) -> str:
-        """The whole content."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+class Answered(Wire):
+    """A turn of the model's, of words or calls."""
+
+    role: Literal["assistant"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    refusal: None = None
+
+
+class ToolResult(Wire):
+    """What a call came to."""
+
+    role: Literal["tool"]
+    content: str | list[TextPart]
+    tool_call_id: str
+
+
+Message = Annotated[Spoken | Answered | ToolResult, Field(discriminator="role")]
+
+
+class Function(Wire):
+    """A function that may be called."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of its arguments.")
+    strict: bool | None = Field(None, description="Required calls keep to the schema either way.")
+
+
+class Tool(Wire):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Wire):
+    """One of the functions."""
+
+    name: str
+
+
+class ToolName(Wire):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(Common):
@@ -126,6 +212,9 @@ class ChatRequest(Common):
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    parallel_tool_calls: bool = True
 
 
 class CompletionRequest(Common):

@@ -8,15 +8,18 @@ from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
 from eyas.serve.failure import ApiError
-from eyas.serve.protocol import NEUTRAL, Common
+from eyas.serve.protocol import NEUTRAL, Wire
 
-Body = TypeVar("Body", bound=Common)
+Body = TypeVar("Body", bound=Wire)
 
 SHAPES = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
     "logit_bias": "an object from token ids to numbers",
     "stop_token_ids": "a list of token ids",
+    "guided_json": "a JSON schema or the text of one",
+    "structured_outputs": "an object with one of json, regex, choice, grammar or json_object",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 """Where a value may have several shapes, one sentence says more than an error for each of them."""
 LONGEST_SHOWN = 60
@@ -54,15 +57,21 @@ def parse(kind: type[Body], body: bytes) -> Body:
         raise _refusal(kind, error) from None
 
 
-def _refusal(kind: type[Common], error: ValidationError) -> ApiError:
+def _refusal(kind: type[Wire], error: ValidationError) -> ApiError:
     # URLs and context of pydantic's own are of no use to a client; of several errors the first is told.
     first = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    field = _path(first["loc"])
     top = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON ({first['msg'].partition(': ')[2]})", code="invalid_json")
     if not field:
         return ApiError(400, "the body is no JSON object; send one", code="invalid_json")
+    if first["type"].startswith("union_tag"):
+        known = "system, developer, user, assistant or tool"
+        role = first["input"].get("role") if isinstance(first["input"], dict) else first["input"]
+        return ApiError(
+            400, f"{field}.role is {_shown(role)}; it should be {known}", field=f"{field}.role", code="invalid_value"
+        )
     if first["type"] == "extra_forbidden":
         return _unknown(kind, field, first["input"])
     if first["type"] == "missing":
@@ -70,7 +79,6 @@ def _refusal(kind: type[Common], error: ValidationError) -> ApiError:
     if top in SHAPES:
         return ApiError(400, f"{top} is not {SHAPES[top]}; change it", field=top, code="invalid_type")
     if top == "messages" and "content" in first["loc"]:
-        field = ".".join(str(part) for part in first["loc"][:3])
         return ApiError(400, f"{field} is neither a string nor a list of text parts; change it", field=field)
     limit = first["msg"].removeprefix("Input should be ")
     return ApiError(
@@ -78,7 +86,15 @@ def _refusal(kind: type[Common], error: ValidationError) -> ApiError:
     )
 
 
-def _unknown(kind: type[Common], field: str, value: Any) -> ApiError:
+def _path(loc: tuple[int | str, ...]) -> str:
+    """A field's name, as a client would write it."""
+    if loc[:1] == ("messages",) and len(loc) > 3:
+        # Behind the number stands which kind of message it was taken for; behind the content, which kind of content.
+        loc = (*loc[:2], *loc[3:4]) if loc[3] == "content" else (*loc[:2], *loc[3:])
+    return ".".join(str(part) for part in loc)
+
+
+def _unknown(kind: type[Wire], field: str, value: Any) -> ApiError:
     if field in NEUTRAL:
         message = f"{field} is not supported yet, so {_shown(value)} would have no effect; leave it out"
         return ApiError(400, message, field=field, code="unsupported_parameter")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eyas.engine.answer import Piece, Tally
+from eyas.engine.request import FinishReason
+from eyas.serve.calls import CallReader, Delta
 from eyas.serve.words import Words
 
 Kind = Literal["chat", "text"]
@@ -23,6 +25,52 @@ class Heard:
 
     tally: Tally = field(default_factory=Tally)
     pieces: list[Piece] = field(default_factory=list)
+    reader: CallReader | None = None
+    """Finds tool calls, where there are tools."""
+    delta: Delta = field(default_factory=Delta)
+    """What the newest piece came to."""
+
+    def take(self, piece: Piece, words: Words) -> None:
+        """Hear one more piece."""
+        self.pieces.append(piece)
+        self.delta = Delta(content=piece.text)
+        if self.reader is not None:
+            text = "".join(words.mark(token) + said for token, said in zip(piece.tokens, piece.texts, strict=True))
+            self.delta = self.reader.feed(text, last=piece.finished is not None)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, if it has: with calls to make, by OpenAI's own word."""
+        finished = self.pieces[-1].finished
+        if finished is FinishReason.STOP and self.reader is not None and self.reader.calls:
+            return "tool_calls"
+        return None if finished is None else finished.value
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The whole message of a chat."""
+        content = self.reader.content if self.reader is not None else "".join(piece.text for piece in self.pieces)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.reader is None or not self.reader.calls:
+            return message
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.reader.calls
+        ]
+        return message | {"content": content or None, "tool_calls": calls}
+
+    @property
+    def news(self) -> dict[str, Any]:
+        """The newest piece as a chat's delta."""
+        told: dict[str, Any] = {"content": self.delta.content} if self.delta.content else {}
+        if self.delta.calls:
+            told["tool_calls"] = [
+                {"index": piece.index}
+                | ({"id": piece.begun.id, "type": "function"} if piece.begun is not None else {})
+                | {"function": ({"name": piece.begun.name} if piece.begun else {}) | {"arguments": piece.arguments}}
+                for piece in self.delta.calls
+            ]
+        return told
 
     @property
     def tokens(self) -> int:
@@ -57,12 +105,11 @@ def whole(head: Letterhead, choices: Sequence[Heard], words: Words) -> dict[str,
     """The answer of a request that does not stream."""
     bodies = []
     for index, heard in enumerate(choices):
-        text = "".join(piece.text for piece in heard.pieces)
-        last = heard.pieces[-1]
         body: dict[str, Any] = {"index": index}
-        body |= {"message": {"role": "assistant", "content": text}} if head.kind == "chat" else {"text": text}
+        text = "".join(piece.text for piece in heard.pieces)
+        body |= {"message": heard.message} if head.kind == "chat" else {"text": text}
         body["logprobs"] = _logprobs(head, heard.pieces, words, 0)
-        body["finish_reason"] = None if last.finished is None else last.finished.value
+        body["finish_reason"] = heard.finish_reason
         if head.details:
             body["speculative"] = _origins(heard.pieces) | figures([heard.tally])
         bodies.append(body)
@@ -84,12 +131,13 @@ def chunk(head: Letterhead, index: int, heard: Heard, words: Words) -> dict[str,
     if piece.logprobs is not None:
         before = sum(len(earlier.text) for earlier in heard.pieces[:-1])
         logprobs = _logprobs(head, [piece], words, before)
-    if not piece.text and piece.finished is None and logprobs is None and not head.details:
-        return None  # held back: half a character, or what may become a stop string
+    news = heard.news
+    if not news and piece.finished is None and logprobs is None and not head.details:
+        return None  # held back: half a character, what may become a stop string, or what may become a call
     choice: dict[str, Any] = {"index": index}
-    choice |= {"delta": {"content": piece.text} if piece.text else {}} if head.kind == "chat" else {"text": piece.text}
+    choice |= {"delta": news} if head.kind == "chat" else {"text": piece.text}
     choice["logprobs"] = logprobs
-    choice["finish_reason"] = None if piece.finished is None else piece.finished.value
+    choice["finish_reason"] = heard.finish_reason
     if head.details:
         choice["speculative"] = _origins([piece]) | figures([heard.tally])
     return head.of(choices=[choice], chunk=True)

@@ -1,4 +1,4 @@
-"""What is served and within which limits: facts that stay as they are while the server runs."""
+"""What is served and within which limits: facts that stay while the server runs; only the drafter may be swapped."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from eyas.errors import UserError
 from eyas.plan.memory import PageBudget
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Served:
     """A target and perhaps its drafter, as clients see them."""
 
@@ -22,6 +22,8 @@ class Served:
     """Answers at the same time."""
     speculation: Speculation = field(default_factory=Speculation)
     """For requests that say nothing about it."""
+    tool_parser: str | None = None
+    """How the target writes tool calls, where its template does not tell."""
     created: int = field(default_factory=lambda: int(time.time()))
 
 

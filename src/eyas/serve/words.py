@@ -1,6 +1,6 @@
 """Single tokens as text, for log probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,8 +16,13 @@ LEAST = -9999.0
 class Words:
     """The text of tokens by themselves, special ones included."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Mapping[int, str] | None = None) -> None:
+        self._marks = marks or {}
         self._text = lru_cache(maxsize=2**16)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
+
+    def mark(self, token: int) -> str:
+        """What a token that sets off tool calls is to be read as; an answer's text leaves special tokens out."""
+        return self._marks.get(token, "")
 
     def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         """A token as chats report it."""

@@ -149,13 +149,21 @@ class Target:
             raise UserError(f"{self.facts.source} has no language-model head; choose a causal language model")
         return _weight(head)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the ids of a conversation in the target's own format, up to where the assistant answers."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Return the ids of a conversation in the target's own format, up to where the assistant answers.
+
+        `tools` are told to a template that knows of them; the others leave them out.
+        """
         if not self.tokenizer.chat_template:
             raise UserError(f"{self.facts.source} has no chat template; give it plain text or use an instruct model")
         try:
             ids = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=True,
+                return_dict=False,
             )
         except TemplateError as error:
             raise UserError(

@@ -1,0 +1,123 @@
+"""What an answer must look like, from the fields that may ask for it to a grammar that the engine follows.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` say the same things; one of them may
+speak at a time. Compiling runs beside the event loop, bounded in size by `Guidance` and in time here.
+"""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from eyas.engine.guidance import Guidance, LlGrammar
+from eyas.errors import UserError
+from eyas.serve.failure import ApiError
+from eyas.serve.protocol import Common
+from eyas.target.model import Target
+
+Kind = Literal["json", "regex", "grammar", "choice", "lark"]
+COMPILE_SECONDS = 10.0
+COMPILERS = 2
+"""Threads, so that one slow grammar does not hold up the next."""
+KEPT = 64
+"""Grammars that need not be compiled again."""
+ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """A wish for a form, and who made it."""
+
+    field: str
+    kind: Kind
+    text: str
+    """A schema or choices as JSON; else the pattern or the grammar itself."""
+
+
+def form_of(body: Common) -> Form | None:
+    """The form that a body asks for, if any."""
+    forms = list(_forms(body))
+    if len(forms) > 1:
+        first, second = forms[0].field, forms[1].field
+        raise ApiError(400, f"{first} and {second} both say what the answer looks like; give one", field=second)
+    return forms[0] if forms else None
+
+
+def _forms(body: Common) -> list[Form]:
+    wishes: list[tuple[str, Kind, Any]] = [
+        ("guided_json", "json", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+    ]
+    if (outputs := body.structured_outputs) is not None:
+        within: list[tuple[str, Kind, Any]] = [
+            ("json", "json", outputs.json_),
+            ("regex", "regex", outputs.regex),
+            ("choice", "choice", outputs.choice),
+            ("grammar", "grammar", outputs.grammar),
+            ("json_object", "json", ANY_OBJECT if outputs.json_object else None),
+        ]
+        if all(value is None for _, _, value in within):
+            raise ApiError(
+                400,
+                "structured_outputs asks for nothing; give one of json, regex, choice, grammar or json_object",
+                field="structured_outputs",
+            )
+        wishes += [(f"structured_outputs.{name}", kind, value) for name, kind, value in within]
+    if (wanted := body.response_format) is not None:
+        if (wanted.json_schema is None) == (wanted.type == "json_schema"):
+            raise ApiError(
+                400,
+                f"response_format is {wanted.type} {'without' if wanted.json_schema is None else 'with'} json_schema; "
+                "type json_schema needs it and no other takes it",
+                field="response_format.json_schema",
+            )
+        if wanted.json_schema is not None:
+            wishes.append(("response_format.json_schema.schema", "json", wanted.json_schema.schema_))
+        elif wanted.type == "json_object":
+            wishes.append(("response_format", "json", ANY_OBJECT))
+    return [
+        Form(field=field, kind=kind, text=value if isinstance(value, str) else json.dumps(value))
+        for field, kind, value in wishes
+        if value is not None
+    ]
+
+
+class Compiler:
+    """Makes grammars for one target, off the event loop, and keeps the latest."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._threads = ThreadPoolExecutor(COMPILERS, "eyas-grammar")
+        self._lock = threading.Lock()
+        self._guidance: Guidance | None = None
+        self._make = lru_cache(maxsize=KEPT)(self._compile)
+
+    async def grammar(self, form: Form) -> LlGrammar:
+        """The grammar of a form, or a refusal that says what is wrong with it."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await loop.run_in_executor(self._threads, self._make, form.kind, form.text)
+        except TimeoutError:
+            message = f"{form.field} was not compiled within {COMPILE_SECONDS:g} s; simplify it"
+            raise ApiError(400, message, field=form.field, code="grammar_too_complex") from None
+        except UserError as error:
+            message = f"{form.field} cannot be followed ({error}); change it"
+            raise ApiError(400, message, field=form.field, code="invalid_grammar") from None
+
+    def _compile(self, kind: Kind, text: str) -> LlGrammar:
+        with self._lock:
+            if self._guidance is None:
+                self._guidance = Guidance(self._target.tokenizer, self._target.facts.vocab_size)
+        if kind == "json":
+            return self._guidance.json_schema(text)
+        if kind == "regex":
+            return self._guidance.regex(text)
+        if kind == "choice":
+            return self._guidance.choice(json.loads(text))
+        return self._guidance.lark(text) if kind == "lark" else self._guidance.grammar(text)

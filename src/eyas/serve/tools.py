@@ -1,0 +1,194 @@
+"""Tools in a target's own dialect: how its template lets it call them, read back and, where required, enforced.
+
+    hermes       <tool_call> JSON </tool_call>, as Hermes and Qwen templates ask for
+    llama3_json  JSON alone, calls set apart by semicolons, as Llama 3 templates ask for
+    mistral      [TOOL_CALLS] and a list of JSON
+
+Names are vLLM's. Which one a target speaks is seen in its template, or said by the operator.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from eyas.engine.guidance import ON_ONE_LINE
+from eyas.errors import UserError
+from eyas.serve.calls import BLANK, CallReader, long_id, short_id
+from eyas.serve.failure import ApiError
+from eyas.serve.forms import Form
+from eyas.serve.protocol import ChatRequest, Tool
+from eyas.target.model import Target
+
+NOTHING_GIVEN: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Arguments of a function that takes none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """How calls are written."""
+
+    name: str
+    signs: tuple[str, ...]
+    """In a template, all of them together give the dialect away."""
+    opening: str
+    closing: str = ""
+    between: str = BLANK
+    arguments: str = "arguments"
+    once: tuple[str, str] = ("", "")
+    """What stands around all calls together."""
+    around: tuple[str, str] = ("", "")
+    """What stands around each."""
+    joint: str
+    """What stands between two."""
+    short_ids: bool = False
+
+    def reader(self, *, most: int | None) -> CallReader:
+        """A reader of one answer, with so many calls at most."""
+        return CallReader(
+            opening=self.opening,
+            closing=self.closing,
+            between=self.between,
+            most=most,
+            new_id=short_id if self.short_ids else long_id,
+        )
+
+    def enforce(self, tools: Sequence[Tool], *, parallel: bool, marks: dict[str, int]) -> str:
+        """A Lark grammar of calls of these functions: one of them, or one or more. `marks` are special tokens."""
+        begin, end = (_literal(text, marks) for text in self.once)
+        before, after = (_literal(text, marks) for text in self.around)
+        more = f"({_literal(self.joint, marks)} call)*" if parallel else ""
+        rules = [f"start: {begin} call {more} {end}", f"call: {before} function {after}"]
+        rules.append("function: " + " | ".join(f"f{number}" for number in range(len(tools))))
+        rules += [f"f{number}: %json {json.dumps(self._schema(tool))}" for number, tool in enumerate(tools)]
+        return "\n".join(rules)
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        given = dict(tool.function.parameters or NOTHING_GIVEN)
+        # References in a function's parameters are from their root, which is here now.
+        shared = {key: given.pop(key) for key in ("$defs", "definitions") if key in given}
+        return shared | {
+            "x-guidance": ON_ONE_LINE,
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, self.arguments: given},
+            "required": ["name", self.arguments],
+            "additionalProperties": False,
+        }
+
+
+DIALECTS = (
+    Dialect(
+        name="hermes",
+        signs=("<tool_call>",),
+        opening="<tool_call>",
+        closing="</tool_call>",
+        around=("<tool_call>\n", "\n</tool_call>"),
+        joint="\n",
+    ),
+    Dialect(
+        name="mistral",
+        signs=("[TOOL_CALLS]",),
+        opening="[TOOL_CALLS]",
+        between=BLANK + "[],",
+        once=("[TOOL_CALLS][", "]"),
+        joint=", ",
+        short_ids=True,
+    ),
+    Dialect(
+        name="llama3_json",
+        signs=('"parameters"', "ipython"),
+        opening="{",
+        between=BLANK + ";",
+        arguments="parameters",
+        joint="; ",
+    ),
+)
+PARSERS = tuple(dialect.name for dialect in DIALECTS)
+
+
+class Toolbox:
+    """Tools as far as one target knows them."""
+
+    def __init__(self, target: Target, parser: str | None) -> None:
+        self._name = target.facts.source
+        template = _template(target)
+        self._knows_tools = "tools" in template
+        by_name = {dialect.name: dialect for dialect in DIALECTS}
+        if parser is not None and parser not in by_name:
+            raise UserError(f"tool-call parser {parser!r} is unknown; use one of {', '.join(PARSERS)}")
+        seen = (dialect for dialect in DIALECTS if all(sign in template for sign in dialect.signs))
+        self.dialect = by_name[parser] if parser is not None else next(seen, None)
+        marks = (self.dialect.opening, self.dialect.closing) if self.dialect is not None else ()
+        added = getattr(target.tokenizer, "added_tokens_decoder", {})
+        self.marks = {token.content: id_ for id_, token in added.items() if token.special and token.content in marks}
+        """Marks that are special tokens, which have no text of their own, and their ids."""
+
+    def require(self, field: str, fix: str) -> Dialect:
+        """The dialect, or a refusal of the field that needs one."""
+        if not self._knows_tools:
+            message = f"the chat template of {self._name} does not mention tools; {fix}"
+            raise ApiError(400, f"{field}: {message}", field=field, code="unsupported_parameter")
+        if self.dialect is None:
+            message = f"how {self._name} writes calls is not known; serve it with --tool-call-parser, or {fix}"
+            raise ApiError(400, f"{field}: {message}", field=field, code="unsupported_parameter")
+        return self.dialect
+
+    def offered(self, body: ChatRequest) -> list[Tool]:
+        """The tools that the model hears of: those it may call."""
+        if not body.tools:
+            if body.tool_choice not in (None, "none", "auto"):
+                raise ApiError(
+                    400, "tool_choice asks for a call and there are no tools; give some", field="tool_choice"
+                )
+            return []
+        self.require("tools", "leave them out or serve another model")
+        names = [tool.function.name for tool in body.tools]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ApiError(400, f"tools has two functions called {twice!r}; rename one", field="tools")
+        chosen = _chosen(body)
+        if chosen is not None and chosen not in names:
+            raise ApiError(
+                400, f"tool_choice names {chosen!r}; there are {', '.join(names)}", field="tool_choice.function.name"
+            )
+        return [] if body.tool_choice == "none" else body.tools
+
+    def form(self, body: ChatRequest) -> Form | None:
+        """The grammar of calls, where one is required."""
+        tools, chosen = self.offered(body), _chosen(body)
+        if not tools or (chosen is None and body.tool_choice != "required"):
+            return None
+        called = [tool for tool in tools if chosen in (None, tool.function.name)]
+        parallel = body.parallel_tool_calls and chosen is None
+        text = self.require("tools", "").enforce(called, parallel=parallel, marks=self.marks)
+        return Form(field="tools", kind="lark", text=text)
+
+    def reader(self, body: ChatRequest) -> "partial[CallReader] | None":
+        """What makes readers of the answers, if there are tools to call."""
+        if not self.offered(body) or self.dialect is None:
+            return None
+        return partial(self.dialect.reader, most=None if body.parallel_tool_calls else 1)
+
+
+def _chosen(body: ChatRequest) -> str | None:
+    """The function that tool_choice names."""
+    choice = body.tool_choice
+    return None if choice is None or isinstance(choice, str) else choice.function.name
+
+
+def _template(target: Target) -> str:
+    """The template that conversations with tools are written by."""
+    tokenizer = target.tokenizer
+    if not tokenizer.chat_template:
+        return ""
+    return str(tokenizer.get_chat_template(tools=[{}]))
+
+
+def _literal(text: str, marks: dict[str, int]) -> str:
+    """Text in Lark's notation; a mark that is a special token by its id."""
+    for mark, token in marks.items():
+        before, found, behind = text.partition(mark)
+        if found:
+            return f"{_literal(before, marks)} <[{token}]> {_literal(behind, marks)}"
+    return json.dumps(text) if text else ""

@@ -1,0 +1,172 @@
+"""Answers in a form: JSON by schema, regular expressions, grammars and choices, over HTTP and OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from eyas.engine.guidance import MOST_CHARACTERS
+from eyas.serve import forms
+from serve.test_sockets import running
+
+BIRD = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["owl", "kite"]}, "eggs": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["kind", "eggs"],
+    "additionalProperties": False,
+}
+NUMBERED = "start: /[a-c]+/ DIGIT\nDIGIT: /[0-9]/"
+GBNF = 'root ::= "yes" | "no" digit\ndigit ::= [0-9]'
+
+
+def schema_format(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "bird", "schema": schema} | more}}
+
+
+def is_bird(text: str) -> bool:
+    bird = json.loads(text)
+    return set(bird) == {"kind", "eggs"} and bird["kind"] in ("owl", "kite") and 1 <= bird["eggs"] <= 9
+
+
+FORMS: list[tuple[dict[str, Any], Any]] = [
+    (schema_format(BIRD), is_bird),
+    (schema_format(BIRD, strict=True, description="a bird"), is_bird),
+    ({"structured_outputs": {"json": BIRD}}, is_bird),
+    ({"structured_outputs": {"json": json.dumps(BIRD)}}, is_bird),
+    ({"guided_json": BIRD}, is_bird),
+    ({"guided_json": json.dumps(BIRD)}, is_bird),
+    ({"structured_outputs": {"regex": "[xyz]{3,5}!"}}, re.compile("[xyz]{3,5}!").fullmatch),
+    ({"guided_regex": "[xyz]{3,5}!"}, re.compile("[xyz]{3,5}!").fullmatch),
+    ({"structured_outputs": {"choice": ["north", "south", "no"]}}, {"north", "south", "no"}.__contains__),
+    ({"guided_choice": ['a "quoted" one', "back\\slash"]}, {'a "quoted" one', "back\\slash"}.__contains__),
+    ({"structured_outputs": {"grammar": NUMBERED}}, re.compile("[a-c]+[0-9]").fullmatch),
+    ({"guided_grammar": GBNF}, re.compile("yes|no[0-9]").fullmatch),
+]
+
+
+@pytest.mark.parametrize(("fields", "fits"), FORMS)
+def test_every_answer_has_the_form_however_it_is_asked_for_and_drafted(client: Any, fields: Any, fits: Any) -> None:
+    for ask, text_of in (
+        (client.complete, lambda choice: choice["text"]),
+        (client.chat, lambda choice: choice["message"]["content"]),
+    ):
+        for chance in ({"temperature": 0}, {"temperature": 1.2, "seed": 4}):
+            told = set()
+            for speculative in ({"mode": "off"}, {"mode": "fixed", "depth": 3}, {"mode": "auto"}):
+                choice = ask(**fields, **chance, max_tokens=60, speculative=speculative).json["choices"][0]
+                told.add(text_of(choice))
+                if choice["finish_reason"] == "stop":
+                    assert fits(text_of(choice)), text_of(choice)
+                else:
+                    assert fields in ({"structured_outputs": {"grammar": NUMBERED}},), "only [a-c]+ may go on for long"
+            assert len(told) == 1
+    client.all_back()
+
+
+def test_any_object_is_json_as_far_as_it_comes(client: Any) -> None:
+    for wish in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}):
+        choices = client.chat(**wish, temperature=1, n=4, seed=1, max_tokens=100).json["choices"]
+        for choice in choices:
+            assert choice["message"]["content"].startswith("{")
+            if choice["finish_reason"] == "stop":
+                assert isinstance(json.loads(choice["message"]["content"]), dict)
+    assert client.chat(response_format={"type": "text"}).json["choices"] == client.chat().json["choices"]
+
+
+def test_a_form_that_is_cut_off_says_so(client: Any) -> None:
+    choice = client.complete(**schema_format(BIRD), max_tokens=3).json["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["text"].startswith('{"k')
+
+
+def test_a_stream_has_the_form_too_beside_answers_that_have_none(client: Any) -> None:
+    async def main() -> list[Any]:
+        asked = [{**schema_format(BIRD), "stream": True}, {}, {"guided_regex": "[0-9]{4}"}, {"ignore_eos": True}]
+        body = {"prompt": "abcabc", "max_tokens": 60, "temperature": 0}
+        return await asyncio.gather(*(client.send("POST", "/v1/completions", json=body | one) for one in asked))
+
+    streamed, plain, digits, _ = asyncio.run(main())
+    assert is_bird("".join(event["choices"][0]["text"] for event in streamed.events))
+    assert plain.json["choices"] == client.complete(max_tokens=60).json["choices"]
+    assert re.fullmatch("[0-9]{4}", digits.json["choices"][0]["text"])
+    client.all_back()
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        (schema_format({"type": "objekt"}), ["response_format.json_schema.schema", "objekt"]),
+        (schema_format({"type": "array", "uniqueItems": True}), ["uniqueItems"]),
+        (schema_format({"not": {"type": "integer"}}), ["not"]),
+        ({"guided_json": "{"}, ["guided_json", "EOF"]),
+        ({"guided_json": 7}, ["guided_json", "a JSON schema"]),
+        ({"guided_regex": "(a"}, ["guided_regex", "unclosed group"]),
+        ({"guided_regex": "a(?=b)"}, ["guided_regex", "look-around"]),
+        ({"guided_regex": "x" * (MOST_CHARACTERS + 1)}, ["guided_regex", f"{MOST_CHARACTERS:,}"]),
+        ({"guided_grammar": "start: nobody"}, ["guided_grammar", "nobody"]),
+        ({"guided_grammar": "((("}, ["guided_grammar"]),
+        ({"guided_choice": []}, ["guided_choice", "at least 1"]),
+        ({"structured_outputs": {}}, ["structured_outputs", "json, regex, choice"]),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, ["structured_outputs.regex", "choice", "give one"]),
+        ({"structured_outputs": {"yaml": "a"}}, ["structured_outputs.yaml"]),
+        ({"structured_outputs": {"choice": "a"}}, ["structured_outputs"]),
+        ({"guided_regex": "a", **schema_format(BIRD)}, ["guided_regex", "response_format", "give one"]),
+        ({"response_format": {"type": "xml"}}, ["response_format.type", "xml", "json_schema"]),
+        ({"response_format": {"type": "json_schema"}}, ["response_format", "json_schema", "needs it"]),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, ["json_schema.schema", "missing"]),
+        ({"guided_regex": "a+", "ignore_eos": True}, ["stop token", "ignore_eos"]),
+        ({"guided_regex": "a+", "min_tokens": 3}, ["min_new_tokens", "3"]),
+    ],
+)
+def test_a_form_that_cannot_be_followed_is_refused_by_name(client: Any, fields: Any, parts: list[str]) -> None:
+    for stream in (False, True):
+        client.complete(**fields, stream=stream).assert_refused(400, *parts)
+    client.all_back()
+
+
+def test_compiling_holds_up_nobody_and_has_an_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = client.application.compiler
+    monkeypatch.setattr(forms, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(compiler, "_make", lambda kind, text: time.sleep(0.6))
+
+    async def main() -> tuple[Any, Any, float]:
+        body = {"prompt": "abcabc", "max_tokens": 3, "temperature": 0}
+        slow = asyncio.create_task(client.send("POST", "/v1/completions", json=body | {"guided_regex": "slow"}))
+        await asyncio.sleep(0.05)
+        started = time.monotonic()
+        quick = await client.send("POST", "/v1/completions", json=body)
+        return await slow, quick, time.monotonic() - started
+
+    slow, quick, _ = asyncio.run(main())
+    slow.assert_refused(400, "guided_regex", "0.2 s", "simplify")
+    assert quick.status == 200
+
+
+class Bird(BaseModel):
+    kind: Literal["owl", "kite"]
+    eggs: int = Field(ge=1, le=9)
+    colours: list[Literal["red", "grey"]] = Field(min_length=1, max_length=2)
+
+
+def test_the_openai_client_parses_what_comes(new_server: Any) -> None:
+    with new_server() as client, running(client) as server:
+        asking = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": "A bird!"}]
+        answer = asking.chat.completions.parse(
+            model="tiny", messages=messages, response_format=Bird, max_tokens=80, temperature=1, seed=2
+        )
+        assert isinstance(answer.choices[0].message.parsed, Bird)
+        with asking.chat.completions.stream(
+            model="tiny", messages=messages, response_format=Bird, max_tokens=80, temperature=1, seed=2
+        ) as stream:
+            final = stream.get_final_completion()
+        assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+        with pytest.raises(openai.BadRequestError, match="unclosed group"):
+            asking.completions.create(model="tiny", prompt="a", extra_body={"guided_regex": "(a"})
