@@ -64,6 +64,7 @@ class Engine:
         self.max_length = choose_length(options.max_length, target)
         self.budget = plan_budget(target, drafter, options, self.max_length)
         self._device = target.device
+        self._clock = clock
         self._model = PagedTarget(target, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self._lean = lean_pass(target, report)
         self._take_drafter(drafter, PageCache(pages=self.budget.pages, page_size=options.page_size))
@@ -81,16 +82,7 @@ class Engine:
         if options.graphs and self._device.type == "cuda" and has_triton():
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
         self._said_early: _Said | None = None
-        self.drift = DriftAlarm(options.max_depth)
-        """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
-        self.controller = Controller(max_depth=options.max_depth, drift=self.drift)
-        self._checkups: CheckUps | None = None
-        if self._drafter is not None and options.drift_share:
-            self._checkups = CheckUps(
-                self._drafter, self.drift, share=options.drift_share, wanted_at=self._wanted, clock=clock
-            )
         self._teller = Teller(target.decode)
-        self._clock = clock
         self._keys = 0
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -172,18 +164,28 @@ class Engine:
         self._take_drafter(drafter, cache)
         self.pool.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
-        self.controller = Controller(max_depth=self.options.max_depth)
         if self.recorded is not None:
             recorder, self.recorded = self.recorded.recorder, None  # its memory is free before more is taken
             self.recorded = self._recorded_steps(replace(recorder, bytes=0, refused=set(), _made={}, _pool=None))
 
     def _take_drafter(self, drafter: Drafter | None, cache: PageCache | None) -> None:
+        """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
+        options = self.options
         self._drafter: PagedDrafter | None = None
         self._layer_ids: tuple[int, ...] = ()
-        if drafter is not None and cache is not None:
-            self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
-            window, sinks = self.options.drafter_window, self.options.drafter_sinks
-            self._drafter = PagedDrafter(drafter, cache, window=window, sinks=sinks)
+        self._checkups: CheckUps | None = None
+        self.drift = DriftAlarm(options.max_depth)
+        """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
+        self.controller = Controller(max_depth=options.max_depth, drift=self.drift)
+        if drafter is None or cache is None:
+            return
+        self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
+        window, sinks = options.drafter_window, options.drafter_sinks
+        self._drafter = PagedDrafter(drafter, cache, window=window, sinks=sinks)
+        if options.drift_share:
+            self._checkups = CheckUps(
+                self._drafter, self.drift, share=options.drift_share, wanted_at=self._wanted, clock=self._clock
+            )
 
     # --- the step ----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Shapes: G key heads, K head dim.
 import torch
 
 from eyas.drafter.model import Drafter
-from eyas.engine.memory import free_bytes
+from eyas.engine.free import free_bytes
 from eyas.engine.paged import PageCache
 from eyas.errors import UserError
 from eyas.target.model import Target

@@ -57,7 +57,7 @@ class Host:
         self.mender = Mender(build, report)
         self._report = report
         engine = build()
-        self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
+        self.target, self.budget = engine.target, engine.budget
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
         self._streaming = StreamingEngine(engine, mend=self.mender)
         self._seen = Snapshot(pages=self.budget.pages)
