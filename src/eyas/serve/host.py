@@ -57,7 +57,7 @@ class Host:
         self.mender = Mender(build, report)
         self._report = report
         engine = build()
-        self.target, self.budget = engine.target, engine.budget
+        self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
         self._streaming = StreamingEngine(engine, mend=self.mender)
         self._seen = Snapshot(pages=self.budget.pages)
@@ -87,11 +87,6 @@ class Host:
         except (TimeoutError, EngineError):
             pass
         return self._seen
-
-    @property
-    def max_depth(self) -> int:
-        """How deep requests may be drafted for."""
-        return self._streaming.engine.options.max_depth
 
     async def swap_drafter(self, drafter: Drafter | None) -> None:
         """Go on with another drafter, or none, from the next step on; if it is refused, nothing has changed."""
