@@ -22,6 +22,7 @@ from eyas.engine.plain import generate_plainly
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.target.model import Target
+from eyas.target.packed_linear import pack_linears
 
 pytestmark = pytest.mark.lossless
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 200, 400, 32
@@ -64,15 +65,19 @@ def theirs(prompts: list[list[int]], default_target: Target) -> list[tuple[int, 
     return [generate_plainly(default_target, ids, sampling=Sampling(), max_new_tokens=NEW_TOKENS) for ids in prompts]
 
 
+@pytest.fixture(scope="module")
+def served(theirs: list[tuple[int, ...]], default_target: Target, real_drafter: Drafter) -> tuple[Target, Drafter]:
+    """Both as `eyas` serves them, with packed linears, now that transformers has answered by its own."""
+    for model in (default_target.model, real_drafter):
+        pack_linears(model)
+    return default_target, real_drafter
+
+
 @pytest.mark.parametrize("name", MANNERS)
 def test_greedy_answers_are_those_of_transformers(
-    name: str,
-    prompts: list[list[int]],
-    theirs: list[tuple[int, ...]],
-    real_drafter: Drafter,
-    default_target: Target,
+    name: str, prompts: list[list[int]], theirs: list[tuple[int, ...]], served: tuple[Target, Drafter]
 ) -> None:
-    manner = MANNERS[name]
+    manner, (default_target, real_drafter) = MANNERS[name], served
     options = EngineOptions(max_rows=manner.users, max_length=512, **manner.options)
     drafter = None if manner.depth is None else real_drafter
     engine = Engine(default_target, drafter, options=options)
