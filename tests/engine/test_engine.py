@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 
 from eyas.drafter.model import Drafter
+from eyas.engine import draft
 from eyas.engine.answer import Answer, Piece
 from eyas.engine.batch import answer_plainly
 from eyas.engine.dense import DenseTarget, EagleDraft
@@ -403,14 +404,21 @@ def test_decoders_without_an_option_refuse_it(target: Target, tiny_drafter: Draf
         generate_plainly(target, [1], sampling=sampling, max_new_tokens=1)
 
 
-def test_requests_that_are_not_drafted_for_are_read_together_now_and_then(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("patient", [False, True])
+def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits(
+    patient: bool,
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not patient:
+        monkeypatch.setattr(draft, "PATIENCE_BYTES", 0)  # a lump of states, then
     engine = Engine(target, tiny_drafter, options=options(max_length=256))
     monkeypatch.setattr(engine.controller, "choose", lambda rows: SimpleNamespace(limits=(0,) * len(rows)))
     reads: list[int] = []
     read = engine._read
     monkeypatch.setattr(engine, "_read", lambda lives, **how: (reads.append(len(lives)), read(lives, **how)))
     run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
-    assert len(reads) <= 3
-    assert max(reads) == 6
+    assert len(reads) == 0 if patient else 1 <= len(reads) <= 3
+    assert max(reads, default=0) == (0 if patient else 6)

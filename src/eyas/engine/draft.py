@@ -1,8 +1,8 @@
 """The drafter over the requests' pages: it reads what the target has seen, then drafts behind it.
 
 Reading is lazy. The target's states of tokens that the drafter has not read wait beside the request; they are read,
-many in one pass, when the request is to be drafted for, or when a lump of them has gathered. A request that does not
-speculate for a while therefore costs next to nothing, and still can come back.
+many in one pass, when the request is to be drafted for, when they are a prompt's, or when too many of them wait. A
+request that does not speculate for a while therefore costs next to nothing, and still can come back.
 
     read    slot i takes the target's state at i beside token i + 1, for every token but the newest
     chain   one candidate per depth; a row may stop early
@@ -30,7 +30,11 @@ from eyas.engine.verify import Drawn, Wanted, draw, draw_many
 from eyas.errors import UserError
 
 LUMP = 64
-"""States that wait at most before the drafter reads them, drafting or not."""
+"""States of a prompt that are worth a pass of their own; fewer wait for company."""
+PATIENCE_BYTES = 2**26
+"""What may wait behind prompts while nothing is drafted. A request that ends before that never costs the reading."""
+MOSTLY_OTHERS = 8
+"""A pass this many times as large as a request's part of it is not kept for that part's sake."""
 
 GoesOn = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[bool]]
 """Given the keys of requests still drafting and how sure the drafter was of each draft: which go one deeper."""
@@ -140,7 +144,15 @@ class PagedDrafter:
 
     def take(self, live: Live, states: States) -> None:
         """Keep the target's states of the tokens it has just read, until the drafter reads them."""
+        if states.pass_NX.is_cpu and states.size * MOSTLY_OTHERS < len(states.pass_NX):
+            states = States(states.aux_TX.clone(), 0, states.size)
         self._waiting.setdefault(live.key, []).append(states)
+
+    def patience(self, requests: int) -> int:
+        """States of each of so many requests that may wait."""
+        config = self.model.config
+        size = config.num_aux_hidden_states * config.target_hidden_size * self._dtype.itemsize
+        return max(LUMP, PATIENCE_BYTES // (size * max(1, requests)))
 
     def waiting(self, live: Live) -> Sequence[States]:
         """What the drafter has not read yet."""

@@ -457,14 +457,23 @@ class Engine:
             self.scheduler.note_read(live, live.target_length - but_last)
 
     def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Read where much has gathered: prompts, and requests that have not been drafted for in a while.
+        """Read prompts, and requests that have not been drafted for in a long while.
 
-        Once one is due all are read, or as many passes would follow as there are requests. A recorded draft begins
-        with reading, so for it a state is left.
+        Once one of the latter is due all are read, or as many passes would follow as there are requests. A recorded
+        draft begins with reading, so for it a state is left.
         """
-        lives = [row.live for row in rows if row.live.finished is None and self._follows(row.live)]
-        if any(live.target_length - live.drafter_length >= LUMP for live in lives):
-            self._read(lives, but_last=self.recorded is not None)
+        if self._drafter is None:
+            return
+        behind = [
+            (row, row.live.target_length - row.live.drafter_length)
+            for row in rows
+            if row.live.finished is None and self._follows(row.live)
+        ]
+        due = [row.live for row, states in behind if row.count > 1 and states >= LUMP]
+        if any(states >= self._drafter.patience(len(behind)) for _, states in behind):
+            due = [row.live for row, _ in behind]
+        if due:
+            self._read(due, but_last=self.recorded is not None)
 
     def _wanted(self, live: Live, drafts: Sequence[int]) -> Wanted:
         """How a request's token behind these drafts is chosen."""
