@@ -14,7 +14,8 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench drafters clean
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench soak \
+	drafters clean
 
 demo: $(READY)
 	$(BIN)/eyas demo
@@ -79,6 +80,11 @@ spec-bench: $(READY) $(VLLM_READY)
 		--serve 'eyas=eyas serve smollm2 $(SAME)' \
 		--serve 'vllm=$(VLLM_SERVE) --speculative-config "$(subst ",\",$(SPECULATIVE))"' \
 		--baseline-serve 'vllm=$(VLLM_SERVE)'
+
+# A server under the fire of 64 clients, and a verdict on it (docs/serving.md).
+MINUTES ?= 20
+soak: $(READY)
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --out soak.json
 
 # The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
 # GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
