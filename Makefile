@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench soak \
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench soak http-overhead \
 	drafters clean
 
 demo: $(READY)
@@ -85,6 +85,10 @@ spec-bench: $(READY) $(VLLM_READY)
 MINUTES ?= 20
 soak: $(READY)
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --out soak.json
+
+# The same requests to one engine by hand and over HTTP, 16 users.
+http-overhead: $(READY)
+	$(BIN)/python benchmarks/http_overhead.py --out http-overhead.json
 
 # The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
 # GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
