@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from eyas.drafter.checkpoint import load_drafter
+from eyas.cli.pair import load_drafter_for
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.options import EngineOptions
@@ -143,7 +143,7 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         return answer
 
     def drafter(*, random: bool = False) -> Drafter:
-        loaded = _load(arguments.drafter, target)
+        loaded = load_drafter_for(target, arguments.drafter)
         made = _randomised(loaded) if random else loaded
         if target.device.type == "cpu" and not arguments.unpacked:
             pack_linears(made)
@@ -226,11 +226,6 @@ def _median(figures: Iterable[float]) -> float | None:
     """The median of figures; None where there are none: JSON knows no NaN."""
     median = statistics.median(figures)
     return None if isnan(median) else median
-
-
-def _load(source: str, target: Target) -> Drafter:
-    drafter = load_drafter(source).to(device=target.device, dtype=target.dtype)
-    return drafter.share_target(target.embedding(), target.head())
 
 
 def _randomised(drafter: Drafter) -> Drafter:

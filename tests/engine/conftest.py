@@ -1,12 +1,17 @@
-"""Real prompts and a real drafter, for the tests that `make lossless` runs."""
+"""A tiny target in letters with prompts for it; real prompts and a real drafter for what `make lossless` runs."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+
+from tiny import language
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,3 +52,17 @@ def real_drafter(request: pytest.FixtureRequest, default_target: Target) -> Draf
 
     drafter = load_drafter(request.config.getoption("--drafter") or DEFAULT_DRAFTER["smollm2"])
     return drafter.float().share_target(default_target.embedding(), default_target.head())
+
+
+@pytest.fixture(scope="session")
+def target(tiny_target: Target) -> Target:
+    """The tiny target with letters for tokens."""
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
+    return replace(tiny_target, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    """Twelve prompts of 3 to 47 tokens."""
+    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
+    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]

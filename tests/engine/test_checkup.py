@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,6 @@ from eyas.target.model import Target
 from tiny import AUX_IDS, language
 
 DEPTH = 5
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target) -> Target:
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
-    return replace(tiny_target, tokenizer=tokenizer)
 
 
 @pytest.fixture(scope="module")

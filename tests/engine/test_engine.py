@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,20 +32,6 @@ OFF = Speculation(mode="off")
 
 def at_depth(depth: int) -> Speculation:
     return Speculation(mode="fixed", depth=depth)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target) -> Target:
-    """Letters for tokens."""
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
-    return replace(tiny_target, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    """Twelve prompts of 3 to 47 tokens."""
-    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
-    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
 
 
 def request(prompt: Sequence[int], **changes: Any) -> Request:

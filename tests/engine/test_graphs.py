@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from eyas.engine.paged import Layout, Row
 from eyas.engine.paged_attention import DenseRead
 from eyas.engine.request import Request, Speculation
 from eyas.target.model import Target
-from tiny import language
 
 
 class PaddedRead:
@@ -64,18 +62,6 @@ def fixed_engine(target: Target, drafter: Drafter | None, engine_options: Engine
     engine = Engine(target, drafter, options=engine_options)
     engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu"), records=False))
     return engine
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target) -> Target:
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
-    return replace(tiny_target, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
-    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
 
 
 def both(

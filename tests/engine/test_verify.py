@@ -11,7 +11,9 @@ from torch import Tensor
 
 from engine.scripted import random_table
 from eyas.engine import noise, verify
-from eyas.engine.verify import Wanted, accept_chain, accept_tree, choose, draw, draw_many, log_probabilities
+from eyas.engine.draft import Draft
+from eyas.engine.verdict import accepted_nodes
+from eyas.engine.verify import Wanted, accept_tree, choose, draw, draw_many, log_probabilities
 from eyas.sampling import Candidate, Sampling, SeededDraws, probabilities, shape_logits, try_candidates
 
 RARE, CERTAIN = 1e-4, 1e-6
@@ -40,6 +42,12 @@ SAMPLINGS = {
         logit_bias={1: 0.5},
     ),
 }
+
+
+def accept_chain(draft_RS: Tensor, token_RQ: Tensor) -> Tensor:
+    """How many drafts of each row the engine accepts [R]; -1 is no draft."""
+    chains = [Draft(tokens=tuple(row), parents=tuple(range(-1, len(row) - 1))) for row in draft_RS.tolist()]
+    return torch.tensor([len(accepted_nodes(*pair)) for pair in zip(chains, token_RQ.tolist(), strict=True)])
 
 
 def random_logits(size: int, seed: int = 0) -> Tensor:

@@ -223,7 +223,7 @@ def test_fifty_real_prompts_equal_transformers(
 ) -> None:
     path = pytestconfig.getoption("--prompts")
     if not path:
-        pytest.skip("no --prompts FILE of JSON lines with `turns` or `prompt`")
+        pytest.skip("no --prompts FILE: run `pytest -m gpu tests/gpu/test_engine_cuda.py -k fifty --prompts FILE -s`")
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     texts = [str(line["turns"][0] if "turns" in line else line["prompt"]) for line in lines]
     encoded = [real_target.encode_chat([{"role": "user", "content": text}]) for text in texts]

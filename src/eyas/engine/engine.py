@@ -15,7 +15,7 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from eyas.engine.graphs import RecordedSteps, Recorder
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
 from eyas.engine.paged import Layout, PageCache
-from eyas.engine.paged import Row as PassRow
 from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
@@ -39,7 +38,8 @@ from eyas.engine.request import Live, Request
 from eyas.engine.scheduler import Row, Scheduler, StepPlan
 from eyas.engine.swapping import require_fit, reserve_cache
 from eyas.engine.telling import Teller
-from eyas.engine.verify import TokenLogprobs, Wanted, accept_tree, choose, log_probabilities
+from eyas.engine.verdict import Said, Verdict, accepted_nodes, is_plainly_greedy, lay_out
+from eyas.engine.verify import TokenLogprobs, Wanted, choose, log_probabilities
 from eyas.errors import UserError
 from eyas.target.capture import capture
 from eyas.target.model import Target
@@ -81,7 +81,7 @@ class Engine:
         """Steps that only decode, as CUDA graphs; None where there are none."""
         if options.graphs and self._device.type == "cuda" and has_triton():
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
-        self._said_early: _Said | None = None
+        self._said_early: Said | None = None
         self._teller = Teller(target.decode)
         self._keys = 0
 
@@ -294,7 +294,7 @@ class Engine:
             tree = replace(tree, depth=min(tree.depth, self.drift.deepest))
         return tree
 
-    def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> "_Said":
+    def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> Said:
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
         early, self._said_early = self._said_early, None
         if early is not None:
@@ -312,12 +312,12 @@ class Engine:
             newest = len(ids) + row.count - 1
             ids += [*live.tokens[row.start : row.start + row.count], *draft.tokens]
             keep += range(newest, len(ids)) if row.samples else ()
-            shares.append(_lay_out(row, draft))
+            shares.append(lay_out(row, draft))
         ids_N, keep_M = (torch.tensor(x, dtype=torch.int64, device=self._device) for x in (ids, keep))
         layout = Layout.of(shares, page_size=self.options.page_size, device=self._device)
         follows = any(self._follows(row.live) for row in rows)
         logits_MV, aux_NX = self._run_target(ids_N, layout, keep_M, self._layer_ids if follows else ())
-        return _Said(logits_MV=logits_MV, aux_NX=aux_NX)
+        return Said(logits_MV=logits_MV, aux_NX=aux_NX)
 
     def _run_target(
         self, ids_N: Tensor, layout: Layout, keep_M: Tensor | None, layer_ids: Sequence[int]
@@ -330,10 +330,10 @@ class Engine:
             logits_MV = self._model.forward(ids_N, layout, keep_M)
         return logits_MV, captured.aux_hidden()[0]
 
-    def _recorded_said(self, largest_RQ: Tensor, stride: int, *, early: bool = False) -> "_Said":
+    def _recorded_said(self, largest_RQ: Tensor, stride: int, *, early: bool = False) -> Said:
         assert self.recorded is not None
         logits_SV, states_SX = self.recorded.logits_SV, self.recorded.states_SX
-        return _Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=stride, early=early)
+        return Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=stride, early=early)
 
     def _recorded_steps(self, recorder: Recorder) -> RecordedSteps:
         options, most_rows = self.options, min(self.options.max_rows, self.options.token_budget)
@@ -351,16 +351,16 @@ class Engine:
             logits_dtype=self.target.dtype if self._lean is not None else torch.float32,
         )
 
-    def _accept(self, rows: Sequence[Row], drafts: Mapping[int, Draft], said: "_Said") -> list["_Verdict"]:
+    def _accept(self, rows: Sequence[Row], drafts: Mapping[int, Draft], said: Said) -> list[Verdict]:
         """The target's own token behind every position, along the drafts as far as they equal it."""
         offered = [(row, drafts.get(row.live.key, NOTHING)) for row in rows]
         own_M = self._choose(offered, said)
         verdicts, first_n, first_m = [], 0, 0
         for row, draft in offered:
             own = own_M[first_m : first_m + 1 + len(draft.tokens)] if row.samples else []
-            nodes = _accepted(draft, own) if row.samples else []
+            nodes = accepted_nodes(draft, own) if row.samples else []
             verdicts.append(
-                _Verdict(
+                Verdict(
                     row=row,
                     draft=draft,
                     nodes=nodes,
@@ -373,9 +373,9 @@ class Engine:
             first_m += said.stride or len(own)
         return verdicts
 
-    def _choose(self, offered: Sequence[tuple[Row, Draft]], said: "_Said") -> list[int]:
+    def _choose(self, offered: Sequence[tuple[Row, Draft]], said: Said) -> list[int]:
         """The target's own tokens, each at the place of its logits."""
-        if said.largest_RQ is not None and all(_plainly_greedy(row.live) for row, _ in offered):
+        if said.largest_RQ is not None and all(is_plainly_greedy(row.live) for row, _ in offered):
             largest: list[int] = said.largest_RQ.flatten().tolist()
             return largest
         wanted, places = list[Wanted](), list[int]()
@@ -398,7 +398,7 @@ class Engine:
             tokens = len(rows) + sum(len(draft.tokens) for draft in drafts.values())
             self.controller.observe_target(tokens, sum(row.start for row in rows), seconds)
 
-    def _commit(self, verdict: "_Verdict", said: "_Said") -> None:
+    def _commit(self, verdict: Verdict, said: Said) -> None:
         """Write down what a request got, and let it go if that was its end."""
         row, draft, live = verdict.row, verdict.draft, verdict.row.live
         heard = self._teller.hear(live, verdict.tokens, self.scheduler.limit(live))
@@ -436,7 +436,7 @@ class Engine:
         self._model.cache.move(*torch.tensor(places, device=self._device))
 
     def _logprobs(
-        self, live: Live, tokens: Sequence[int], logits_MV: Tensor, verdict: "_Verdict"
+        self, live: Live, tokens: Sequence[int], logits_MV: Tensor, verdict: Verdict
     ) -> tuple[TokenLogprobs, ...] | None:
         if live.request.logprobs is None:
             return None
@@ -498,53 +498,6 @@ class Engine:
             self._checkups.forget(key)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Said:
-    """What came of the target's pass."""
-
-    logits_MV: Tensor
-    aux_NX: Tensor | None
-    largest_RQ: Tensor | None = None
-    """The most likely tokens, if the pass was recorded."""
-    stride: int = 0
-    """Then rows begin so far apart, among logits and states alike; else they follow one another."""
-    early: bool = False
-    """Said together with the drafts, so that nobody knows how long it took."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Verdict:
-    """What the target said about one row."""
-
-    row: Row
-    draft: Draft
-    nodes: list[int]
-    """Accepted drafts."""
-    tokens: list[int]
-    """New tokens: the accepted drafts and one of the target's own; none for a chunk in the middle of a prompt."""
-    token_at: int
-    """Where the row begins among the tokens of the pass."""
-    logits_at: int
-    """Where its logits begin among those asked for."""
-
-
-def _accepted(draft: Draft, own: Sequence[int]) -> list[int]:
-    """Drafts that are the target's own tokens, from the first depth down."""
-    if not draft.is_chain:
-        return accept_tree(draft.parents, draft.tokens, own)
-    same = 0
-    while same < len(draft.tokens) and draft.tokens[same] == own[same]:
-        same += 1
-    return list(range(same))
-
-
-def _plainly_greedy(live: Live) -> bool:
-    """Whether the largest logit is the answer, here and behind drafts."""
-    sampling = live.request.sampling
-    shaped = sampling.shapes_logits or live.walk is not None
-    return not (sampling.temperature or shaped or live.new_tokens < live.request.min_new_tokens)
-
-
 def _facts(live: Live) -> RowFacts:
     speculation = live.request.speculation
     return RowFacts(
@@ -554,17 +507,3 @@ def _facts(live: Live) -> RowFacts:
         depth=speculation.depth,
         pending=live.target_length - live.drafter_length,
     )
-
-
-def _lay_out(row: Row, draft: Draft) -> PassRow:
-    """A row in the target's pass: its tokens, then its drafts, each seeing the way to itself."""
-    count = row.count + len(draft.tokens)
-    if draft.is_chain:
-        return PassRow(pages=row.live.pages, base=row.start, count=count)
-    assert row.count == 1, "only decoding rows carry drafts"
-    paths = [set(draft.path(node)) for node in range(len(draft.tokens))]
-    ancestors = torch.zeros(count, count, dtype=torch.bool)
-    ancestors[:, 0] = True
-    for node, path in enumerate(paths):
-        ancestors[1 + node, [1 + other for other in path]] = True
-    return PassRow(pages=row.live.pages, base=row.start, count=count, ancestors=ancestors)

@@ -13,7 +13,7 @@ Drafts are drawn against the same noise, argmax q / E: the closer q is to p, the
 (Gumbel coupling; sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i), never below (1 - TV) / (1 + TV)).
 
 Shapes: N rows of target logits, V target vocabulary, M single logits; R rows to draft for, W draft vocabulary, S drafts
-of a row, Q = S + 1 tokens that verify them.
+of a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -233,12 +233,6 @@ def _draw_alike(q_logits_RW: Tensor, wanted: Sequence[Wanted], token_W: Tensor, 
         # The cuts may leave fewer than there are siblings; then those come that they took out, by their own race.
         q_RW = q_RW + FAINT * q_logits_RW.softmax(dim=-1)
     return race(q_RW, *_counters(wanted, q_RW.device), token_W, width=width)
-
-
-def accept_chain(draft_RS: Tensor, token_RQ: Tensor) -> Tensor:
-    """How many drafts of each row are the target's own tokens, from the first on [R]. Target ids; -1 is no draft."""
-    same_RS = draft_RS == token_RQ[:, :-1]
-    return same_RS.cumprod(dim=-1).sum(dim=-1)
 
 
 def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int]) -> list[int]:

@@ -1,0 +1,77 @@
+"""What the target said in a pass, and what that means for each row: which drafts are accepted, which tokens are new.
+
+Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated auxiliary states, R rows, Q tokens of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.engine.draft import Draft
+from eyas.engine.paged import Row as PassRow
+from eyas.engine.request import Live
+from eyas.engine.scheduler import Row
+from eyas.engine.verify import accept_tree
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Said:
+    """What came of the target's pass."""
+
+    logits_MV: Tensor
+    aux_NX: Tensor | None
+    largest_RQ: Tensor | None = None
+    """The most likely tokens, if the pass was recorded."""
+    stride: int = 0
+    """Then rows begin so far apart, among logits and states alike; else they follow one another."""
+    early: bool = False
+    """Said together with the drafts, so that nobody knows how long it took."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Verdict:
+    """What the target said about one row."""
+
+    row: Row
+    draft: Draft
+    nodes: list[int]
+    """Accepted drafts."""
+    tokens: list[int]
+    """New tokens: the accepted drafts and one of the target's own; none for a chunk in the middle of a prompt."""
+    token_at: int
+    """Where the row begins among the tokens of the pass."""
+    logits_at: int
+    """Where its logits begin among those asked for."""
+
+
+def accepted_nodes(draft: Draft, own: Sequence[int]) -> list[int]:
+    """Drafts that are the target's own tokens, from the first depth down."""
+    if not draft.is_chain:
+        return accept_tree(draft.parents, draft.tokens, own)
+    same = 0
+    while same < len(draft.tokens) and draft.tokens[same] == own[same]:
+        same += 1
+    return list(range(same))
+
+
+def is_plainly_greedy(live: Live) -> bool:
+    """Whether the largest logit is the answer, here and behind drafts."""
+    sampling = live.request.sampling
+    shaped = sampling.shapes_logits or live.walk is not None
+    return not (sampling.temperature or shaped or live.new_tokens < live.request.min_new_tokens)
+
+
+def lay_out(row: Row, draft: Draft) -> PassRow:
+    """A row in the target's pass: its tokens, then its drafts, each seeing the way to itself."""
+    count = row.count + len(draft.tokens)
+    if draft.is_chain:
+        return PassRow(pages=row.live.pages, base=row.start, count=count)
+    assert row.count == 1, "only decoding rows carry drafts"
+    paths = [set(draft.path(node)) for node in range(len(draft.tokens))]
+    ancestors = torch.zeros(count, count, dtype=torch.bool)
+    ancestors[:, 0] = True
+    for node, path in enumerate(paths):
+        ancestors[1 + node, [1 + other for other in path]] = True
+    return PassRow(pages=row.live.pages, base=row.start, count=count, ancestors=ancestors)
