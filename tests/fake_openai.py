@@ -48,6 +48,8 @@ class Behaviour:
     """Events of text in an answer, each of two tokens."""
     pause: float = 0.0
     """Before each of them."""
+    together: int = 0
+    """So many first requests are answered once all of them are there."""
     usage: bool = True
     dies_after: int | None = None
     """Answers, before connections are cut and refused."""
@@ -90,7 +92,7 @@ class Fake:
         self._loop.run_until_complete(self._serve(ready))
 
     async def _serve(self, ready: threading.Event) -> None:
-        self._stop = asyncio.Event()
+        self._stop, self._complete = asyncio.Event(), asyncio.Event()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -142,7 +144,10 @@ class Fake:
             return web.Response(body=own.raw)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
+        if self._at_once >= own.together:
+            self._complete.set()
         try:
+            await asyncio.wait_for(self._complete.wait(), 30)
             return await self._stream(request, body)
         finally:
             self._at_once -= 1

@@ -46,8 +46,8 @@ def measure(*fakes: Fake, **changes: Any) -> tuple[Experiment, dict[str, Any], l
 
 
 def test_eyas_is_measured_with_and_without_drafting_in_turn() -> None:
-    with Fake(Behaviour(kind="eyas", drafts=True)) as fake:
-        experiment, record, steps = measure(fake, repetitions=3)
+    with Fake(Behaviour(kind="eyas", drafts=True, together=4)) as fake:
+        experiment, record, steps = measure(fake, repetitions=3, timeout=60.0)
     assert experiment.whole
     assert record["stopped"] is None
     order = [step.split(", ")[1] for step in steps if not step.endswith(("warm-up", "prompts", "measured"))]
@@ -68,7 +68,7 @@ def test_eyas_is_measured_with_and_without_drafting_in_turn() -> None:
 
 
 def test_vllm_is_measured_against_a_second_server_and_its_counts_are_read() -> None:
-    with Fake(Behaviour(kind="vllm", drafts=True)) as fast, Fake(Behaviour(kind="vllm", pause=0.01)) as slow:
+    with Fake(Behaviour(kind="vllm", drafts=True)) as fast, Fake(Behaviour(kind="vllm", pause=0.05)) as slow:
         experiment, record, _ = measure(fast, baselines={"s0": slow})
     first, plain = record["rows"]
     assert experiment.whole
@@ -77,7 +77,7 @@ def test_vllm_is_measured_against_a_second_server_and_its_counts_are_read() -> N
     assert first["acceptance"]["drafts"] == 2 * 9 * 10  # warm-up is not in it
     assert plain["acceptance"]["source"] is None
     assert first["against_plain"]["user_tokens_per_second"]["median"] > 1.2
-    assert plain["chunk_gap_ms"]["p50"] >= 10
+    assert plain["chunk_gap_ms"]["p50"] >= 40
     assert not any("somebody else" in warning for warning in record["warnings"])
 
 
@@ -98,8 +98,8 @@ def test_other_texts_than_without_speculation_are_told() -> None:
 
 
 def test_an_open_loop_is_measured() -> None:
-    with Fake(Behaviour(pause=0.02)) as fake:
-        _, record, _ = measure(fake, loads=(Load(rate=200.0),), repetitions=1, prefill=False, warmup=0)
+    with Fake(Behaviour(together=6)) as fake:
+        _, record, _ = measure(fake, loads=(Load(rate=200.0),), repetitions=1, prefill=False, warmup=0, timeout=60.0)
     (row,) = record["rows"]
     assert (row["rate"], row["users"], row["mode"], row["requests"]) == (200.0, None, "as served", 6)
     assert fake.most_at_once == 6
@@ -176,13 +176,14 @@ def test_an_interruption_leaves_what_was_answered() -> None:
         plan = await plan_of(fake, warmup=0, prefill=False)
         experiment = Experiment(plan, step=lambda *_: None, measured=lambda: None)
         running = asyncio.create_task(experiment.run())
-        await asyncio.sleep(0.15)
+        while len(fake.bodies) < 5:  # two users, so at least three are answered, of nine
+            await asyncio.sleep(0.005)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         return experiment
 
-    with Fake(Behaviour(pause=0.01)) as fake:
+    with Fake(Behaviour(pause=0.03)) as fake:
         experiment = asyncio.run(work(fake))
     record = Recorder(experiment, "").record("interrupted")
     assert record["stopped"] == "interrupted"

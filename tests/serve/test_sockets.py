@@ -150,8 +150,8 @@ def test_a_client_that_leaves_frees_its_pages_within_a_step(new_server: Any, str
             until(lambda: client.engine.pool.used > 0)
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
-        until(lambda: client.application.gate.taken == 0, 2)
-        until(lambda: not client.engine.busy, 2)
+        until(lambda: client.application.gate.taken == 0)
+        until(lambda: not client.engine.busy)
         client.all_back()
         told = httpx2.get(f"{server.url}/metrics").text
         assert 'eyas_requests_total{endpoint="/v1/completions",outcome="disconnected"} 1.0' in told

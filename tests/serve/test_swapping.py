@@ -43,7 +43,7 @@ def swap(client: Any, name: Any, **fields: Any) -> Any:
 def test_answers_under_way_go_on_while_drafters_change(new_server: Any, load: Any) -> None:
     with new_server(load=load) as client:
         expected = client.complete(**LONG).json["choices"][0]["text"]
-        slow_down(client, 0.005)
+        slow_down(client, 0.01)
 
         async def main() -> tuple[list[Any], list[Any]]:
             ways = ({"mode": "auto"}, {"mode": "fixed", "depth": 3}, {"mode": "off"}, {"mode": "fixed", "depth": 2})
