@@ -447,3 +447,14 @@ def test_a_drafter_without_its_target_says_so() -> None:
         first_depth(drafter)
     with pytest.raises(UserError, match="no lm_head of its own; load it together with its target"):
         drafter.logits(torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize("values", product([False, True], repeat=3))
+def test_what_is_remembered_is_what_a_depth_shows_later_slots(values: tuple[bool, ...]) -> None:
+    flags = dict(zip(("fc_norm", "norm_before_residual", "attention_bias"), values, strict=True))
+    drafter = random_drafter(drafter_config(**flags)).eval()
+    aux_TX, token_T = inputs(drafter.config)
+    fused_TD, position_T, attend = drafter.fuse(aux_TX), torch.arange(TOKENS), DenseAttention()
+    drafter.step(fused_TD, token_T, position_T, attend)
+    for ours, theirs in zip(drafter.remember(fused_TD, token_T, position_T), attend.present[0], strict=True):
+        assert_close(ours, theirs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.drafter.attention import Attend
+from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.rope import Rope, rotate
 from eyas.drafter.vocab import DraftVocab
@@ -56,6 +56,11 @@ class Attention(nn.Module):
         q, k, v = (proj(x).unflatten(-1, (-1, self._head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return self.o_proj(attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))  # type: ignore[no-any-return]
 
+    def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
+        """What `forward` hands to `attend` for x to be seen."""
+        k, v = (proj(x).unflatten(-1, (-1, self._head_dim)) for proj in (self.k_proj, self.v_proj))
+        return rotate(k, cos, sin), v
+
 
 class MLP(nn.Module):
     """Gated feed-forward (SwiGLU)."""
@@ -90,6 +95,11 @@ class FirstLayer(nn.Module):
         x = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
         residual = residual + self.self_attn(x, cos, sin, 0, attend)
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
+
+    def keys_and_values(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
+        """What the layer would have later slots see."""
+        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        return self.self_attn.keys_and_values(x, cos, sin)
 
 
 class LaterLayer(nn.Module):
@@ -185,15 +195,23 @@ class Drafter(nn.Module):
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """Run one depth: `hidden` [..., D] is `fuse`'s output at depth 0 and the last `feedback` after it."""
-        if self.embed_tokens is None:
-            raise UserError("the drafter has no embed_tokens of its own; load it together with its target")
-        embedded = self.embed_tokens(token_ids)
+        embedded = self._embedded(token_ids)
         cos, sin = self.rope(positions, hidden.dtype)
         hidden = self.layers[0](hidden, embedded, cos, sin, attend)
         for layer in self.layers[1:]:
             hidden = layer(hidden, cos, sin, attend)
         normed = self.norm(hidden)
         return DepthOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
+
+    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
+        """All that `step` leaves for later tokens to see, where there is one layer: its keys and values [..., G, K].
+
+        A prompt is read for them alone; queries, the rest of the layer and the head matter for its last token only.
+        """
+        (layer,) = self.layers
+        assert isinstance(layer, FirstLayer)
+        cos, sin = self.rope(positions, hidden.dtype)
+        return layer.keys_and_values(hidden, self._embedded(token_ids), cos, sin)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., W]."""
@@ -202,6 +220,12 @@ class Drafter(nn.Module):
         scale = self.config.logit_scale
         logits: Tensor = self.lm_head(normed)
         return logits if scale == 1.0 else logits * scale
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        if self.embed_tokens is None:
+            raise UserError("the drafter has no embed_tokens of its own; load it together with its target")
+        embedded: Tensor = self.embed_tokens(token_ids)
+        return embedded
 
 
 def _require_shape(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:

@@ -2,7 +2,8 @@
 
 Reading is lazy. The target's states of tokens that the drafter has not read wait beside the request; they are read,
 many in one pass, when the request is to be drafted for, when they are a prompt's, or when too many of them wait. A
-request that does not speculate for a while therefore costs next to nothing, and still can come back.
+request that does not speculate for a while therefore costs next to nothing, and still can come back. Of all that is
+read, later tokens see keys and values alone, so with one layer nothing else is computed, but for the last token.
 
     read    slot i takes the target's state at i beside token i + 1, for every token but the newest
     chain   one candidate per depth; a row may stop early
@@ -16,6 +17,7 @@ Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary s
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ from eyas.errors import UserError
 
 LUMP = 64
 """States of a prompt that are worth a pass of their own; fewer wait for company."""
+MANY = 32
+"""Tokens whose queries and outputs, which nobody needs, take longer than a pass of its own for the last one."""
 PATIENCE_BYTES = 2**26
 """What may wait behind prompts while nothing is drafted. A request that ends before that never costs the reading."""
 MOSTLY_OTHERS = 8
@@ -135,6 +139,7 @@ class PagedDrafter:
     def __init__(self, drafter: Drafter, cache: PageCache, *, window: int | None = None, sinks: int = 0) -> None:
         self.model, self.cache = drafter, cache
         self._run = lean_drafter(drafter)
+        self._remembers = len(drafter.layers) == 1
         self.window, self.sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
         self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
@@ -204,11 +209,17 @@ class PagedDrafter:
         layout = self._lay_out(rows)
         hidden_ND = self._run.fuse(aux_NX.to(self._dtype))
         token_N = torch.tensor(tokens, device=self._device)
+        last = [end - 1 for end in accumulate(row.count for row in rows)]
+        if self._remembers and (but_last or len(tokens) >= len(rows) + MANY):
+            self.cache.write(0, layout.slot_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
+            if but_last:
+                return
+            last_R = torch.tensor(last, device=self._device)
+            hidden_ND, token_N, last = hidden_ND[last_R], token_N[last_R], list(range(len(rows)))
+            layout = self._lay_out(Row(pages=row.pages, base=row.end - 1, count=1) for row in rows)
         output = self._run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
-        end = 0
-        for live, row in zip(lives, rows, strict=True):
-            end += row.count
-            self._normed_D[live.key], self._feedback_D[live.key] = output.normed[end - 1], output.feedback[end - 1]
+        for live, place in zip(lives, last, strict=True):
+            self._normed_D[live.key], self._feedback_D[live.key] = output.normed[place], output.feedback[place]
 
     @torch.inference_mode()
     def chain(

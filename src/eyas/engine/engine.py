@@ -459,8 +459,8 @@ class Engine:
     def _catch_up(self, rows: Sequence[Row]) -> None:
         """Read prompts, and requests that have not been drafted for in a long while.
 
-        Once one of the latter is due all are read, or as many passes would follow as there are requests. A recorded
-        draft begins with reading, so for it a state is left.
+        Once one of the latter is due all are read, or as many passes would follow as there are requests. A draft
+        begins with reading, so for it a state is left.
         """
         if self._drafter is None:
             return
@@ -473,7 +473,7 @@ class Engine:
         if any(states >= self._drafter.patience(len(behind)) for _, states in behind):
             due = [row.live for row, _ in behind]
         if due:
-            self._read(due, but_last=self.recorded is not None)
+            self._read(due, but_last=True)
 
     def _wanted(self, live: Live, drafts: Sequence[int]) -> Wanted:
         """How a request's token behind these drafts is chosen."""

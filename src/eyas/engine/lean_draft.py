@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.drafter.attention import Attend
+from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
 from eyas.engine.block import Product, join
 from eyas.engine.glue import Glue, glue_for
@@ -33,6 +33,9 @@ class Drafts(Protocol):
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """One depth."""
+
+    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
+        """What a depth leaves for later tokens to see, where there is one layer."""
 
     def logits(self, normed: Tensor) -> Tensor:
         """Scores over the draft vocabulary."""
@@ -64,6 +67,7 @@ class _LeanDrafter:
         assert drafter.embed_tokens is not None
         self._embedding_VD = drafter.embed_tokens.weight.detach()
         self._qkv = _product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._kv = _product(attention.k_proj, attention.v_proj)
         self._output, self._down = _product(attention.o_proj), _product(mlp.down_proj)
         self._gate_up = _product(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
@@ -84,12 +88,8 @@ class _LeanDrafter:
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """Run one depth."""
-        config, layer, tokens, size = self._config, self._layer, len(hidden), hidden.shape[1]
-        both_NE = hidden.new_empty(tokens, 2 * size)
-        embedded_ND = functional.embedding(token_ids, self._embedding_VD)
-        self._norm(layer.input_layernorm, embedded_ND, both_NE[:, :size])
-        normed_ND = self._norm(layer.hidden_norm, hidden, both_NE[:, size:])
-
+        config, layer, tokens = self._config, self._layer, len(hidden)
+        both_NE, normed_ND = self._input(hidden, token_ids)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
         cos, sin = self._model.rope(positions, hidden.dtype)
@@ -103,6 +103,24 @@ class _LeanDrafter:
         residual += self._down(gated, None)
         normed = self._norm(self._model.norm, residual)
         return DepthOutput(normed=normed, feedback=normed if config.norm_output else residual)
+
+    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
+        """Keys and values alone."""
+        config, tokens = self._config, len(hidden)
+        keys = config.num_key_value_heads
+        kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
+        cos, sin = self._model.rope(positions, hidden.dtype)
+        turned = kv.new_empty(tokens, keys, config.head_dim)
+        self._glue.rotate(kv[:, :keys], cos[:, 0], sin[:, 0], turned)
+        return turned, kv[:, keys:]
+
+    def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed embedding and, beside it, the normed state; and the latter alone, in the same memory."""
+        tokens, size = hidden_ND.shape
+        both_NE = hidden_ND.new_empty(tokens, 2 * size)
+        embedded_ND = functional.embedding(token_N, self._embedding_VD)
+        self._norm(self._layer.input_layernorm, embedded_ND, both_NE[:, :size])
+        return both_NE, self._norm(self._layer.hidden_norm, hidden_ND, both_NE[:, size:])
 
     def logits(self, normed: Tensor) -> Tensor:
         """As the model has them."""
@@ -145,7 +163,8 @@ def _is_right(lean: _LeanDrafter, drafter: Drafter) -> bool:
         fused = one.fuse(aux_NX)
         first = one.step(fused, token_N, position_N, attend)
         second = one.step(first.feedback, token_N.flip(0), position_N + 1, attend)
-        results.append((fused, first.normed, first.feedback, second.normed, second.feedback))
+        keys, values = (x.flatten(1) for x in one.remember(fused, token_N, position_N))
+        results.append((fused, first.normed, first.feedback, second.normed, second.feedback, keys, values))
     return all(_near(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
