@@ -146,7 +146,7 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         loaded = load_drafter_for(target, arguments.drafter)
         made = _randomised(loaded) if random else loaded
         if target.device.type == "cpu" and not arguments.unpacked:
-            pack_linears(made)
+            pack_linears(made, halve=True)
         return made
 
     modes = {"plain": engine(None, OFF)}

@@ -136,6 +136,50 @@ def test_gradients_and_other_types_take_the_slow_way(kernel):
     torch.testing.assert_close(packed.double()(x), linear.double()(x))
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_halved_weights_give_the_same_to_the_last_bit(kernel, threads, outputs, inputs, bias):
+    linear = make_linear(outputs, inputs, bias=bias)
+    linear.weight.copy_(linear.weight.bfloat16())
+    (whole,), (halved,) = pack(kernel, [linear]), pack(kernel, [linear], halve=True)
+    assert (whole.halved, halved.halved) == (False, True)
+    assert 2 * halved.panels_PKC.nbytes == whole.panels_PKC.nbytes
+    for rows in (*range(1, 20), 48, 49, 70):
+        x = torch.randn(rows, inputs)
+        assert torch.equal(halved(x), whole(x))
+    assert torch.equal(halved.weight, linear.weight)
+    assert torch.equal(halved.state_dict()["weight"], linear.weight)
+
+
+def test_a_weight_that_bfloat16_does_not_hold_keeps_all_from_being_halved(kernel):
+    linears = [make_linear(kernel.width, 24, seed=n) for n in (1, 2)]
+    for linear in linears:
+        linear.weight.copy_(linear.weight.bfloat16())
+    assert all(part.halved for part in pack(kernel, linears, halve=True))
+    linears[1].weight[3, 5] = 1 + 2**-10
+    assert not any(part.halved for part in pack(kernel, linears, halve=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("halve", [False, True])
+def test_panels_keep_their_order_whatever_they_are_cast_to(kernel, dtype, halve):
+    linears = [make_linear(n, 24) for n in (kernel.width, 33)]
+    for linear in linears:
+        linear.weight.copy_(linear.weight.bfloat16())
+    packed = [part.to(dtype) for part in pack(kernel, linears, halve=halve)]
+    x = torch.randn(3, 24).to(dtype)
+    for part, linear in zip(packed, linears, strict=True):
+        torch.testing.assert_close(part(x), nn.functional.linear(x, linear.weight.to(dtype)))
+
+
+def test_halved_linears_run_as_one(kernel):
+    linears = [make_linear(n, 24, seed=n) for n in (2 * kernel.width, kernel.width + 1)]
+    for linear in linears:
+        linear.weight.copy_(linear.weight.bfloat16())
+    packed, x = pack(kernel, linears, halve=True), torch.randn(3, 24)
+    assert torch.equal(joined(packed)(x), torch.cat([part(x) for part in packed], dim=-1))
+
+
 def test_linears_packed_together_run_as_one(kernel):
     width = kernel.width
     linears = [make_linear(n, 24, bias=n == width, seed=n) for n in (2 * width, width, width + 1)]

@@ -40,7 +40,7 @@ def load_another(target: "Target", drafter: str, *, cache: Path | None) -> "Draf
         raise UserError(f"{drafter} does not fit {target.facts.source}: {wrong[0]}")
     model = load_drafter_for(target, drafter)
     if target.device.type == "cpu":
-        pack_linears(model, cache=cache)
+        pack_linears(model, halve=True, cache=cache)
     return model
 
 
@@ -58,5 +58,5 @@ def load_pair(
         how = f"in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
         report(f"matrix products {how}")
         if model is not None:
-            pack_linears(model, cache=cache)
+            pack_linears(model, halve=True, cache=cache)
     return loaded, model

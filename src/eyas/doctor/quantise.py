@@ -66,4 +66,5 @@ def _write(module: nn.Linear | PackedLinear, weight_OI: Tensor) -> None:
         return
     plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(weight_OI, requires_grad=False)
+    assert not module.halved, "targets are packed whole"
     module.panels_PKC.copy_(pack(module.kernel, [plain])[0].panels_PKC)

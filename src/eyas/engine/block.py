@@ -82,7 +82,7 @@ def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tenso
 
 
 def _packed_product(packed: PackedLinear, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-    return packed.kernel.linear(x_ND, packed.panels_PKC, packed.out_features, packed.bias, out_NE)
+    return packed.kernel.linear(x_ND, packed, out_NE)
 
 
 def _merge(parts: Sequence[Tensor]) -> Tensor:

@@ -255,31 +255,32 @@ class Layout:
         """The rows as kernels read them."""
         if self.on_device is not None:
             return self.on_device
-        rows, device = self.rows, self.slot_N.device
-        used = [-(-row.end // self.page_size) for row in rows]
-        widest = max(used)
-        padding = [0] * widest
+        rows, (widest, numbers) = self.rows, self.numbers()
         # One transfer for all of it.
-        numbers = [
-            [row.base for row in rows],
-            [row.end for row in rows],
-            self.starts,
-            *([*row.pages[:pages], *padding[pages:]] for row, pages in zip(rows, used, strict=True)),
-        ]
-        flat = torch.tensor(list(chain.from_iterable(numbers)), dtype=torch.int32, device=device)
-        parts = [len(rows), len(rows), len(rows) + 1, len(rows) * widest]
-        base_R, end_R, start_R, table = torch.split(flat, parts)
+        flat = torch.tensor(list(chain.from_iterable(numbers)), dtype=torch.int32, device=self.slot_N.device)
+        base_R, end_R, start_R, table = torch.split(flat, [len(part) for part in numbers])
         return Tables(
             table_RP=table.view(len(rows), widest),
             base_R=base_R,
             end_R=end_R,
             start_R=start_R,
-            seen_N=self._seen_N(),
+            seen_N=self.seen_N(),
             counts=tuple(row.count for row in rows),
             longest=widest * self.page_size,
         )
 
-    def _seen_N(self) -> Tensor | None:
+    def numbers(self) -> tuple[int, list[list[int]]]:
+        """The width of the page tables, and what `Tables` holds of rows known on the host: base, end, start, table."""
+        rows = self.rows
+        used = [-(-row.end // self.page_size) for row in rows]
+        widest = max(used)
+        padding = [0] * widest
+        tables = ([*row.pages[:pages], *padding[pages:]] for row, pages in zip(rows, used, strict=True))
+        flat = list(chain.from_iterable(tables))
+        return widest, [[row.base for row in rows], [row.end for row in rows], self.starts, flat]
+
+    def seen_N(self) -> Tensor | None:
+        """As `Tables` has it, of rows known on the host."""
         if all(row.ancestors is None for row in self.rows):
             return None
         seen_N = torch.zeros(self.starts[-1], dtype=torch.int64)

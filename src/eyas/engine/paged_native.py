@@ -17,9 +17,12 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -163,7 +166,7 @@ class NativeRead:
         """What one layer does: almost always a single call."""
         (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
         layout, shared, part_bytes = self._layout, heads // key_heads, 4 * (2 + value_size)
-        tables = layout.tables
+        (widest, rows), seen_N = layout.numbers(), layout.seen_N()
         new_tokens, left = tokens, [*self._units(asked.window, shared)][::-1]
         while left:
             units: list[tuple[int, ...]] = []
@@ -178,20 +181,21 @@ class NativeRead:
                 tasks += [(len(units) - 1, chunk) for chunk in range(begin, end)]
                 parts += more
                 work += more * self._kernel.chunk * (key_size + value_size)
-            units_U6, tasks_T2 = (torch.tensor(x, dtype=torch.int32) for x in (units, tasks))
-            left_UG = (units_U6[:, 4:5] - units_U6[:, 3:4]).repeat(1, key_heads)
-            parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
-            kept = (
-                *(tables.table_RP, tables.base_R, tables.end_R, tables.start_R, tables.seen_N, layout.slot_N),
-                *(units_U6, tasks_T2, parts_P, left_UG),
+            lists = [*rows, [*chain(*units)], [*chain(*tasks)], [x[4] - x[3] for x in units for _ in range(key_heads)]]
+            integers, (base, end, start, table, units_at, tasks_at, left_at) = _side_by_side(lists)
+            parts_P = np.empty(parts * part_bytes // 4, dtype=np.float32)
+            pointers = (
+                *(table, base, end, start, None if seen_N is None else seen_N.data_ptr(), layout.slot_N.data_ptr()),
+                *(units_at, tasks_at, parts_P.ctypes.data, left_at),
             )
             numbers = (
-                *(tables.table_RP.shape[1], layout.page_size, new_tokens, len(tasks), asked.window or 0),
+                *(widest, layout.page_size, new_tokens, len(tasks), asked.window or 0),
                 *(self._sinks, shared, key_heads, asked.slots, key_size, value_size),
                 *asked.strides,
                 min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
             )
-            yield _Wave.of(kept, numbers)
+            made = _Pass(*pointers, *numbers)
+            yield _Wave(address=ctypes.addressof(made), kept=(made, integers, parts_P, seen_N, layout.slot_N))
             new_tokens = 0
 
     def _units(self, window: int | None, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -207,6 +211,13 @@ class NativeRead:
                 yield index, first, count, begin, max(asking) // chunk + 1
 
 
+def _side_by_side(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], list[int]]:
+    """All numbers in one piece of memory, and the address of each list: many tensors would take longer to make."""
+    integers = np.array(list(chain.from_iterable(lists)), dtype=np.int32)
+    first = integers.ctypes.data
+    return integers, [first + integers.itemsize * before for before in accumulate(map(len, lists[:-1]), initial=0)]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Wave:
     """One call for a layer: as many units as memory is set aside for."""
@@ -214,8 +225,3 @@ class _Wave:
     address: int
     kept: Sequence[object]
     """What lies at the address, and behind the pointers in it."""
-
-    @classmethod
-    def of(cls, pointers: Sequence[Tensor | None], numbers: Sequence[int]) -> "_Wave":
-        made = _Pass(*(None if x is None else x.data_ptr() for x in pointers), *numbers)
-        return cls(address=ctypes.addressof(made), kept=(made, *pointers))

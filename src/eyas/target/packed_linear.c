@@ -9,6 +9,12 @@
  * so the inner loop reads W from front to back and feeds up to ROWS rows of x with every value it reads. Outputs
  * missing from the last panel are zeros.
  *
+ * A weight may take two bytes where bfloat16 holds it exactly, as it does whatever was trained in that: a float32 is
+ * its bfloat16 with zeros behind, so nothing is lost. Half as many bytes are half the time for a single row. From three
+ * rows on, arithmetic takes longer than reading, and unpacking is arithmetic too.
+ *
+ *     panels[p][k][l] = W[p * PANEL + l][k] below, W[p * PANEL + LANES + l][k] above: 32 bits, one for each vector
+ *
  * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
  * threads. It is the sum over chunks of DEPTH inputs, each added up in order in a register of its own; tiles, stripes
  * and threads only choose which elements are worked on together. (Chunks also keep rounding errors small: a chunk's
@@ -38,6 +44,7 @@ enum {
 };
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef unsigned pairs __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 
 /* Four neighbouring inputs of a row. ARM multiplies by one lane of a register, so they are loaded at once; x86
  * spreads a float over a register while loading it, so they are left in memory. */
@@ -54,10 +61,23 @@ static inline four read_four(const float *x) { return x; }
 
 static long smaller(long a, long b) { return a < b ? a : b; }
 
+/* The two vectors of a panel at one input. */
+INLINE void read_weights(const int halved, const char *w, long k, vector *low, vector *high) {
+    if (halved) {
+        const pairs both = ((const pairs *)w)[k];
+        *low = (vector)(both << 16);
+        *high = (vector)(both & 0xffff0000u);
+    } else {
+        *low = ((const vector *)w)[2 * k];
+        *high = ((const vector *)w)[2 * k + 1];
+    }
+}
+
 /* y[r][c] = before[r][c] + sum over k < depth of x[r][k] * w[k][c] for one tile: up to ROWS rows, one chunk of a panel.
  * The sums stay in registers, for `rows` is a constant at every call. */
-INLINE void multiply(const int rows, const float *x, long K, const float *w, long depth, const float *before,
-                     long before_stride, float *y, long y_stride) {
+INLINE void multiply(const int rows, const int halved, const float *x, long K, const char *w, long depth,
+                     const float *before, long before_stride, float *y, long y_stride) {
+    vector w_low, w_high;
     vector low[ROWS], high[ROWS];
     UNROLL for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
     long k = 0;
@@ -65,18 +85,18 @@ INLINE void multiply(const int rows, const float *x, long K, const float *w, lon
         four x_k[ROWS];
         UNROLL for (int r = 0; r < rows; r++) x_k[r] = read_four(x + r * K + k);
         UNROLL for (int j = 0; j < 4; j++) {
-            const vector *w_k = (const vector *)(w + (k + j) * PANEL);
+            read_weights(halved, w, k + j, &w_low, &w_high);
             UNROLL for (int r = 0; r < rows; r++) {
-                low[r] += w_k[0] * x_k[r][j];
-                high[r] += w_k[1] * x_k[r][j];
+                low[r] += w_low * x_k[r][j];
+                high[r] += w_high * x_k[r][j];
             }
         }
     }
     for (; k < depth; k++) {
-        const vector *w_k = (const vector *)(w + k * PANEL);
+        read_weights(halved, w, k, &w_low, &w_high);
         UNROLL for (int r = 0; r < rows; r++) {
-            low[r] += w_k[0] * x[r * K + k];
-            high[r] += w_k[1] * x[r * K + k];
+            low[r] += w_low * x[r * K + k];
+            high[r] += w_high * x[r * K + k];
         }
     }
     UNROLL for (int r = 0; r < rows; r++) {
@@ -87,37 +107,65 @@ INLINE void multiply(const int rows, const float *x, long K, const float *w, lon
     }
 }
 
+/* One tile; its number of rows becomes a constant. */
+INLINE void tile(const int halved, long rows, const float *x, long K, const char *w, long depth, const float *before,
+                 long before_stride, float *y, long y_stride) {
+    switch (rows) {
+#define CASE(n) case n: multiply(n, halved, x, K, w, depth, before, before_stride, y, y_stride); break;
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if defined(__AVX512F__) || defined(__aarch64__)
+        CASE(7) CASE(8)
+#endif
+#if defined(__AVX512F__)
+        CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+}
+
 /* y[:M, :PANEL] = bias + x[:M] times one panel. */
-static void panel(const float *x, long M, long K, const float *w, const float *bias, float *y, long y_stride) {
+INLINE void panel(const int halved, const float *x, long M, long K, const char *w, const float *bias, float *y,
+                  long y_stride) {
     const long tiles = (M + ROWS - 1) / ROWS;
+    float whole[DEPTH * PANEL];
     for (long k = 0; k < K; k += DEPTH) {
         const long depth = smaller(DEPTH, K - k);
+        const char *w_k = w + k * PANEL * (halved ? 2 : 4);
+        const int unpacked = halved && tiles > 1; /* once for all tiles */
+        if (unpacked) {
+            vector *pair = (vector *)whole;
+            for (long i = 0; i < depth; i++) read_weights(1, w_k, i, pair + 2 * i, pair + 2 * i + 1);
+            w_k = (const char *)whole;
+        }
         for (long t = 0; t < tiles; t++) { /* as even as can be: 9 rows are 5 + 4, not 8 + 1 */
             const long first = M * t / tiles, rows = M * (t + 1) / tiles - first;
-            const float *x_t = x + first * K + k, *w_k = w + k * PANEL;
+            const float *x_t = x + first * K + k;
             float *y_t = y + first * y_stride;
             const float *before = k > 0 ? y_t : bias;
             const long before_stride = k > 0 ? y_stride : 0;
-            switch (rows) {
-#define CASE(n) case n: multiply(n, x_t, K, w_k, depth, before, before_stride, y_t, y_stride); break;
-                CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if defined(__AVX512F__) || defined(__aarch64__)
-                CASE(7) CASE(8)
-#endif
-#if defined(__AVX512F__)
-                CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-            }
+            if (halved && !unpacked)
+                tile(1, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
+            else
+                tile(0, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
         }
     }
 }
 
+typedef void panel_product(const float *, long, long, const char *, const float *, float *, long);
+
+static void whole_panel(const float *x, long M, long K, const char *w, const float *bias, float *y, long y_stride) {
+    panel(0, x, M, K, w, bias, y, y_stride);
+}
+
+static void halved_panel(const float *x, long M, long K, const char *w, const float *bias, float *y, long y_stride) {
+    panel(1, x, M, K, w, bias, y, y_stride);
+}
+
 /* The same where only the first `columns` exist, of y and of bias: by way of memory that has them all. */
-static void narrow_panel(const float *x, long M, long K, const float *w, const float *bias, long columns, float *y,
-                         long y_stride) {
+static void narrow_panel(panel_product *product, const float *x, long M, long K, const char *w, const float *bias,
+                         long columns, float *y, long y_stride) {
     float wide_bias[PANEL] = {0}, wide_y[STRIPE * PANEL];
     memcpy(wide_bias, bias, columns * sizeof(float));
-    panel(x, M, K, w, wide_bias, wide_y, PANEL);
+    product(x, M, K, w, wide_bias, wide_y, PANEL);
     for (long m = 0; m < M; m++) memcpy(y + m * y_stride, wide_y + m * PANEL, columns * sizeof(float));
 }
 
@@ -125,21 +173,23 @@ static void narrow_panel(const float *x, long M, long K, const float *w, const f
 int panel_width(void) { return PANEL; }
 
 /* y[M][N] = x[M][K] W[N][K]^T + bias[N]; `bias` may be null, rows lie densely, K > 0. */
-void packed_linear(const float *x, long M, long K, const float *panels, const float *bias, long N, float *y,
+void packed_linear(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
                    int threads) {
     static const float zeros[PANEL];
-    const long count = (N + PANEL - 1) / PANEL;
+    panel_product *product = halved ? halved_panel : whole_panel;
+    const long count = (N + PANEL - 1) / PANEL, size = halved ? 2 : 4;
     for (long m = 0; m < M; m += STRIPE) {
         const long rows = smaller(STRIPE, M - m);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (long p = 0; p < count; p++) {
             const long n = p * PANEL;
-            const float *x_m = x + m * K, *w = panels + n * K, *bias_n = bias ? bias + n : zeros;
+            const float *x_m = x + m * K, *bias_n = bias ? bias + n : zeros;
+            const char *w = panels + n * K * size;
             float *y_mn = y + m * N + n;
             if (N - n >= PANEL)
-                panel(x_m, rows, K, w, bias_n, y_mn, N);
+                product(x_m, rows, K, w, bias_n, y_mn, N);
             else
-                narrow_panel(x_m, rows, K, w, bias_n, N - n, y_mn, N);
+                narrow_panel(product, x_m, rows, K, w, bias_n, N - n, y_mn, N);
         }
     }
 }
