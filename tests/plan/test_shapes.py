@@ -25,7 +25,7 @@ def batch_of(survivals: Sequence[Sequence[float]], fixed: Sequence[int] = (0,) *
 
 
 def prices_of(verify: Callable[[int], float], draft: float, reads: float = 1.0) -> Prices:
-    return Prices(verify=verify, draft=lambda passes, tokens: passes * draft, reads=reads)
+    return Prices(verify=verify, draft=lambda passes, first, further: passes * draft, reads=reads)
 
 
 CURVES: dict[str, Callable[[int], float]] = {

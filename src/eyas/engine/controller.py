@@ -145,7 +145,7 @@ class Controller:
     def _probe(self, step: _Step) -> tuple[dict[int, int], str]:
         """Depths of a probe, if one is due and can be afforded, and what it is for."""
         situation, auto = step.situation, step.situation.auto
-        timed = bool(self.costs.pass_of_draft.known) and self.costs.verify.tells(situation.tokens + len(auto))
+        timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.tokens + len(auto))
         if timed and not self.probes.due(self._steps):
             return {}, ""
         what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
@@ -160,7 +160,7 @@ class Controller:
         for depth in depths:
             step.with_probe = prices.verify(depth * len(auto))
             if timed:
-                step.with_probe += prices.draft(depth, depth * len(auto))
+                step.with_probe += prices.draft(depth, len(auto) * prices.reads, (depth - 1) * len(auto))
             if self.probes.affords(step.with_probe - step.plain, step.plain):
                 step.probe, step.bound = True, frozenset(row.key for row in auto)
                 reason = f"probe, {depth} deep for {len(auto)} of {len(situation.auto)} requests: to {what}"
@@ -187,7 +187,7 @@ class Controller:
 
         def seconds(count: int) -> float:
             rows = forced + count
-            return self.costs.draft(rows > 0, rows) + self.costs.verify.at(tokens + rows, step.situation.context)
+            return self.costs.further(rows > 0, rows) + self.costs.verify.at(tokens + rows, step.situation.context)
 
         for _, place in worth[: best_count([value for value, _ in worth], seconds, step.rate)]:
             going[place] = True
@@ -240,9 +240,12 @@ class Controller:
         if self._step is not None:
             self._step.timed = True
 
-    def observe_draft(self, passes: int, tokens: int, seconds: float) -> None:
-        """Tell what drafting took in a step: passes of the drafter, tokens in all of them together."""
-        self.costs.observe_draft(passes, tokens, seconds)
+    def observe_draft(self, passes: int, tokens: int, seconds: float, first: tuple[int, float] | None = None) -> None:
+        """Tell what drafting took in a step: passes of the drafter, tokens in all of them together.
+
+        `first` has tokens and seconds of the first pass, where it was timed by itself.
+        """
+        self.costs.observe_draft(passes, tokens, seconds, first)
         self._take_time(seconds)
 
     def forget(self, key: int) -> None:
@@ -255,7 +258,7 @@ class Controller:
 
     def report(self) -> dict[str, Any]:
         """The state of things, for logs and for people."""
-        verify, draft = self.costs.verify, self.costs.pass_of_draft
+        verify, first, further = self.costs.verify, self.costs.first_draft, self.costs.further_draft
         chosen = max(1, self._depths.total())
         return {
             "reason": self._reason,
@@ -265,7 +268,8 @@ class Controller:
             "drift": self.drift.report().as_json(),
             "target_seconds_by_tokens": {count: verify.at(count) for count in verify.known},
             "target_seconds_per_context_token": verify.per_context_token,
-            "draft_pass_seconds_by_tokens": {count: draft.at(count) for count in draft.known},
+            "first_draft_seconds_by_tokens": {count: first.at(count) for count in first.known},
+            "further_draft_seconds_by_tokens": {count: further.at(count) for count in further.known},
             "seconds": self.probes.total,
             "probes": self.probes.count,
             "seconds_lost_by_probes": self.probes.lost,

@@ -1,9 +1,9 @@
 """What a step costs on this machine, learned while steps run. No torch.
 
     verify   one pass of the target, against its tokens, and a slope times the context that its rows attend to
-    draft    one pass of the drafter, against the mean tokens of a step's passes: the first reads what the target has
-             seen since, each further one has a token for every request that goes on. A device that runs ahead of the
-             host can only be timed over all of them, and only their mean is well determined
+    draft    the drafter's passes, against their tokens: the first reads what the target has seen since, each further
+             one has a token for every request that goes on. A device that runs ahead of the host can only be timed
+             over all of them, and then their mean has to do for each
 
 Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
 `Curve` keeps a typical time for each bucket of token counts, by these rules:
@@ -213,16 +213,34 @@ class Slope:
 
 
 class Costs:
-    """The two curves of a step."""
+    """What the parts of a step cost."""
 
     def __init__(self) -> None:
-        self.verify, self.pass_of_draft = Curve(FINE), Curve(COARSE, flat_below=True)
+        self.verify = Curve(FINE)
+        self.first_draft, self.further_draft = (Curve(COARSE, flat_below=True) for _ in range(2))
 
-    def observe_draft(self, passes: int, tokens: int, seconds: float) -> None:
-        """Take the time of a step's drafting: so many passes, of so many tokens together."""
-        if passes:
-            self.pass_of_draft.observe(max(1, round(tokens / passes)), seconds / passes)
+    def observe_draft(self, passes: int, tokens: int, seconds: float, first: tuple[int, float] | None = None) -> None:
+        """Take the time of a step's drafting: so many passes, of so many tokens together.
 
-    def draft(self, passes: int, tokens: int) -> float:
-        """Expected seconds of a step's drafting."""
-        return passes * self.pass_of_draft.at(max(1, round(tokens / passes))) if passes else 0.0
+        `first` has tokens and seconds of the first pass, where it was timed by itself.
+        """
+        first_tokens, first_seconds = first or (tokens / passes, seconds / passes)
+        self.first_draft.observe(max(1, round(first_tokens)), first_seconds)
+        if passes > 1:
+            further = passes - 1
+            self.further_draft.observe(
+                max(1, round((tokens - first_tokens) / further)), (seconds - first_seconds) / further
+            )
+
+    def draft(self, passes: int, first: float, further: float) -> float:
+        """Expected seconds of so many passes: tokens of the first, and of all others together."""
+        if not passes:
+            return 0.0
+        return self.first_draft.at(max(1, round(first))) + self.further(passes - 1, further)
+
+    def further(self, passes: int, tokens: float) -> float:
+        """Expected seconds of passes behind the first. Until there were any, they are taken for as long as that."""
+        if not passes:
+            return 0.0
+        curve = self.further_draft if self.further_draft.known else self.first_draft
+        return passes * curve.at(max(1, round(tokens / passes)))

@@ -24,7 +24,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.answer import Answer, Piece, Tally
 from eyas.engine.checkup import CheckUps
 from eyas.engine.controller import Controller, RowFacts
-from eyas.engine.draft import LUMP, Draft, PagedDrafter, States, Tree
+from eyas.engine.draft import LUMP, Draft, GoesOn, PagedDrafter, States, Tree
 from eyas.engine.drift import DriftAlarm
 from eyas.engine.grammar import lawful
 from eyas.engine.graphs import RecordedSteps, Recorder
@@ -238,10 +238,17 @@ class Engine:
             return {}
         lives = [row.live for row in rows]
         started = self._clock()
+        first: tuple[int, float] | None = None
         reads = sum(live.target_length - live.drafter_length for live in lives)
+
+        def goes_on(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
+            nonlocal first
+            first = first or (reads, self._clock() - started)
+            return self.controller.goes_on(keys, confidences)
+
         if self.options.tree is None:
             limits = [row.drafts for row in rows]
-            drafts = self._draft_chains(lives, limits, everyone=len(rows) == len(plan.rows))
+            drafts = self._draft_chains(lives, limits, goes_on, everyone=len(rows) == len(plan.rows))
             kept = self.controller.keeps([live.key for live in lives], [draft.confidences for draft in drafts])
         else:
             self._read(lives)
@@ -251,7 +258,7 @@ class Engine:
         deepest = max(draft.depth for draft in drafts)
         deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
         if self._said_early is None:
-            self.controller.observe_draft(deepest, reads + deeper, self._clock() - started)
+            self.controller.observe_draft(deepest, reads + deeper, self._clock() - started, first)
         offered = {live.key: draft.cut(count) for live, draft, count in zip(lives, drafts, kept, strict=True)}
         if self._said_early is None:  # else it was verified together with drafts that may be unlawful, and says so
             for live in lives:
@@ -259,7 +266,9 @@ class Engine:
                     offered[live.key] = lawful(offered[live.key], live.walk, live.tokens)
         return offered
 
-    def _draft_chains(self, lives: Sequence[Live], limits: Sequence[int], *, everyone: bool) -> list[Draft]:
+    def _draft_chains(
+        self, lives: Sequence[Live], limits: Sequence[int], goes_on: GoesOn, *, everyone: bool
+    ) -> list[Draft]:
         """Chains for requests, by a recorded step where there is one.
 
         If they are all that the target is to read, and none of them asks whether a draft is worth it, the target
@@ -281,7 +290,7 @@ class Engine:
                 drafts = self.recorded.draft(lives, limits, self._teller.tell)
         if drafts is None:
             self._read(lives)
-            return self._drafter.chain(lives, limits, self._wanted, self.controller.goes_on)
+            return self._drafter.chain(lives, limits, self._wanted, goes_on)
         for live in lives:
             self.scheduler.note_read(live, live.target_length)
         return drafts

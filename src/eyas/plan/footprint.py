@@ -9,7 +9,7 @@ from math import prod
 
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import BYTES_PER_ELEMENT, kv_bytes_per_token
-from eyas.drafter.tensors import WEIGHT_DTYPES, expected_tensors
+from eyas.drafter.tensors import WEIGHT_DTYPES, TensorSpec, expected_tensors
 from eyas.plan.decoder import Decoder
 from eyas.plan.memory import Footprint
 from eyas.plan.quantisation import Quantisation
@@ -48,6 +48,8 @@ class DrafterShape:
     config: DrafterConfig
     own_embedding: bool
     own_head: bool
+    halved: bool = False
+    """Whether its weights are bfloat16, which a processor that computes float32 keeps as they are."""
     assumed: bool = False
     """Whether there is no such drafter yet, only the usual shape of one."""
 
@@ -63,16 +65,20 @@ def target_bytes(decoder: Decoder, kept: Quantisation, *, device: str) -> int:
     return int(decoder.matrices * kept.bits / 8) + count * kept.other_bytes
 
 
-def drafter_bytes(drafter: DrafterShape, dtype: str) -> int:
+def drafter_bytes(drafter: DrafterShape, dtype: str, *, device: str) -> int:
     """What a drafter holds itself, tables of its vocabulary included."""
     lent = {"embed_tokens.weight"} if not drafter.own_embedding else set()
     lent |= {"lm_head.weight"} if not drafter.own_head else set()
-    width = {"I64": 8, "BOOL": 1}
-    return sum(
-        prod(spec.shape) * (BYTES_PER_ELEMENT[dtype] if spec.dtypes == WEIGHT_DTYPES else width[min(spec.dtypes)])
-        for name, spec in expected_tensors(drafter.config).items()
-        if name not in lent
-    )
+    halved = device == "cpu" and dtype == "float32" and drafter.halved
+
+    def width(name: str, spec: TensorSpec) -> int:
+        if spec.dtypes != WEIGHT_DTYPES:
+            return {"I64": 8, "BOOL": 1}[min(spec.dtypes)]
+        multiplies = len(spec.shape) == 2 and name != "embed_tokens.weight"
+        return BYTES_PER_ELEMENT["bfloat16" if halved and multiplies else dtype]
+
+    tensors = expected_tensors(drafter.config).items()
+    return sum(prod(spec.shape) * width(name, spec) for name, spec in tensors if name not in lent)
 
 
 def working_bytes(
@@ -125,7 +131,7 @@ def footprint(
     recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element)
     return Footprint(
         weights=target_bytes(decoder, kept, device=device),
-        drafter=0 if drafter is None else drafter_bytes(drafter, kept.dtype),
+        drafter=0 if drafter is None else drafter_bytes(drafter, kept.dtype, device=device),
         token=len(decoder.layers) * decoder.kv_width * element,
         drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, kept.dtype),
         working=working,

@@ -54,7 +54,7 @@ def drafter_shape(source: str) -> DrafterShape:
     raw, folder = _config_at(shipped_folder(source) or Path(source).expanduser(), source, "a drafter")
     layout = detect(raw)
     config, _ = layout.read_config(raw)
-    stored = None if folder is None else _stored_names(folder, layout)
+    stored = None if folder is None else _stored_types(folder, layout)
     return _shape(Path(source).name, config, stored)
 
 
@@ -89,29 +89,39 @@ def require_match(decoder: Decoder, drafter: DrafterShape) -> None:
             )
 
 
-def _shape(name: str, config: DrafterConfig, stored: frozenset[str] | None) -> DrafterShape:
-    """Without files to look at, a drafter is taken to bring only what it cannot be lent."""
+def _shape(name: str, config: DrafterConfig, stored: dict[str, str] | None) -> DrafterShape:
+    """Without files to look at, a drafter is taken for the usual: bfloat16, and only what it cannot be lent."""
     same_width = config.hidden_size == config.target_hidden_size
     if stored is None:
         return DrafterShape(
-            name=name, config=config, own_embedding=not same_width, own_head=config.pruned or not same_width
+            name=name,
+            config=config,
+            own_embedding=not same_width,
+            own_head=config.pruned or not same_width,
+            halved=True,
         )
-    own = (f"{part}.weight" in stored for part in ("embed_tokens", "lm_head"))
-    return DrafterShape(name=name, config=config, own_embedding=next(own), own_head=next(own))
+    return DrafterShape(
+        name=name,
+        config=config,
+        own_embedding="embed_tokens.weight" in stored,
+        own_head="lm_head.weight" in stored,
+        halved=stored.get("fc.weight") == "BF16",
+    )
 
 
-def _stored_names(folder: Path, layout: Layout) -> frozenset[str] | None:
-    """Canonical names of the tensors in a folder, from the headers of its files; None where there are no files."""
-    names: list[str] = []
+def _stored_types(folder: Path, layout: Layout) -> dict[str, str] | None:
+    """Types of the tensors in a folder by canonical name, from the headers of its files; None without files."""
+    types: dict[str, str] = {}
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         try:
             with path.open("rb") as stream:
                 (length,) = struct.unpack("<Q", stream.read(8))
-                names += json.loads(stream.read(min(length, 2**28)))
+                header: Json = json.loads(stream.read(min(length, 2**28)))
         except (OSError, ValueError, struct.error) as error:
             raise UserError(f"{path} has no readable header ({error}); fetch the drafter again") from error
-    return frozenset(map(layout.canonical_name, names)) if files else None
+        types |= {layout.canonical_name(name): entry.get("dtype", "") for name, entry in header.items()}
+    return types if files else None
 
 
 def _config_at(path: Path, source: str, what: str) -> tuple[Json, Path | None]:

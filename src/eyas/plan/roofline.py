@@ -142,8 +142,8 @@ class Pair:
         """Seconds of the parts of a step, for a batch of rows that look back so far each."""
         return Prices(
             verify=lambda drafts: speed.seconds(self.verify(rows=rows, tokens=rows + drafts, context=context)),
-            draft=lambda passes, tokens: speed.seconds(
-                self.draft(rows=rows, passes=passes, tokens=tokens, context=context)
+            draft=lambda passes, first, further: speed.seconds(
+                self.draft(rows=rows, passes=passes, tokens=first + further, context=context)
             ),
             reads=reads,
         )

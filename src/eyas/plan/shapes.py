@@ -52,8 +52,8 @@ class Prices:
 
     verify: Callable[[int], float]
     """The target's pass with so many drafts in it."""
-    draft: Callable[[int, int], float]
-    """The drafter's passes, so many, over so many tokens together."""
+    draft: Callable[[int, float, float], float]
+    """The drafter's passes: how many, tokens of the first, tokens of all others together."""
     reads: float
     """Tokens that the first of these passes reads for a request."""
 
@@ -114,7 +114,7 @@ def plan_nothing(batch: Batch, prices: Prices) -> Plan:
     """Plain decoding, apart from requests whose depth is fixed."""
     drafts = sum(batch.fixed)
     passes = sum(rows > 0 for rows in batch.fixed)
-    drafting = prices.draft(passes, round(drafts + batch.fixed[0] * (prices.reads - 1)))
+    drafting = prices.draft(passes, batch.fixed[0] * prices.reads, drafts - batch.fixed[0])
     return Plan(
         by_level={},
         drafts=drafts,
@@ -138,18 +138,21 @@ def plan_chains(batch: Batch, prices: Prices) -> Plan:
     best_rate, best = 0.0, (plain.tokens, inf, 0, 0, 0)
     for deepest in range(1, min(len(survivals) for survivals in batch.survivals.values()) + 1):
         hoped = sum(rows * batch.survivals[level][deepest - 1] for level, rows in batch.levels.items())
-        if hoped < best_rate * draft(1, 1):
+        if hoped < best_rate * (draft(deepest, 1, deepest - 1) - draft(deepest - 1, 1, deepest - 2)):
             break  # drafts of this depth would not pay for their pass, were they verified for nothing
         tokens, drafts, passes = plain.tokens, plain.drafts, passes_before
-        drafter_tokens = drafts + batch.fixed[0] * (prices.reads - 1)
+        first, further = batch.fixed[0] * prices.reads, drafts - batch.fixed[0]
         for number, (chance, depth, _, rows) in enumerate(offers, 1):
             if depth > deepest:
                 continue
             passes = max(passes, depth)
-            drafter_tokens += rows * prices.reads if depth == 1 else rows
+            if depth == 1:
+                first += rows * prices.reads
+            else:
+                further += rows
             drafts += rows
             tokens -= chance * rows
-            seconds = verify(drafts) + draft(passes, round(drafter_tokens))
+            seconds = verify(drafts) + draft(passes, first, further)
             if tokens > best_rate * seconds:
                 best_rate, best = tokens / seconds, (tokens, seconds, drafts, deepest, number)
     tokens, seconds, drafts, deepest, number = best
@@ -193,7 +196,7 @@ def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: 
         for width in TREE_WIDTHS:
             gains = tree_gains(coarse[:depth], coarse_siblings[: width - 1], TREE_BUDGETS[-1])
             # The nodes of a depth run beside those above them: width * (1 + 2 + ...) for a request.
-            drafting = prices.draft(depth, round(rows * (prices.reads + width * depth * (depth - 1) / 2)))
+            drafting = prices.draft(depth, rows * prices.reads, rows * width * depth * (depth - 1) / 2)
             for budget in TREE_BUDGETS:
                 if depth > len(chances) or not depth < budget <= len(gains):
                     continue
