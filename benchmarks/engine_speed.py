@@ -11,6 +11,7 @@ read no prompt: speculation speeds up only those, and prompts that are long besi
     plain      the engine without speculation
     auto       with the drafter, as deep as the controller finds right
     depth N    with the drafter, always N deep
+    tree DxWxB with the drafter, always trees of depth D, width W and at most B tokens
     random     with a drafter of random weights, on auto: the worst that can happen
     generate   transformers' own generate, batches of as many prompts, padded on the left
 """
@@ -28,7 +29,9 @@ from typing import Any
 import torch
 
 from eyas.cli.pair import load_drafter_for
+from eyas.cli.speculation import read_tree
 from eyas.drafter.model import Drafter
+from eyas.engine.draft import Tree
 from eyas.engine.engine import Engine
 from eyas.engine.options import EngineOptions
 from eyas.engine.request import Request, Speculation
@@ -72,6 +75,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter")
     parser.add_argument("--depth", type=int, action="append", default=[])
+    parser.add_argument("--tree", action="append", default=[], help="DEPTHxWIDTHxBUDGET, such as 3x2x6")
     parser.add_argument("--random", action="store_true", help="measure a random drafter too")
     parser.add_argument("--generate", action="store_true", help="measure transformers.generate too")
     parser.add_argument("--users", type=int, action="append")
@@ -103,7 +107,7 @@ def main() -> None:
             f"{row['decoding_tokens_per_second'] or nan:8.1f} tokens/s  x{row['decoding_against_plain'] or nan:.2f}"
         )
         print(
-            f"{row['users']:>5} users  {row['mode']:<10} {row['tokens_per_second']:8.1f} tokens/s"
+            f"{row['users']:>5} users  {row['mode']:<11} {row['tokens_per_second']:8.1f} tokens/s"
             f"  x{row['against_plain']:.2f}  decoding {decoding}  length {row['acceptance_length']:.2f}"
             f"  {row['tokens_per_pass']:.2f} tokens/pass  same as plain: {row['same']} of {len(prompts)}"
         )
@@ -118,11 +122,9 @@ Mode = Callable[[Sequence[tuple[int, ...]]], Run]
 
 
 def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[str, Mode]:
-    options = EngineOptions(max_rows=users, max_length=2048)
-
-    def engine(drafter: Drafter | None, speculation: Speculation) -> Mode:
+    def engine(drafter: Drafter | None, speculation: Speculation, tree: Tree | None = None) -> Mode:
         # One engine for all rounds, as a server would be; the prefix cache would make later rounds easier.
-        made = Engine(target, drafter, options=options)
+        made = Engine(target, drafter, options=EngineOptions(max_rows=users, max_length=2048, tree=tree))
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
             made.pool.forget()
@@ -154,6 +156,10 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         modes["auto"] = engine(drafter(), Speculation())
         for depth in arguments.depth:
             modes[f"depth {depth}"] = engine(drafter(), Speculation(mode="fixed", depth=depth))
+        for text in arguments.tree:
+            tree = read_tree(text, arguments.drafter)
+            assert tree is not None
+            modes[f"tree {text}"] = engine(drafter(), Speculation(mode="fixed", depth=tree.depth), tree)
         if arguments.random:
             modes["random"] = engine(drafter(random=True), Speculation())
     if arguments.generate:
