@@ -12,6 +12,9 @@ from statistics import mean
 from typing import Any, Literal, Protocol
 
 from eyas.engine.controller import Choice, Controller, RowFacts
+from eyas.engine.drafts import Candidates, Draft, Growth, Tree
+from eyas.engine.siblings import RANKS
+from eyas.engine.verdict import Verdict, accepted_nodes, ranking
 from eyas.plan.shapes import CHAIN
 
 LUMP = 64
@@ -48,6 +51,8 @@ class Machine:
     verify: Seconds
     read: Seconds
     deepen: Seconds
+    look: float = 0.0
+    """What noting further candidates adds to a pass of the drafter."""
     per_context_token: float = 0.0
     noise: float = 0.05
     outliers: float = 0.02
@@ -66,6 +71,13 @@ KIND_CPU = Machine(
     read=lambda count: 3e-3 + 1e-4 * count,
     deepen=lambda count: 3e-3 + 3e-4 * count,
 )
+TWO_CORES = Machine(
+    verify=through((1, 23), (2, 24.7), (3, 28.1), (4, 29.4), (5, 33.4), (6, 37.2), (8, 45.2), (16, 80)),
+    read=lambda count: 3.7e-3 + 1.6e-4 * count,
+    deepen=lambda count: 3.7e-3 + 1.6e-4 * count,
+    look=2.5e-4,
+)
+"""SmolLM2 and the drafter that comes with eyas, as the controller saw them on two Neoverse-N1 cores."""
 GPU = Machine(
     verify=through((1, 4.9), (64, 4.9), (512, 14)),
     read=lambda count: 5e-4 + 5e-7 * count,
@@ -113,10 +125,11 @@ class Request:
     depth: int | None = None
     pending: int = 8
     sure: list[float] = field(default_factory=list)
-    """The true chance of each draft of this round: the drafter knows it, and says so."""
-    fate: list[bool] = field(default_factory=list)
+    """The true chance of each first candidate of this round: the drafter knows it, and says so."""
+    ranks: list[int] = field(default_factory=list)
+    """Which candidate is the target's token at each depth, 0 for none."""
     made: int = 0
-    kept: int = 0
+    draft: Draft = field(default_factory=Draft)
 
 
 @dataclass
@@ -127,6 +140,7 @@ class Run:
     seconds: list[float] = field(default_factory=lambda: [0.0])
     depths: list[tuple[int, ...]] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
+    trees: list[bool] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
 
@@ -150,12 +164,16 @@ class Engine:
     """Whether confidences are looked at while drafting."""
     spread: float = 0.3
     """How far the chances of single drafts lie from the profile's."""
+    siblings: Sequence[float] = ()
+    """How often the second, third, ... candidate is the token when the first is not."""
+    off_the_path: float = 1.0
+    """What chances behind a second candidate are in parts of those behind a first."""
     length: int = 200
     mode: Callable[[int], tuple[Mode, int | None]] = lambda number: ("auto", None)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.chance = random.Random(self.seed)
+        self.chance, self.beside = random.Random(self.seed), random.Random(-1 - self.seed)
         self.controller = self.policy if isinstance(self.policy, Controller) else None
         self.requests: list[Request] = []
         self.run, self.step, self.now, self.numbers = Run(), 0, 0.0, 0
@@ -175,7 +193,11 @@ class Engine:
                 for r in self.requests
             ]
             choice = self.policy.choose(facts)
-            self.draft(choice.limits if self.sees else choice.depths)
+            self.throw_dice()
+            if choice.shape.kind == "tree":
+                self.grow(choice)
+            else:
+                self.draft(choice.limits if self.sees else choice.depths, choice.look)
             self.verify()
             gained = self.accept()
             self.read_lumps()
@@ -183,6 +205,7 @@ class Engine:
             self.run.seconds.append(self.now)
             self.run.depths.append(choice.depths)
             self.run.made.append(sum(r.made for r in self.requests))
+            self.run.trees.append(choice.shape.kind == "tree")
             self.run.reasons.append(choice.reason)
             if self.controller:
                 self.run.events += [(self.step, event) for event in self.controller.events()]
@@ -201,13 +224,28 @@ class Engine:
             left = self.chance.randint(self.length // 2, self.length * 3 // 2)
             self.requests.append(Request(self.numbers, left, 100 + self.chance.randint(0, 50), mode, depth))
 
-    def draft(self, limits: Sequence[int]) -> None:
+    def throw_dice(self) -> None:
         for r in self.requests:
             r.sure = [
                 a + min(self.spread, a, 1 - a) * self.chance.choice((-1, 1)) for a in self.profile(r.number, self.step)
             ]
-            r.fate = [self.chance.random() < sure for sure in r.sure]
-            r.made = r.kept = 0
+            r.ranks = []
+            for depth, sure in enumerate(r.sure):
+                if 0 not in r.ranks and any(rank > 1 for rank in r.ranks):
+                    r.sure[depth] = sure = sure * self.off_the_path
+                r.ranks.append(self.rank(self.chance.random(), sure))
+            r.made, r.draft = 0, Draft()
+
+    def rank(self, dice: float, sure: float) -> int:
+        """Which candidate wins; the same dice as if there were no others than the first."""
+        rest, below = 1 - sure, sure
+        for rank, share in enumerate((0.0, *self.siblings), 1):
+            below += rest * share
+            if dice < below:
+                return rank
+        return 0
+
+    def draft(self, limits: Sequence[int], look: int) -> None:
         drafting = [(r, limit) for r, limit in zip(self.requests, limits, strict=True) if limit]
         if not drafting:
             return
@@ -216,6 +254,7 @@ class Engine:
         seconds, depth = self.machine.read(tokens), 0
         while drafting:
             depth += 1
+            seconds += self.machine.look * (look > 1)
             for r, _ in drafting:
                 r.made, r.pending = depth, 0
             drafting = [(r, limit) for r, limit in drafting if limit > depth]
@@ -232,10 +271,50 @@ class Engine:
             if self.sees:
                 kept = self.controller.keeps([r.number for r in everyone], [r.sure[: r.made] for r in everyone])
         for r, count in zip(everyone, kept, strict=True):
-            r.kept = count
+            noted = {place - 1: self.candidates(r.sure[place]) for place in range(r.made)} if look > 1 else {}
+            line = tuple(range(-1, r.made - 1))
+            r.draft = Draft(
+                tokens=(1,) * r.made, parents=line, confidences=tuple(r.sure[: r.made]), candidates=noted
+            ).cut(count)
+
+    def candidates(self, sure: float, count: int = RANKS) -> Candidates:
+        """A candidate's token is its rank; the drafter knows what each is worth."""
+        shares = [*self.siblings, *[0.0] * RANKS]
+        confidences = [sure, *((1 - sure) * share for share in shares)]
+        return Candidates(tuple(range(1, count + 1)), tuple(confidences[:count]))
+
+    def grow(self, choice: Choice) -> None:
+        """A tree for everyone on auto; the others do not draft here."""
+        shape = Tree(depth=choice.shape.depth, width=choice.shape.width, budget=choice.shape.budget)
+        growing = [r for r, depth in zip(self.requests, choice.depths, strict=True) if depth]
+        seconds = self.machine.read(sum(r.pending for r in growing))
+        seconds += (shape.depth - 1) * self.machine.deepen(shape.width * len(growing))
+        seconds += shape.depth * self.machine.look
+        tokens, width = sum(r.pending for r in growing) + shape.grown * len(growing), max(shape.width, choice.look)
+        for r in growing:
+            growth: Any = Growth(None, shape)  # type: ignore[arg-type]
+            growth.add(-1, self.candidates(r.sure[0], width))
+            for depth in range(2, shape.depth + 1):
+                for node in growth.grow(depth):
+                    on_the_path = growth.tokens_to(node) == r.ranks[: depth - 1]
+                    sure = r.sure[depth - 1] if on_the_path else self.beside.choice(r.sure)
+                    growth.add(node, self.candidates(sure, width))
+            r.draft, r.made, r.pending = growth.offered(), shape.depth, 0
+        seen = self.take_time(seconds)
+        assert self.controller is not None
+        self.controller.observe_draft(shape.depth, tokens, seen, trees=True)
+        if self.sees:
+            drafts = [r.draft for r in growing]
+            kept = self.controller.prunes(
+                [r.number for r in growing],
+                [draft.parents for draft in drafts],
+                [draft.confidences for draft in drafts],
+            )
+            for r, nodes in zip(growing, kept, strict=True):
+                r.draft = r.draft.only(nodes)
 
     def verify(self) -> None:
-        tokens = sum(1 + r.kept for r in self.requests)
+        tokens = sum(1 + len(r.draft.tokens) for r in self.requests)
         context = sum(r.context for r in self.requests)
         seen = self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
         if self.controller:
@@ -244,14 +323,30 @@ class Engine:
     def accept(self) -> int:
         gained = 0
         for r in self.requests:
-            accepted = next((place for place, hit in enumerate(r.fate[: r.kept]) if not hit), r.kept)
+            verdict = self.judge(r)
+            accepted = len(verdict.nodes)
             if self.controller:
-                self.controller.observe_round(r.number, r.kept, accepted, r.sure[: r.kept])
+                known = ranking(verdict)
+                sure = known.firsts or (r.draft.confidences if r.draft.is_chain else ())
+                told = (r.draft.depth, accepted, sure, known.ranks, known.candidates)
+                self.controller.observe_round(r.number, *told)
             r.left -= 1 + accepted
             r.context += 1 + accepted
             r.pending += 1 + accepted
             gained += 1 + accepted
         return gained
+
+    def judge(self, r: Request) -> Verdict:
+        """The target's tokens are the ranks, along the one path that they make."""
+        own = []
+        for node in range(-1, len(r.draft.tokens)):
+            path = r.draft.tokens_to(node)
+            right = path == r.ranks[: len(path)] and len(path) < len(r.ranks)
+            own.append(r.ranks[len(path)] if right else 0)
+        nodes = accepted_nodes(r.draft, own)
+        tokens = [own[1 + node] for node in (-1, *nodes)]
+        row: Any = None
+        return Verdict(row=row, draft=r.draft, nodes=nodes, tokens=tokens, token_at=0, logits_at=0)
 
     def read_lumps(self) -> None:
         """Who has not drafted for long is read for all the same, all together, and only for keys and values."""

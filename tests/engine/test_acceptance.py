@@ -122,7 +122,7 @@ def test_ranks_tell_how_often_a_sibling_would_have_been_right() -> None:
         acceptance.observe(0, 1, int(number % 10 < 5), ranks=[(1, 1, 1, 1, 1, 2, 2, 3, 0, 0)[number % 10]])
     acceptance.refresh()
     assert acceptance.by_depth[0] == pytest.approx(0.5, abs=0.02)
-    assert acceptance.siblings()[:3] == pytest.approx([0.4, 0.2, 0.0], abs=0.02)
+    assert acceptance.siblings.shares()[:3] == pytest.approx([0.4, 0.2, 0.0], abs=0.02)
 
 
 def test_in_a_tree_ranks_alone_tell_how_first_candidates_fared() -> None:

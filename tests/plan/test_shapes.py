@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate, product
-from math import ceil
+from math import ceil, prod
 from operator import mul
 
 import pytest
@@ -99,22 +99,29 @@ def test_the_best_count_weighs_values_against_seconds() -> None:
 
 
 def test_a_tree_without_siblings_is_a_chain() -> None:
-    assert tree_gains((0.8, 0.5, 0.25), (), 8) == pytest.approx([0.8, 1.2, 1.3])
+    assert tree_gains((0.8, 0.5, 0.25), ()) == pytest.approx([0.8, 1.2, 1.3])
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tree_holds_the_likeliest_nodes(seed: int) -> None:
+def test_a_tree_holds_the_likeliest_nodes_of_those_that_grow(seed: int) -> None:
+    """Against all paths, spelt out: a depth's three likeliest nodes get three candidates each."""
     chance = random.Random(seed)
     firsts = tuple(chance.random() for _ in range(3))
     siblings = (0.4, 0.3)
-    nodes = []
-    for depth in range(1, 4):
-        for path in product(range(3), repeat=depth):
-            steps = zip(path, firsts, strict=False)
-            chances = [first if rank == 0 else (1 - first) * siblings[rank - 1] for rank, first in steps]
-            nodes.append(list(accumulate(chances, mul))[-1])
+
+    def chance_of(path: tuple[int, ...]) -> float:
+        steps = zip(path, firsts, strict=False)
+        return prod(first if rank == 0 else (1 - first) * siblings[rank - 1] for rank, first in steps)
+
+    nodes: list[float] = []
+    parents: list[tuple[int, ...]] = [()]
+    for _ in range(3):
+        level = [(*parent, rank) for parent in parents for rank in range(3)]
+        nodes += map(chance_of, level)
+        parents = sorted(level, key=chance_of, reverse=True)[:3]
+    assert len(nodes) == 3 + 9 + 9
     nodes.sort(reverse=True)
-    assert tree_gains(firsts, siblings, 20) == pytest.approx(list(accumulate(nodes))[:20])
+    assert tree_gains(firsts, siblings) == pytest.approx(list(accumulate(nodes)))
 
 
 def test_a_tree_pays_when_tokens_are_free_and_first_candidates_often_miss() -> None:
@@ -125,7 +132,7 @@ def test_a_tree_pays_when_tokens_are_free_and_first_candidates_often_miss() -> N
     assert tree is not None
     assert tree.rate > 1.1 * plan_chains(batch, free).rate
     assert (tree.shape.kind, tree.depths([0])) == ("tree", [3])
-    dear = prices_of(lambda drafts: 5.0 + drafts, draft=0.5)
+    dear = prices_of(lambda drafts: 5.0 + 2 * drafts, draft=0.5)
     tree = plan_tree(batch, dear, [0.5] * 3, siblings)
     assert tree is not None
     assert tree.rate < plan_chains(batch, dear).rate

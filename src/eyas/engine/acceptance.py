@@ -11,6 +11,7 @@ that it is accepted at all, and the expected tokens of a round of depth k are 1 
     by confidence   how often drafts were accepted whose probability under the drafter lay in the same tenth. It is
                     known before the target has spoken
     by rank         where among the drafter's candidates the target's token stood, when it was not the first
+                    (siblings.py)
 
 Old rounds fade. When the latest ones contradict the estimate, what lies before them fades at once: then the text or
 the drafter has changed, and the past is no guide.
@@ -20,6 +21,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp, log, sqrt
+
+from eyas.engine.evidence import Evidence
+from eyas.engine.siblings import Siblings
 
 FIRST_GUESS = 0.6
 """Acceptance of a drafter of which nothing is known."""
@@ -51,45 +55,10 @@ CALIBRATED_DEPTHS = 3
 """Depths that have a calibration of their own; deeper ones share the last."""
 BIN_TRIES = 4.0
 """Drafts of a bin that weigh as much as the drafter's own word."""
-RANKS = 8
-"""Candidates of the drafter whose rank is told apart."""
 LEVEL = 0.25
 """Width of a level: requests whose log odds lie within it are taken for alike."""
 MOST_LEVELS = 12
 """Levels above and below the drafter as a whole."""
-
-
-class Evidence:
-    """Successes among tries by cell. New ones weigh ever more, which is old ones fading, without touching them."""
-
-    def __init__(self, cells: int) -> None:
-        self.weight = 1.0
-        self._tries = [0.0] * cells
-        self._hits = [0.0] * cells
-
-    def add(self, cells: Iterable[int], hits: Iterable[float], weight: float = 1.0) -> None:
-        """Count tries; a hit may be a share of one."""
-        weight *= self.weight
-        for cell, hit in zip(cells, hits, strict=False):
-            self._tries[cell] += weight
-            self._hits[cell] += weight * hit
-
-    def fade(self, memory: float) -> None:
-        """Let all that was counted so far weigh less by a factor of 1 + 1 / memory."""
-        self.weight *= 1 + 1 / memory
-        if self.weight > 1e12:
-            self._tries = [tries / self.weight for tries in self._tries]
-            self._hits = [hits / self.weight for hits in self._hits]
-            self.weight = 1.0
-
-    def limit(self, cell: int, tries: float) -> None:
-        """Let all that was counted weigh less, until a cell has no more than so many tries of today."""
-        self.weight = max(self.weight, self._tries[cell] / tries)
-
-    def rate(self, cell: int, belief: float, tries: float) -> float:
-        """Hits per try, with a belief that weighs as much as so many tries of today."""
-        extra = tries * self.weight
-        return (self._hits[cell] + extra * belief) / max(self._tries[cell] + extra, 1e-300)
 
 
 @dataclass(slots=True)
@@ -138,7 +107,7 @@ class Acceptance:
         self._depths = Evidence(max_depth)
         self._depths.add([0], [FIRST_GUESS], GUESS_ROUNDS)
         self._sure = Evidence(CALIBRATED_DEPTHS * BINS)
-        self._ranks = Evidence(RANKS)
+        self.siblings = Siblings()
         self._requests: dict[int, Own] = {}
         self._by_depth: list[float] = []
         self._survivals: dict[int, list[float]] = {}
@@ -152,6 +121,7 @@ class Acceptance:
         accepted: int,
         confidences: Sequence[float] = (),
         ranks: Sequence[int] = (),
+        candidates: Sequence[Sequence[float]] = (),
         *,
         withheld: float | None = None,
     ) -> None:
@@ -159,10 +129,10 @@ class Acceptance:
 
         Of the drafts after the first refused one nothing is known, and nothing is counted. A draft that was made and
         not verified, being unlikely, had a chance of `withheld`: that much of it counts as accepted, since otherwise
-        only the likely drafts would tell how the drafter fares.
+        only the likely drafts would tell how the drafter fares. Ranks know better, also of such a draft.
         """
         outcomes = [float(rank == 1) for rank in ranks] or [1.0] * accepted + [0.0] * (accepted < drafted)
-        if withheld is not None and accepted == drafted:
+        if withheld is not None and accepted == drafted and not ranks:
             outcomes.append(withheld)
         del outcomes[self.max_depth :]
         tries = len(outcomes)
@@ -175,12 +145,9 @@ class Acceptance:
         own.count(tries, sum(outcomes), sum(self.by_depth[:tries]))
         own.since = self._now
         if confidences:
-            self._sure.add(map(_bin, range(drafted), confidences), outcomes)
+            self._sure.add(map(_bin, range(len(confidences)), confidences), outcomes)
             self._sure.fade(MEMORY)
-        for rank in ranks:
-            self._ranks.add(range(RANKS), [rank == cell + 1 for cell in range(RANKS)])
-        if ranks:
-            self._ranks.fade(MEMORY)
+        self.siblings.observe(ranks, candidates)
         self.rounds += 1
         self.latest.append(outcomes[0])
         if self.rounds % LOOK_EVERY == 0 and len(self.latest) == LATEST:
@@ -244,10 +211,20 @@ class Acceptance:
             chances.append(level + slope * sure)
         return chances
 
-    def siblings(self) -> list[float]:
-        """The chance that the target's token is the drafter's second, third, ... when it is not the first."""
-        firsts = self._ranks.rate(0, 1.0, 1.0)
-        return [self._ranks.rate(cell, 0.0, 1.0) / max(1 - firsts, 1e-9) for cell in range(1, RANKS)]
+    def of_nodes(self, parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
+        """The chances that the nodes of a tree are accepted at all; siblings stand in the order of their rank."""
+        depths, chances, survivals = list[int](), dict[int, list[float]](), list[float]()
+        families: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            families.setdefault(parent, []).append(node)
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        for parent, nodes in families.items():
+            (first,) = self.chances_of([confidences[nodes[0]]], depths[nodes[0]])
+            chances[parent] = [first, *self.siblings.chances(first, [confidences[node] for node in nodes])]
+        for node, parent in enumerate(parents):
+            above = 1.0 if parent < 0 else survivals[parent]
+            survivals.append(above * chances[parent][families[parent].index(node)])
+        return survivals
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended; what it taught about the drafter stays."""

@@ -1,9 +1,14 @@
 """How deep to draft: chosen every step, for every request, from measured costs and measured acceptance. No torch.
 
+Chains or trees: trees catch what the first candidate misses, and pay where further tokens of a pass are nearly free. To
+know what they would catch, the drafter's further candidates are looked at in some of the rounds that draft chains.
+
     cost.py        what passes take on this machine, from the times of those that ran
     acceptance.py  how likely drafts are accepted, from the fate of those that were made
     plan/shapes.py which drafts give the most tokens per second; none at all is always a candidate
-    planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding
+    planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding, and one
+                   in favour of chains
+    promises.py    what chains and trees gave in the end, in parts of what was expected of them
     probes.py      while nothing is drafted, how to notice that drafting would pay
     drift.py       how deep the drafter is fit to be used at all
 
@@ -12,13 +17,15 @@ A request may take the choice away: `off` never drafts, `fixed` always drafts it
 Losslessness. No choice made here can change what is generated: a request's token is a function of the target's
 distribution and of the request's own noise, and a draft only decides in which pass it is computed. That is more than
 rejection sampling allows: there, whether draft i is submitted may depend on the drafts before it but not on the drawn
-draft i itself, or the output is biased. `goes_on` would keep to that rule; `keeps` looks at draft i and would break it.
+draft i itself, or the output is biased. `goes_on` would keep to that rule; `keeps` and `prunes` look at draft i and
+would break it.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import isfinite
 from operator import mul
 from typing import Any
 
@@ -27,7 +34,8 @@ from eyas.engine.cost import Costs
 from eyas.engine.drift import DriftAlarm
 from eyas.engine.planner import Planner, RowFacts, Situation
 from eyas.engine.probes import Probes
-from eyas.plan.shapes import CHAIN, Plan, Shape, best_count
+from eyas.engine.siblings import RANKS
+from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
 
@@ -38,6 +46,10 @@ PLAIN_AGAIN = 256
 """Steps after which a plain one is timed again: speculation is only as good as what it is compared with."""
 DOUBTFUL, CLOSE, SURE = 8, 1.2, 10
 """The same as long as speculation promises less than this ratio and plain steps have been timed less than so often."""
+
+LOOK_EVERY, LOOKS_FIRST = 16, 16
+"""Of the steps that draft, one in so many looks at further candidates, and so many do to begin with: noting RANKS of
+them instead of one takes a few percent of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +62,8 @@ class Choice:
     shape: Shape
     """For requests on auto; the others draft chains."""
     reason: str
+    look: int = 1
+    """Candidates to note for every draft; 1: the draft alone."""
 
 
 @dataclass(kw_only=True)
@@ -60,6 +74,8 @@ class _Step:
     limits: dict[int, int] = field(default_factory=dict)
     bound: frozenset[int] = frozenset()
     """Requests that draft to their limit, come what may."""
+    plan: Plan | None = None
+    """What it follows, if it speculates."""
     rate: float = 0.0
     """Tokens per second it is planned to give."""
     probe: bool = False
@@ -73,7 +89,10 @@ class _Step:
     """The chance that all of them are accepted."""
     withheld: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Where drafts were made and not all verified: how many were, and the chance of the next."""
+    rounds: int = 0
     accepted: int = 0
+    expected: float = 0.0
+    """Seconds that the costs say of what ran."""
     seconds: float = 0.0
     timed: bool = False
     """Whether the target's pass is among the seconds."""
@@ -91,6 +110,10 @@ class Controller:
         self._step: _Step | None = None
         self._steps = 0
         self._plain_at = 0
+        self._trees = trees
+        self._drafting = self._looks = 0
+        """Steps that drafted for few enough requests to consider trees, and those that looked at candidates."""
+        self._in_trees = 0
         self._depths: Counter[int] = Counter()
         self._reason = "no step yet"
 
@@ -113,7 +136,23 @@ class Controller:
             for row, depth in zip(rows, depths, strict=True)
         }
         self._depths.update(depths)
-        return Choice(depths=depths, limits=tuple(step.limits.values()), shape=shape, reason=self._reason)
+        self._in_trees += len(situation.auto) if shape.kind == "tree" else 0
+        return Choice(
+            depths=depths,
+            limits=tuple(step.limits.values()),
+            shape=shape,
+            reason=self._reason,
+            look=RANKS if any(depths) and self._looks_now(situation) else 1,
+        )
+
+    def _looks_now(self, situation: Situation) -> bool:
+        """Whether this step, which drafts, is one of those that note further candidates."""
+        if not self._trees or not 0 < len(situation.auto) <= TREE_ROWS:
+            return False
+        self._drafting += 1
+        looks = self._looks < LOOKS_FIRST + self._drafting // LOOK_EVERY
+        self._looks += looks
+        return looks
 
     def _decide(self, step: _Step) -> tuple[dict[int, int], Shape, str]:
         """Depths of requests on auto, by key."""
@@ -131,7 +170,7 @@ class Controller:
             self._plain_at = self._steps
             return {}, CHAIN, "plain: to time a step without drafts again"
         self.probes.rest()
-        step.rate = plan.rate
+        step.plan, step.rate = plan, plan.rate
         keys = [row.key for row in situation.auto]
         depths = dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True))
         return depths, plan.shape, reason
@@ -195,58 +234,86 @@ class Controller:
 
     def keeps(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many of each request's drafts are worth verifying, now that all of them are made."""
-        step = self._under_way()
-        kept = [len(sure) if key in step.bound else 0 for key, sure in zip(keys, confidences, strict=True)]
-        chances = [self.acceptance.chances_of(sure) for sure in confidences]
-        worth = sorted(
-            (
-                (survival, place)
-                for place, key in enumerate(keys)
-                if key not in step.bound
-                for survival in accumulate(chances[place], mul)
-            ),
-            reverse=True,
-        )
-        tokens, context, verify = step.situation.tokens + sum(kept), step.situation.context, self.costs.verify
-        enough = best_count([value for value, _ in worth], lambda n: verify.at(tokens + n, context), step.rate)
-        for _, place in worth[:enough]:
-            kept[place] += 1
+        step, chances = self._under_way(), [self.acceptance.chances_of(sure) for sure in confidences]
+        kept = [len(nodes) for nodes in self._worth_verifying(keys, [list(accumulate(row, mul)) for row in chances])]
         for key, first_left, row in zip(keys, kept, chances, strict=True):
             if first_left < len(row):
                 step.withheld[key] = first_left, row[first_left]
         return kept
 
+    def prunes(
+        self, keys: Sequence[int], parents: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]]
+    ) -> list[list[int]]:
+        """The same for trees, given by the parents of their nodes: which of these are worth verifying."""
+        grown = zip(parents, confidences, strict=True)
+        return self._worth_verifying(keys, [self.acceptance.of_nodes(*tree) for tree in grown])
+
+    def _worth_verifying(self, keys: Sequence[int], survivals: Sequence[Sequence[float]]) -> list[list[int]]:
+        """Of each request's drafts, given by their chances to be accepted at all, those that are worth their price."""
+        step, verify = self._under_way(), self.costs.verify
+        kept = [list(range(len(row) if key in step.bound else 0)) for key, row in zip(keys, survivals, strict=True)]
+        # Of equals the earlier comes first, so that no draft is kept without those that lead to it.
+        worth = sorted(
+            (-survival, node, place)
+            for place, (key, row) in enumerate(zip(keys, survivals, strict=True))
+            if key not in step.bound
+            for node, survival in enumerate(row)
+        )
+        tokens, context = step.situation.tokens + sum(map(len, kept)), step.situation.context
+        enough = best_count([-value for value, _, _ in worth], lambda n: verify.at(tokens + n, context), step.rate)
+        for _, node, place in worth[:enough]:
+            kept[place].append(node)
+        return [sorted(nodes) for nodes in kept]
+
     # --- what came of it ---------------------------------------------------------------------------------------
 
     def observe_round(
-        self, key: int, drafted: int, accepted: int, confidences: Sequence[float] = (), ranks: Sequence[int] = ()
+        self,
+        key: int,
+        drafted: int,
+        accepted: int,
+        confidences: Sequence[float] = (),
+        ranks: Sequence[int] = (),
+        candidates: Sequence[Sequence[float]] = (),
     ) -> None:
         """Tell the fate of a request's drafts.
 
         `ranks`, where they are known, say for every accepted depth and the one after it which candidate of the drafter
-        (1, 2, ...) was the target's token, 0 if none of those looked at; in a tree, where second candidates are
-        accepted too, they alone tell how the first ones fared.
+        (1, 2, ...) was the target's token, 0 if none of those looked at, and `candidates` how sure the drafter was of
+        each of these. In a tree, where second candidates are accepted too, ranks alone tell how the first ones fared;
+        `confidences` are those of first candidates in any case.
         """
         verified, chance = self._step.withheld.get(key, (-1, 0.0)) if self._step else (-1, 0.0)
         withheld = chance if drafted == verified else None
-        self.acceptance.observe(key, drafted, accepted, confidences, ranks, withheld=withheld)
+        self.acceptance.observe(key, drafted, accepted, confidences, ranks, candidates, withheld=withheld)
         if self._step is not None:
+            self._step.rounds += 1
             self._step.accepted += accepted
 
     def observe_target(self, tokens: int, context: int, seconds: float) -> None:
         """Tell what a target pass took, until its tokens were known."""
         self.costs.verify.observe(tokens, seconds, context)
-        self._take_time(seconds)
+        self._take_time(seconds, self.costs.verify.at(tokens, context))
         if self._step is not None:
             self._step.timed = True
 
-    def observe_draft(self, passes: int, tokens: int, seconds: float, first: tuple[int, float] | None = None) -> None:
+    def observe_draft(
+        self,
+        passes: int,
+        tokens: int,
+        seconds: float,
+        first: tuple[int, float] | None = None,
+        *,
+        trees: bool = False,
+    ) -> None:
         """Tell what drafting took in a step: passes of the drafter, tokens in all of them together.
 
         `first` has tokens and seconds of the first pass, where it was timed by itself.
         """
-        self.costs.observe_draft(passes, tokens, seconds, first)
-        self._take_time(seconds)
+        self.costs.observe_draft(passes, tokens, seconds, first, trees=trees)
+        reads = tokens / passes if first is None else first[0]
+        price = self.costs.grow if trees else self.costs.draft
+        self._take_time(seconds, price(passes, reads, tokens - reads))
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""
@@ -273,6 +340,8 @@ class Controller:
             "seconds": self.probes.total,
             "probes": self.probes.count,
             "seconds_lost_by_probes": self.probes.lost,
+            "siblings": [round(share, 4) for share in self.acceptance.siblings.shares()],
+            "rows_in_trees": self._in_trees,
             "rows_by_depth": dict(sorted(self._depths.items())),
             "share_of_depths": {depth: count / chosen for depth, count in sorted(self._depths.items())},
         }
@@ -281,14 +350,17 @@ class Controller:
         assert self._step is not None, "choose comes first"
         return self._step
 
-    def _take_time(self, seconds: float) -> None:
+    def _take_time(self, seconds: float, expected: float) -> None:
         self.probes.total += seconds
         if self._step is not None:
             self._step.seconds += seconds
+            self._step.expected += expected
 
     def _close_step(self) -> None:
-        """Book the last step if it was a probe."""
+        """Book the last step: what came of its plan, or what it lost if it was a probe."""
         step, self._step = self._step, None
+        if step is not None and step.plan is not None and step.timed and isfinite(step.expected):
+            self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
         self.acceptance.end_step(probe=step is not None and step.probe)
         if step is not None and step.probe:
             self._planner.forget()

@@ -4,6 +4,7 @@
     draft    the drafter's passes, against their tokens: the first reads what the target has seen since, each further
              one has a token for every request that goes on. A device that runs ahead of the host can only be timed
              over all of them, and then their mean has to do for each
+    tree     the same where trees grow, over all passes together: between them the host does more than for chains
 
 Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
 `Curve` keeps a typical time for each bucket of token counts, by these rules:
@@ -217,13 +218,24 @@ class Costs:
 
     def __init__(self) -> None:
         self.verify = Curve(FINE)
-        self.first_draft, self.further_draft = (Curve(COARSE, flat_below=True) for _ in range(2))
+        self.first_draft, self.further_draft, self.pass_of_tree = (Curve(COARSE, flat_below=True) for _ in range(3))
 
-    def observe_draft(self, passes: int, tokens: int, seconds: float, first: tuple[int, float] | None = None) -> None:
+    def observe_draft(
+        self,
+        passes: int,
+        tokens: int,
+        seconds: float,
+        first: tuple[int, float] | None = None,
+        *,
+        trees: bool = False,
+    ) -> None:
         """Take the time of a step's drafting: so many passes, of so many tokens together.
 
         `first` has tokens and seconds of the first pass, where it was timed by itself.
         """
+        if trees:
+            self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
+            return
         first_tokens, first_seconds = first or (tokens / passes, seconds / passes)
         self.first_draft.observe(max(1, round(first_tokens)), first_seconds)
         if passes > 1:
@@ -237,6 +249,13 @@ class Costs:
         if not passes:
             return 0.0
         return self.first_draft.at(max(1, round(first))) + self.further(passes - 1, further)
+
+    def grow(self, passes: int, first: float, further: float) -> float:
+        """The same where trees grow: what was timed, and never less than chains would take."""
+        seconds = self.draft(passes, first, further)
+        if not self.pass_of_tree.known:
+            return seconds
+        return max(seconds, passes * self.pass_of_tree.at(max(1, round((first + further) / passes))))
 
     def further(self, passes: int, tokens: float) -> float:
         """Expected seconds of passes behind the first. Until there were any, they are taken for as long as that."""

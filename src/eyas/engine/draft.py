@@ -6,7 +6,7 @@ request that does not speculate for a while therefore costs next to nothing, and
 read, later tokens see keys and values alone, so with one layer nothing else is computed, but for the last token.
 
     read    slot i takes the target's state at i beside token i + 1, for every token but the newest
-    chain   one candidate per depth; a row may stop early
+    chain   one candidate per depth; a row may stop early. Now and then those after it are looked at too
     tree    the dynamic tree of EAGLE-2: `width` candidates per node, the `width` most confident nodes of a depth
             grow, the `budget` most confident of all are offered
 
@@ -16,7 +16,6 @@ Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary s
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,12 +23,14 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
+from eyas.engine.drafts import Candidates, Draft, Growth, Tree
 from eyas.engine.lean_draft import lean_drafter
-from eyas.engine.paged import MOST_IN_TREE, Layout, PageCache, Row
+from eyas.engine.paged import Layout, PageCache, Row
 from eyas.engine.paged_attention import PagedAttention
 from eyas.engine.request import Live
-from eyas.engine.verify import Drawn, Wanted, draw, draw_many
-from eyas.errors import UserError
+from eyas.engine.verify import Wanted, draw, draw_many
+
+__all__ = ["LUMP", "Draft", "GoesOn", "PagedDrafter", "States", "Tree", "WantedAt"]
 
 LUMP = 64
 """States of a prompt that are worth a pass of their own; fewer wait for company."""
@@ -45,79 +46,6 @@ GoesOn = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[bool]]
 
 WantedAt = Callable[[Live, Sequence[int]], Wanted]
 """How a request's token behind its tokens and these drafts is to be chosen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tree:
-    """How wide a tree grows."""
-
-    depth: int
-    width: int
-    budget: int
-
-    def __post_init__(self) -> None:
-        for name in ("depth", "width", "budget"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} of the tree is {getattr(self, name)}; it must be 1 or more")
-
-    def within(self, slots: int) -> "Tree":
-        """The same, as far as so many slots allow."""
-        depth = min(self.depth, max(1, slots // self.width + 1))
-        return Tree(depth=depth, width=self.width, budget=min(self.budget, slots))
-
-    @property
-    def slots(self) -> int:
-        """Cache slots that growing and verifying it take at most."""
-        return max(self.budget, (self.depth - 1) * self.width)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Draft:
-    """Tokens proposed behind a request's newest one: a tree in which a parent precedes its children."""
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-    """Index of each token's predecessor, -1 for the newest token of the request."""
-    confidences: tuple[float, ...] = ()
-    """The drafter's probability of each token behind its parent."""
-
-    @property
-    def depth(self) -> int:
-        """The most tokens that could be accepted."""
-        if self.is_chain:
-            return len(self.tokens)
-        return max((len(self.path(index)) for index in range(len(self.tokens))), default=0)
-
-    def cut(self, count: int) -> "Draft":
-        """The first tokens alone; what is cut off is never the parent of what stays."""
-        if count == len(self.tokens):
-            return self
-        return Draft(tokens=self.tokens[:count], parents=self.parents[:count], confidences=self.confidences[:count])
-
-    def tokens_to(self, index: int) -> list[int]:
-        """The tokens from the first depth down to `index`; none for -1."""
-        return [self.tokens[i] for i in self.path(index)]
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each token follows the one before it."""
-        return self.parents == _LINE[: len(self.parents)]
-
-    def path(self, index: int) -> list[int]:
-        """Indices from the first depth down to `index`; empty for -1."""
-        return _path(self.parents, index)
-
-
-_LINE = tuple(range(-1, MOST_IN_TREE))
-"""The parents of a chain."""
-
-
-def _path(parents: Sequence[int], index: int) -> list[int]:
-    path: list[int] = []
-    while index >= 0:
-        path.append(index)
-        index = parents[index]
-    return path[::-1]
 
 
 class States(NamedTuple):
@@ -223,11 +151,21 @@ class PagedDrafter:
 
     @torch.inference_mode()
     def chain(
-        self, lives: Sequence[Live], depths: Sequence[int], wanted_at: WantedAt, goes_on: GoesOn | None = None
+        self,
+        lives: Sequence[Live],
+        depths: Sequence[int],
+        wanted_at: WantedAt,
+        goes_on: GoesOn | None = None,
+        *,
+        look: int = 1,
     ) -> list[Draft]:
-        """Draft up to `depths` tokens for each request, all of which have been read to their end."""
+        """Draft up to `depths` tokens for each request, all of which have been read to their end.
+
+        Of each, `look` candidates are noted, the draft being the first; where that is 1, none are.
+        """
         tokens: list[list[int]] = [[] for _ in lives]
         confidences: list[list[float]] = [[] for _ in lives]
+        candidates: list[dict[int, Candidates]] = [{} for _ in lives]
         rows = list(range(len(lives)))
         normed_RD = torch.stack([self._normed_D[live.key] for live in lives])
         feedback_RD = torch.stack([self._feedback_D[live.key] for live in lives])
@@ -250,21 +188,34 @@ class PagedDrafter:
                 token_R = torch.tensor([tokens[row][-1] for row in rows], device=self._device)
                 output = self._run.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
                 normed_RD, feedback_RD = output.normed, output.feedback
-            drawn = self._draw(normed_RD, [wanted_at(lives[row], tokens[row]) for row in rows])
-            for row, token, confidence in zip(rows, drawn.tokens, drawn.confidences, strict=True):
+            wanted = [wanted_at(lives[row], tokens[row]) for row in rows]
+            logits_RW = self._run.logits(normed_RD)
+            if look == 1:
+                drawn = draw(logits_RW, wanted, self.token_W)
+                firsts = list(zip(drawn.tokens, drawn.confidences, strict=True))
+            else:
+                drawn = draw_many(logits_RW, wanted, self.token_W, look)
+                seen = [Candidates(tuple(a), tuple(b)) for a, b in zip(drawn.tokens, drawn.confidences, strict=True)]
+                for row, some in zip(rows, seen, strict=True):
+                    candidates[row][depth - 2] = some
+                firsts = [(some.tokens[0], some.confidences[0]) for some in seen]
+            for row, (token, confidence) in zip(rows, firsts, strict=True):
                 tokens[row].append(token)
                 confidences[row].append(confidence)
         return [
-            Draft(tokens=tuple(made), parents=tuple(range(-1, len(made) - 1)), confidences=tuple(sure))
-            for made, sure in zip(tokens, confidences, strict=True)
+            Draft(tokens=tuple(made), parents=tuple(range(-1, len(made) - 1)), confidences=tuple(sure), candidates=seen)
+            for made, sure, seen in zip(tokens, confidences, candidates, strict=True)
         ]
 
     @torch.inference_mode()
-    def tree(self, lives: Sequence[Live], shapes: Sequence[Tree], wanted_at: WantedAt) -> list[Draft]:
-        """Grow a tree for each request, all of which have been read to their end."""
-        growths = [_Growth(live, shape) for live, shape in zip(lives, shapes, strict=True)]
+    def tree(self, lives: Sequence[Live], shapes: Sequence[Tree], wanted_at: WantedAt, *, look: int = 1) -> list[Draft]:
+        """Grow a tree for each request, all of which have been read to their end.
+
+        The candidates behind its nodes are noted: as many as it is wide, and no fewer than `look`.
+        """
+        growths = [Growth(live, shape) for live, shape in zip(lives, shapes, strict=True)]
         normed_RD = torch.stack([self._normed_D[live.key] for live in lives])
-        parents: list[tuple[_Growth, int]] = [(growth, -1) for growth in growths]
+        parents: list[tuple[Growth, int]] = [(growth, -1) for growth in growths]
         for depth in range(1, max(shape.depth for shape in shapes) + 1):
             if depth > 1:
                 grown = [(growth, growth.grow(depth)) for growth in growths]
@@ -273,15 +224,13 @@ class PagedDrafter:
                     break
                 normed_RD = self._expand([growth for growth, nodes in grown if nodes])
             wanted = [wanted_at(growth.live, growth.tokens_to(node)) for growth, node in parents]
-            widths = [growth.shape.width for growth, _ in parents]
-            drawn = draw_many(self._run.logits(normed_RD), wanted, self.token_W, max(widths))
-            for (growth, node), width, tokens, confidences in zip(
-                parents, widths, drawn.tokens, drawn.confidences, strict=True
-            ):
-                growth.add(node, tokens[:width], confidences[:width])
+            width = max(look, *(growth.shape.width for growth, _ in parents))
+            drawn = draw_many(self._run.logits(normed_RD), wanted, self.token_W, width)
+            for (growth, node), tokens, confidences in zip(parents, drawn.tokens, drawn.confidences, strict=True):
+                growth.add(node, Candidates(tuple(tokens), tuple(confidences)))
         return [growth.offered() for growth in growths]
 
-    def _expand(self, growths: Sequence["_Growth"]) -> Tensor:
+    def _expand(self, growths: Sequence[Growth]) -> Tensor:
         """Run the nodes that grow now, each behind its own path."""
         rows, hidden, tokens = [], list[Tensor](), list[int]()
         for growth in growths:
@@ -299,70 +248,9 @@ class PagedDrafter:
             growth.feedback_D |= {node: output.feedback[next(places)] for node in growth.newest}
         return output.normed
 
-    def _draw(self, normed_RD: Tensor, wanted: Sequence[Wanted]) -> Drawn:
-        return draw(self._run.logits(normed_RD), wanted, self.token_W)
-
     def _lay_out(self, rows: Iterable[Row]) -> Layout:
         return Layout.of(list(rows), page_size=self.cache.page_size, device=self._device)
 
     def attention(self, layout: Layout) -> PagedAttention:
         """Attention over the drafter's pages in one pass."""
         return PagedAttention(self.cache, layout, window=self.window, sinks=self.sinks)
-
-
-class _Growth:
-    """One request's tree while it grows."""
-
-    def __init__(self, live: Live, shape: Tree) -> None:
-        self.live, self.shape = live, shape
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        self.grown: list[int] = []
-        """Nodes that the drafter has run, in the order of their slots."""
-        self.newest: list[int] = []
-        """The last of them, which it is about to run."""
-        self.feedback_D: dict[int, Tensor] = {}
-        self._sure: list[float] = []
-        self._path_sure: list[float] = []
-
-    def add(self, parent: int, tokens: Sequence[int], confidences: Sequence[float]) -> None:
-        """Take candidates behind a node, -1 for the root."""
-        path_sure = 1.0 if parent < 0 else self._path_sure[parent]
-        depth = 1 if parent < 0 else self.depths[parent] + 1
-        for token, sure in zip(tokens, confidences, strict=True):
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(depth)
-            self._sure.append(sure)
-            self._path_sure.append(path_sure * sure)
-
-    def grow(self, depth: int) -> list[int]:
-        """The most confident nodes of the depth before, which get children now."""
-        nodes: list[int] = []
-        if depth <= self.shape.depth:
-            level = [node for node, at in enumerate(self.depths) if at == depth - 1]
-            nodes = sorted(level, key=lambda node: -self._path_sure[node])[: self.shape.width]
-        self.grown += nodes
-        self.newest = nodes
-        return nodes
-
-    def ancestors(self) -> list[list[bool]]:
-        """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
-        paths = [set(_path(self.parents, node)) for node in self.newest]
-        return [[other in path for other in self.grown] for path in paths]
-
-    def tokens_to(self, node: int) -> list[int]:
-        """The tokens from the first depth to a node; none for the root."""
-        return [self.tokens[i] for i in _path(self.parents, node)]
-
-    def offered(self) -> Draft:
-        """The most confident nodes. A child is never more confident than its parent, so what is kept is a tree."""
-        order = sorted(range(len(self.tokens)), key=lambda node: (-self._path_sure[node], self.depths[node]))
-        kept = sorted(order[: self.shape.budget], key=lambda node: (self.depths[node], node))
-        place = {node: index for index, node in enumerate(kept)} | {-1: -1}
-        return Draft(
-            tokens=tuple(self.tokens[node] for node in kept),
-            parents=tuple(place[self.parents[node]] for node in kept),
-            confidences=tuple(self._sure[node] for node in kept),
-        )

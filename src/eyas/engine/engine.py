@@ -14,7 +14,7 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.answer import Answer, Piece, Tally
 from eyas.engine.checkup import CheckUps
-from eyas.engine.controller import Controller, RowFacts
+from eyas.engine.controller import Choice, Controller, RowFacts
 from eyas.engine.draft import LUMP, Draft, GoesOn, PagedDrafter, States, Tree
 from eyas.engine.drift import DriftAlarm
 from eyas.engine.grammar import lawful
@@ -38,7 +38,7 @@ from eyas.engine.request import Live, Request
 from eyas.engine.scheduler import Row, Scheduler, StepPlan
 from eyas.engine.swapping import require_fit, reserve_cache
 from eyas.engine.telling import Teller
-from eyas.engine.verdict import Said, Verdict, accepted_nodes, is_plainly_greedy, lay_out
+from eyas.engine.verdict import Said, Verdict, accepted_nodes, is_plainly_greedy, lay_out, ranking
 from eyas.engine.verify import TokenLogprobs, Wanted, choose, log_probabilities
 from eyas.errors import UserError
 from eyas.target.capture import capture
@@ -79,9 +79,10 @@ class Engine:
         )
         self.recorded: RecordedSteps | None = None
         """Steps that only decode, as CUDA graphs; None where there are none."""
-        if options.graphs and self._device.type == "cuda" and has_triton():
+        if self._records:
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
         self._said_early: Said | None = None
+        self._choice: Choice | None = None
         self._teller = Teller(target.decode)
         self._keys = 0
 
@@ -168,6 +169,11 @@ class Engine:
             recorder, self.recorded = self.recorded.recorder, None  # its memory is free before more is taken
             self.recorded = self._recorded_steps(replace(recorder, bytes=0, refused=set(), _made={}, _pool=None))
 
+    @property
+    def _records(self) -> bool:
+        """Whether steps that only decode are to be CUDA graphs."""
+        return self.options.graphs and self._device.type == "cuda" and has_triton()
+
     def _take_drafter(self, drafter: Drafter | None, cache: PageCache | None) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
         options = self.options
@@ -176,7 +182,8 @@ class Engine:
         self._checkups: CheckUps | None = None
         self.drift = DriftAlarm(options.max_depth)
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
-        self.controller = Controller(max_depth=options.max_depth, drift=self.drift)
+        # A recorded step drafts chains: growing a tree asks the host at every depth.
+        self.controller = Controller(max_depth=options.max_depth, drift=self.drift, trees=not self._records)
         if drafter is None or cache is None:
             return
         self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
@@ -219,12 +226,12 @@ class Engine:
         wanted: dict[int, int] = {}
         decoding = [live for live in self.scheduler.running if live.pending == 1]
         if self._drafter is not None and decoding:
-            choice = self.controller.choose([_facts(live) for live in decoding])
-            tree = self.options.tree
+            self._choice = choice = self.controller.choose([_facts(live) for live in decoding])
             # Nobody looks on the way while a recorded chain is drafted.
-            limits = choice.limits if self.recorded is None or tree is not None else choice.depths
+            limits = choice.limits if self.recorded is None or self.options.tree is not None else choice.depths
             for live, limit in zip(decoding, limits, strict=True):
-                wanted[live.key] = tree.slots if tree is not None and limit else limit
+                tree = self._tree(live) if limit else None
+                wanted[live.key] = limit if tree is None else tree.slots
         plan = self.scheduler.plan(wanted)
         if self._drafter is not None:
             for live in plan.preempted:
@@ -246,20 +253,26 @@ class Engine:
             first = first or (reads, self._clock() - started)
             return self.controller.goes_on(keys, confidences)
 
-        if self.options.tree is None:
+        keys, shapes = [live.key for live in lives], self._shapes(rows)
+        nodes: Sequence[Collection[int]]
+        if shapes is None:
             limits = [row.drafts for row in rows]
             drafts = self._draft_chains(lives, limits, goes_on, everyone=len(rows) == len(plan.rows))
-            kept = self.controller.keeps([live.key for live in lives], [draft.confidences for draft in drafts])
+            nodes = [range(count) for count in self.controller.keeps(keys, [draft.confidences for draft in drafts])]
+            deepest = max(draft.depth for draft in drafts)
+            deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
         else:
             self._read(lives)
-            shapes = [self._tree(row) for row in rows]
-            drafts = self._drafter.tree(lives, shapes, self._wanted)
-            kept = [len(draft.tokens) for draft in drafts]
-        deepest = max(draft.depth for draft in drafts)
-        deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
+            drafts = self._drafter.tree(lives, shapes, self._wanted, look=self._look)
+            nodes = [range(len(draft.tokens)) for draft in drafts]
+            if self.options.tree is None:
+                sure = [draft.confidences for draft in drafts]
+                nodes = self.controller.prunes(keys, [draft.parents for draft in drafts], sure)
+            deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
         if self._said_early is None:
-            self.controller.observe_draft(deepest, reads + deeper, self._clock() - started, first)
-        offered = {live.key: draft.cut(count) for live, draft, count in zip(lives, drafts, kept, strict=True)}
+            seconds, trees = self._clock() - started, shapes is not None
+            self.controller.observe_draft(deepest, reads + deeper, seconds, first, trees=trees)
+        offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
         if self._said_early is None:  # else it was verified together with drafts that may be unlawful, and says so
             for live in lives:
                 if live.walk is not None:
@@ -290,16 +303,36 @@ class Engine:
                 drafts = self.recorded.draft(lives, limits, self._teller.tell)
         if drafts is None:
             self._read(lives)
-            return self._drafter.chain(lives, limits, self._wanted, goes_on)
+            return self._drafter.chain(lives, limits, self._wanted, goes_on, look=self._look)
         for live in lives:
             self.scheduler.note_read(live, live.target_length)
         return drafts
 
-    def _tree(self, row: Row) -> Tree:
-        """The shape of a row's tree. While the drift alarm fires, requests on auto grow no deeper than is healthy."""
-        assert self.options.tree is not None
-        tree = self.options.tree.within(row.drafts)
-        if self.drift.firing and row.live.request.speculation.mode == "auto":
+    @property
+    def _look(self) -> int:
+        """Candidates to note for every draft of this step."""
+        return 1 if self._choice is None else self._choice.look
+
+    def _shapes(self, rows: Sequence[Row]) -> list[Tree] | None:
+        """The trees to grow in this step, those of one branch included; None where every row drafts a chain."""
+        trees = [self._tree(row.live) for row in rows]
+        if not any(trees):
+            return None
+        return [
+            Tree(depth=row.drafts, width=1, budget=row.drafts) if tree is None else tree.within(row.drafts)
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+
+    def _tree(self, live: Live) -> Tree | None:
+        """The tree to grow for a request: the engine's own, or what the controller chose for those on auto.
+
+        While the drift alarm fires, these grow no deeper than is healthy.
+        """
+        tree, auto = self.options.tree, live.request.speculation.mode == "auto"
+        if tree is None and auto and self._choice is not None and self._choice.shape.kind == "tree":
+            shape = self._choice.shape
+            tree = Tree(depth=shape.depth, width=shape.width, budget=shape.budget)
+        if tree is not None and auto and self.drift.firing:
             tree = replace(tree, depth=min(tree.depth, self.drift.deepest))
         return tree
 
@@ -427,8 +460,10 @@ class Engine:
         if not row.samples:
             return
         if self._drafter is not None:
-            sure = draft.confidences if draft.is_chain else ()
-            self.controller.observe_round(live.key, draft.depth, len(verdict.nodes), sure)
+            ranks = ranking(verdict)
+            sure = ranks.firsts or (draft.confidences if draft.is_chain else ())
+            told = (draft.depth, len(verdict.nodes), sure, ranks.ranks, ranks.candidates)
+            self.controller.observe_round(live.key, *told)
         if self._checkups is not None:
             self._checkups.follow(live, draft, len(verdict.nodes), ended=heard.finished is not None)
         logprobs = self._logprobs(live, heard.tokens, said.logits_MV, verdict)

@@ -52,17 +52,10 @@ class Grammar(Protocol):
 
 def lawful(draft: Draft, walk: Walk, tokens: Sequence[int]) -> Draft:
     """The drafts that the grammar allows behind these tokens, with all that lead to them."""
-    place = {-1: -1}
+    kept = [-1]
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
-        if parent in place:
+        if parent in kept:
             mask_V = walk.mask(tokens, draft.tokens_to(parent))
             if mask_V is not None and bool(mask_V[token]):
-                place[node] = len(place) - 1
-    kept = [node for node in place if node >= 0]
-    if len(kept) == len(draft.tokens):
-        return draft
-    return Draft(
-        tokens=tuple(draft.tokens[node] for node in kept),
-        parents=tuple(place[draft.parents[node]] for node in kept),
-        confidences=tuple(draft.confidences[node] for node in kept),
-    )
+                kept.append(node)
+    return draft.only(kept[1:])

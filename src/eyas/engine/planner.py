@@ -8,10 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 from eyas.engine.acceptance import Acceptance
 from eyas.engine.cost import Costs, bucket_of
+from eyas.engine.promises import Promises
 from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
 
 KEPT_STEPS = 8
@@ -50,6 +52,7 @@ class Planner:
 
     def __init__(self, costs: Costs, acceptance: Acceptance, *, trees: bool) -> None:
         self._costs, self._acceptance, self._trees = costs, acceptance, trees
+        self.promises = Promises()
         self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
 
     def forget(self) -> None:
@@ -66,6 +69,7 @@ class Planner:
         return Prices(
             verify=cache(lambda drafts: verify.at(tokens + drafts, context) - prompts),
             draft=self._costs.draft,
+            grow=self._costs.grow,
             reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),
         )
 
@@ -99,8 +103,9 @@ class Planner:
         prices = self.prices(situation)
         plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
         if self._trees:
-            tree = plan_tree(batch, prices, acceptance.by_depth[:deepest], acceptance.siblings())
-            plan = tree if tree is not None and tree.rate > MARGIN * plan.rate else plan
+            tree = plan_tree(batch, prices, _chances(batch), acceptance.siblings.shares())
+            worth = self.promises.of_trees / self.promises.of_chains
+            plan = tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan
         compared = (
             f"{plan.rate:.3g} tokens/s expected against {plain.rate:.3g} plain, "
             f"{acceptance.by_depth[0]:.0%} of first drafts accepted"
@@ -110,10 +115,19 @@ class Planner:
         return plain, f"plain, drafts would not pay: {compared}"
 
 
+def _chances(batch: Batch) -> list[float]:
+    """a(1), a(2), ... of the requests at hand, all together: one tree is for all of them."""
+    by_level = [[rows, *(rows * s for s in batch.survivals[level])] for level, rows in batch.levels.items()]
+    survivals = [sum(at_depth) for at_depth in zip(*by_level, strict=True)]
+    return [after / max(before, 1e-9) for before, after in pairwise(survivals)]
+
+
 def _in_words(plan: Plan) -> str:
     depths = [depth for level in plan.by_level.values() for depth in level]
     drafting = [depth for depth in depths if depth]
     least, most = min(drafting), max(drafting)
     deep = f"{most} deep" if least == most else f"{least} to {most} deep"
-    what = "" if plan.shape.kind == "chain" else f" in trees of {plan.shape.budget} tokens"
+    what = ""
+    if plan.shape.kind == "tree":
+        what = f" in trees {plan.shape.width} wide of at most {plan.shape.budget} tokens"
     return f"{deep}{what} for {len(drafting)} of {len(depths)} requests"

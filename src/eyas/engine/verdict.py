@@ -46,6 +46,33 @@ class Verdict:
     """Where its logits begin among those asked for."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranking:
+    """What a round tells of the drafter's candidates, for the accepted depths and the one after them."""
+
+    ranks: list[int]
+    """Which candidate was the target's token, 1 for the first, 0 for none of those looked at."""
+    candidates: list[tuple[float, ...]]
+    """How sure the drafter was of each."""
+
+    @property
+    def firsts(self) -> list[float]:
+        """How sure it was of the first."""
+        return [some[0] for some in self.candidates]
+
+
+def ranking(verdict: Verdict) -> Ranking:
+    """Where the target's tokens stand among the candidates, as far as these were noted."""
+    made = Ranking(ranks=[], candidates=[])
+    for node, token in zip((-1, *verdict.nodes), verdict.tokens, strict=True):
+        seen = verdict.draft.candidates.get(node)
+        if seen is None:
+            break
+        made.ranks.append(seen.tokens.index(token) + 1 if token in seen.tokens else 0)
+        made.candidates.append(seen.confidences)
+    return made
+
+
 def accepted_nodes(draft: Draft, own: Sequence[int]) -> list[int]:
     """Drafts that are the target's own tokens, from the first depth down."""
     if not draft.is_chain:

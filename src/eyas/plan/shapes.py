@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush
+from heapq import nlargest
+from itertools import accumulate
 from math import inf
 from typing import Literal
 
@@ -28,7 +29,7 @@ FINE_PORTIONS = 16
 """The same where drafts already made, or about to be, are weighed one against the other."""
 TREE_ROWS = 8
 """Batches above this are not considered for trees: their chains already fill a pass."""
-TREE_DEPTHS, TREE_WIDTHS, TREE_BUDGETS = (2, 3, 5, 7), (2, 4), (4, 8, 16, 32, 64)
+TREE_DEPTHS, TREE_WIDTHS, TREE_BUDGETS = (1, 2, 3, 4, 5, 7), (2, 4), (2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 """The trees that are considered."""
 
 
@@ -37,6 +38,8 @@ class Shape:
     """What is drafted for a request: a chain, or a tree of at most `budget` tokens."""
 
     kind: Literal["chain", "tree"] = "chain"
+    depth: int = 0
+    """Of a tree; chains have depths of their own."""
     width: int = 1
     """Candidates of a node, and nodes of a depth that get any."""
     budget: int = 0
@@ -56,6 +59,8 @@ class Prices:
     """The drafter's passes: how many, tokens of the first, tokens of all others together."""
     reads: float
     """Tokens that the first of these passes reads for a request."""
+    grow: Callable[[int, float, float], float] | None = None
+    """The same as `draft` where trees grow, which takes more of the host; None: no more than chains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,42 +191,48 @@ def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: 
     as measured. Wider trees catch what the first candidate misses; they pay when tokens of a pass are nearly free.
     """
     rows = sum(batch.levels.values())
-    if not 0 < rows <= TREE_ROWS or any(batch.fixed) or not any(siblings):
+    if not 0 < rows <= TREE_ROWS or not any(siblings):
         return None
-    best: Plan | None = None
+    plain, passes_before = plan_nothing(batch, prices), sum(rows > 0 for rows in batch.fixed)
+    reads = (rows + batch.fixed[0]) * prices.reads
+    grow = prices.grow or prices.draft
     # Coarse chances, since gains are kept: a tree's gain is looked up far more often than it changes.
     coarse = tuple(round(chance * 50) / 50 for chance in chances)
     coarse_siblings = tuple(round(chance * 50) / 50 for chance in siblings)
+    best_rate, best = 0.0, (0.0, inf, CHAIN)
     for depth in TREE_DEPTHS:
-        for width in TREE_WIDTHS:
-            gains = tree_gains(coarse[:depth], coarse_siblings[: width - 1], TREE_BUDGETS[-1])
-            # The nodes of a depth run beside those above them: width * (1 + 2 + ...) for a request.
-            drafting = prices.draft(depth, rows * prices.reads, rows * width * depth * (depth - 1) / 2)
+        for width in TREE_WIDTHS if depth <= len(chances) else ():
+            gains = tree_gains(coarse[:depth], coarse_siblings[: width - 1])
+            # The first candidates come of the reading; then the drafter runs `width` nodes of each depth but the last.
+            nodes = plain.drafts - batch.fixed[0] + rows * width * (depth - 1)
+            growing = grow(max(depth, passes_before), reads, nodes)
             for budget in TREE_BUDGETS:
-                if depth > len(chances) or not depth < budget <= len(gains):
+                if not depth < budget <= len(gains):
                     continue
-                plan = Plan(
-                    by_level={level: [depth] * count for level, count in batch.levels.items()},
-                    drafts=rows * budget,
-                    tokens=batch.rows + rows * gains[budget - 1],
-                    seconds=prices.verify(rows * budget) + drafting,
-                    shape=Shape(kind="tree", width=width, budget=budget),
-                )
-                if best is None or plan.rate > best.rate:
-                    best = plan
-    return best
+                tokens = plain.tokens + rows * gains[budget - 1]
+                seconds = prices.verify(plain.drafts + rows * budget) + growing
+                if tokens > best_rate * seconds:
+                    shape = Shape(kind="tree", depth=depth, width=width, budget=budget)
+                    best_rate, best = tokens / seconds, (tokens, seconds, shape)
+    tokens, seconds, shape = best
+    return Plan(
+        by_level={level: [shape.depth] * count for level, count in batch.levels.items()},
+        drafts=plain.drafts + rows * shape.budget,
+        tokens=tokens,
+        seconds=seconds,
+        shape=shape,
+    )
 
 
 @lru_cache(maxsize=512)
-def tree_gains(chances: tuple[float, ...], siblings: tuple[float, ...], budget: int) -> list[float]:
-    """Expected accepted tokens of the likeliest 1, 2, ... nodes of a tree: their chances, summed."""
-    frontier = [(-1.0, 0)]  # the root, which is the request's own newest token
-    gains = [-1.0]
-    while frontier and len(gains) < budget + 2:
-        chance, depth = heappop(frontier)
-        gains.append(gains[-1] - chance)
-        if depth < len(chances):
-            first = chances[depth]
-            for candidate in (first, *((1 - first) * sibling for sibling in siblings)):
-                heappush(frontier, (chance * candidate, depth + 1))
-    return gains[2:]
+def tree_gains(chances: tuple[float, ...], siblings: tuple[float, ...]) -> list[float]:
+    """Expected accepted tokens of the likeliest 1, 2, ... nodes of a tree: their chances, summed.
+
+    It grows as `engine/drafts.py` has it: as many nodes of a depth get candidates as each of them gets.
+    """
+    width, level, nodes = 1 + len(siblings), [1.0], list[float]()
+    for first in chances:
+        candidates = (first, *((1 - first) * sibling for sibling in siblings))
+        level = [above * chance for above in nlargest(width, level) for chance in candidates]
+        nodes += level
+    return list(accumulate(sorted(nodes, reverse=True)))
