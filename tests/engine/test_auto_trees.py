@@ -264,8 +264,13 @@ def test_the_costs_are_told_what_really_ran(
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[0], max_rows=3, drift_share=0.0)
     assert engine._drafter is not None
+    read: list[int] = []
     passes: list[int] = []
-    step = engine._drafter._run.step
+    fuse, step = engine._drafter._run.fuse, engine._drafter._run.step
+
+    def fused(aux: Any) -> Any:
+        read.append(len(aux))
+        return fuse(aux)
 
     def counted(hidden: Any, *rest: Any) -> Any:
         passes.append(len(hidden))
@@ -274,13 +279,14 @@ def test_the_costs_are_told_what_really_ran(
     told: list[tuple[int, int, bool]] = []
 
     def observe(number: int, tokens: int, seconds: float, first: Any = None, *, trees: bool = False) -> None:
-        assert (number, tokens) == (len(passes), sum(passes))
+        assert (number, tokens) == (len(passes), sum(read) + sum(passes[1:])), "the first pass reads what was fused"
         told.append((number, tokens, trees))
 
     draft = engine._draft
+    monkeypatch.setattr(engine._drafter._run, "fuse", fused)
     monkeypatch.setattr(engine._drafter._run, "step", counted)
     monkeypatch.setattr(engine.controller, "observe_draft", observe)
-    monkeypatch.setattr(engine, "_draft", lambda plan: (passes.clear(), draft(plan))[1])
+    monkeypatch.setattr(engine, "_draft", lambda plan: (read.clear(), passes.clear(), draft(plan))[2])
     run(engine, [request(prompt) for prompt in prompts])
     assert len(told) > 20
     assert all(trees for _, _, trees in told)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from chat_tokenizer import letter_tokenizer
+from engine.test_auto_trees import engine_with_trees
 from engine.test_engine import OFF, at_depth, options
 from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 from eyas.drafter.checkpoint import load_drafter
@@ -161,6 +162,18 @@ def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guid
     check_json(answers, {"a", "b"})
     plain = Engine(letters, tiny_drafter, options=options()).generate(asked)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+
+
+def test_trees_that_the_controller_chooses_give_the_same_answer(
+    letters: Target, tiny_drafter: Drafter, guidance: Guidance
+) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT))
+    engine = engine_with_trees(letters, tiny_drafter, Tree(depth=3, width=3, budget=8))
+    answers = engine.generate(asked)
+    check_json(answers, {"a", "b"})
+    plain = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert engine.controller.report()["rows_in_trees"] > 0
 
 
 def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
