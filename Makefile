@@ -65,8 +65,11 @@ engine-speed: $(READY)
 		--drafter "$(DRAFTER)" --random
 
 # eyas and vLLM with the same target and drafter on a CPU, with and without it, at 1, 4 and 16 users: one report
-# (docs/bench.md). PROMPTS=spec_bench.jsonl, LIMIT=0 for all of it. Without VLLM_OPTIONS vLLM compiles, for minutes.
+# (docs/bench.md, docs/results.md). PROMPTS=spec_bench.jsonl, LIMIT=0 for all of it. Without VLLM_OPTIONS vLLM compiles,
+# for minutes.
 LIMIT ?= 48
+MAX_TOKENS ?= 128
+REPETITIONS ?= 3
 VLLM_OPTIONS ?= --enforce-eager
 SPEC_BENCH_OUT ?= spec-bench
 SAME := --dtype float32 --max-model-len 2048 --max-num-seqs 16
@@ -76,7 +79,8 @@ SPECULATIVE = {"model": "$(SPEC_BENCH_OUT)/drafter", "method": "eagle3", "num_sp
 spec-bench: $(READY) $(VLLM_READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make spec-bench PROMPTS=spec_bench.jsonl"; exit 2; }
 	$(BIN)/eyas convert "$(DRAFTER)" "$(SPEC_BENCH_OUT)/drafter" --to vllm --force
-	$(BIN)/eyas bench --workload "$(PROMPTS)" --limit $(LIMIT) --max-tokens 128 --users 1,4,16 --out "$(SPEC_BENCH_OUT)" \
+	$(BIN)/eyas bench --workload "$(PROMPTS)" --limit $(LIMIT) --max-tokens $(MAX_TOKENS) --users 1,4,16 \
+		--repetitions $(REPETITIONS) --out "$(SPEC_BENCH_OUT)" \
 		--serve 'eyas=eyas serve smollm2 $(SAME)' \
 		--serve 'vllm=$(VLLM_SERVE) --speculative-config "$(subst ",\",$(SPECULATIVE))"' \
 		--baseline-serve 'vllm=$(VLLM_SERVE)'

@@ -459,7 +459,7 @@ class Engine:
         self.scheduler.commit(live, read=row.count + len(nodes), new_tokens=heard.tokens)
         if not row.samples:
             return
-        if self._drafter is not None:
+        if self._drafter is not None and row.drafts:
             ranks = ranking(verdict)
             sure = ranks.firsts or (draft.confidences if draft.is_chain else ())
             told = (draft.depth, len(verdict.nodes), sure, ranks.ranks, ranks.candidates)
