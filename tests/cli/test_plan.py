@@ -6,8 +6,10 @@ import json
 import shlex
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
@@ -192,13 +194,34 @@ def test_a_target_without_a_drafter_is_planned_with_the_usual_one(llama: str) ->
 def test_calibration_on_measured_rows_predicts_the_others_within_15_percent(tmp_path: Path) -> None:
     """Spec-Bench prompts on two cores of a processor: docs/plan.md shows the same table."""
     measured = Path(__file__).parent.parent.parent / "docs" / "plan-cpu.json"
-    out = tmp_path / "plan.json"
-    _, record = run(*CPU, "--measured", str(measured), "--out", str(out))
+    out, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    _, record = run(*CPU, "--measured", str(measured), "--out", str(out), "--page", str(page))
     found = record["calibration"]
     assert len(found["steps"]) == 8
     assert found["worst_speedup_error"] < 0.15
     assert found["worst_error"] < 0.15
     assert json.loads(out.read_text()) == record
+    drawn = page.read_text()
+    assert f"{found['worst_speedup_error']:.1%} off at worst" in drawn
+
+
+@pytest.mark.parametrize("words", [["--gpu", "h100", "--users", "8"], ["--drafter", "none", "--users", "100000"]])
+def test_the_page_shows_the_plan_and_needs_nothing_else(tmp_path: Path, words: list[str]) -> None:
+    page = tmp_path / "plan.html"
+    _, record = run("smollm2", *words, "--page", str(page))
+    drawn = page.read_text()
+    ElementTree.fromstring(drawn[drawn.index("<svg") : drawn.index("</svg>") + 6])
+    assert drawn.count("<svg") == 3
+    assert "http" not in drawn.replace("http://www.w3.org", "")
+    assert record["verdict"] in unescape(drawn)
+    assert all(command in unescape(drawn) for command in record["commands"])
+    assert ("Drafting" in drawn) == (record["drafter"] is not None)
+
+
+def test_a_page_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", "--page", str(tmp_path / "no" / "plan.html")])
+    assert result.exit_code != 0
+    assert "--page" in str(result.exception)
 
 
 def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

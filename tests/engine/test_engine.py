@@ -402,8 +402,9 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
     engine = Engine(target, tiny_drafter, options=options(max_length=256))
     monkeypatch.setattr(engine.controller, "choose", lambda rows: SimpleNamespace(limits=(0,) * len(rows)))
     reads: list[int] = []
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda lives, **how: (reads.append(len(lives)), read(lives, **how)))
+    assert engine._proposer is not None
+    read = engine._proposer.read
+    monkeypatch.setattr(engine._proposer, "read", lambda lives, **how: (reads.append(len(lives)), read(lives, **how)))
     run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
     assert len(reads) == 0 if patient else 1 <= len(reads) <= 3
     assert max(reads, default=0) == (0 if patient else 6)

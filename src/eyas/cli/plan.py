@@ -61,6 +61,7 @@ def plan(
     fit: Annotated[bool, typer.Option("--fit", help="Change what must be changed until it fits.")] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Draw it: write an HTML page to this file as well.")] = None,
 ) -> None:
     """Say what a target with its drafter takes on a card, who fits, how fast it is and how to start it.
 
@@ -74,6 +75,7 @@ def plan(
     from eyas.plan.fit import fit as find_fit
     from eyas.plan.measured import read_measured
     from eyas.plan.outlook import Question, look
+    from eyas.plan.page import render_page
     from eyas.plan.quantisation import PLAIN, Quantisation, stored_quantisation
     from eyas.plan.quantisation import quantisation as quantisation_of
     from eyas.plan.record import calibration_of, record_of
@@ -124,7 +126,9 @@ def plan(
     if bench is not None:
         record["calibration"] = calibration_of(str(measured), checked)
     if out is not None:
-        _write(out, json.dumps(record, indent=1))
+        _write(out, "--out", json.dumps(record, indent=1))
+    if page is not None:
+        _write(page, "--page", render_page(record))
     if as_json:
         typer.echo(json.dumps(record))
     else:
@@ -173,8 +177,8 @@ def _profile(acceptance: str | None, length: str | None, drafter: str | None, be
     return bench or SHIPPED.get(drafter or "") or usual_profile()
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, option: str, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; give --out another place") from error
+        raise UserError(f"cannot write {path}: {error.strerror}; give {option} another place") from error

@@ -14,7 +14,7 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,10 +23,9 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.answer import Answer, Piece, Tally
 from eyas.engine.checkup import CheckUps
-from eyas.engine.controller import Choice, Controller, RowFacts
-from eyas.engine.draft import LUMP, Draft, GoesOn, PagedDrafter, States, Tree
+from eyas.engine.controller import Controller
+from eyas.engine.draft import Draft, PagedDrafter, States
 from eyas.engine.drift import DriftAlarm
-from eyas.engine.grammar import lawful
 from eyas.engine.graphs import RecordedSteps, Recorder
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
@@ -34,11 +33,12 @@ from eyas.engine.paged import Layout, PageCache
 from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
+from eyas.engine.proposing import Proposer
 from eyas.engine.request import Live, Request
 from eyas.engine.scheduler import Row, Scheduler, StepPlan
 from eyas.engine.swapping import require_fit, reserve_cache
 from eyas.engine.telling import Teller
-from eyas.engine.verdict import Said, Verdict, accepted_nodes, is_plainly_greedy, lay_out, ranking
+from eyas.engine.verdict import Said, Verdict, accepted_nodes, is_plainly_greedy, lay_out, ranking, wanted_at
 from eyas.engine.verify import TokenLogprobs, Wanted, choose, log_probabilities
 from eyas.errors import UserError
 from eyas.target.capture import capture
@@ -67,7 +67,6 @@ class Engine:
         self._clock = clock
         self._model = PagedTarget(target, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self._lean = lean_pass(target, report)
-        self._take_drafter(drafter, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self.pool = PagePool(self.budget.pages, options.page_size, prefix_cache=options.prefix_cache)
         self.scheduler = Scheduler(
             self.pool,
@@ -77,12 +76,12 @@ class Engine:
             prefill_chunk=None,
             drafter=drafter is not None,
         )
+        self._take_drafter(drafter, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self.recorded: RecordedSteps | None = None
         """Steps that only decode, as CUDA graphs; None where there are none."""
         if self._records:
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
         self._said_early: Said | None = None
-        self._choice: Choice | None = None
         self._teller = Teller(target.decode)
         self._keys = 0
 
@@ -178,6 +177,7 @@ class Engine:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
         options = self.options
         self._drafter: PagedDrafter | None = None
+        self._proposer: Proposer | None = None
         self._layer_ids: tuple[int, ...] = ()
         self._checkups: CheckUps | None = None
         self.drift = DriftAlarm(options.max_depth)
@@ -189,9 +189,10 @@ class Engine:
         self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
         window, sinks = options.drafter_window, options.drafter_sinks
         self._drafter = PagedDrafter(drafter, cache, window=window, sinks=sinks)
+        self._proposer = Proposer(self._drafter, self.controller, self.scheduler, tree=options.tree, clock=self._clock)
         if options.drift_share:
             self._checkups = CheckUps(
-                self._drafter, self.drift, share=options.drift_share, wanted_at=self._wanted, clock=self._clock
+                self._drafter, self.drift, share=options.drift_share, wanted_at=wanted_at, clock=self._clock
             )
 
     # --- the step ----------------------------------------------------------------------------------------------
@@ -216,7 +217,8 @@ class Engine:
                 self._tell_time(plan.rows, drafts, self._clock() - started)
             for verdict in verdicts:
                 self._commit(verdict, said)
-            self._catch_up(plan.rows)
+            if self._proposer is not None:
+                self._proposer.catch_up(plan.rows)
         if self.recorded is None or not self.scheduler.running:
             self._teller.tell()
         return self._teller.take()
@@ -225,13 +227,8 @@ class Engine:
         """Rows of this step; requests that lost their pages to it start anew later."""
         wanted: dict[int, int] = {}
         decoding = [live for live in self.scheduler.running if live.pending == 1]
-        if self._drafter is not None and decoding:
-            self._choice = choice = self.controller.choose([_facts(live) for live in decoding])
-            # Nobody looks on the way while a recorded chain is drafted.
-            limits = choice.limits if self.recorded is None or self.options.tree is not None else choice.depths
-            for live, limit in zip(decoding, limits, strict=True):
-                tree = self._tree(live) if limit else None
-                wanted[live.key] = limit if tree is None else tree.slots
+        if self._proposer is not None and decoding:
+            wanted = self._proposer.wanted(decoding, recorded=self.recorded is not None)
         plan = self.scheduler.plan(wanted)
         if self._drafter is not None:
             for live in plan.preempted:
@@ -239,102 +236,15 @@ class Engine:
         return plan
 
     def _draft(self, plan: StepPlan) -> dict[int, Draft]:
-        """Drafts of the rows that get any."""
+        """Drafts of the rows that get any; where the target has read them at once, `_verify` finds that done."""
         rows = [row for row in plan.rows if row.drafts]
-        if self._drafter is None or not rows:
+        if self._proposer is None or not rows:
             return {}
-        lives = [row.live for row in rows]
-        started = self._clock()
-        first: tuple[int, float] | None = None
-        reads = sum(live.target_length - live.drafter_length for live in lives)
-
-        def goes_on(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
-            nonlocal first
-            first = first or (reads, self._clock() - started)
-            return self.controller.goes_on(keys, confidences)
-
-        keys, shapes = [live.key for live in lives], self._shapes(rows)
-        nodes: Sequence[Collection[int]]
-        if shapes is None:
-            limits = [row.drafts for row in rows]
-            drafts = self._draft_chains(lives, limits, goes_on, everyone=len(rows) == len(plan.rows))
-            nodes = [range(count) for count in self.controller.keeps(keys, [draft.confidences for draft in drafts])]
-            deepest = max(draft.depth for draft in drafts)
-            deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
-        else:
-            self._read(lives)
-            drafts = self._drafter.tree(lives, shapes, self._wanted, look=self._look)
-            nodes = [range(len(draft.tokens)) for draft in drafts]
-            if self.options.tree is None:
-                sure = [draft.confidences for draft in drafts]
-                nodes = self.controller.prunes(keys, [draft.parents for draft in drafts], sure)
-            deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
-        if self._said_early is None:
-            seconds, trees = self._clock() - started, shapes is not None
-            self.controller.observe_draft(deepest, reads + deeper, seconds, first, trees=trees)
-        offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
-        if self._said_early is None:  # else it was verified together with drafts that may be unlawful, and says so
-            for live in lives:
-                if live.walk is not None:
-                    offered[live.key] = lawful(offered[live.key], live.walk, live.tokens)
-        return offered
-
-    def _draft_chains(
-        self, lives: Sequence[Live], limits: Sequence[int], goes_on: GoesOn, *, everyone: bool
-    ) -> list[Draft]:
-        """Chains for requests, by a recorded step where there is one.
-
-        If they are all that the target is to read, and none of them asks whether a draft is worth it, the target
-        reads them at once, and `_verify` finds that done.
-        """
-        assert self._drafter is not None
-        drafts: list[Draft] | None = None
-        if self.recorded is not None and self.recorded.drafts(lives):
-            strangers = self.recorded.strangers(lives)
-            if strangers:
-                self._read(strangers, but_last=True)
-                self.recorded.adopt(strangers)
-            if everyone and all(live.request.speculation.mode == "fixed" for live in lives):
-                both = self.recorded.draft_and_verify(lives, limits, self._teller.tell)
-                if both is not None:
-                    drafts, made = both
-                    self._said_early = self._recorded_said(*made, early=True)
-            if drafts is None:
-                drafts = self.recorded.draft(lives, limits, self._teller.tell)
-        if drafts is None:
-            self._read(lives)
-            return self._drafter.chain(lives, limits, self._wanted, goes_on, look=self._look)
-        for live in lives:
-            self.scheduler.note_read(live, live.target_length)
-        return drafts
-
-    @property
-    def _look(self) -> int:
-        """Candidates to note for every draft of this step."""
-        return 1 if self._choice is None else self._choice.look
-
-    def _shapes(self, rows: Sequence[Row]) -> list[Tree] | None:
-        """The trees to grow in this step, those of one branch included; None where every row drafts a chain."""
-        trees = [self._tree(row.live) for row in rows]
-        if not any(trees):
-            return None
-        return [
-            Tree(depth=row.drafts, width=1, budget=row.drafts) if tree is None else tree.within(row.drafts)
-            for row, tree in zip(rows, trees, strict=True)
-        ]
-
-    def _tree(self, live: Live) -> Tree | None:
-        """The tree to grow for a request: the engine's own, or what the controller chose for those on auto.
-
-        While the drift alarm fires, these grow no deeper than is healthy.
-        """
-        tree, auto = self.options.tree, live.request.speculation.mode == "auto"
-        if tree is None and auto and self._choice is not None and self._choice.shape.kind == "tree":
-            shape = self._choice.shape
-            tree = Tree(depth=shape.depth, width=shape.width, budget=shape.budget)
-        if tree is not None and auto and self.drift.firing:
-            tree = replace(tree, depth=min(tree.depth, self.drift.deepest))
-        return tree
+        everyone = len(rows) == len(plan.rows)
+        proposal = self._proposer.propose(rows, self.recorded, everyone=everyone, tell=self._teller.tell)
+        if proposal.made is not None:
+            self._said_early = self._recorded_said(*proposal.made, early=True)
+        return proposal.drafts
 
     def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> Said:
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
@@ -423,7 +333,7 @@ class Engine:
         wanted, places = list[Wanted](), list[int]()
         for number, (row, draft) in enumerate(offered):
             if row.samples:
-                wanted += [self._wanted(row.live, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
+                wanted += [wanted_at(row.live, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
                 places += range(number * said.stride, number * said.stride + 1 + len(draft.tokens))
         if not wanted:
             return []
@@ -488,50 +398,9 @@ class Engine:
         token_M = torch.tensor(list(tokens), device=logits_MV.device)
         return tuple(log_probabilities(logits_MV[rows], token_M, live.request.logprobs))
 
-    # --- the drafter's reading ---------------------------------------------------------------------------------
-
     def _follows(self, live: Live) -> bool:
         """Whether the drafter reads along."""
         return self._drafter is not None and live.speculates
-
-    def _read(self, lives: Sequence[Live], *, but_last: bool = False) -> None:
-        assert self._drafter is not None
-        self._drafter.read(lives, but_last=but_last)
-        for live in lives:
-            self.scheduler.note_read(live, live.target_length - but_last)
-
-    def _catch_up(self, rows: Sequence[Row]) -> None:
-        """Read prompts, and requests that have not been drafted for in a long while.
-
-        Once one of the latter is due all are read, or as many passes would follow as there are requests. A draft
-        begins with reading, so for it a state is left.
-        """
-        if self._drafter is None:
-            return
-        behind = [
-            (row, row.live.target_length - row.live.drafter_length)
-            for row in rows
-            if row.live.finished is None and self._follows(row.live)
-        ]
-        due = [row.live for row, states in behind if row.count > 1 and states >= LUMP]
-        if any(states >= self._drafter.patience(len(behind)) for _, states in behind):
-            due = [row.live for row, _ in behind]
-        if due:
-            self._read(due, but_last=True)
-
-    def _wanted(self, live: Live, drafts: Sequence[int]) -> Wanted:
-        """How a request's token behind these drafts is chosen."""
-        request = live.request
-        made = live.new_tokens + len(drafts)
-        return Wanted(
-            sampling=request.sampling,
-            position=len(live.tokens) + len(drafts),
-            seed=request.seed,
-            before=[*live.tokens, *drafts] if request.sampling.penalises else (),
-            prompt_length=live.prompt_length,
-            banned=request.stop_ids if made < request.min_new_tokens else frozenset(),
-            mask_V=None if live.walk is None else live.walk.mask(live.tokens, drafts),
-        )
 
     def _forget(self, key: int) -> None:
         self._teller.close(key)
@@ -540,14 +409,3 @@ class Engine:
             self._drafter.forget(key)
         if self._checkups is not None:
             self._checkups.forget(key)
-
-
-def _facts(live: Live) -> RowFacts:
-    speculation = live.request.speculation
-    return RowFacts(
-        key=live.key,
-        context=len(live.tokens),
-        mode=speculation.mode,
-        depth=speculation.depth,
-        pending=live.target_length - live.drafter_length,
-    )

@@ -13,7 +13,7 @@ from eyas.engine.draft import Draft
 from eyas.engine.paged import Row as PassRow
 from eyas.engine.request import Live
 from eyas.engine.scheduler import Row
-from eyas.engine.verify import accept_tree
+from eyas.engine.verify import Wanted, accept_tree
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,3 +102,18 @@ def lay_out(row: Row, draft: Draft) -> PassRow:
     for node, path in enumerate(paths):
         ancestors[1 + node, [1 + other for other in path]] = True
     return PassRow(pages=row.live.pages, base=row.start, count=count, ancestors=ancestors)
+
+
+def wanted_at(live: Live, drafts: Sequence[int]) -> Wanted:
+    """How a request's token behind its tokens and these drafts is chosen."""
+    request = live.request
+    made = live.new_tokens + len(drafts)
+    return Wanted(
+        sampling=request.sampling,
+        position=len(live.tokens) + len(drafts),
+        seed=request.seed,
+        before=[*live.tokens, *drafts] if request.sampling.penalises else (),
+        prompt_length=live.prompt_length,
+        banned=request.stop_ids if made < request.min_new_tokens else frozenset(),
+        mask_V=None if live.walk is None else live.walk.mask(live.tokens, drafts),
+    )

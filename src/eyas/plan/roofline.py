@@ -135,8 +135,22 @@ class Pair:
             count = min(chunk, tokens - start)
             seen = start + count / 2
             passes.append(self.verify(rows=1, tokens=count, context=seen, logits=1))
-            passes.append(self.draft(rows=1, passes=1, tokens=count, context=seen))
+            passes.append(self.remember(tokens=count, context=seen))
         return passes
+
+    def remember(self, *, tokens: int, context: float) -> Work:
+        """The drafter over a part of a prompt: later tokens see keys and values of the last layer alone."""
+        if self.drafter is None or self.drafter.config.num_hidden_layers > 1:
+            return self.draft(rows=1, passes=1, tokens=tokens, context=context)
+        config, element = self.drafter.config, BYTES_PER_ELEMENT[self.kept.dtype]
+        fusion = config.num_aux_hidden_states * config.target_hidden_size * config.hidden_size
+        projected = 2 * config.hidden_size * 2 * config.num_key_value_heads * config.head_dim
+        return Work(
+            bytes=(fusion + projected) * element,
+            flops=2 * tokens * (fusion + projected),
+            layers=config.num_hidden_layers,
+            passes=1,
+        )
 
     def prices(self, speed: Speed, *, rows: int, context: float, reads: float) -> Prices:
         """Seconds of the parts of a step, for a batch of rows that look back so far each."""
