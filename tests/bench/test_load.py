@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 
 from eyas.bench.load import Load, arrival_times, drive
+from eyas.bench.strain import Strain
 from eyas.bench.workload import Task
 from eyas.errors import UserError
 
@@ -71,3 +72,18 @@ def test_what_goes_wrong_in_one_conversation_ends_all() -> None:
 def test_loads_that_are_none_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError):
         Load(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_interruption_that_comes_while_the_client_is_no_longer_watched_is_heard() -> None:
+    async def work() -> None:
+        async with Strain():
+            asyncio.get_running_loop().call_soon(task.cancel)
+
+    async def main() -> None:
+        nonlocal task
+        task = asyncio.create_task(work())
+        await task
+
+    task: asyncio.Task[None]
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())

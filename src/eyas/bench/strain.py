@@ -6,7 +6,6 @@ tells by how much the times it notes may be off.
 
 import asyncio
 import time
-from contextlib import suppress
 from types import TracebackType
 
 TICK = 0.02
@@ -32,8 +31,7 @@ class Strain:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._watch.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._watch
+        await asyncio.gather(self._watch, return_exceptions=True)  # its end is no news; that of the caller is
         seconds = time.perf_counter() - self._wall
         self.share = (time.process_time() - self._cpu) / seconds if seconds > 0 else 0.0
 

@@ -35,10 +35,12 @@ def _head(record: Record, title: str) -> str:
     by = "no drafter" if drafter is None else f"{drafter['name']} ({drafter['family']})"
     best = ""
     if drafter is not None:
+        depth, users = record["recommended_depth"], record["asked"]["users"]
+        how = f"at depth {depth} for {users} users" if depth else f"since drafts would not pay for {users} users"
         best = (
-            f"<div class='card'><h3>Drafting</h3><div class='big'>{record['recommended_speedup']:.2f}x <small>at depth "
-            f"{record['recommended_depth']} for {record['asked']['users']} users; {record['auto_speedup']:.2f}x on auto"
-            f"</small></div><p class='soft'>Acceptance: {escape(record['acceptance']['source'])}.</p></div>"
+            f"<div class='card'><h3>Drafting</h3><div class='big'>{record['recommended_speedup']:.2f}x <small>{how}; "
+            f"{record['auto_speedup']:.2f}x on auto</small></div>"
+            f"<p class='soft'>Acceptance: {escape(record['acceptance']['source'])}.</p></div>"
         )
     fits = (
         f"<div class='card'><h3>Room</h3><div class='big'>{record['users_fit']:,} <small>users of "
@@ -67,7 +69,8 @@ def _memory(record: Record) -> str:
         x += width
     return (
         f"<h2>Memory</h2><p class='soft'>{size(usable)} of the card are planned with. A token of context takes "
-        f"{size(memory['kv_per_token'])}, of the drafter {size(memory['drafter_kv_per_token'])}.</p><figure>"
+        f"{memory['kv_per_token'] / 2**10:.1f} KiB, and of the drafter {memory['drafter_kv_per_token'] / 2**10:.1f}."
+        "</p><figure>"
         f"<svg viewBox='0 0 {BAR_WIDTH} {BAR_HEIGHT}' role='img' aria-label='memory by use'>{''.join(drawn)}</svg>"
         f"<table><thead><tr><th>what</th><th>bytes</th><th>share</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
         "</figure>"
@@ -112,7 +115,7 @@ def _calibration(calibration: Record | None) -> str:
     worst = calibration["worst_speedup_error"]
     words = "" if worst is None else f" Speedups are {worst:.1%} off at worst."
     rows = "".join(
-        f"<tr><th scope='row'>{one['users']}</th><td>{one['depth']}</td><td>{one['speedup']:.2f}x</td>"
+        f"<tr><th scope='row'>{one['users']}</th><td>{one['depth']:.3g}</td><td>{one['speedup']:.2f}x</td>"
         f"<td>{one['predicted_speedup']:.2f}x</td></tr>"
         for one in told
     )
@@ -126,6 +129,6 @@ def _calibration(calibration: Record | None) -> str:
 def _commands(record: Record) -> str:
     changes = "".join(f"<li>{escape(change)}</li>" for change in record["changes"])
     notes = "".join(f"<li>{escape(note)}</li>" for note in record["notes"])
-    commands = "".join(f"<pre>{escape(command)}</pre>" for command in record["commands"])
+    commands = "".join(f"<pre style='white-space: pre-wrap'>{escape(command)}</pre>" for command in record["commands"])
     changed = f"<p>To make it fit:</p><ul>{changes}</ul>" if changes else ""
     return f"<h2>To start it</h2>{changed}{commands}<ul class='soft'>{notes}</ul>"
