@@ -133,7 +133,11 @@ def test_an_interruption_keeps_what_was_measured_and_stops_the_server(
     words = ["--serve", f"PAUSE=0.05 {SERVER}", "--workload", str(prompts), "--repetitions", "50", "--users", "2"]
     words += ["--out", str(tmp_path / "out"), "--warmup", "0", "--no-prefill"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "eyas", "bench", *words], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "eyas", "bench", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(kind, signal.SIG_DFL),  # a shell's background jobs are born deaf to Ctrl-C
     )
     try:
         deadline = time.monotonic() + 30
