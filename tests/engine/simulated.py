@@ -275,7 +275,7 @@ class Engine:
             line = tuple(range(-1, r.made - 1))
             r.draft = Draft(
                 tokens=(1,) * r.made, parents=line, confidences=tuple(r.sure[: r.made]), candidates=noted
-            ).cut(count)
+            ).only(range(count))
 
     def candidates(self, sure: float, count: int = RANKS) -> Candidates:
         """A candidate's token is its rank; the drafter knows what each is worth."""

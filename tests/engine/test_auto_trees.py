@@ -369,8 +369,8 @@ def test_ranks_end_where_no_candidates_were_noted() -> None:
         (draft, [0, 1], [5, 7, 9], [1, 1]),
         (draft, [0], [5, 8], [1, 2]),
         (draft, [], [4], [0]),
-        (draft.cut(1), [0], [5, 8], [1, 2]),
-        (draft.cut(0), [], [6], [2]),
+        (draft.only(range(1)), [0], [5, 8], [1, 2]),
+        (draft.only(range(0)), [], [6], [2]),
     ):
         told = ranking(Verdict(row=row, draft=draft_kept, nodes=nodes, tokens=tokens, token_at=0, logits_at=0))
         assert told.ranks == ranks

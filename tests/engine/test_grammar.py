@@ -135,12 +135,12 @@ def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: Guidance, letter
     a, b, c = encode("abc")
     walk = guidance.regex("(ab)*c").walk(prompt_length=0, stop_ids=[1])
     chain = Draft(tokens=(a, b, b, c), parents=(-1, 0, 1, 2), confidences=(0.9, 0.8, 0.7, 0.6))
-    assert lawful(chain, walk, []) == chain.cut(2)
+    assert lawful(chain, walk, []) == chain.only(range(2))
     tree = Draft(tokens=(b, a, c, b, a, c), parents=(-1, -1, -1, 1, 0, 3), confidences=(0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
     expected = Draft(tokens=(a, c, b, c), parents=(-1, -1, 0, 2), confidences=(0.5, 0.4, 0.3, 0.1))
     assert lawful(tree, walk, []) == expected
     end = Draft(tokens=(c, 1, a), parents=(-1, 0, 1), confidences=(0.9, 0.9, 0.9))
-    assert lawful(end, walk, []) == end.cut(2)
+    assert lawful(end, walk, []) == end.only(range(2))
 
 
 # --- the answer is the same --------------------------------------------------------------------------------------

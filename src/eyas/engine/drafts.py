@@ -77,10 +77,6 @@ class Draft:
             return len(self.tokens)
         return max((len(self.path(index)) for index in range(len(self.tokens))), default=0)
 
-    def cut(self, count: int) -> "Draft":
-        """The first tokens alone; what is cut off is never the parent of what stays."""
-        return self if count == len(self.tokens) else self.only(range(count))
-
     def only(self, nodes: Collection[int]) -> "Draft":
         """Some of the tokens, in their order, each with all that lead to it."""
         if len(nodes) == len(self.tokens):
