@@ -39,8 +39,9 @@ lossless: $(READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make lossless PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/pytest -m lossless tests/engine --prompts "$(PROMPTS)" -s
 
+# All that needs a GPU; with PROMPTS=file.jsonl, real prompts through the default target as well.
 gpu: $(READY)
-	$(BIN)/pytest -m gpu
+	$(BIN)/pytest -m gpu tests/gpu $(if $(PROMPTS),--prompts "$(PROMPTS)" -s)
 
 # The server's page in a real browser: needs chromium and chromedriver (Debian: apt install chromium chromium-driver).
 browser: $(READY)

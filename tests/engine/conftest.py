@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from real_prompts import read_prompts, spread
 from tiny import language
 
 if TYPE_CHECKING:
@@ -28,20 +27,8 @@ def real_prompts(request: pytest.FixtureRequest, default_target: Target) -> Real
     path = request.config.getoption("--prompts")
     if not path:
         pytest.skip("no --prompts FILE; run `make lossless PROMPTS=FILE`")
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    encoded = [default_target.encode_chat([{"role": "user", "content": first_turn(line)}]) for line in lines]
-
-    def choose(count: int, tokens: int) -> list[list[int]]:
-        short = [ids for ids in encoded if len(ids) <= tokens]
-        assert len(short) >= count, f"{path} has {len(short)} prompts of at most {tokens} tokens, not {count}"
-        print(f"\n{count} of {len(lines)} prompts; {len(lines) - len(short)} are longer than {tokens} tokens")
-        return [short[i * len(short) // count] for i in range(count)]
-
-    return choose
-
-
-def first_turn(line: dict[str, Any]) -> str:
-    return str(line["turns"][0] if "turns" in line else line["prompt"])
+    prompts = read_prompts(path, default_target)
+    return lambda count, tokens: spread(prompts, count, tokens)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from default_drafter import training_prompts
-from engine.test_engine import SAMPLINGS, at_depth, options, request, run
+from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 from eyas.doctor.rounds import run_rounds
 from eyas.doctor.transcripts import Transcript
@@ -217,6 +217,35 @@ def test_no_more_than_its_share_of_time(
     spent = 0.5 * engine.drift.checkups
     assert 0.5 * share * now[0] < spent <= share * now[0]
     assert engine.drift.report().seconds == pytest.approx(spent)
+
+
+def test_steps_that_draft_nothing_are_no_time_to_take_a_share_of(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seconds of drafting behind a thousand of plain decoding do not pay for a check-up of one."""
+    now, examined = [0.0], list[float]()
+
+    def examine(drafter: PagedDrafter, live: Live, *_: object) -> CheckUp:
+        examined.append(now[0])
+        now[0] += 1.0
+        return CheckUp(rms=(1.0,) * DEPTH, mass={}, tokens=())
+
+    monkeypatch.setattr(checkup, "examine", examine)
+    monkeypatch.setattr(checkup, "EVERY", 1)
+    engine = Engine(target, tiny_drafter, options=options(max_depth=DEPTH, drift_share=0.4), clock=lambda: now[0])
+
+    def serve(depth: int, tokens: int) -> None:
+        engine.submit(request(prompts[0], max_new_tokens=tokens, speculation=at_depth(depth) if depth else OFF))
+        while engine.busy:
+            engine.step()
+            now[0] += 1.0
+
+    for _ in range(20):
+        serve(0, 50)
+    serve(1, 6)
+    assert not examined
+    serve(1, 70)
+    assert examined
 
 
 # --- what comes of it ----------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
 """On a GPU the engine decodes by CUDA graphs what it decodes without them, and what transformers decodes.
 
-pytest -m gpu tests/gpu/test_engine_cuda.py --prompts FILE [--drafter FOLDER]     the default target as well
+Real prompts: test_real_prompts_cuda.py.
 """
 
 import copy
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,23 +14,16 @@ import pytest
 import torch
 
 from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
-from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
-from eyas.drafter.shipped import DEFAULT_DRAFTER
-from eyas.engine.dense import DenseTarget
 from eyas.engine.draft import Tree
 from eyas.engine.engine import Engine
 from eyas.engine.noise import exponential, race, uniform
-from eyas.engine.options import EngineOptions
-from eyas.engine.plain import generate_plainly
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
-from eyas.target.locate import DEFAULT_TARGET
 from eyas.target.model import Target
 from tiny import VOCAB, drafter_config, language, random_drafter
 
 pytestmark = pytest.mark.gpu
-NEAR_TIE = 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -198,71 +189,3 @@ def test_noise_is_the_same_on_every_device() -> None:
     p = torch.randn(4, 5000, generator=torch.Generator().manual_seed(0)).softmax(dim=-1)
     theirs = race(p.cuda(), seed.cuda(), position.cuda(), token.cuda(), width=3).cpu()
     assert torch.equal(theirs, race(p, seed, position, token, width=3))
-
-
-# --- the default target ------------------------------------------------------------------------------------------
-
-PROMPTS, PROMPT_TOKENS, REAL_TOKENS, DEPTH = 50, 400, 32, 4
-
-
-@pytest.fixture(scope="module")
-def real_target() -> Target:
-    return Target.load(DEFAULT_TARGET, dtype="float32", device="cuda")
-
-
-@pytest.fixture(scope="module")
-def real_drafter(pytestconfig: pytest.Config, real_target: Target) -> Drafter:
-    """The one given by --drafter, or the one that comes with eyas."""
-    loaded = load_drafter(pytestconfig.getoption("--drafter") or DEFAULT_DRAFTER[DEFAULT_TARGET])
-    loaded = loaded.to(device=real_target.device, dtype=torch.float32)
-    return loaded.share_target(real_target.embedding(), real_target.head())
-
-
-def test_fifty_real_prompts_equal_transformers(
-    pytestconfig: pytest.Config, real_target: Target, real_drafter: Drafter
-) -> None:
-    path = pytestconfig.getoption("--prompts")
-    if not path:
-        pytest.skip("no --prompts FILE: run `pytest -m gpu tests/gpu/test_engine_cuda.py -k fifty --prompts FILE -s`")
-    lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
-    texts = [str(line["turns"][0] if "turns" in line else line["prompt"]) for line in lines]
-    encoded = [real_target.encode_chat([{"role": "user", "content": text}]) for text in texts]
-    short = [ids for ids in encoded if len(ids) <= PROMPT_TOKENS]
-    chosen = [short[i * len(short) // PROMPTS] for i in range(PROMPTS)]
-    stops = real_target.stop_ids()
-    asked = [
-        Request(
-            prompt=tuple(ids),
-            sampling=Sampling(),
-            max_new_tokens=REAL_TOKENS,
-            stop_ids=stops,
-            speculation=at_depth(DEPTH),
-        )
-        for ids in chosen
-    ]
-    theirs = [generate_plainly(real_target, ids, sampling=Sampling(), max_new_tokens=REAL_TOKENS) for ids in chosen]
-    dense = DenseTarget(real_target, real_drafter.config)
-    for users, graphs in ((1, True), (16, True), (16, False)):
-        engine = Engine(
-            real_target,
-            real_drafter,
-            options=EngineOptions(max_rows=users, max_length=512, graphs=graphs),
-            report=told_nothing,
-        )
-        near_ties, wrong = list[str](), list[str]()
-        for number, (ids, answer, mine) in enumerate(zip(chosen, theirs, engine.generate(asked), strict=True)):
-            if mine.tokens == tuple(answer):
-                continue
-            differ = [i for i, (a, b) in enumerate(zip(mine.tokens, answer, strict=False)) if a != b]
-            at = differ[0] if differ else min(len(mine.tokens), len(answer))
-            best = dense([[*ids, *answer[:at]]])[0][0][-1].topk(2).values
-            margin = float(best[0] - best[1])
-            (near_ties if margin < NEAR_TIE else wrong).append(f"prompt {number}, token {at}: margin {margin:.2e}")
-        made = f", {len(engine.recorded.recorder)} graphs" if engine.recorded is not None else ""
-        print(
-            f"\n{users} users, graphs {graphs}{made}: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} identical, "
-            f"{len(near_ties)} differ at a near-tie, {len(wrong)} are wrong; "
-            f"acceptance length {engine.tally.acceptance_length:.2f}"
-        )
-        print("\n".join([*near_ties, *wrong]))
-        assert not wrong

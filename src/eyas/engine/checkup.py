@@ -6,7 +6,7 @@ drafted a second time, by the doctor's own measures: the same computation from t
 plain operations. It reads the drafter's pages and what waits to be read, and writes nothing: serving cannot tell
 whether it happened.
 
-`CheckUps` says when: no more often than one round in EVERY, and within a share of all time.
+`CheckUps` says when: no more often than one round in EVERY, and within a share of the time spent on such steps.
 
 Shapes: T slots in pages, N states that wait, D drafter hidden, X concatenated states, G key heads, K head dim.
 """
@@ -79,7 +79,8 @@ class CheckUps:
     """Looks at a round now and then and tells the alarm; later also how many of its drafts came true.
 
     Requests take turns, the one that was looked at longest ago first. Time is an account: nothing is looked at that
-    would bring check-ups above `share` of all time, so that they cost no more than that on any machine.
+    would bring check-ups above `share` of the time of steps that draft. So they cost no more than that on any machine,
+    and next to nothing where drafts do not pay.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class CheckUps:
         self._total = 0.0
         self._cost: float | None = None
         self._last: float | None = None
+        """When the step before this one began, if it drafted."""
         self._looked_at: dict[int, int] = {}
         self._open: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Drafts of which it is not yet known how many came true, and where the first of them would stand."""
@@ -108,9 +110,9 @@ class CheckUps:
             # Time in which nobody is served is no time to take a share of.
             self._total += min(now - self._last, LONGEST_STEP)
             self._steps += 1
-        self._last = now
+        self._last = now if lives else None
         self._rounds += len(lives)
-        if self._rounds < EVERY or not self._steps:
+        if not lives or self._rounds < EVERY or not self._steps:
             return
         # What the first one takes is not known; drafting for one request takes less than a step.
         cost = self._total / self._steps if self._cost is None else self._cost

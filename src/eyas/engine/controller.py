@@ -370,4 +370,5 @@ class Controller:
                 plain=step.plain,
                 saved=step.accepted * step.plain / step.situation.rows,
                 hit=step.accepted > 0,
+                chance=self.acceptance.by_depth[0],
             )

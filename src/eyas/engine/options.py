@@ -44,7 +44,7 @@ class EngineOptions:
     """On CUDA, record steps that only decode and replay them; without, every operation is launched by itself."""
 
     drift_share: float = 0.005
-    """Of all time, the part that looking for drift may take (`checkup.py`); 0 leaves the drift alarm out."""
+    """Of the time of steps that draft, the part that looking for drift may take (`checkup.py`); 0: no drift alarm."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.drift_share < 1:

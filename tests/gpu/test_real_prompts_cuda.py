@@ -1,0 +1,144 @@
+"""Real prompts through the default target on a GPU: the engine's greedy answers are transformers' own.
+
+    make gpu PROMPTS=FILE
+
+In float32 answers may part only where the two best tokens lie within 1e-4. In bfloat16 a logit is known to a few
+hundredths at best, and transformers' own answers change with the shape of a pass. So what a tie is, is measured at the
+very place: transformers' logits there are off from those of float32 by so much, and two of them can change places if
+float32 tells them apart by less than twice that. All margins are shown.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.drafter.checkpoint import load_drafter
+from eyas.drafter.model import Drafter
+from eyas.drafter.shipped import DEFAULT_DRAFTER
+from eyas.engine.dense import DenseTarget
+from eyas.engine.draft import Tree
+from eyas.engine.engine import Engine
+from eyas.engine.options import EngineOptions
+from eyas.engine.plain import generate_plainly
+from eyas.engine.request import Request, Speculation
+from eyas.sampling import Sampling
+from eyas.target.locate import DEFAULT_TARGET
+from eyas.target.model import Target
+from real_prompts import parting, read_prompts, spread
+
+pytestmark = pytest.mark.gpu
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS, DEPTH = 50, 400, 32, 4
+NEAR_TIE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """One way to run the engine."""
+
+    users: int
+    depth: int = DEPTH
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+MANNERS = {
+    "plain, 16 users": Manner(users=16, depth=0),
+    "chain, 1 user": Manner(users=1),
+    "chain, 16 users": Manner(users=16),
+    "chain, 16 users, eager": Manner(users=16, options={"graphs": False}),
+    "tree, 7 users": Manner(users=7, options={"tree": Tree(depth=4, width=3, budget=12)}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """The default target and its drafter in one precision, and what transformers answers in it."""
+
+    target: Target
+    drafter: Drafter
+    prompts: list[list[int]]
+    theirs: list[tuple[int, ...]]
+
+    def logits_behind(self, ids: Sequence[int]) -> Tensor:
+        """Scores of the token behind ids [V]."""
+        return DenseTarget(self.target, self.drafter.config)([ids])[0][0][-1].float()
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="module")
+def pair_in(pytestconfig: pytest.Config) -> Callable[[str], Pair]:
+    path = pytestconfig.getoption("--prompts")
+    if not path:
+        pytest.skip("no --prompts FILE: run `make gpu PROMPTS=FILE`")
+    made: dict[str, Pair] = {}
+
+    def load(dtype: str) -> Pair:
+        if dtype not in made:
+            target = Target.load(DEFAULT_TARGET, dtype=dtype, device="cuda")
+            drafter = load_drafter(pytestconfig.getoption("--drafter") or DEFAULT_DRAFTER[DEFAULT_TARGET])
+            drafter = drafter.to(device=target.device, dtype=target.dtype)
+            drafter.share_target(target.embedding(), target.head())
+            prompts = spread(read_prompts(path, target), PROMPTS, PROMPT_TOKENS)
+            theirs = [generate_plainly(target, ids, sampling=Sampling(), max_new_tokens=NEW_TOKENS) for ids in prompts]
+            made[dtype] = Pair(target=target, drafter=drafter, prompts=prompts, theirs=theirs)
+        return made[dtype]
+
+    return load
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MANNERS)
+def test_greedy_answers_part_from_transformers_at_ties_alone(
+    name: str, dtype: str, pair_in: Callable[[str], Pair]
+) -> None:
+    manner, pair, exact = MANNERS[name], pair_in(dtype), pair_in("float32")
+    engine = Engine(
+        pair.target,
+        pair.drafter if manner.depth else None,
+        options=EngineOptions(max_rows=manner.users, max_length=512, **manner.options),
+        report=_told_nothing,
+    )
+    speculation = Speculation(mode="fixed", depth=manner.depth) if manner.depth else Speculation(mode="off")
+    answers = engine.generate(
+        Request(
+            prompt=tuple(ids),
+            sampling=Sampling(),
+            max_new_tokens=NEW_TOKENS,
+            stop_ids=pair.target.stop_ids(),
+            speculation=speculation,
+        )
+        for ids in pair.prompts
+    )
+    near_ties, wrong = list[str](), list[str]()
+    for number, (ids, answer, mine) in enumerate(zip(pair.prompts, pair.theirs, answers, strict=True)):
+        at = parting(mine.tokens, answer)
+        if at is None:
+            continue
+        before = [*ids, *answer[:at]]
+        rounded_V, exact_V = pair.logits_behind(before), exact.logits_behind(before)
+        margin, in_own = (abs(float(x_V[mine.tokens[at]] - x_V[answer[at]])) for x_V in (exact_V, rounded_V))
+        allowed = NEAR_TIE if dtype == "float32" else 2 * float((rounded_V - exact_V).abs().max())
+        (near_ties if margin < allowed else wrong).append(
+            f"prompt {number}, token {at}: margin {margin:.2e} in float32, {in_own:.2e} in {dtype}; tie {allowed:.2e}"
+        )
+    made = f"{len(engine.recorded.recorder)} graphs" if engine.recorded is not None else "no graphs"
+    print(
+        f"\n{dtype}, {name}, {made}: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} identical, "
+        f"{len(near_ties)} differ at a near-tie, {len(wrong)} are wrong; "
+        f"acceptance length {engine.tally.acceptance_length:.2f}"
+    )
+    print("\n".join([*near_ties, *wrong]))
+    assert not wrong
+    if manner.depth:
+        assert engine.tally.accepted > 0, "a drafter of which nothing is accepted proves nothing"
+
+
+def _told_nothing(line: str) -> None:
+    raise AssertionError(line)
