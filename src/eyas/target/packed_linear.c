@@ -41,6 +41,7 @@ enum {
     PANEL = 2 * LANES,  /* outputs in a panel: two vectors hide the latency of the additions of a single row */
     DEPTH = 128,        /* inputs in a chunk: its part of a panel stays in the first-level cache for all tiles */
     STRIPE = 8 * ROWS,  /* rows per sweep over W: they stay in the second-level cache for all panels */
+    LINE = 16,          /* numbers that come from memory at once */
 };
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -74,14 +75,17 @@ INLINE void read_weights(const int halved, const char *w, long k, vector *low, v
 }
 
 /* y[r][c] = before[r][c] + sum over k < depth of x[r][k] * w[k][c] for one tile: up to ROWS rows, one chunk of a panel.
- * The sums stay in registers, for `rows` is a constant at every call. */
-INLINE void multiply(const int rows, const int halved, const float *x, long K, const char *w, long depth,
+ * The sums stay in registers, for `rows` is a constant at every call. `ahead` has the next chunk fetched meanwhile. */
+INLINE void multiply(const int rows, const int halved, const int ahead, const float *x, long K, const char *w, long depth,
                      const float *before, long before_stride, float *y, long y_stride) {
     vector w_low, w_high;
     vector low[ROWS], high[ROWS];
     UNROLL for (int r = 0; r < rows; r++) low[r] = high[r] = (vector){0};
     long k = 0;
     for (; k + 4 <= depth; k += 4) {
+        if (ahead)
+            UNROLL for (int i = 0; i < 4 * PANEL; i += LINE)
+                __builtin_prefetch((const float *)w + (DEPTH + k) * PANEL + i);
         four x_k[ROWS];
         UNROLL for (int r = 0; r < rows; r++) x_k[r] = read_four(x + r * K + k);
         UNROLL for (int j = 0; j < 4; j++) {
@@ -108,10 +112,10 @@ INLINE void multiply(const int rows, const int halved, const float *x, long K, c
 }
 
 /* One tile; its number of rows becomes a constant. */
-INLINE void tile(const int halved, long rows, const float *x, long K, const char *w, long depth, const float *before,
+INLINE void tile(const int halved, const int ahead, long rows, const float *x, long K, const char *w, long depth, const float *before,
                  long before_stride, float *y, long y_stride) {
     switch (rows) {
-#define CASE(n) case n: multiply(n, halved, x, K, w, depth, before, before_stride, y, y_stride); break;
+#define CASE(n) case n: multiply(n, halved, ahead, x, K, w, depth, before, before_stride, y, y_stride); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #if defined(__AVX512F__) || defined(__aarch64__)
         CASE(7) CASE(8)
@@ -143,9 +147,11 @@ INLINE void panel(const int halved, const float *x, long M, long K, const char *
             const float *before = k > 0 ? y_t : bias;
             const long before_stride = k > 0 ? y_stride : 0;
             if (halved && !unpacked)
-                tile(1, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
+                tile(1, 0, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
+            else if (halved || tiles == 1) /* a single tile is no slower than memory, which then needs no telling */
+                tile(0, 0, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
             else
-                tile(0, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
+                tile(0, 1, rows, x_t, K, w_k, depth, before, before_stride, y_t, y_stride);
         }
     }
 }
