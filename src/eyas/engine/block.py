@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.engine.glue import glue_for
+from eyas.engine.layers import Layers, Parts, Sizes, load_layers
 from eyas.engine.paged_attention import PagedAttention
 from eyas.target.packed_linear import PackedLinear, joined
 
@@ -64,7 +65,7 @@ def join(linears: Sequence[Any]) -> Product | None:
     """
     if all(type(linear) is PackedLinear for linear in linears):
         packed = joined(linears)
-        return None if packed is None else partial(_packed_product, packed)
+        return None if packed is None else PackedProduct(packed)
     if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
         return None
     weight_DE = _merge([linear.weight for linear in linears]).t()
@@ -81,8 +82,15 @@ def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tenso
     return torch.addmm(bias_E, x_ND, weight_DE, out=out_NE)
 
 
-def _packed_product(packed: PackedLinear, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-    return packed.kernel.linear(x_ND, packed, out_NE)
+@dataclass(frozen=True, eq=False)
+class PackedProduct:
+    """The product of packed linears."""
+
+    packed: PackedLinear
+
+    def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `Product`."""
+        return self.packed.kernel.linear(x_ND, self.packed, out_NE)
 
 
 def _merge(parts: Sequence[Tensor]) -> Tensor:
@@ -114,21 +122,36 @@ class Block:
     down: Product
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Of every layer."""
-
-    heads: int
-    key_heads: int
-    head_dim: int
-    intermediate: int
+def in_one_call(blocks: Sequence[Block], sizes: Sizes) -> Layers | None:
+    """The blocks as compiled code runs them; None where a step of theirs is not compiled."""
+    parts, compiled = [], load_layers()
+    if compiled is None:
+        return None
+    for block in blocks:
+        products = (block.qkv, block.output, block.gate_up, block.down)
+        packed = [product.packed for product in products if isinstance(product, PackedProduct)]
+        if block.qk_norm is not None or len(packed) < len(products):
+            return None
+        qkv, output, gate_up, down = packed
+        parts.append(
+            Parts(
+                attention_norm=block.attention_norm,
+                qkv=qkv,
+                output=output,
+                mlp_norm=block.mlp_norm,
+                gate_up=gate_up,
+                down=down,
+                scale=block.scale,
+            )
+        )
+    return Layers(parts, sizes, compiled)
 
 
 class Rotation:
     """Turns the halves a, b of every query and key, in memory [N, B, K]: a cos - b sin, b cos + a sin."""
 
     def __init__(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> None:
-        self._glue, self._cos_NK, self._sin_NK = glue_for(qk_NBK), cos_NK.contiguous(), sin_NK.contiguous()
+        self._glue, self._cos_NK, self._sin_NK = glue_for(qk_NBK), cos_NK, sin_NK
         self._qk, self._cos = qk_NBK, cos_NK.unsqueeze(1)
         self.turned_NBK = torch.empty_like(qk_NBK, memory_format=torch.contiguous_format)
         (self._a, self._b), (sin_a, sin_b) = qk_NBK.chunk(2, dim=-1), sin_NK.unsqueeze(1).chunk(2, dim=-1)
@@ -157,6 +180,8 @@ class LeanPass:
     norm: RMSNorm
     head: Product
     sizes: Sizes
+    layers: Layers | None = None
+    """All blocks in one call, where every step of theirs is compiled."""
 
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
@@ -172,13 +197,22 @@ class LeanPass:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [M, V] behind the tokens `keep_M`, or all, and the states `aux_layer_ids` (`capture.py`) of all."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
-        tokens = len(x_ND)
+        cos_TNK, sin_TNK = self.rotary(x_ND, position_ids=attention.layout.position_N[None])
+        cos_NK, sin_NK = cos_TNK[0].contiguous(), sin_TNK[0].contiguous()
+        if self.layers is None or not self.layers.run(x_ND, cos_NK, sin_NK, attention, states):
+            self._run(x_ND, cos_NK, sin_NK, attention, states)
+        if keep_M is not None:
+            x_ND = x_ND.index_select(0, keep_M)
+        return self.head(self.norm(x_ND), None), aux_NX
 
-        sizes, both = self.sizes, self.sizes.heads + self.sizes.key_heads
+    def _run(
+        self, x_ND: Tensor, cos_NK: Tensor, sin_NK: Tensor, attention: PagedAttention, states: Mapping[int, Tensor]
+    ) -> None:
+        """Take x_ND through all blocks, in place, step by step."""
+        tokens, sizes, both = len(x_ND), self.sizes, self.sizes.heads + self.sizes.key_heads
         qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)
         qk, v = torch.split(qkv_NE.view(tokens, -1, sizes.head_dim), [both, sizes.key_heads], dim=1)
-        cos, sin = self.rotary(x_ND, position_ids=attention.layout.position_N[None])
-        rotate = Rotation(qk, cos[0], sin[0])
+        rotate = Rotation(qk, cos_NK, sin_NK)
         q, k = torch.split(rotate.turned_NBK, [sizes.heads, sizes.key_heads], dim=1)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gate, up = gate_up.chunk(2, dim=1)
@@ -195,9 +229,5 @@ class LeanPass:
             block.gate_up(block.mlp_norm(x_ND), gate_up)
             gated = functional.silu(gate).mul_(up) if glue is None else glue.gate(gate_up)
             x_ND += block.down(gated, None)
-
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)
-        if keep_M is not None:
-            x_ND = x_ND.index_select(0, keep_M)
-        return self.head(self.norm(x_ND), None), aux_NX

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.engine.block import Block, LeanPass, Product, RMSNorm, Sizes, join
+from eyas.engine.block import Block, LeanPass, Product, RMSNorm, in_one_call, join
+from eyas.engine.layers import Sizes
 from eyas.engine.paged import Layout, PageCache, Row
 from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
@@ -29,6 +30,9 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """How far a token's state may lie from the model's own behind the embedding, relative to its length; behind k layers
 sqrt(1 + k) times as far. Rounding errors of layers are independent and add up like that; a layer that computes anything
 else is further off at once."""
+UNSTABLE = 10.0
+"""How many times as far a single token may lie: where a state is about to grow a hundredfold, as some token's does in
+many models, rounding decides how far it gets, and the model's own code lies as far from itself in float32."""
 
 
 class UnlikeError(Exception):
@@ -85,13 +89,15 @@ def _build(target: Target) -> LeanPass:
     rotated: int = decoder.rotary_emb(probe, position_ids=probe.long())[0].shape[-1]
     if rotated != sizes.head_dim:
         raise UnlikeError(f"it rotates {rotated} of {sizes.head_dim} numbers of a head")
+    blocks = [_block(layer, sizes) for layer in decoder.layers]
     return LeanPass(
         embedding_VD=decoder.embed_tokens.weight.detach(),
         rotary=decoder.rotary_emb,
-        blocks=[_block(layer, sizes) for layer in decoder.layers],
+        blocks=blocks,
         norm=_norm(decoder.norm),
         head=_join(model.lm_head),
         sizes=sizes,
+        layers=in_one_call(blocks, sizes),
     )
 
 
@@ -202,8 +208,13 @@ def _compare(what: str, all_ours: Sequence[Tensor], all_theirs: Sequence[Tensor]
     for k, (ours, theirs) in enumerate(zip(all_ours, all_theirs, strict=True), layers):
         allowed = TOLERANCE[theirs.dtype] * sqrt(1 + k)
         length = theirs.float().norm(dim=-1).clamp(min=1e-30)
-        error = ((ours.float() - theirs.float()).norm(dim=-1) / length).max().item()
-        if not error <= allowed:  # nor if it is no number
-            raise UnlikeError(
-                f"a trial gave other {what} behind {k} layers, by {error:.1e} of their length ({allowed:.1e} allowed)"
-            )
+        error_N = (ours.float() - theirs.float()).norm(dim=-1) / length
+        for tokens, error, limit in (
+            ("most", error_N.quantile(0.5), allowed),
+            ("one", error_N.max(), UNSTABLE * allowed),
+        ):
+            if not error <= limit:  # nor if it is no number
+                raise UnlikeError(
+                    f"a trial gave other {what} behind {k} layers, by {error:.1e} of their length for {tokens} of the "
+                    f"tokens ({limit:.1e} allowed)"
+                )

@@ -1,7 +1,8 @@
 """The drafter's pass on a processor in as few operations as it takes; `drafter/model.py` says what is computed.
 
 A drafter's layer is so small that torch's operations around its products take longer than the products. So norms,
-rotation and gates are compiled steps here (`glue.py`), and linears that read the same input are one product.
+rotation and gates are compiled steps here (`glue.py`), linears that read the same input are one product, and where
+these and the attention are compiled too a whole depth is one call (`draft_layer.py`).
 
 Invariant: a lean drafter that was handed out computes what its model computes, up to the order of sums. That rests on
 a trial, as it does for targets (`lean.py`); where anything is unlike what is expected, the model itself runs.
@@ -18,8 +19,12 @@ from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
-from eyas.engine.block import Product, join
+from eyas.engine.block import PackedProduct, Product, join
+from eyas.engine.draft_layer import DraftLayer, Surroundings, Turns
 from eyas.engine.glue import Glue, glue_for
+from eyas.engine.layers import Parts, Sizes, load_layers
+from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged_attention import PagedAttention
 
 TOLERANCE = 1e-4
 """How far results may lie from the model's own, relative to their length; sums in another order lie nearer."""
@@ -71,6 +76,41 @@ class _LeanDrafter:
         self._output, self._down = _product(attention.o_proj), _product(mlp.down_proj)
         self._gate_up = _product(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
+        self._turns = Turns(drafter.rope)
+        self._in_one_call = self._compiled()
+
+    def _compiled(self) -> DraftLayer | None:
+        """The layer as one call; None where a step of it is not compiled."""
+        products = (self._qkv, self._output, self._gate_up, self._down)
+        packed = [product.packed for product in products if isinstance(product, PackedProduct)]
+        compiled = load_layers()
+        if compiled is None or len(packed) < len(products):
+            return None
+        config, layer, (qkv, output, gate_up, down) = self._config, self._layer, packed
+        parts = Parts(
+            attention_norm=None,
+            qkv=qkv,
+            output=output,
+            mlp_norm=layer.post_attention_layernorm,
+            gate_up=gate_up,
+            down=down,
+            scale=config.head_dim**-0.5,
+        )
+        around = Surroundings(
+            embedding_VD=self._embedding_VD,
+            token_norm=layer.input_layernorm,
+            hidden_norm=layer.hidden_norm,
+            normed_residual=config.norm_before_residual,
+            last_norm=self._model.norm,
+            turns=self._turns,
+        )
+        sizes = Sizes(
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate=gate_up.out_features // 2,
+        )
+        return DraftLayer(parts, around, sizes, compiled)
 
     def fuse(self, aux_NX: Tensor) -> Tensor:
         """Norm each auxiliary state where the drafter does, and combine them."""
@@ -88,30 +128,33 @@ class _LeanDrafter:
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """Run one depth."""
-        config, layer, tokens = self._config, self._layer, len(hidden)
-        both_NE, normed_ND = self._input(hidden, token_ids)
-        heads, keys = config.num_attention_heads, config.num_key_value_heads
-        qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
-        cos, sin = self._model.rope(positions, hidden.dtype)
-        turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
-        self._glue.rotate(qkv[:, : heads + keys], cos[:, 0], sin[:, 0], turned)
-        attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
-        residual = self._output(attended.reshape(tokens, -1), None)
-        residual += normed_ND if config.norm_before_residual else hidden
+        made = None
+        if self._in_one_call is not None and isinstance(attend, PagedAttention):
+            made = self._in_one_call.run_depth(hidden.contiguous(), token_ids, positions, attend)
+        state_ND, normed_ND = made or self._run(hidden, token_ids, positions, attend)
+        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
 
-        gated = self._glue.gate(self._gate_up(self._norm(layer.post_attention_layernorm, residual), None))
-        residual += self._down(gated, None)
-        normed = self._norm(self._model.norm, residual)
-        return DepthOutput(normed=normed, feedback=normed if config.norm_output else residual)
+    def _run(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The state behind the layer, and the same normed, step by step."""
+        config, layer, tokens = self._config, self._layer, len(hidden)
+        heads, keys = config.num_attention_heads, config.num_key_value_heads
+        both_NE, normed_ND = self._input(hidden, token_ids)
+        qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
+        turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
+        self._glue.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
+        attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
+        x_ND = self._output(attended.reshape(tokens, -1), None)
+        x_ND += normed_ND if config.norm_before_residual else hidden
+        x_ND += self._down(self._glue.gate(self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)), None)
+        return x_ND, self._norm(self._model.norm, x_ND)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
         """Keys and values alone."""
         config, tokens = self._config, len(hidden)
         keys = config.num_key_value_heads
         kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
-        cos, sin = self._model.rope(positions, hidden.dtype)
         turned = kv.new_empty(tokens, keys, config.head_dim)
-        self._glue.rotate(kv[:, :keys], cos[:, 0], sin[:, 0], turned)
+        self._glue.rotate(kv[:, :keys], *self._turns.at(positions), turned)
         return turned, kv[:, keys:]
 
     def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,23 +189,21 @@ def _product(*linears: nn.Module) -> Product:
 
 @torch.inference_mode()
 def _is_right(lean: _LeanDrafter, drafter: Drafter) -> bool:
-    """Try it: fuse some states, run a depth behind them and one behind that, far into the context."""
-    config = drafter.config
+    """Try it: fuse some states, run a depth behind them and one behind that, far into the context, over pages."""
+    config, count = drafter.config, 3
     generator = torch.Generator().manual_seed(0)
-    aux_NX = torch.randn(3, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
-    token_N = torch.randint(config.vocab_size, (3,), generator=generator)
+    aux_NX = torch.randn(count, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
+    token_N = torch.randint(config.vocab_size, (count,), generator=generator)
     position_N = torch.tensor([0, 7, max(8, config.max_position_embeddings - 1)])
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        shared = q.shape[1] // k.shape[1]
-        weight = (q * k.repeat_interleave(shared, 1)).sum(-1, keepdim=True).sigmoid()
-        return weight * v.repeat_interleave(shared, 1)  # any function of all three will do
-
+    rows = [Row(pages=(1, 0), base=base, count=count) for base in (0, count)]
+    layouts = [Layout.of([row], page_size=4, device=torch.device("cpu")) for row in rows]
     results = []
     for one in (lean, drafter):
+        cache = PageCache(pages=2, page_size=4)
+        attends = [PagedAttention(cache, layout) for layout in layouts]
         fused = one.fuse(aux_NX)
-        first = one.step(fused, token_N, position_N, attend)
-        second = one.step(first.feedback, token_N.flip(0), position_N + 1, attend)
+        first = one.step(fused, token_N, position_N, attends[0])
+        second = one.step(first.feedback, token_N.flip(0), position_N + 1, attends[1])
         keys, values = (x.flatten(1) for x in one.remember(fused, token_N, position_N))
         results.append((fused, first.normed, first.feedback, second.normed, second.feedback, keys, values))
     return all(_near(ours, theirs) for ours, theirs in zip(*results, strict=True))

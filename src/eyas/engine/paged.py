@@ -56,6 +56,11 @@ class PageCache:
         return self.pages * self.page_size
 
     @property
+    def slots(self) -> int:
+        """Of every layer, C, those of the scrap page included."""
+        return self.scrap + self.page_size
+
+    @property
     def bytes(self) -> int:
         """Memory taken so far."""
         return sum(x.nbytes for pair in self.layers.values() for x in pair)
@@ -93,7 +98,7 @@ class PageCache:
 
     def _zeros(self, like_NGK: Tensor) -> Tensor:
         _, heads, size = like_NGK.shape
-        shape = heads, self.scrap + self.page_size, size
+        shape = heads, self.slots, size
         with torch.inference_mode(False):  # else it could be written in inference mode only
             if not like_NGK.is_cpu:
                 return like_NGK.new_zeros(shape)

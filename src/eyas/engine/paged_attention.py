@@ -85,6 +85,14 @@ class PagedAttention:
         keys, values = self.cache.write(layer, self.layout.slot_N, k, v)
         return self._read(q, keys, values, scale, softcap, window)
 
+    def waves(
+        self, q_shape: Sequence[int], v_shape: Sequence[int], *, strides: tuple[int, ...]
+    ) -> Sequence[int] | None:
+        """What compiled code takes to attend for itself, in every layer alike; None where attention is not compiled."""
+        if self._native is None:
+            return None
+        return self._native.waves(q_shape, v_shape, strides, self.cache.slots, self.window)
+
     def answer(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """Answer queries where the caller has written the new keys and values to a layer's memory."""
         return self._read(q, keys, values, scale, None, self.window)

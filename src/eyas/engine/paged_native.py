@@ -14,15 +14,14 @@ unit is up to a block of (query, head) lines of a row that share a key head; it 
 """
 
 import ctypes
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -61,12 +60,12 @@ class Kernel:
         self.library.attend_pages.argtypes = [pointer] * 7 + [number] * 2
         self.library.attend_pages.restype = None
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Positions in a chunk."""
         return int(self.library.chunk_positions())
 
-    @property
+    @cached_property
     def block(self) -> int:
         """Lines in a unit, at most."""
         return int(self.library.block_lines())
@@ -103,8 +102,8 @@ class _Asked(NamedTuple):
     """What a layer's plan depends on, beside the rows."""
 
     window: int | None
-    q_shape: torch.Size
-    v_shape: torch.Size
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
     strides: tuple[int, ...]
     slots: int
 
@@ -151,16 +150,28 @@ class NativeRead:
             )
         return output_NHV
 
+    def waves(
+        self, q_shape: Sequence[int], v_shape: Sequence[int], strides: tuple[int, ...], slots: int, window: int | None
+    ) -> list[int]:
+        """For a caller of the kernel: the address of what each call for a layer takes, as long as this object lives.
+
+        `strides` are those of tokens and heads, of queries, keys and values.
+        """
+        return [wave.address for wave in self._planned(_Asked(window, tuple(q_shape), tuple(v_shape), strides, slots))]
+
     def _prepare(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor, slots: int, window: int | None) -> None:
         """Most layers bring what the one before brought: new numbers in the same memory, laid out alike."""
         strides = (*q_NHK.stride()[:2], *k_NGK.stride()[:2], *v_NGV.stride()[:2])
-        asked = _Asked(window=window, q_shape=q_NHK.shape, v_shape=v_NGV.shape, strides=strides, slots=slots)
-        if asked not in self._plans:
-            self._plans[asked] = list(self._plan(asked))
-        self._waves, self._window = self._plans[asked], window
+        self._waves = self._planned(_Asked(window, tuple(q_NHK.shape), tuple(v_NGV.shape), strides, slots))
+        self._window = window
         self._output_shape = (*q_NHK.shape[:2], v_NGV.shape[-1])
         self._q, self._k, self._v = q_NHK, k_NGK, v_NGV  # held, so that no others can take their place unnoticed
         self._pointers = (q_NHK.data_ptr(), k_NGK.data_ptr(), v_NGV.data_ptr())
+
+    def _planned(self, asked: _Asked) -> list["_Wave"]:
+        if asked not in self._plans:
+            self._plans[asked] = list(self._plan(asked))
+        return self._plans[asked]
 
     def _plan(self, asked: _Asked) -> Iterator["_Wave"]:
         """What one layer does: almost always a single call."""
@@ -183,10 +194,10 @@ class NativeRead:
                 work += more * self._kernel.chunk * (key_size + value_size)
             lists = [*rows, [*chain(*units)], [*chain(*tasks)], [x[4] - x[3] for x in units for _ in range(key_heads)]]
             integers, (base, end, start, table, units_at, tasks_at, left_at) = _side_by_side(lists)
-            parts_P = np.empty(parts * part_bytes // 4, dtype=np.float32)
+            parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
             pointers = (
                 *(table, base, end, start, None if seen_N is None else seen_N.data_ptr(), layout.slot_N.data_ptr()),
-                *(units_at, tasks_at, parts_P.ctypes.data, left_at),
+                *(units_at, tasks_at, parts_P.data_ptr(), left_at),
             )
             numbers = (
                 *(widest, layout.page_size, new_tokens, len(tasks), asked.window or 0),
@@ -211,10 +222,10 @@ class NativeRead:
                 yield index, first, count, begin, max(asking) // chunk + 1
 
 
-def _side_by_side(lists: Sequence[Sequence[int]]) -> tuple[npt.NDArray[np.int32], list[int]]:
-    """All numbers in one piece of memory, and the address of each list: many tensors would take longer to make."""
-    integers = np.array(list(chain.from_iterable(lists)), dtype=np.int32)
-    first = integers.ctypes.data
+def _side_by_side(lists: Sequence[Sequence[int]]) -> "tuple[array[int], list[int]]":
+    """All numbers in one piece of memory, and the address of each list. A tensor takes five times as long to make."""
+    integers = array("i", chain.from_iterable(lists))
+    first, _ = integers.buffer_info()
     return integers, [first + integers.itemsize * before for before in accumulate(map(len, lists[:-1]), initial=0)]
 
 

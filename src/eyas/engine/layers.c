@@ -1,0 +1,146 @@
+/* Layers of a Llama-like decoder over one pass, in one call: the steps of block.py in their order; and what a drafter does
+ * before its only layer and after it, as lean_draft.py has it.
+ *
+ * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
+ * and takes several times as long as it would elsewhere: for a token or two, a quarter of the whole pass.
+ *
+ * The steps themselves are compiled elsewhere (glue.c, packed_linear.c, paged_native.c), and come here as pointers, so
+ * every number is the one that the same steps give one by one, to the last bit.
+ *
+ * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, I intermediate size.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+struct steps {
+    void (*norm)(const float *x, long x_stride, long N, long D, const float *weight, float eps, float *y, long y_stride,
+                 int threads);
+    void (*product)(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
+                    int threads);
+    void (*rotate)(const float *x, long N, long B, long K, long stride, const float *cos, const float *sin, float *y,
+                   int threads);
+    void (*attend)(const void *wave, const float *q, const float *k, const float *v, float *keys, float *values,
+                   float *output, float scale, float softcap);
+    void (*gate)(const float *x, long N, long I, float *y, int threads);
+};
+
+/* What layers.py has the same fields of. */
+struct product {
+    const char *panels;
+    const float *bias;
+    int64_t inputs, outputs, halved;
+};
+
+struct layer {
+    const float *attention_norm, *mlp_norm; /* weights [D] */
+    float *keys, *values;                   /* of the cache */
+    struct product qkv, output, gate_up, down;
+    float attention_eps, mlp_eps, scale;
+};
+
+struct run {
+    const struct steps *steps;
+    const struct layer *layers;
+    const void *const *waves; /* attention over the pass: one call for each, in every layer */
+    float *const *states;     /* [layer_count + 1]: where x goes before each layer and after the last; null: nowhere */
+    const float *cos, *sin;   /* [N][K] */
+    const float *input;       /* what the first layer's products read; null: the norm of x, as in all others */
+    float *x;                 /* [N][D]: read, and left as it is behind the last layer */
+    float *memory;            /* numbers_per_token for every token */
+    int64_t layer_count, wave_count, state_stride;
+    int64_t tokens, hidden, heads, key_heads, head_dim, intermediate, threads;
+};
+
+/* A drafter's depth: what its layer reads, and the norm behind it. `run.input`, `run.cos` and `run.sin` are written here. */
+struct depth {
+    const float *embedding;            /* [V][D] */
+    const float *cos, *sin;            /* [positions][K] */
+    const int64_t *token, *position;   /* [N] */
+    const float *hidden;               /* [N][D] */
+    const float *token_norm, *hidden_norm, *last_norm; /* weights [D] */
+    float *normed;                     /* [N][D]: the state behind the layer, normed */
+    int64_t normed_residual;           /* whether the layer adds to the normed state instead of the state */
+    float token_eps, hidden_eps, last_eps;
+};
+
+long run_bytes(void) { return sizeof(struct run); }
+long layer_bytes(void) { return sizeof(struct layer); }
+long depth_bytes(void) { return sizeof(struct depth); }
+
+long numbers_per_token(long D, long H, long G, long K, long I) { return 2 * D + (3 * H + 3 * G) * K + 3 * I; }
+
+static void multiply(const struct run *run, const struct product *by, const float *x, float *y) {
+    run->steps->product(x, run->tokens, by->inputs, by->panels, (int)by->halved, by->bias, by->outputs, y,
+                        (int)run->threads);
+}
+
+static void norm(const struct run *run, const float *weight, float eps, float *y) {
+    const long D = run->hidden;
+    run->steps->norm(run->x, D, run->tokens, D, weight, eps, y, D, (int)run->threads);
+}
+
+static void add(const struct run *run, const float *more) {
+    float *restrict x = run->x;
+    const long count = run->tokens * run->hidden;
+    for (long i = 0; i < count; i++) x[i] += more[i];
+}
+
+static void note_state(const struct run *run, long layer) {
+    float *state = run->states ? run->states[layer] : 0;
+    const long D = run->hidden;
+    for (long n = 0; state && n < run->tokens; n++)
+        memcpy(state + n * run->state_stride, run->x + n * D, D * sizeof(float));
+}
+
+void run_layers(const struct run *run) {
+    const long N = run->tokens, D = run->hidden, K = run->head_dim, I = run->intermediate;
+    const long H = run->heads, G = run->key_heads, B = H + G;
+    float *normed = run->memory, *more = normed + N * D;
+    float *qkv = more + N * D, *turned = qkv + N * (B + G) * K, *attended = turned + N * B * K;
+    float *gate_up = attended + N * H * K, *gated = gate_up + N * 2 * I;
+
+    for (long l = 0; l < run->layer_count; l++) {
+        const struct layer *layer = run->layers + l;
+        const float *input = l ? 0 : run->input;
+        note_state(run, l);
+
+        if (!input) norm(run, layer->attention_norm, layer->attention_eps, normed);
+        multiply(run, &layer->qkv, input ? input : normed, qkv);
+        run->steps->rotate(qkv, N, B, K, (B + G) * K, run->cos, run->sin, turned, (int)run->threads);
+        for (long w = 0; w < run->wave_count; w++)
+            run->steps->attend(run->waves[w], turned, turned + H * K, qkv + B * K, layer->keys, layer->values, attended,
+                               layer->scale, 0.0f);
+        multiply(run, &layer->output, attended, more);
+        add(run, more);
+
+        norm(run, layer->mlp_norm, layer->mlp_eps, normed);
+        multiply(run, &layer->gate_up, normed, gate_up);
+        run->steps->gate(gate_up, N, I, gated, (int)run->threads);
+        multiply(run, &layer->down, gated, more);
+        add(run, more);
+    }
+    note_state(run, run->layer_count);
+}
+
+/* The normed embedding of every token and, beside it, its normed state; x is either the latter or the state itself. */
+static void enter(const struct run *run, const struct depth *depth) {
+    const long N = run->tokens, D = run->hidden, K = run->head_dim;
+    const int threads = (int)run->threads;
+    float *input = (float *)run->input;
+    for (long n = 0; n < N; n++) {
+        const float *embedded = depth->embedding + depth->token[n] * D;
+        run->steps->norm(embedded, D, 1, D, depth->token_norm, depth->token_eps, input + n * 2 * D, 2 * D, 1);
+        memcpy((float *)run->cos + n * K, depth->cos + depth->position[n] * K, K * sizeof(float));
+        memcpy((float *)run->sin + n * K, depth->sin + depth->position[n] * K, K * sizeof(float));
+    }
+    run->steps->norm(depth->hidden, D, N, D, depth->hidden_norm, depth->hidden_eps, input + D, 2 * D, threads);
+    for (long n = 0; n < N; n++)
+        memcpy(run->x + n * D, depth->normed_residual ? input + n * 2 * D + D : depth->hidden + n * D, D * sizeof(float));
+}
+
+void run_depth(const struct run *run, const struct depth *depth) {
+    enter(run, depth);
+    run_layers(run);
+    norm(run, depth->last_norm, depth->last_eps, depth->normed);
+}
