@@ -125,6 +125,7 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
     def engine(drafter: Drafter | None, speculation: Speculation, tree: Tree | None = None) -> Mode:
         # One engine for all rounds, as a server would be; the prefix cache would make later rounds easier.
         made = Engine(target, drafter, options=EngineOptions(max_rows=users, max_length=2048, tree=tree))
+        made.record_ahead()
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
             made.pool.forget()

@@ -197,6 +197,39 @@ def test_depths_that_change_and_requests_that_come_and_go(
     assert sum(depth > 0 for row in depths.values() for depth in row) > 100
 
 
+@pytest.mark.parametrize("max_depth", [7, 5, 1])
+def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    max_depth: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = fixed_engine(target, tiny_drafter, options(max_rows=6, max_length=256, max_depth=max_depth))
+    assert engine.recorded is not None
+    ahead = engine.record_ahead()
+    assert ahead == len(engine.recorded.recorder) > 0
+    asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
+    source, choose = random.Random(5), engine.controller.choose
+
+    def moody(rows: Sequence[Any]) -> Any:
+        depths = tuple(source.randint(0, max_depth) for _ in rows)
+        choice = replace(choose(rows), depths=depths, limits=depths)
+        assert engine.controller._step is not None
+        engine.controller._step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
+        engine.controller._step.bound = frozenset(engine.controller._step.limits)
+        return choice
+
+    monkeypatch.setattr(engine.controller, "choose", moody)
+    ours = run(engine, asked)
+    assert [answer.tokens for answer in ours] == [
+        answer.tokens for answer in run(Engine(target, options=options()), asked)
+    ]
+    assert sum(answer.tally.accepted for answer in ours) > 0
+    assert len(engine.recorded.recorder) == ahead
+    assert Engine(target, options=options()).record_ahead() == 0, "without a GPU there is nothing to record"
+
+
 def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ float32 tells them apart by less than twice that. All margins are shown.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import pytest
@@ -53,14 +54,19 @@ MANNERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Pair:
     """The default target and its drafter in one precision, and what transformers answers in it."""
 
     target: Target
     drafter: Drafter
     prompts: list[list[int]]
-    theirs: list[tuple[int, ...]]
+
+    @cached_property
+    def theirs(self) -> list[tuple[int, ...]]:
+        """Transformers' answers."""
+        plainly = partial(generate_plainly, self.target, sampling=Sampling(), max_new_tokens=NEW_TOKENS)
+        return [plainly(ids) for ids in self.prompts]
 
     def logits_behind(self, ids: Sequence[int]) -> Tensor:
         """Scores of the token behind ids [V]."""

@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import sys
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 import typer
@@ -85,10 +86,15 @@ def serve(
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
     slot = Slot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
     del model  # once another one drafts, nothing holds the first
-    with (
-        listener,
-        Host(lambda: Engine(loaded, slot.model, options=options, report=report), report=warn) as engine,
-    ):
+
+    def build() -> Engine:
+        engine, started = Engine(loaded, slot.model, options=options, report=report), perf_counter()
+        steps = engine.record_ahead()
+        if steps:
+            report(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")
+        return engine
+
+    with listener, Host(build, report=warn) as engine:
         served = Served(
             name=served_model_name or target,
             target=target,

@@ -25,7 +25,7 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.drafts import Candidates, Draft, Growth, Tree
 from eyas.engine.lean_draft import lean_drafter
-from eyas.engine.paged import Layout, PageCache, Row
+from eyas.engine.paged import Layout, PageCache, Row, integers
 from eyas.engine.paged_attention import PagedAttention
 from eyas.engine.request import Live
 from eyas.engine.verify import Wanted, draw, draw_many
@@ -132,17 +132,17 @@ class PagedDrafter:
             aux += [states.aux_TX for states in waiting]
             tokens += live.tokens[start + 1 : end + 1]
             rows.append(Row(pages=live.pages, base=start, count=end - start))
-        aux_NX = torch.cat(aux)
+        aux_NX = torch.cat(aux) if len(aux) > 1 else aux[0]
         assert len(aux_NX) == len(tokens), "one state for every token but the newest"
         layout = self._lay_out(rows)
         hidden_ND = self._run.fuse(aux_NX.to(self._dtype))
-        token_N = torch.tensor(tokens, device=self._device)
+        token_N = integers(tokens, self._device)
         last = [end - 1 for end in accumulate(row.count for row in rows)]
         if self._remembers and (but_last or len(tokens) >= len(rows) + MANY):
             self.cache.write(0, layout.slot_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
             if but_last:
                 return
-            last_R = torch.tensor(last, device=self._device)
+            last_R = integers(last, self._device)
             hidden_ND, token_N, last = hidden_ND[last_R], token_N[last_R], list(range(len(rows)))
             layout = self._lay_out(Row(pages=row.pages, base=row.end - 1, count=1) for row in rows)
         output = self._run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
@@ -185,7 +185,7 @@ class PagedDrafter:
                 layout = self._lay_out(
                     Row(pages=lives[row].pages, base=lives[row].drafter_length + behind, count=1) for row in rows
                 )
-                token_R = torch.tensor([tokens[row][-1] for row in rows], device=self._device)
+                token_R = integers([tokens[row][-1] for row in rows], self._device)
                 output = self._run.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
                 normed_RD, feedback_RD = output.normed, output.feedback
             wanted = [wanted_at(lives[row], tokens[row]) for row in rows]
@@ -241,7 +241,7 @@ class PagedDrafter:
             hidden += [growth.feedback_D.get(growth.parents[node], first_D) for node in nodes]
             tokens += [growth.tokens[node] for node in nodes]
         layout = self._lay_out(rows)
-        token_N = torch.tensor(tokens, device=self._device)
+        token_N = integers(tokens, self._device)
         output = self._run.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
         places = iter(range(len(tokens)))
         for growth in growths:

@@ -29,7 +29,7 @@ from eyas.engine.drift import DriftAlarm
 from eyas.engine.graphs import RecordedSteps, Recorder
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
-from eyas.engine.paged import Layout, PageCache
+from eyas.engine.paged import Layout, PageCache, integers
 from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
@@ -168,6 +168,11 @@ class Engine:
             recorder, self.recorded = self.recorded.recorder, None  # its memory is free before more is taken
             self.recorded = self._recorded_steps(replace(recorder, bytes=0, refused=set(), _made={}, _pool=None))
 
+    @torch.inference_mode()
+    def record_ahead(self) -> int:
+        """Record the usual steps as CUDA graphs now instead of when they are first met; how many there are."""
+        return 0 if self.recorded is None else self.recorded.record_ahead()
+
     @property
     def _records(self) -> bool:
         """Whether steps that only decode are to be CUDA graphs."""
@@ -265,7 +270,7 @@ class Engine:
             ids += [*live.tokens[row.start : row.start + row.count], *draft.tokens]
             keep += range(newest, len(ids)) if row.samples else ()
             shares.append(lay_out(row, draft))
-        ids_N, keep_M = (torch.tensor(x, dtype=torch.int64, device=self._device) for x in (ids, keep))
+        ids_N, keep_M = integers(ids, self._device), integers(keep, self._device)
         layout = Layout.of(shares, page_size=self.options.page_size, device=self._device)
         follows = any(self._follows(row.live) for row in rows)
         logits_MV, aux_NX = self._run_target(ids_N, layout, keep_M, self._layer_ids if follows else ())

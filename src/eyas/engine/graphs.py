@@ -4,8 +4,12 @@ Launching its kernels one by one takes the host longer than running them takes t
 `fixed.py` are recorded once for each bucket of shapes, when it is first met, and replayed with other numbers.
 
     rows     rounded up to one of ROWS
-    tokens   the newest and the deepest draft of any row; shorter rows are cut by their own count
-    pages    of the longest row, rounded up to a power of 2
+    tokens   the newest and the deepest draft of any row, rounded up to one of TOKENS; shorter rows are cut by their own
+             count
+    pages    of the longest row, LEAST_PAGES or that times a power of 4: a table is as cheap as what is read by it
+
+A recording takes as long as dozens of replays. So there are few buckets, and `record_ahead` goes through the usual ones
+before anybody waits for them.
 
 All recordings share one pool of memory, and the memory for states and logits: what a replay leaves there holds until
 the next. Waiting states that still lie there when the next pass begins are copied first (`PagedDrafter.save`).
@@ -24,6 +28,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -37,7 +42,9 @@ from eyas.engine.scheduler import Row
 from eyas.engine.sheet import Sheet
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
-LEAST_PAGES = 16
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Where the controller chooses, chains are also drafted to one of these depths less one."""
+LEAST_PAGES = 64
 
 Report = Callable[[str], None]
 
@@ -154,6 +161,19 @@ class RecordedSteps:
         own = [self.logits_SV] if self.states_SX is None else [self.logits_SV, self.states_SX]
         return self.recorder.bytes + sum(x.nbytes for x in own)
 
+    def record_ahead(self) -> int:
+        """Record the steps of requests that are not long yet; how many recordings there are then."""
+        counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
+        if self._drafter is None:
+            counts = [1]
+        for rows, count in product(self._rows, counts):
+            if rows * count <= self._most_tokens:
+                self._verifying(rows, count, LEAST_PAGES)
+            if count > 1:
+                for reads, sampled in product({count, self._deepest}, (False, True)):
+                    self._recorded_draft("draft", rows, reads, LEAST_PAGES, count - 1, sampled=sampled)
+        return len(self.recorder)
+
     # --- draft -------------------------------------------------------------------------------------------------
 
     def drafts(self, lives: Sequence[Live]) -> bool:
@@ -216,15 +236,44 @@ class RecordedSteps:
         self, kind: str, lives: Sequence[Live], depths: Sequence[int]
     ) -> tuple[Sheet, Callable[[], Tensor]] | None:
         """What drafts chains for these requests, and perhaps verifies them; its sheet is filled but for `newest`."""
-        drafter, states_SX = self._drafter, self.states_SX
+        drafter, deepest = self._drafter, _deepest(lives, depths)
         assert drafter is not None
-        assert states_SX is not None
-        deepest = _deepest(lives, depths)
+        if kind == "draft":
+            deepest = self._token_bucket(deepest + 1) - 1
         samplings = [live.request.sampling for live in lives]
         sampled = any(sampling.temperature for sampling in samplings)
         # A round of this depth adds no more than so many states; after a deeper one there is a larger bucket.
         waiting = max(live.target_length - live.drafter_length for live in lives)
         rows, count, pages = self._bucket(lives, deepest + 1 if waiting <= deepest + 1 else self._deepest)
+        made = self._recorded_draft(kind, rows, count, pages, deepest, sampled=sampled)
+        if made is None:
+            return None
+        sheet, _ = made
+        places, ids = list[int](), list[int]()
+        blank = [0] * count
+        for live in lives:
+            _, first, size = drafter.waiting(live)[0]
+            places += [*range(first, first + size), *blank[size:]]
+            ids += [*live.tokens[live.drafter_length + 1 : live.target_length + 1], *blank[size:]]
+        sheet.write("from", places)
+        sheet.write("ids", ids)
+        sheet.write("base", [live.drafter_length for live in lives])
+        sheet.write("live", [live.target_length - live.drafter_length for live in lives])
+        sheet.write("limit", depths)
+        if sampled:
+            sheet.write("seed", [live.request.seed for live in lives])
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                sheet.write_reals(name, [getattr(sampling, name) for sampling in samplings])
+        sheet.write_pages(lives, drafter.cache.page_size)
+        return made
+
+    def _recorded_draft(
+        self, kind: str, rows: int, count: int, pages: int, deepest: int, *, sampled: bool
+    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
+        """The recording of a bucket: up to `count` states of each row are read."""
+        drafter, states_SX = self._drafter, self.states_SX
+        assert drafter is not None
+        assert states_SX is not None
 
         def shapes() -> Mapping[str, tuple[int, ...]]:
             names = ("base", "live", "limit", "newest", "seed", "temperature", "top_k", "top_p", "min_p")
@@ -250,27 +299,7 @@ class RecordedSteps:
                 logits_SV=self.logits_SV,
                 states_SX=states_SX,
             )
-        made = self.recorder.get(kind, (rows, count, pages, deepest, sampled), shapes, function, states_SX)
-        if made is None:
-            return None
-        sheet, _ = made
-        places, ids = list[int](), list[int]()
-        blank = [0] * count
-        for live in lives:
-            _, first, size = drafter.waiting(live)[0]
-            places += [*range(first, first + size), *blank[size:]]
-            ids += [*live.tokens[live.drafter_length + 1 : live.target_length + 1], *blank[size:]]
-        sheet.write("from", places)
-        sheet.write("ids", ids)
-        sheet.write("base", [live.drafter_length for live in lives])
-        sheet.write("live", [live.target_length - live.drafter_length for live in lives])
-        sheet.write("limit", depths)
-        if sampled:
-            sheet.write("seed", [live.request.seed for live in lives])
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                sheet.write_reals(name, [getattr(sampling, name) for sampling in samplings])
-        sheet.write_pages(lives, drafter.cache.page_size)
-        return made
+        return self.recorder.get(kind, (rows, count, pages, deepest, sampled), shapes, function, states_SX)
 
     def _hand_over(self, lives: Sequence[Live]) -> None:
         assert self._drafter is not None
@@ -298,18 +327,13 @@ class RecordedSteps:
         lives = [row.live for row in rows]
         if len(lives) > self._rows[-1]:
             return None
-        bucket = self._bucket(lives, 1 + max(len(draft.tokens) for draft in drafts))
-        many, count, pages = bucket
+        longest = 1 + max(len(draft.tokens) for draft in drafts)
+        many, count, pages = self._bucket(lives, self._token_bucket(longest))
+        if many * count > self._most_tokens:
+            count = longest
         if many * count > self._most_tokens:
             return None
-
-        def shapes() -> Mapping[str, tuple[int, ...]]:
-            return {"ids": (many, count), "base": (many,), "live": (many,), "table": (many, pages)}
-
-        function = partial(
-            fixed.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self.states_SX
-        )
-        made = self.recorder.get("verify", bucket, shapes, function)
+        made = self._verifying(many, count, pages)
         if made is None:
             return None
         sheet, compute = made
@@ -323,11 +347,28 @@ class RecordedSteps:
         sheet.send()
         return compute(), count
 
+    def _verifying(self, rows: int, count: int, pages: int) -> tuple[Sheet, Callable[[], Tensor]] | None:
+        """The recording of a bucket."""
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            return {"ids": (rows, count), "base": (rows,), "live": (rows,), "table": (rows, pages)}
+
+        function = partial(
+            fixed.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self.states_SX
+        )
+        return self.recorder.get("verify", (rows, count, pages), shapes, function)
+
     # --- buckets -----------------------------------------------------------------------------------------------
 
     def _bucket(self, lives: Sequence[Live], count: int) -> tuple[int, int, int]:
-        pages = max(LEAST_PAGES, *(len(live.pages) for live in lives))
-        return self._row_bucket(lives), count, 1 << (pages - 1).bit_length()
+        pages, needed = LEAST_PAGES, max(len(live.pages) for live in lives)
+        while pages < needed:
+            pages *= 4
+        return self._row_bucket(lives), count, pages
+
+    def _token_bucket(self, count: int) -> int:
+        """Tokens of a row that are recorded together with so many."""
+        return min(self._deepest, next((tokens for tokens in TOKENS if tokens >= count), count))
 
     def _row_bucket(self, lives: Sequence[Live]) -> int:
         rows: int = self._rows[bisect_left(self._rows, len(lives))]

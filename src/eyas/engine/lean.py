@@ -8,7 +8,7 @@ lean pass that was handed out is right, rests on a trial: the states behind ever
 with those of the model's own code. A target must not be moved or cast afterwards; its weights are in use.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from math import sqrt
 from typing import Any
@@ -187,7 +187,7 @@ def _prove(lean: LeanPass, target: Target) -> None:
         [Row(pages=one, base=5, count=2)],
         [Row(pages=one, base=7, count=3), Row(pages=other, base=0, count=2)],
     )
-    device, ids = target.device, range(len(lean.blocks) + 1)
+    device, ids, errors = target.device, range(len(lean.blocks) + 1), Errors()
     own, cache = PagedTarget(target, PageCache(pages=4, page_size=4)), PageCache(pages=4, page_size=4)
     generator = torch.Generator().manual_seed(0)
     for shift in (0, max(0, (target.facts.max_position_embeddings or 0) - 10)):
@@ -200,21 +200,32 @@ def _prove(lean: LeanPass, target: Target) -> None:
                 their_logits = own.forward(ids_N, layout, keep_M)
             logits, aux = lean.forward(ids_N, PagedAttention(cache, layout), keep_M, ids)
             assert aux is not None
-            _compare("states", aux.chunk(len(ids), dim=-1), captured.aux_hidden()[0].chunk(len(ids), dim=-1))
-            _compare("logits", [logits], [their_logits], layers=len(lean.blocks))
+            theirs = captured.aux_hidden()[0].chunk(len(ids), dim=-1)
+            for layers, (ours, their) in enumerate(zip(aux.chunk(len(ids), dim=-1), theirs, strict=True)):
+                errors.add("states", layers, ours, their)
+            errors.add("logits", len(lean.blocks), logits, their_logits)
+    errors.judge(TOLERANCE[lean.embedding_VD.dtype])
 
 
-def _compare(what: str, all_ours: Sequence[Tensor], all_theirs: Sequence[Tensor], *, layers: int = 0) -> None:
-    for k, (ours, theirs) in enumerate(zip(all_ours, all_theirs, strict=True), layers):
-        allowed = TOLERANCE[theirs.dtype] * sqrt(1 + k)
-        length = theirs.float().norm(dim=-1).clamp(min=1e-30)
-        error_N = (ours.float() - theirs.float()).norm(dim=-1) / length
-        for tokens, error, limit in (
-            ("most", error_N.quantile(0.5), allowed),
-            ("one", error_N.max(), UNSTABLE * allowed),
-        ):
-            if not error <= limit:  # nor if it is no number
-                raise UnlikeError(
-                    f"a trial gave other {what} behind {k} layers, by {error:.1e} of their length for {tokens} of the "
-                    f"tokens ({limit:.1e} allowed)"
-                )
+class Errors:
+    """How far each token of a trial lies from the model's own, behind every layer."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, int], list[Tensor]] = {}
+
+    def add(self, what: str, layers: int, ours: Tensor, theirs: Tensor) -> None:
+        """Take some tokens [N, ...] behind so many layers."""
+        length_N = theirs.float().norm(dim=-1).clamp(min=1e-30)
+        self._of.setdefault((what, layers), []).append((ours.float() - theirs.float()).norm(dim=-1) / length_N)
+
+    def judge(self, tolerance: float) -> None:
+        """Refuse a pass of which most tokens are off, or a single one by far."""
+        for (what, layers), several in self._of.items():
+            error_N, allowed = torch.cat(several), tolerance * sqrt(1 + layers)
+            limits = (("most", error_N.quantile(0.5), allowed), ("one", error_N.max(), UNSTABLE * allowed))
+            for tokens, error, limit in limits:
+                if not error <= limit:  # nor if it is no number
+                    raise UnlikeError(
+                        f"a trial gave other {what} behind {layers} layers, by {error:.1e} of their length for "
+                        f"{tokens} of the tokens ({limit:.1e} allowed)"
+                    )

@@ -194,7 +194,7 @@ class Layout:
             row.check(page_size)
             slots += row.places(row.end - row.count, row.end, page_size)
             positions += row.positions()
-        slot_N, position_N = torch.tensor([slots, positions], device=device).unbind()
+        slot_N, position_N = integers([slots, positions], device).unbind()
         return cls(page_size=page_size, slot_N=slot_N, position_N=position_N, rows=tuple(rows))
 
     @classmethod
@@ -296,6 +296,11 @@ class Layout:
                     ancestors = torch.ones(row.count, row.count, dtype=torch.bool).tril()
                 seen_N[start:end] = _bits(ancestors)
         return seen_N.to(self.slot_N.device)
+
+
+def integers(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Numbers of the host as int64 on a device; by way of numpy, in a third of the time that torch takes for a few."""
+    return torch.from_numpy(np.array(numbers, dtype=np.int64)).to(device)
 
 
 def _bits(seen_QT: Tensor) -> Tensor:
