@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
-from eyas.engine import paged_attention
+from eyas.engine import graphs, paged_attention
 from eyas.engine.engine import Engine
 from eyas.engine.graphs import Recorder
 from eyas.engine.options import EngineOptions
@@ -228,6 +228,19 @@ def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
     assert sum(answer.tally.accepted for answer in ours) > 0
     assert len(engine.recorded.recorder) == ahead
     assert Engine(target, options=options()).record_ahead() == 0, "without a GPU there is nothing to record"
+
+
+@pytest.mark.parametrize("usual", [512, 2])
+def test_longer_requests_than_usual_have_tables_of_their_own(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, usual: int
+) -> None:
+    monkeypatch.setattr(graphs, "USUAL_PAGES", usual)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    engine, ours, theirs = both(target, tiny_drafter, asked, max_length=64, page_size=4)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert engine.recorded is not None
+    widths = {key[3] for key in engine.recorded.recorder._made}
+    assert widths == ({16} if usual == 512 else {8, 32}), "none is wider than what may come, but for the steps between"
 
 
 def test_what_cannot_be_recorded_is_told_and_runs_eagerly(

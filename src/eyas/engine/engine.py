@@ -301,6 +301,7 @@ class Engine:
             recorder=recorder,
             max_rows=most_rows,
             most_tokens=min(options.token_budget, most_rows * (options.max_depth + 1)),
+            most_pages=-(-self.max_length // options.page_size),
             max_depth=options.max_depth,
             vocab_size=self.target.facts.vocab_size,
             dtype=self.target.dtype,

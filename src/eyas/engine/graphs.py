@@ -6,7 +6,8 @@ Launching its kernels one by one takes the host longer than running them takes t
     rows     rounded up to one of ROWS
     tokens   the newest and the deepest draft of any row, rounded up to one of TOKENS; shorter rows are cut by their own
              count
-    pages    of the longest row, LEAST_PAGES or that times a power of 4: a table is as cheap as what is read by it
+    pages    of the longest row that may come, or USUAL_PAGES and that times powers of 4 where longer ones may: a table
+             costs what is read by it, so that most engines have one width
 
 A recording takes as long as dozens of replays. So there are few buckets, and `record_ahead` goes through the usual ones
 before anybody waits for them.
@@ -44,7 +45,8 @@ from eyas.engine.sheet import Sheet
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Where the controller chooses, chains are also drafted to one of these depths less one."""
-LEAST_PAGES = 64
+USUAL_PAGES = 512
+"""8,192 tokens in pages of 16."""
 
 Report = Callable[[str], None]
 
@@ -138,6 +140,7 @@ class RecordedSteps:
         recorder: Recorder,
         max_rows: int,
         most_tokens: int,
+        most_pages: int,
         max_depth: int,
         vocab_size: int,
         dtype: torch.dtype,
@@ -147,6 +150,7 @@ class RecordedSteps:
         self._rows = (*(rows for rows in ROWS if rows < max_rows), max_rows)
         self._deepest = max_depth + 1
         self._most_tokens = most_tokens
+        self._usual_pages = min(USUAL_PAGES, 1 << (most_pages - 1).bit_length())
         self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=recorder.device)
         self.states_SX: Tensor | None = None
         if drafter is not None:
@@ -162,16 +166,16 @@ class RecordedSteps:
         return self.recorder.bytes + sum(x.nbytes for x in own)
 
     def record_ahead(self) -> int:
-        """Record the steps of requests that are not long yet; how many recordings there are then."""
+        """Record the steps of requests of usual lengths; how many recordings there are then."""
         counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
         if self._drafter is None:
             counts = [1]
         for rows, count in product(self._rows, counts):
             if rows * count <= self._most_tokens:
-                self._verifying(rows, count, LEAST_PAGES)
+                self._verifying(rows, count, self._usual_pages)
             if count > 1:
                 for reads, sampled in product({count, self._deepest}, (False, True)):
-                    self._recorded_draft("draft", rows, reads, LEAST_PAGES, count - 1, sampled=sampled)
+                    self._recorded_draft("draft", rows, reads, self._usual_pages, count - 1, sampled=sampled)
         return len(self.recorder)
 
     # --- draft -------------------------------------------------------------------------------------------------
@@ -361,7 +365,7 @@ class RecordedSteps:
     # --- buckets -----------------------------------------------------------------------------------------------
 
     def _bucket(self, lives: Sequence[Live], count: int) -> tuple[int, int, int]:
-        pages, needed = LEAST_PAGES, max(len(live.pages) for live in lives)
+        pages, needed = self._usual_pages, max(len(live.pages) for live in lives)
         while pages < needed:
             pages *= 4
         return self._row_bucket(lives), count, pages
