@@ -7,7 +7,7 @@ luck with the noise.
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, Literal, Protocol
 
@@ -54,6 +54,8 @@ class Machine:
     look: float = 0.0
     """What noting further candidates adds to a pass of the drafter."""
     per_context_token: float = 0.0
+    rest: Callable[[int, bool], float] = lambda requests, drafting: 0.0
+    """What the host takes beside all passes."""
     noise: float = 0.05
     outliers: float = 0.02
     """How often a pass takes three to ten times as long."""
@@ -83,6 +85,15 @@ GPU = Machine(
     read=lambda count: 5e-4 + 5e-7 * count,
     deepen=lambda count: 5e-4,
 )
+SMALL_ON_GPU = Machine(
+    verify=through((1, 1.0), (64, 1.2), (512, 2.0)),
+    read=lambda count: 7e-4 + 5e-7 * count,
+    deepen=lambda count: 1.5e-4,
+    rest=lambda requests, drafting: 1e-4 + requests * (6e-5 if drafting else 2e-5),
+)
+"""A target so small that the host takes as long as the device."""
+SLOW_HOST = replace(SMALL_ON_GPU, rest=lambda requests, drafting: 2e-4 + requests * (2.5e-4 if drafting else 2e-5))
+"""And a host that is slow at drafts."""
 TILED_GPU = Machine(
     verify=in_tiles(through((1, 5), (64, 10), (512, 60)), 16),
     read=lambda count: 5e-4 + 5e-7 * count,
@@ -177,13 +188,17 @@ class Engine:
         self.controller = self.policy if isinstance(self.policy, Controller) else None
         self.requests: list[Request] = []
         self.run, self.step, self.now, self.numbers = Run(), 0, 0.0, 0
+        self.seen = 0.0
+        """Seconds of the step under way, as they were seen."""
 
     def take_time(self, seconds: float) -> float:
         """Let the clock run, and say what was seen of it."""
         seconds *= self.machine.slower(self.step)
         self.now += seconds
         late = self.chance.uniform(3, 10) if self.chance.random() < self.machine.outliers else 1.0
-        return seconds * late * self.chance.lognormvariate(0, self.machine.noise)
+        seen = seconds * late * self.chance.lognormvariate(0, self.machine.noise)
+        self.seen += seen
+        return seen
 
     def steps(self, count: int) -> Run:
         for self.step in range(count):
@@ -200,6 +215,7 @@ class Engine:
                 self.draft(choice.limits if self.sees else choice.depths, choice.look)
             self.verify()
             gained = self.accept()
+            self.host(drafting=any(r.made for r in self.requests))
             self.read_lumps()
             self.run.tokens.append(self.run.tokens[-1] + gained)
             self.run.seconds.append(self.now)
@@ -250,7 +266,7 @@ class Engine:
         if not drafting:
             return
         everyone = [r for r, _ in drafting]
-        tokens = sum(r.pending for r in everyone)
+        tokens = reads = sum(r.pending for r in everyone)
         seconds, depth = self.machine.read(tokens), 0
         while drafting:
             depth += 1
@@ -267,7 +283,7 @@ class Engine:
         seen = self.take_time(seconds)
         kept = [r.made for r in everyone]
         if self.controller:
-            self.controller.observe_draft(depth, tokens, seen)
+            self.controller.observe_draft(depth, tokens, seen, (reads, None))
             if self.sees:
                 kept = self.controller.keeps([r.number for r in everyone], [r.sure[: r.made] for r in everyone])
         for r, count in zip(everyone, kept, strict=True):
@@ -319,6 +335,15 @@ class Engine:
         seen = self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
         if self.controller:
             self.controller.observe_target(tokens, context, seen)
+
+    def host(self, *, drafting: bool) -> None:
+        """What is done beside all passes, where there is anything."""
+        seconds = self.machine.rest(len(self.requests), drafting)
+        if seconds:
+            self.take_time(seconds)
+        if seconds and self.controller:
+            self.controller.observe_step(self.seen)
+        self.seen = 0.0
 
     def accept(self) -> int:
         gained = 0
@@ -372,7 +397,7 @@ def serve(
 
 def plain_rate(machine: Machine, users: int) -> float:
     """Tokens per second without speculation."""
-    return users / machine.verify(users)
+    return users / (machine.verify(users) + machine.rest(users, False))
 
 
 def fixed_rate(machine: Machine, profile: Profile, *, users: int, depth: int) -> float:
@@ -382,7 +407,7 @@ def fixed_rate(machine: Machine, profile: Profile, *, users: int, depth: int) ->
         survival *= chance
         tokens += survival
     drafting = machine.read(round(users * tokens)) + (depth - 1) * machine.deepen(users) if depth else 0.0
-    return users * tokens / (machine.verify(users * (1 + depth)) + drafting)
+    return users * tokens / (machine.verify(users * (1 + depth)) + drafting + machine.rest(users, depth > 0))
 
 
 def best_rate(machine: Machine, profile: Profile, *, users: int) -> float:

@@ -17,6 +17,8 @@ from engine.simulated import (
     KIND_CPU,
     POOR,
     RANDOM,
+    SLOW_HOST,
+    SMALL_ON_GPU,
     TILED_GPU,
     Machine,
     Mode,
@@ -27,6 +29,7 @@ from engine.simulated import (
 from eyas.engine.controller import Choice, Controller, RowFacts
 
 MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
+WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST}
 PROFILES = {"random": RANDOM, "poor": POOR, "good": GOOD, "great": GREAT}
 STEPS = {1: 1600, 4: 800, 16: 500}
 both_ways = pytest.mark.parametrize("sees", [False, True], ids=["blind", "sees confidence"])
@@ -47,18 +50,34 @@ def told(controller: Controller, machine: Machine, *, users: int, acceptance: fl
 
 @both_ways
 @pytest.mark.parametrize("users", [1, 4, 16])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", WITH_HOSTS)
 def test_a_random_drafter_costs_less_than_three_percent(machine: str, users: int, sees: bool) -> None:
-    run = serve(Controller(), MACHINES[machine], RANDOM, users=users, steps=500, sees=sees)
-    assert run.rate() > 0.97 * plain_rate(MACHINES[machine], users), "from the first step on"
-    assert run.rate(200) > 0.98 * plain_rate(MACHINES[machine], users)
+    run = serve(Controller(), WITH_HOSTS[machine], RANDOM, users=users, steps=500, sees=sees)
+    assert run.rate() > 0.97 * plain_rate(WITH_HOSTS[machine], users), "from the first step on"
+    assert run.rate(200) > 0.98 * plain_rate(WITH_HOSTS[machine], users)
 
 
 @pytest.mark.parametrize("users", [2, 8, 24, 64])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("machine", WITH_HOSTS)
 def test_a_good_drafter_is_never_slower_than_plain_decoding(machine: str, users: int) -> None:
-    run = serve(Controller(), MACHINES[machine], GOOD, users=users, steps=600, sees=True)
-    assert run.rate(200) > 0.98 * plain_rate(MACHINES[machine], users)
+    run = serve(Controller(), WITH_HOSTS[machine], GOOD, users=users, steps=600, sees=True)
+    assert run.rate(200) > 0.98 * plain_rate(WITH_HOSTS[machine], users)
+
+
+def test_what_the_host_does_for_drafts_counts() -> None:
+    """Passes alone would promise a fifth more, and the host takes all of it back."""
+    assert best_rate(SLOW_HOST, GOOD, users=16) == plain_rate(SLOW_HOST, 16)
+    without = replace(SLOW_HOST, rest=lambda requests, drafting: 0.0)
+    assert best_rate(without, GOOD, users=16) > 1.2 * plain_rate(without, 16)
+    run = serve(Controller(), SLOW_HOST, GOOD, users=16, steps=800, sees=True)
+    assert run.mean_depth(200) < 0.1
+    assert run.rate() > 0.97 * plain_rate(SLOW_HOST, 16)
+
+
+def test_a_host_that_is_slow_for_all_steps_makes_drafts_worth_more() -> None:
+    slow = replace(CPU, rest=lambda requests, drafting: 0.5)
+    depths = [serve(Controller(), machine, GOOD, users=16, steps=400).mean_depth(100) for machine in (CPU, slow)]
+    assert depths[0] < 1 < 2 < depths[1]
 
 
 @pytest.mark.parametrize("machine", ["cpu", "gpu"])

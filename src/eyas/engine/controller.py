@@ -96,6 +96,7 @@ class _Step:
     seconds: float = 0.0
     timed: bool = False
     """Whether the target's pass is among the seconds."""
+    drafted: bool = False
 
 
 class Controller:
@@ -302,18 +303,28 @@ class Controller:
         passes: int,
         tokens: int,
         seconds: float,
-        first: tuple[int, float] | None = None,
+        first: tuple[float, float | None] | None = None,
         *,
         trees: bool = False,
     ) -> None:
         """Tell what drafting took in a step: passes of the drafter, tokens in all of them together.
 
-        `first` has tokens and seconds of the first pass, where it was timed by itself.
+        `first` has the tokens of the first pass, and its seconds where it was timed by itself.
         """
         self.costs.observe_draft(passes, tokens, seconds, first, trees=trees)
+        if self._step is not None:
+            self._step.drafted = True
         reads = tokens / passes if first is None else first[0]
         price = self.costs.grow if trees else self.costs.draft
         self._take_time(seconds, price(passes, reads, tokens - reads))
+
+    def observe_step(self, seconds: float) -> None:
+        """Tell what a step that only decoded took in all: beside its passes the host has work of its own."""
+        step = self._step
+        if step is not None and step.timed:
+            rows, rest = step.situation.rows, max(0.0, seconds - step.seconds)
+            self.costs.observe_rest(rows, rest, drafting=step.drafted)
+            self._take_time(rest, self.costs.rest(rows, drafting=step.drafted))
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""
@@ -337,6 +348,10 @@ class Controller:
             "target_seconds_per_context_token": verify.per_context_token,
             "first_draft_seconds_by_tokens": {count: first.at(count) for count in first.known},
             "further_draft_seconds_by_tokens": {count: further.at(count) for count in further.known},
+            "seconds_beside_passes_by_requests": {
+                kind: {count: curve.at(count) for count in curve.known}
+                for kind, curve in (("plain", self.costs.plain_rest), ("drafting", self.costs.drafting_rest))
+            },
             "seconds": self.probes.total,
             "probes": self.probes.count,
             "seconds_lost_by_probes": self.probes.lost,

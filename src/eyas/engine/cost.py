@@ -3,8 +3,11 @@
     verify   one pass of the target, against its tokens, and a slope times the context that its rows attend to
     draft    the drafter's passes, against their tokens: the first reads what the target has seen since, each further
              one has a token for every request that goes on. A device that runs ahead of the host can only be timed
-             over all of them, and then their mean has to do for each
+             over all of them; then chains of one pass tell what the first takes, and deeper ones the others. Until
+             there was one of one pass, the mean has to do for each
     tree     the same where trees grow, over all passes together: between them the host does more than for chains
+    rest     what a step takes beside its passes, against its requests: scheduling, this very choice, committing. Where
+             the device is fast that is most of a step, and for drafts the host does more
 
 Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
 `Curve` keeps a typical time for each bucket of token counts, by these rules:
@@ -219,30 +222,45 @@ class Costs:
     def __init__(self) -> None:
         self.verify = Curve(FINE)
         self.first_draft, self.further_draft, self.pass_of_tree = (Curve(COARSE, flat_below=True) for _ in range(3))
+        self.plain_rest, self.drafting_rest = Curve(FINE), Curve(FINE)
 
     def observe_draft(
         self,
         passes: int,
         tokens: int,
         seconds: float,
-        first: tuple[int, float] | None = None,
+        first: tuple[float, float | None] | None = None,
         *,
         trees: bool = False,
     ) -> None:
         """Take the time of a step's drafting: so many passes, of so many tokens together.
 
-        `first` has tokens and seconds of the first pass, where it was timed by itself.
+        `first` has the tokens of the first pass, and its seconds where it was timed by itself.
         """
         if trees:
             self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
             return
-        first_tokens, first_seconds = first or (tokens / passes, seconds / passes)
-        self.first_draft.observe(max(1, round(first_tokens)), first_seconds)
+        first_tokens, first_seconds = first or (tokens / passes, None)
+        reads = max(1, round(first_tokens))
+        if first_seconds is None and passes > 1 and self.first_draft.known:
+            first_seconds = min(seconds, self.first_draft.at(reads))
+        else:
+            first_seconds = seconds / passes if first_seconds is None else first_seconds
+            self.first_draft.observe(reads, first_seconds)
         if passes > 1:
             further = passes - 1
             self.further_draft.observe(
                 max(1, round((tokens - first_tokens) / further)), (seconds - first_seconds) / further
             )
+
+    def observe_rest(self, requests: int, seconds: float, *, drafting: bool) -> None:
+        """Take what a step took beside its passes."""
+        (self.drafting_rest if drafting else self.plain_rest).observe(requests, seconds)
+
+    def rest(self, requests: int, *, drafting: bool) -> float:
+        """Expected seconds of a step beside its passes: none until some were seen; for drafts no less than without."""
+        plain = self.plain_rest.at(requests) if self.plain_rest.known else 0.0
+        return max(plain, self.drafting_rest.at(requests)) if drafting and self.drafting_rest.known else plain
 
     def draft(self, passes: int, first: float, further: float) -> float:
         """Expected seconds of so many passes: tokens of the first, and of all others together."""

@@ -208,7 +208,7 @@ class Engine:
 
         With recorded steps, what a step gave is put into words during the next one, while the device is busy.
         """
-        self._said_early = None
+        began, self._said_early = self._clock(), None
         plan = self._schedule()
         if plan.rows:
             if self._checkups is not None:
@@ -218,10 +218,14 @@ class Engine:
             said = self._verify(plan.rows, drafts)
             self._teller.tell()
             verdicts = self._accept(plan.rows, drafts, said)
-            if not said.early:
+            # Of steps with prompts in them, and of recorded ones that do all at once, the controller learns nothing.
+            tells = not said.early and all(row.count == 1 for row in plan.rows)
+            if tells:
                 self._tell_time(plan.rows, drafts, self._clock() - started)
             for verdict in verdicts:
                 self._commit(verdict, said)
+            if tells:
+                self.controller.observe_step(self._clock() - began)
             if self._proposer is not None:
                 self._proposer.catch_up(plan.rows)
         if self.recorded is None or not self.scheduler.running:
@@ -351,10 +355,9 @@ class Engine:
         return [at.get(place, 0) for place in range(len(offered) * said.stride)]
 
     def _tell_time(self, rows: Sequence[Row], drafts: Mapping[int, Draft], seconds: float) -> None:
-        """The controller learns from passes that only decode; those with prompts in them are another matter."""
-        if all(row.count == 1 for row in rows):
-            tokens = len(rows) + sum(len(draft.tokens) for draft in drafts.values())
-            self.controller.observe_target(tokens, sum(row.start for row in rows), seconds)
+        """What a pass that only decodes took."""
+        tokens = len(rows) + sum(len(draft.tokens) for draft in drafts.values())
+        self.controller.observe_target(tokens, sum(row.start for row in rows), seconds)
 
     def _commit(self, verdict: Verdict, said: Said) -> None:
         """Write down what a request got, and let it go if that was its end."""

@@ -61,13 +61,15 @@ class Planner:
 
     def prices(self, situation: Situation) -> Prices:
         """What parts of this step cost. Reading prompts is work of its own: speculation is not charged for it."""
-        verify, auto = self._costs.verify, situation.auto
+        verify, rest, auto = self._costs.verify, self._costs.rest, situation.auto
         tokens, context = situation.tokens, situation.context
         prompts = max(0.0, verify.at(tokens) - verify.at(situation.rows))
         # A backlog is a debt, whichever depth follows; what every round adds to it is a cost.
         round_adds = 1 + round(sum(self._acceptance.survivals(0)))
         return Prices(
-            verify=cache(lambda drafts: verify.at(tokens + drafts, context) - prompts),
+            verify=cache(
+                lambda drafts: verify.at(tokens + drafts, context) - prompts + rest(situation.rows, drafting=drafts > 0)
+            ),
             draft=self._costs.draft,
             grow=self._costs.grow,
             reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),

@@ -64,11 +64,12 @@ class Proposer:
         lives, keys = [row.live for row in rows], [row.live.key for row in rows]
         controller, started = self._controller, self._clock()
         reads = sum(live.target_length - live.drafter_length for live in lives)
-        first: tuple[int, float] | None = None
+        first: tuple[int, float | None] = reads, None
 
         def goes_on(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
             nonlocal first
-            first = first or (reads, self._clock() - started)
+            if first[1] is None:
+                first = reads, self._clock() - started
             return controller.goes_on(keys, confidences)
 
         made, shapes = None, self._shapes(rows)

@@ -54,7 +54,7 @@ class Prices:
     """Seconds of the parts of a step, for the batch at hand."""
 
     verify: Callable[[int], float]
-    """The target's pass with so many drafts in it."""
+    """The target's pass with so many drafts in it, and what a step takes beside all passes."""
     draft: Callable[[int, float, float], float]
     """The drafter's passes: how many, tokens of the first, tokens of all others together."""
     reads: float
