@@ -230,6 +230,13 @@ def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
     assert Engine(target, options=options()).record_ahead() == 0, "without a GPU there is nothing to record"
 
 
+def test_steps_of_very_many_rows_are_recorded_when_they_are_met(target: Target, tiny_drafter: Drafter) -> None:
+    engine = fixed_engine(target, tiny_drafter, options(max_rows=200, max_length=64))
+    engine.record_ahead()
+    assert engine.recorded is not None
+    assert {int(str(key[1])) for key in engine.recorded.recorder._made} == {1, 2, 4, 8, 16, 24, 32, 48, 64}
+
+
 @pytest.mark.parametrize("usual", [512, 2])
 def test_longer_requests_than_usual_have_tables_of_their_own(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, usual: int

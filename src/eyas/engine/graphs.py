@@ -47,6 +47,8 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Where the controller chooses, chains are also drafted to one of these depths less one."""
 USUAL_PAGES = 512
 """8,192 tokens in pages of 16."""
+ROWS_AHEAD = 64
+"""Steps of more rows are recorded when they are met: there are many of them, and each takes time and memory."""
 
 Report = Callable[[str], None]
 
@@ -166,11 +168,11 @@ class RecordedSteps:
         return self.recorder.bytes + sum(x.nbytes for x in own)
 
     def record_ahead(self) -> int:
-        """Record the steps of requests of usual lengths; how many recordings there are then."""
+        """Record the steps of not too many requests of usual lengths; how many recordings there are then."""
         counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
         if self._drafter is None:
             counts = [1]
-        for rows, count in product(self._rows, counts):
+        for rows, count in product((rows for rows in self._rows if rows <= ROWS_AHEAD), counts):
             if rows * count <= self._most_tokens:
                 self._verifying(rows, count, self._usual_pages)
             if count > 1:
