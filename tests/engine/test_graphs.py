@@ -1,7 +1,7 @@
 """Steps in fixed shapes give what ordinary steps give, tried here without recording them; tests/gpu records them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -146,21 +146,26 @@ def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list
     assert [tuple(tokens[key]) for key in range(len(asked))] == [answer.tokens for answer in theirs]
 
 
-def live_through(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Tokens and the depths they came from, while depths change at random and users come and go."""
-    source = random.Random(3)
+def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
+    """From now on requests draft as deep as the mood says, and all of it is verified."""
     choose = engine.controller.choose
 
     def moody(rows: Sequence[Any]) -> Any:
-        depths = tuple(source.choice([0, 0, 1, 2, 5, 7]) for _ in rows)
+        depths = tuple(mood() for _ in rows)
         choice = replace(choose(rows), depths=depths, limits=depths)
         step = engine.controller._step
         assert step is not None
-        step.bound = frozenset(row.key for row in rows)
         step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
+        step.bound = frozenset(step.limits)
         return choice
 
     engine.controller.choose = moody  # type: ignore[method-assign, assignment]
+
+
+def live_through(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Tokens and the depths they came from, while depths change at random and users come and go."""
+    source = random.Random(3)
+    make_moody(engine, lambda: source.choice([0, 0, 1, 2, 5, 7]))
     tokens: dict[int, list[int]] = {}
     depths: dict[int, list[int]] = {}
     left, doomed = list(enumerate(prompts)), {2, 7}
@@ -199,28 +204,15 @@ def test_depths_that_change_and_requests_that_come_and_go(
 
 @pytest.mark.parametrize("max_depth", [7, 5, 1])
 def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    max_depth: int,
-    monkeypatch: pytest.MonkeyPatch,
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], max_depth: int
 ) -> None:
     engine = fixed_engine(target, tiny_drafter, options(max_rows=6, max_length=256, max_depth=max_depth))
     assert engine.recorded is not None
     ahead = engine.record_ahead()
     assert ahead == len(engine.recorded.recorder) > 0
     asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
-    source, choose = random.Random(5), engine.controller.choose
-
-    def moody(rows: Sequence[Any]) -> Any:
-        depths = tuple(source.randint(0, max_depth) for _ in rows)
-        choice = replace(choose(rows), depths=depths, limits=depths)
-        assert engine.controller._step is not None
-        engine.controller._step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
-        engine.controller._step.bound = frozenset(engine.controller._step.limits)
-        return choice
-
-    monkeypatch.setattr(engine.controller, "choose", moody)
+    source = random.Random(5)
+    make_moody(engine, lambda: source.randint(0, max_depth))
     ours = run(engine, asked)
     assert [answer.tokens for answer in ours] == [
         answer.tokens for answer in run(Engine(target, options=options()), asked)

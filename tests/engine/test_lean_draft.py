@@ -66,7 +66,10 @@ def test_more_layers_and_other_types_run_by_the_model_itself() -> None:
     deep = random_drafter(drafter_config(num_hidden_layers=2))
     half = drafter_of().to(torch.bfloat16)
     homeless = random_drafter(drafter_config(), own_embedding=False)
-    for drafter in (deep, half, homeless):
+    mixed = drafter_of()
+    assert mixed.embed_tokens is not None
+    mixed.embed_tokens.bfloat16()
+    for drafter in (deep, half, homeless, mixed):
         assert lean_drafter(drafter) is drafter
 
 

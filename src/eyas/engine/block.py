@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.engine.glue import glue_for
-from eyas.engine.layers import Layers, Parts, Sizes, load_layers
+from eyas.engine.layers import Layers, Norm, Parts, Sizes, load_layers
 from eyas.engine.paged_attention import PagedAttention
 from eyas.target.packed_linear import PackedLinear, joined
 
@@ -122,29 +122,43 @@ class Block:
     down: Product
 
 
+def packed_parts(
+    *,
+    attention_norm: Norm | None,
+    mlp_norm: Norm,
+    scale: float,
+    qkv: Product,
+    output: Product,
+    gate_up: Product,
+    down: Product,
+) -> Parts | None:
+    """A layer's parts as compiled code runs them; None if a product is not packed."""
+    products = {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
+    packed = {name: product.packed for name, product in products.items() if isinstance(product, PackedProduct)}
+    if len(packed) < len(products):
+        return None
+    return Parts(attention_norm=attention_norm, mlp_norm=mlp_norm, scale=scale, **packed)
+
+
 def in_one_call(blocks: Sequence[Block], sizes: Sizes) -> Layers | None:
     """The blocks as compiled code runs them; None where a step of theirs is not compiled."""
-    parts, compiled = [], load_layers()
-    if compiled is None:
-        return None
-    for block in blocks:
-        products = (block.qkv, block.output, block.gate_up, block.down)
-        packed = [product.packed for product in products if isinstance(product, PackedProduct)]
-        if block.qk_norm is not None or len(packed) < len(products):
-            return None
-        qkv, output, gate_up, down = packed
-        parts.append(
-            Parts(
-                attention_norm=block.attention_norm,
-                qkv=qkv,
-                output=output,
-                mlp_norm=block.mlp_norm,
-                gate_up=gate_up,
-                down=down,
-                scale=block.scale,
-            )
+    compiled = load_layers()
+    several = [
+        None
+        if block.qk_norm is not None
+        else packed_parts(
+            attention_norm=block.attention_norm,
+            mlp_norm=block.mlp_norm,
+            scale=block.scale,
+            qkv=block.qkv,
+            output=block.output,
+            gate_up=block.gate_up,
+            down=block.down,
         )
-    return Layers(parts, sizes, compiled)
+        for block in blocks
+    ]
+    parts = [part for part in several if part is not None]
+    return None if compiled is None or len(parts) < len(blocks) else Layers(parts, sizes, compiled)
 
 
 class Rotation:

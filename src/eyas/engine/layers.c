@@ -2,7 +2,7 @@
  * before its only layer and after it, as lean_draft.py has it.
  *
  * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
- * and takes several times as long as it would elsewhere: for a token or two, a quarter of the whole pass.
+ * and takes several times as long as it would elsewhere, which for a token or two is much of the whole pass.
  *
  * The steps themselves are compiled elsewhere (glue.c, packed_linear.c, paged_native.c), and come here as pointers, so
  * every number is the one that the same steps give one by one, to the last bit.

@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
-from eyas.engine.block import PackedProduct, Product, join
+from eyas.engine.block import Product, join, packed_parts
 from eyas.engine.draft_layer import DraftLayer, Surroundings, Turns
 from eyas.engine.glue import Glue, glue_for
-from eyas.engine.layers import Parts, Sizes, load_layers
+from eyas.engine.layers import Sizes, load_layers
 from eyas.engine.paged import Layout, PageCache, Row
 from eyas.engine.paged_attention import PagedAttention
 
@@ -50,6 +50,8 @@ def lean_drafter(drafter: Drafter) -> Drafts:
     """The lean pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
     glue = glue_for(drafter.norm.weight)
     if glue is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
+        return drafter
+    if glue_for(drafter.embed_tokens.weight) is None:  # it may be the target's, which compiled code would misread
         return drafter
     try:
         lean = _LeanDrafter(drafter, glue)
@@ -81,21 +83,18 @@ class _LeanDrafter:
 
     def _compiled(self) -> DraftLayer | None:
         """The layer as one call; None where a step of it is not compiled."""
-        products = (self._qkv, self._output, self._gate_up, self._down)
-        packed = [product.packed for product in products if isinstance(product, PackedProduct)]
-        compiled = load_layers()
-        if compiled is None or len(packed) < len(products):
-            return None
-        config, layer, (qkv, output, gate_up, down) = self._config, self._layer, packed
-        parts = Parts(
+        compiled, config, layer = load_layers(), self._config, self._layer
+        parts = packed_parts(
             attention_norm=None,
-            qkv=qkv,
-            output=output,
             mlp_norm=layer.post_attention_layernorm,
-            gate_up=gate_up,
-            down=down,
             scale=config.head_dim**-0.5,
+            qkv=self._qkv,
+            output=self._output,
+            gate_up=self._gate_up,
+            down=self._down,
         )
+        if compiled is None or parts is None:
+            return None
         around = Surroundings(
             embedding_VD=self._embedding_VD,
             token_norm=layer.input_layernorm,
@@ -108,7 +107,7 @@ class _LeanDrafter:
             heads=config.num_attention_heads,
             key_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            intermediate=gate_up.out_features // 2,
+            intermediate=parts.down.in_features,
         )
         return DraftLayer(parts, around, sizes, compiled)
 
