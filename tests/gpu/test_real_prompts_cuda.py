@@ -92,8 +92,7 @@ def pair_in(pytestconfig: pytest.Config) -> Callable[[str], Pair]:
             drafter = drafter.to(device=target.device, dtype=target.dtype)
             drafter.share_target(target.embedding(), target.head())
             prompts = spread(read_prompts(path, target), PROMPTS, PROMPT_TOKENS)
-            theirs = [generate_plainly(target, ids, sampling=Sampling(), max_new_tokens=NEW_TOKENS) for ids in prompts]
-            made[dtype] = Pair(target=target, drafter=drafter, prompts=prompts, theirs=theirs)
+            made[dtype] = Pair(target=target, drafter=drafter, prompts=prompts)
         return made[dtype]
 
     return load
