@@ -20,6 +20,7 @@ import json
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,12 +33,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
-from eyas.engine import fixed
 from eyas.engine.engine import Engine
-from eyas.engine.graphs import Recorder
 from eyas.engine.options import EngineOptions
+from eyas.engine.recorder import Function, Recorder, Recording
 from eyas.engine.request import Request, Speculation
-from eyas.engine.sheet import Sheet
 from eyas.sampling import Sampling
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
@@ -181,11 +180,11 @@ class TossedEngine(Engine):
     def _graphs(self) -> int:
         return 0 if self.recorded is None else len(self.recorded.recorder)
 
-    def _draft(self, plan: Any) -> Any:
-        return self._timed("draft", super()._draft, plan)
+    def _draft(self, rows: Any) -> Any:
+        return self._timed("draft", super()._draft, rows)
 
-    def _verify(self, rows: Any, drafts: Any) -> Any:
-        return self._timed("verify", super()._verify, rows, drafts)
+    def _verify(self, rows: Any, proposal: Any) -> Any:
+        return self._timed("verify", super()._verify, rows, proposal)
 
     def _accept(self, rows: Any, drafts: Any, said: Any) -> Any:
         verdicts = self._timed("verify", super()._accept, rows, drafts, said)
@@ -211,31 +210,30 @@ class TimedRecorder(Recorder):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.events = {"draft": [], "verify": [], "draft and verify": []}
+        self.events = defaultdict(list)
 
     def get(
         self,
         kind: str,
         bucket: tuple[int, ...],
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-        function: Callable[[fixed.Numbers], Tensor],
+        function: Function,
         keep: Tensor | None = None,
-    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
+    ) -> Recording | None:
         """The same, timed."""
-        made = super().get(kind, bucket, shapes, function, keep)
-        if made is None:
+        recording = super().get(kind, bucket, shapes, function, keep)
+        if recording is None:
             return None
-        sheet, compute = made
 
         def timed() -> Tensor:
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
-            output = compute()
+            output = recording.run()
             pair[1].record()
             self.events[kind].append(pair)
             return output
 
-        return sheet, timed
+        return replace(recording, run=timed)
 
     def milliseconds(self, kind: str) -> float:
         """The median replay so far."""
@@ -286,7 +284,7 @@ def measure(
         engine.generate(requests())  # records what is to be recorded
     recorder = engine.recorded.recorder if engine.recorded is not None else None
     if isinstance(recorder, TimedRecorder):
-        recorder.events = {"draft": [], "verify": [], "draft and verify": []}
+        recorder.events.clear()
     engine.steps, engine.seconds = 0, dict.fromkeys(engine.seconds, 0.0)
     before = (engine.tally.accepted, engine.tally.drafts)
     speeds = []

@@ -268,6 +268,7 @@ class Engine:
         everyone = [r for r, _ in drafting]
         tokens = reads = sum(r.pending for r in everyone)
         seconds, depth = self.machine.read(tokens), 0
+        first = seconds + self.machine.look * (look > 1)
         while drafting:
             depth += 1
             seconds += self.machine.look * (look > 1)
@@ -283,7 +284,7 @@ class Engine:
         seen = self.take_time(seconds)
         kept = [r.made for r in everyone]
         if self.controller:
-            self.controller.observe_draft(depth, tokens, seen, (reads, None))
+            self.controller.observe_draft(depth, tokens, seen, (reads, seen * first / seconds))
             if self.sees:
                 kept = self.controller.keeps([r.number for r in everyone], [r.sure[: r.made] for r in everyone])
         for r, count in zip(everyone, kept, strict=True):

@@ -288,7 +288,7 @@ def test_the_costs_are_told_what_really_ran(
     monkeypatch.setattr(engine._drafter._run, "fuse", fused)
     monkeypatch.setattr(engine._drafter._run, "step", counted)
     monkeypatch.setattr(engine.controller, "observe_draft", observe)
-    monkeypatch.setattr(engine, "_draft", lambda plan: (read.clear(), passes.clear(), draft(plan))[2])
+    monkeypatch.setattr(engine, "_draft", lambda rows: (read.clear(), passes.clear(), draft(rows))[2])
     run(engine, [request(prompt) for prompt in prompts])
     assert len(told) > 20
     assert all(trees for _, _, trees in told)

@@ -64,10 +64,10 @@ class Served:
         self.drafts: dict[tuple[int, ...], Draft] = {}
         make = engine._draft
 
-        def draft(plan: Any) -> Any:
-            behind = {row.live.key: tuple(row.live.tokens) for row in plan.rows}
-            made = make(plan)
-            self.drafts.update({behind[key]: one for key, one in made.items()})
+        def draft(rows: Any) -> Any:
+            behind = {row.live.key: tuple(row.live.tokens) for row in rows}
+            made = make(rows)
+            self.drafts.update({behind[key]: one for key, one in made.drafts.items()})
             return made
 
         engine._draft = draft  # type: ignore[method-assign]
@@ -285,6 +285,26 @@ def test_trees_of_requests_on_auto_grow_no_deeper_than_is_healthy(
     auto = [one.depth for tokens, one in served.drafts.items() if tokens[:5] != prompts[0][:5]]
     assert max(auto) == 2
     assert max(one.depth for tokens, one in served.drafts.items() if tokens[:5] == prompts[0][:5]) == 4
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], served: bool
+) -> None:
+    """Before anybody was served there are no pages; later they are others' and stay as they are."""
+    engine = engine_of(target, tiny_drafter, recorded=True)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    expected = [answer.tokens for answer in run(engine, asked)] if served else None
+    before = engine.drift.checkups
+    engine.record_ahead()
+    assert engine._checkups is not None
+    assert engine._checkups._cost is not None
+    assert engine._checkups._cost > 0
+    assert engine.drift.checkups == before
+    answers = [answer.tokens for answer in run(engine, asked)]
+    assert expected is None or answers == expected
+    assert engine.drift.checkups > before
+    engine.scheduler.check()
 
 
 @pytest.mark.default

@@ -23,6 +23,7 @@ from engine.simulated import (
     Machine,
     Mode,
     best_rate,
+    fixed_rate,
     plain_rate,
     serve,
 )
@@ -72,6 +73,16 @@ def test_what_the_host_does_for_drafts_counts() -> None:
     run = serve(Controller(), SLOW_HOST, GOOD, users=16, steps=800, sees=True)
     assert run.mean_depth(200) < 0.1
     assert run.rate() > 0.97 * plain_rate(SLOW_HOST, 16)
+
+
+@pytest.mark.parametrize("users", [4, 16])
+@pytest.mark.parametrize("profile", ["good", "great"])
+def test_deeper_drafts_are_tried_where_one_alone_hardly_pays(profile: str, users: int) -> None:
+    """The first pass of a draft takes most of its time, so that only those behind it make it pay."""
+    chances = PROFILES[profile]
+    best, plain = best_rate(SMALL_ON_GPU, chances, users=users), plain_rate(SMALL_ON_GPU, users)
+    assert fixed_rate(SMALL_ON_GPU, chances, users=users, depth=1) < 1.1 * plain < 1.2 * plain < best
+    assert serve(Controller(), SMALL_ON_GPU, chances, users=users, steps=800).rate(150) > 0.95 * best
 
 
 def test_a_host_that_is_slow_for_all_steps_makes_drafts_worth_more() -> None:

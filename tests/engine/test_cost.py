@@ -167,3 +167,15 @@ def test_a_first_pass_has_to_do_for_others_until_there_were_any() -> None:
     for _ in range(4):
         costs.observe_draft(passes=2, tokens=4, seconds=0.007, first=(2, 0.005))
     assert costs.draft(2, 2, 2) == pytest.approx(0.007)
+
+
+def test_what_a_step_takes_beside_its_passes_is_learnt_with_drafts_and_without() -> None:
+    costs = Costs()
+    assert costs.rest(4, drafting=True) == 0.0, "nothing was seen yet"
+    for _ in range(4):
+        costs.observe_rest(4, 0.002, drafting=False)
+    assert costs.rest(4, drafting=False) == costs.rest(4, drafting=True) == pytest.approx(0.002)
+    for _ in range(4):
+        costs.observe_rest(4, 0.005, drafting=True)
+    assert costs.rest(4, drafting=True) == pytest.approx(0.005)
+    assert costs.rest(4, drafting=False) == pytest.approx(0.002)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine import graphs, paged_attention
 from eyas.engine.engine import Engine
-from eyas.engine.graphs import Recorder
+from eyas.engine.graphs import BOTH, DRAFT, READ, VERIFY
 from eyas.engine.options import EngineOptions
 from eyas.engine.paged import Layout, Row
 from eyas.engine.paged_attention import DenseRead
+from eyas.engine.recorder import Recorder
 from eyas.engine.request import Request, Speculation
 from eyas.target.model import Target
 
@@ -147,12 +149,12 @@ def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list
 
 
 def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
-    """From now on requests draft as deep as the mood says, and all of it is verified."""
-    choose = engine.controller.choose
+    """From now on requests draft as deep as the mood says, and all of it is verified, in turns seen and unseen."""
+    choose, unseen = engine.controller.choose, cycle([False, True, True])
 
     def moody(rows: Sequence[Any]) -> Any:
         depths = tuple(mood() for _ in rows)
-        choice = replace(choose(rows), depths=depths, limits=depths)
+        choice = replace(choose(rows), depths=depths, limits=depths, unseen=next(unseen))
         step = engine.controller._step
         assert step is not None
         step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
@@ -192,7 +194,10 @@ def test_depths_that_change_and_requests_that_come_and_go(
     asked = [request(prompt, max_new_tokens=60) for prompt in prompts]
     expected = [answer.tokens for answer in run(Engine(target, options=options()), asked)]
     manner = options(max_rows=6, max_length=256)
-    tokens, depths = live_through(fixed_engine(target, tiny_drafter, manner), prompts)
+    engine = fixed_engine(target, tiny_drafter, manner)
+    tokens, depths = live_through(engine, prompts)
+    assert engine.recorded is not None
+    assert {key[0] for key in engine.recorded.recorder._made} == {READ, DRAFT, VERIFY, BOTH}
     for key, made in tokens.items():
         assert tuple(made) == expected[key][: len(made)]
         assert len(made) == 60 or key in (2, 7)
@@ -239,7 +244,7 @@ def test_longer_requests_than_usual_have_tables_of_their_own(
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert engine.recorded is not None
     widths = {key[3] for key in engine.recorded.recorder._made}
-    assert widths == ({16} if usual == 512 else {8, 32}), "none is wider than what may come, but for the steps between"
+    assert widths == ({16} if usual == 512 else {2, 8, 32}), "no wider than what may come, but for the steps between"
 
 
 def test_what_cannot_be_recorded_is_told_and_runs_eagerly(

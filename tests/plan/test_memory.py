@@ -12,8 +12,9 @@ import pytest
 
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.engine import Engine
-from eyas.engine.graphs import RecordedSteps, Recorder
+from eyas.engine.graphs import RecordedSteps
 from eyas.engine.options import EngineOptions, footprint_of, weight_bytes
+from eyas.engine.recorder import Recorder
 from eyas.engine.request import Request, Speculation
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes

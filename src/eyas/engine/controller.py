@@ -64,6 +64,8 @@ class Choice:
     reason: str
     look: int = 1
     """Candidates to note for every draft; 1: the draft alone."""
+    unseen: bool = False
+    """Whether drafts may be verified without a look at them: what that could withhold is not worth the time."""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +146,21 @@ class Controller:
             shape=shape,
             reason=self._reason,
             look=RANKS if any(depths) and self._looks_now(situation) else 1,
+            unseen=self._unseen(step, depths),
         )
+
+    def _unseen(self, step: _Step, depths: Sequence[int]) -> bool:
+        """Whether to withhold drafts that turn out unlikely would save less than it takes to look at them.
+
+        At most those are withheld that will not be accepted. A look lets the device wait for the host once more, and
+        the host write down a pass once more, as for a plain step.
+        """
+        if step.plan is None:
+            return all(depths)  # a probe of some leaves the others alone
+        verify, situation = self.costs.verify, step.situation
+        tokens, accepted = situation.tokens + step.plan.drafts, round(step.plan.tokens) - situation.rows
+        saved = verify.at(tokens, situation.context) - verify.at(situation.tokens + accepted, situation.context)
+        return saved <= self.costs.rest(situation.rows, drafting=False)
 
     def _looks_now(self, situation: Situation) -> bool:
         """Whether this step, which drafts, is one of those that note further candidates."""
@@ -189,7 +205,8 @@ class Controller:
         if timed and not self.probes.due(self._steps):
             return {}, ""
         what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
-        depths = [1]
+        # Two deep, to know of deeper drafts at once: they may pay where shallow ones do not.
+        depths = [1] if self.costs.further_draft.known else [min(2, self.drift.deepest), 1]
         if timed:
             levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
             auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
@@ -303,13 +320,13 @@ class Controller:
         passes: int,
         tokens: int,
         seconds: float,
-        first: tuple[float, float | None] | None = None,
+        first: tuple[int, float] | None = None,
         *,
         trees: bool = False,
     ) -> None:
         """Tell what drafting took in a step: passes of the drafter, tokens in all of them together.
 
-        `first` has the tokens of the first pass, and its seconds where it was timed by itself.
+        `first` has the tokens of the first pass and its seconds; without, all are taken for alike.
         """
         self.costs.observe_draft(passes, tokens, seconds, first, trees=trees)
         if self._step is not None:

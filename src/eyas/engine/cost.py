@@ -2,9 +2,7 @@
 
     verify   one pass of the target, against its tokens, and a slope times the context that its rows attend to
     draft    the drafter's passes, against their tokens: the first reads what the target has seen since, each further
-             one has a token for every request that goes on. A device that runs ahead of the host can only be timed
-             over all of them; then chains of one pass tell what the first takes, and deeper ones the others. Until
-             there was one of one pass, the mean has to do for each
+             one has a token for every request that goes on
     tree     the same where trees grow, over all passes together: between them the host does more than for chains
     rest     what a step takes beside its passes, against its requests: scheduling, this very choice, committing. Where
              the device is fast that is most of a step, and for drafts the host does more
@@ -70,6 +68,8 @@ class Curve:
         self._slope = Slope()
         self._slope_used = 0.0
         self._observations = 0
+        self.news = 0
+        """Buckets that became known so far."""
 
     @property
     def known(self) -> Sequence[int]:
@@ -119,6 +119,7 @@ class Curve:
             times.popleft()
         if len(times) == ENOUGH and bucket not in self._typical:
             insort(self._known, bucket)
+            self.news += 1
         if len(times) >= ENOUGH:
             self._settle(bucket)
         if self._observations % REFIT_EVERY == 0:
@@ -223,30 +224,32 @@ class Costs:
         self.verify = Curve(FINE)
         self.first_draft, self.further_draft, self.pass_of_tree = (Curve(COARSE, flat_below=True) for _ in range(3))
         self.plain_rest, self.drafting_rest = Curve(FINE), Curve(FINE)
+        drafts = self.first_draft, self.further_draft, self.pass_of_tree
+        self._curves = (self.verify, *drafts, self.plain_rest, self.drafting_rest)
+
+    @property
+    def news(self) -> int:
+        """How often something became known of which there was only a guess."""
+        return sum(curve.news for curve in self._curves)
 
     def observe_draft(
         self,
         passes: int,
         tokens: int,
         seconds: float,
-        first: tuple[float, float | None] | None = None,
+        first: tuple[int, float] | None = None,
         *,
         trees: bool = False,
     ) -> None:
         """Take the time of a step's drafting: so many passes, of so many tokens together.
 
-        `first` has the tokens of the first pass, and its seconds where it was timed by itself.
+        `first` has the tokens of the first pass and its seconds; without, all are taken for alike.
         """
         if trees:
             self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
             return
-        first_tokens, first_seconds = first or (tokens / passes, None)
-        reads = max(1, round(first_tokens))
-        if first_seconds is None and passes > 1 and self.first_draft.known:
-            first_seconds = min(seconds, self.first_draft.at(reads))
-        else:
-            first_seconds = seconds / passes if first_seconds is None else first_seconds
-            self.first_draft.observe(reads, first_seconds)
+        first_tokens, first_seconds = first or (tokens / passes, seconds / passes)
+        self.first_draft.observe(max(1, round(first_tokens)), first_seconds)
         if passes > 1:
             further = passes - 1
             self.further_draft.observe(

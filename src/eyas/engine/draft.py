@@ -104,10 +104,13 @@ class PagedDrafter:
                 waiting[-1] = waiting[-1]._replace(pass_NX=copy_NX)
 
     def move(self, lives: Sequence[Live], memory_SX: Tensor, first: int) -> None:
-        """Bring the one state that waits for each of these requests to rows of `memory_SX`."""
-        memory_SX[first : first + len(lives)] = torch.cat([self._waiting[live.key][-1].aux_TX for live in lives])
-        for row, live in enumerate(lives, first):
-            self._waiting[live.key] = [States(memory_SX, row, 1)]
+        """Bring all that waits for these requests to rows of `memory_SX`, one request behind the other."""
+        moved_NX = torch.cat([states.aux_TX for live in lives for states in self._waiting[live.key]])
+        memory_SX[first : first + len(moved_NX)] = moved_NX
+        for live in lives:
+            size = sum(states.size for states in self._waiting[live.key])
+            self._waiting[live.key] = [States(memory_SX, first, size)]
+            first += size
 
     def forget(self, key: int) -> None:
         """Drop what is kept for a request that ended or lost its pages."""

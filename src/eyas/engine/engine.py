@@ -26,14 +26,15 @@ from eyas.engine.checkup import CheckUps
 from eyas.engine.controller import Controller
 from eyas.engine.draft import Draft, PagedDrafter, States
 from eyas.engine.drift import DriftAlarm
-from eyas.engine.graphs import RecordedSteps, Recorder
+from eyas.engine.graphs import RecordedSteps
 from eyas.engine.lean import lean_pass
 from eyas.engine.options import EngineOptions, choose_length, plan_budget
 from eyas.engine.paged import Layout, PageCache, integers
 from eyas.engine.paged_attention import PagedAttention, has_triton
 from eyas.engine.paged_target import PagedTarget
 from eyas.engine.pages import PagePool
-from eyas.engine.proposing import Proposer
+from eyas.engine.proposing import Proposal, Proposer
+from eyas.engine.recorder import Recorder
 from eyas.engine.request import Live, Request
 from eyas.engine.scheduler import Row, Scheduler, StepPlan
 from eyas.engine.swapping import require_fit, reserve_cache
@@ -81,7 +82,6 @@ class Engine:
         """Steps that only decode, as CUDA graphs; None where there are none."""
         if self._records:
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
-        self._said_early: Said | None = None
         self._teller = Teller(target.decode)
         self._keys = 0
 
@@ -171,7 +171,12 @@ class Engine:
     @torch.inference_mode()
     def record_ahead(self) -> int:
         """Record the usual steps as CUDA graphs now instead of when they are first met; how many there are."""
-        return 0 if self.recorded is None else self.recorded.record_ahead()
+        if self.recorded is None:
+            return 0
+        recordings = self.recorded.record_ahead()
+        if self._checkups is not None:
+            self._checkups.rehearse()
+        return recordings
 
     @property
     def _records(self) -> bool:
@@ -208,23 +213,14 @@ class Engine:
 
         With recorded steps, what a step gave is put into words during the next one, while the device is busy.
         """
-        began, self._said_early = self._clock(), None
+        began = self._clock()
         plan = self._schedule()
         if plan.rows:
             if self._checkups is not None:
                 self._checkups.look([row.live for row in plan.rows if row.drafts])
-            drafts = self._draft(plan)
-            started = self._clock()
-            said = self._verify(plan.rows, drafts)
-            self._teller.tell()
-            verdicts = self._accept(plan.rows, drafts, said)
-            # Of steps with prompts in them, and of recorded ones that do all at once, the controller learns nothing.
-            tells = not said.early and all(row.count == 1 for row in plan.rows)
-            if tells:
-                self._tell_time(plan.rows, drafts, self._clock() - started)
-            for verdict in verdicts:
-                self._commit(verdict, said)
-            if tells:
+            for rows in self._passes(plan.rows):
+                self._pass(rows)
+            if _only_decode(plan.rows):
                 self.controller.observe_step(self._clock() - began)
             if self._proposer is not None:
                 self._proposer.catch_up(plan.rows)
@@ -244,24 +240,45 @@ class Engine:
                 self._drafter.forget(live.key)
         return plan
 
-    def _draft(self, plan: StepPlan) -> dict[int, Draft]:
-        """Drafts of the rows that get any; where the target has read them at once, `_verify` finds that done."""
-        rows = [row for row in plan.rows if row.drafts]
-        if self._proposer is None or not rows:
-            return {}
-        everyone = len(rows) == len(plan.rows)
-        proposal = self._proposer.propose(rows, self.recorded, everyone=everyone, tell=self._teller.tell)
-        if proposal.made is not None:
-            self._said_early = self._recorded_said(*proposal.made, early=True)
-        return proposal.drafts
+    def _passes(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
+        """Which rows the target reads together: all of them, unless chunks of prompts are recorded for themselves."""
+        if self.recorded is None or _only_decode(rows):
+            return [rows]
+        chunks = [row for row in rows if row.count > 1 and self.recorded.reads(row)]
+        others = [row for row in rows if row not in chunks]
+        return [*([others] if others else []), *([row] for row in chunks)]
 
-    def _verify(self, rows: Sequence[Row], drafts: Mapping[int, Draft]) -> Said:
+    def _pass(self, rows: Sequence[Row]) -> None:
+        """Draft for rows, verify that, accept and commit what came of it."""
+        started = self._clock()
+        proposal = self._draft(rows)
+        # A device that has drafted and verified in one go tells what the former took; the rest is the latter.
+        started = self._clock() if proposal.made is None else started + proposal.seconds
+        said = self._verify(rows, proposal)
+        self._teller.tell()
+        verdicts = self._accept(rows, proposal.drafts, said)
+        if _only_decode(rows):
+            self._tell_time(rows, proposal.drafts, self._clock() - started)
+        for verdict in verdicts:
+            self._commit(verdict, said)
+
+    def _draft(self, rows: Sequence[Row]) -> Proposal:
+        """Drafts of the rows that get any."""
+        if self._proposer is None:
+            return Proposal(drafts={})
+        return self._proposer.propose(rows, self.recorded, self._teller.tell)
+
+    def _verify(self, rows: Sequence[Row], proposal: Proposal) -> Said:
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
-        early, self._said_early = self._said_early, None
-        if early is not None:
-            return early
+        if proposal.made is not None:
+            return self._recorded_said(*proposal.made)
+        drafts = proposal.drafts
         if self.recorded is not None:
             self.recorded.save()
+            if len(rows) == 1 and rows[0].count > 1 and self.recorded.reads(rows[0]):
+                largest_1 = self.recorded.read(rows[0], self._teller.tell)
+                if largest_1 is not None:
+                    return self._chunk_said(largest_1)
             made = self.recorded.verify(rows, [drafts.get(row.live.key, NOTHING) for row in rows])
             if made is not None:
                 return self._recorded_said(*made)
@@ -291,20 +308,26 @@ class Engine:
             logits_MV = self._model.forward(ids_N, layout, keep_M)
         return logits_MV, captured.aux_hidden()[0]
 
-    def _recorded_said(self, largest_RQ: Tensor, stride: int, *, early: bool = False) -> Said:
+    def _recorded_said(self, largest_RQ: Tensor, stride: int) -> Said:
         assert self.recorded is not None
         logits_SV, states_SX = self.recorded.logits_SV, self.recorded.states_SX
-        return Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=stride, early=early)
+        return Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=stride)
+
+    def _chunk_said(self, largest_1: Tensor) -> Said:
+        assert self.recorded is not None
+        logits_1V, states_CX = self.recorded.chunk_logits_1V, self.recorded.chunk_states_CX
+        return Said(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1)
 
     def _recorded_steps(self, recorder: Recorder) -> RecordedSteps:
         options, most_rows = self.options, min(self.options.max_rows, self.options.token_budget)
         return RecordedSteps(
-            lambda ids_N, layout: self._run_target(ids_N, layout, None, self._layer_ids),
+            lambda ids_N, layout, keep_M: self._run_target(ids_N, layout, keep_M, self._layer_ids),
             self._model.cache,
             self._drafter,
             recorder=recorder,
             max_rows=most_rows,
             most_tokens=min(options.token_budget, most_rows * (options.max_depth + 1)),
+            longest_chunk=options.token_budget,
             most_pages=-(-self.max_length // options.page_size),
             max_depth=options.max_depth,
             vocab_size=self.target.facts.vocab_size,
@@ -418,3 +441,8 @@ class Engine:
             self._drafter.forget(key)
         if self._checkups is not None:
             self._checkups.forget(key)
+
+
+def _only_decode(rows: Sequence[Row]) -> bool:
+    """Whether no prompt is among what is read. Of other passes the controller learns nothing."""
+    return all(row.count == 1 for row in rows)

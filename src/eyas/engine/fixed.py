@@ -1,5 +1,6 @@
-"""A step of decoding in fixed shapes: nothing here looks at a number on the host, so a CUDA graph can record it.
+"""Passes in fixed shapes: nothing here looks at a number on the host, so a CUDA graph can record it.
 
+    read     the target over a chunk of one prompt: its logits behind the last token, and the states of all
     verify   the target over padded rows: its logits, its most likely token everywhere, and the states of all tokens
     draft    the drafter reads the states of a row's new tokens, then drafts a chain behind them, all depths at once
     both     one after the other, where the drafts are verified come what may
@@ -28,13 +29,36 @@ from eyas.engine.paged_attention import PagedAttention
 Numbers = Mapping[str, Tensor]
 """The tables of a `Sheet` on the device."""
 
-RunTarget = Callable[[Tensor, Layout], tuple[Tensor, Tensor | None]]
-"""Tokens [N] of a layout to logits [N, V] and auxiliary states [N, X]."""
+Mark = Callable[[], None]
+"""To be called where a part ends: its time is taken there, on the device."""
+
+RunTarget = Callable[[Tensor, Layout, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
+and auxiliary states [N, X]."""
 
 SHORT_LIST = 64
 
 
-def verify(numbers: Numbers, run: RunTarget, cache: PageCache, logits_SV: Tensor, states_SX: Tensor | None) -> Tensor:
+def read(
+    numbers: Numbers, _: Mark, run: RunTarget, cache: PageCache, logits_1V: Tensor, states_CX: Tensor | None
+) -> Tensor:
+    """The most likely token [1] behind the last one; its logits and the states of all are left where they are told.
+
+    Numbers: `ids` [1, Q], `base` and `live` [1], `table` [1, P].
+    """
+    ids_1Q = numbers["ids"]
+    table, base, live = (numbers[name].int() for name in ("table", "base", "live"))
+    layout = Layout.padded(table, base, live, count=ids_1Q.shape[1], cache=cache)
+    newest_1V, aux_NX = run(ids_1Q.flatten(), layout, (numbers["live"] - 1).clamp(min=0))
+    logits_1V.copy_(newest_1V)
+    if states_CX is not None and aux_NX is not None:
+        states_CX[: len(aux_NX)].copy_(aux_NX)
+    return newest_1V.argmax(dim=-1)
+
+
+def verify(
+    numbers: Numbers, _: Mark, run: RunTarget, cache: PageCache, logits_SV: Tensor, states_SX: Tensor | None
+) -> Tensor:
     """The most likely token [R, Q] behind each; logits and states are left in the shared memory, row by row.
 
     Numbers: `ids` [R, Q], `base` and `live` [R], `table` [R, P].
@@ -54,7 +78,7 @@ def _verify(
     states_SX: Tensor | None,
 ) -> Tensor:
     layout = Layout.padded(table_RP, base_R, live_R, count=ids_RQ.shape[1], cache=cache)
-    logits_NV, aux_NX = run(ids_RQ.flatten(), layout)
+    logits_NV, aux_NX = run(ids_RQ.flatten(), layout, None)
     logits_SV[: len(logits_NV)].copy_(logits_NV)
     if states_SX is not None and aux_NX is not None:
         states_SX[: len(aux_NX)].copy_(aux_NX)
@@ -63,7 +87,8 @@ def _verify(
 
 def draft_and_verify(
     numbers: Numbers,
-    draft: Callable[[Numbers], Tensor],
+    mark: Mark,
+    draft: Callable[[Numbers, Mark], Tensor],
     run: RunTarget,
     cache: PageCache,
     logits_SV: Tensor,
@@ -73,7 +98,7 @@ def draft_and_verify(
 
     Numbers: those of `draft`, and `newest` [R], the token that the target has not read.
     """
-    drafted_2RK = draft(numbers)
+    drafted_2RK = draft(numbers, mark)
     ids_RQ = torch.cat([numbers["newest"][:, None], drafted_2RK[0]], dim=1)
     table, read, live, limit = (numbers[name].int() for name in ("table", "base", "live", "limit"))
     # A row has something to read, or it is not real.
@@ -84,6 +109,7 @@ def draft_and_verify(
 
 def draft(
     numbers: Numbers,
+    mark: Mark,
     drafter: Drafter,
     attend: Callable[[Layout], PagedAttention],
     cache: PageCache,
@@ -97,8 +123,10 @@ def draft(
 
     Numbers: `from` [R, Q] where the states of the new tokens lie, `ids` [R, Q] the tokens behind them, `base` [R] slots
     read before, `live` [R] new ones, `limit` [R] the depth of each row, `table` [R, P]; to sample, also `seed` and the
-    real `temperature`, `top_k`, `top_p`, `min_p` [R].
+    real `temperature`, `top_k`, `top_p`, `min_p` [R]. Marked are the beginning, the end of the first pass and that of
+    the last.
     """
+    mark()
     from_RQ = numbers["from"]
     table, base_R, live_R = (numbers[name].int() for name in ("table", "base", "live"))
     rows, count = from_RQ.shape
@@ -125,6 +153,9 @@ def draft(
             sure_R, index_R = q_RW.max(dim=-1)
         tokens.append(token_W[index_R])
         sure.append(sure_R)
+        if at == 0:
+            mark()
+    mark()
     return torch.stack([torch.stack(tokens, dim=1), torch.stack(sure, dim=1).double().view(torch.int64)])
 
 

@@ -1,6 +1,6 @@
-"""CUDA graphs of draft and verify: a step of decoding is two copies in, two replays and two copies out.
+"""CUDA graphs of read, draft and verify: a step of decoding is two copies in, two replays and two copies out.
 
-Launching its kernels one by one takes the host longer than running them takes the device. So the padded steps of
+Launching their kernels one by one takes the host longer than running them takes the device. So the padded passes of
 `fixed.py` are recorded once for each bucket of shapes, when it is first met, and replayed with other numbers.
 
     rows     rounded up to one of ROWS
@@ -8,6 +8,7 @@ Launching its kernels one by one takes the host longer than running them takes t
              count
     pages    of the longest row that may come, or USUAL_PAGES and that times powers of 4 where longer ones may: a table
              costs what is read by it, so that most engines have one width
+    chunks   of one prompt each, rounded up to one of CHUNKS
 
 A recording takes as long as dozens of replays. So there are few buckets, and `record_ahead` goes through the usual ones
 before anybody waits for them.
@@ -15,22 +16,22 @@ before anybody waits for them.
 All recordings share one pool of memory, and the memory for states and logits: what a replay leaves there holds until
 the next. Waiting states that still lie there when the next pass begins are copied first (`PagedDrafter.save`).
 
-Where no draft is withheld whatever it is, draft and verify are one recording: one copy in and one out.
+Where no draft is withheld whatever it is, draft and verify are one recording: one copy in and one out. What drafting
+took of it is told by marks inside, which are times of the device.
 
-Nothing depends on it: whatever is not served here (prompts, trees, passes above the token budget) is answered by None,
-and the engine runs the step eagerly. A shape that cannot be recorded is told about, and its kind of
-step stays eager from then on.
+Nothing depends on it: whatever is not served here (long chunks, trees, passes above the token budget) is answered by
+None, and the engine runs the pass eagerly. A shape that cannot be recorded is told about, and its kind of pass stays
+eager from then on.
 
-Shapes: R rows, Q tokens of a row, P pages of a row, V vocabulary, X concatenated auxiliary states, S rows of shared
-memory.
+Shapes: R rows, Q tokens of a row, P pages of a row, V vocabulary, X concatenated auxiliary states, S and C rows of
+shared memory.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +39,10 @@ from torch import Tensor
 from eyas.engine import fixed
 from eyas.engine.draft import Draft, PagedDrafter
 from eyas.engine.paged import PageCache
+from eyas.engine.recorder import Function, Recorder, Recording
 from eyas.engine.request import Live
 from eyas.engine.scheduler import Row
-from eyas.engine.sheet import Sheet
+from eyas.plan.footprint import LONGEST_CHUNK
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -49,85 +51,20 @@ USUAL_PAGES = 512
 """8,192 tokens in pages of 16."""
 ROWS_AHEAD = 64
 """Steps of more rows are recorded when they are met: there are many of them, and each takes time and memory."""
+CHUNKS = (32, 64, 128, 256, 512, LONGEST_CHUNK)
+"""Tokens of a prompt that are read by a recording."""
+READ, DRAFT, VERIFY, BOTH = "read", "draft", "verify", "draft and verify"
+"""Kinds of recordings."""
 
-Report = Callable[[str], None]
 
+class Spent(NamedTuple):
+    """What a recorded draft took of the device."""
 
-@dataclass(kw_only=True, eq=False)
-class Recorder:
-    """Runs functions of sheets, recorded if possible."""
-
-    device: torch.device
-    report: Report | None = None
-    records: bool = True
-    """Without, functions just run: for trials where there is no CUDA."""
-    bytes: int = 0
-    """Memory taken by recording."""
-    refused: set[str] = field(default_factory=set)
-    """Kinds of functions that could not be recorded."""
-    _made: dict[tuple[object, ...], tuple[Sheet, Callable[[], Tensor]]] = field(default_factory=dict)
-    _pool: Any = None
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def get(
-        self,
-        kind: str,
-        bucket: tuple[int, ...],
-        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-        function: Callable[[fixed.Numbers], Tensor],
-        keep: Tensor | None = None,
-    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
-        """The sheet of a bucket and what computes from it, recorded now if it was not yet; None if that fails.
-
-        Recording runs the function once, on zeros, and leaves `keep` as it was.
-        """
-        if kind in self.refused:
-            return None
-        made = self._made.get((kind, *bucket))
-        if made is None:
-            sheet = Sheet(shapes(), self.device)
-            try:
-                made = sheet, self._record(sheet, function, keep)
-            except Exception as error:  # whatever it is, decoding goes on
-                self.refused.add(kind)
-                if self.report is not None:
-                    reason = " ".join(str(error).split())[:300]
-                    self.report(
-                        f"{kind} of shape {bucket} cannot be recorded as a CUDA graph, it runs eagerly: {reason}"
-                    )
-                return None
-            self._made[kind, *bucket] = made
-        return made
-
-    def _record(
-        self, sheet: Sheet, function: Callable[[fixed.Numbers], Tensor], keep: Tensor | None
-    ) -> Callable[[], Tensor]:
-        if not self.records:
-            return partial(function, sheet.device)
-        before = torch.cuda.memory_reserved(self.device)
-        sheet.clear()
-        # Once without recording: kernels are compiled and libraries take their memory on first use.
-        beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside):
-            kept = None if keep is None else keep.clone()
-            function(sheet.device)
-            if keep is not None and kept is not None:
-                keep.copy_(kept)
-        torch.cuda.current_stream(self.device).wait_stream(beside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = function(sheet.device)
-        self._pool = self._pool or graph.pool()
-        self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
+    passes: int
+    first: float
+    """Seconds of the first."""
+    further: float
+    """Seconds of all others."""
 
 
 class RecordedSteps:
@@ -142,6 +79,7 @@ class RecordedSteps:
         recorder: Recorder,
         max_rows: int,
         most_tokens: int,
+        longest_chunk: int,
         most_pages: int,
         max_depth: int,
         vocab_size: int,
@@ -153,38 +91,51 @@ class RecordedSteps:
         self._deepest = max_depth + 1
         self._most_tokens = most_tokens
         self._usual_pages = min(USUAL_PAGES, 1 << (most_pages - 1).bit_length())
+        self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=recorder.device)
+        self.chunk_logits_1V = self.logits_SV.new_empty(1, vocab_size)
         self.states_SX: Tensor | None = None
+        self.chunk_states_CX: Tensor | None = None
         if drafter is not None:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
-            # Behind those of a pass, one for each row that comes from elsewhere.
-            self.states_SX = torch.zeros(most_tokens + max_rows, width, dtype=dtype, device=recorder.device)
+            # Behind those of a pass, what rows bring that come from elsewhere.
+            rows = most_tokens + max_rows * self._deepest
+            self.states_SX = torch.zeros(rows, width, dtype=dtype, device=recorder.device)
+            self.chunk_states_CX = self.states_SX.new_zeros(self._chunks[-1], width)
 
     @property
     def bytes(self) -> int:
         """Memory taken beside weights and pages."""
-        own = [self.logits_SV] if self.states_SX is None else [self.logits_SV, self.states_SX]
-        return self.recorder.bytes + sum(x.nbytes for x in own)
+        own = (self.logits_SV, self.chunk_logits_1V, self.states_SX, self.chunk_states_CX)
+        return self.recorder.bytes + sum(x.nbytes for x in own if x is not None)
 
     def record_ahead(self) -> int:
-        """Record the steps of not too many requests of usual lengths; how many recordings there are then."""
+        """Record chunks, and steps of not too many requests, of usual lengths; how many recordings there are then."""
+        for chunk in self._chunks:
+            self._reading(chunk, self._usual_pages)
         counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
         if self._drafter is None:
             counts = [1]
         for rows, count in product((rows for rows in self._rows if rows <= ROWS_AHEAD), counts):
-            if rows * count <= self._most_tokens:
-                self._verifying(rows, count, self._usual_pages)
+            if rows * count > self._most_tokens:
+                continue
+            self._verifying(rows, count, self._usual_pages)
             if count > 1:
-                for reads, sampled in product({count, self._deepest}, (False, True)):
-                    self._recorded_draft("draft", rows, reads, self._usual_pages, count - 1, sampled=sampled)
+                for kind, reads, sampled in product((DRAFT, BOTH), {count, self._deepest}, (False, True)):
+                    self._recorded_draft(kind, rows, reads, self._usual_pages, count - 1, sampled=sampled)
         return len(self.recorder)
 
     # --- draft -------------------------------------------------------------------------------------------------
 
+    @property
+    def most_read(self) -> int:
+        """States of a request that are read here at most."""
+        return self._deepest
+
     def drafts(self, lives: Sequence[Live]) -> bool:
         """Whether chains for these requests can be drafted here."""
-        return len(lives) <= self._rows[-1] and "draft" not in self.recorder.refused
+        return len(lives) <= self._rows[-1] and DRAFT not in self.recorder.refused
 
     def strangers(self, lives: Sequence[Live]) -> list[Live]:
         """Requests whose waiting states do not lie in the shared memory."""
@@ -193,68 +144,69 @@ class RecordedSteps:
         return [live for live, waiting in waits if len(waiting) != 1 or waiting[0].pass_NX is not self.states_SX]
 
     def adopt(self, lives: Sequence[Live]) -> None:
-        """Bring the last waiting state of strangers, the only one left, to the shared memory."""
+        """Bring what waits for strangers, no more than `most_read` of each, to the shared memory."""
         assert self._drafter is not None
         assert self.states_SX is not None
         self._drafter.move(lives, self.states_SX, self._most_tokens)
 
-    def draft(self, lives: Sequence[Live], depths: Sequence[int], meanwhile: Callable[[], None]) -> list[Draft] | None:
+    def draft(
+        self, lives: Sequence[Live], depths: Sequence[int], meanwhile: Callable[[], None]
+    ) -> tuple[list[Draft], Spent] | None:
         """Read what waits, all of it in the shared memory, and draft a chain for each request.
 
         While the device is busy, `meanwhile` is done.
         """
-        made = self._drafting("draft", lives, depths)
-        if made is None:
+        deepest = self._token_bucket(max(depths) + 1) - 1
+        recording = self._drafting(DRAFT, lives, depths, deepest)
+        if recording is None:
             return None
-        sheet, compute = made
-        sheet.send()
-        both_2RK = compute()
+        recording.sheet.send()
+        both_2RK = recording.run()
         meanwhile()
         both_2RK = both_2RK.cpu()
         self._hand_over(lives)
-        return _chains(both_2RK, depths)
+        return _chains(both_2RK, depths), Spent(deepest, *recording.seconds())
 
     def draft_and_verify(
         self, lives: Sequence[Live], depths: Sequence[int], meanwhile: Callable[[], None]
-    ) -> tuple[list[Draft], tuple[Tensor, int]] | None:
-        """Draft a chain for each request and verify it, without looking at it in between.
+    ) -> tuple[list[Draft], Spent, tuple[Tensor, int]] | None:
+        """Draft a chain for each request, perhaps an empty one, and verify it, without looking at it in between.
 
         What the target says comes back as from `verify`, its tokens on the host already.
         """
-        count = 1 + _deepest(lives, depths)
+        # What all ask for, or they would need other recordings towards their end.
+        asked = [live.request.speculation.depth for live in lives]
+        deepest = max(depth or 0 for depth in asked) if all(asked) else self._token_bucket(max(depths) + 1) - 1
+        count = 1 + deepest
         largest = self._row_bucket(lives) * count
         if largest > self._most_tokens:
             return None
-        made = self._drafting("draft and verify", lives, depths)
-        if made is None:
+        recording = self._drafting(BOTH, lives, depths, deepest)
+        if recording is None:
             return None
         self._hand_over(lives)
         self.save()
-        sheet, compute = made
-        sheet.write("newest", [live.tokens[-1] for live in lives])
-        sheet.send()
-        flat = compute()
+        recording.sheet.write("newest", [live.tokens[-1] for live in lives])
+        recording.sheet.send()
+        flat = recording.run()
         meanwhile()
         flat = flat.cpu()
-        return _chains(flat[:-largest].view(2, -1, count - 1), depths), (flat[-largest:].view(-1, count), count)
+        drafts = _chains(flat[:-largest].view(2, -1, deepest), depths)
+        return drafts, Spent(deepest, *recording.seconds()), (flat[-largest:].view(-1, count), count)
 
-    def _drafting(
-        self, kind: str, lives: Sequence[Live], depths: Sequence[int]
-    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
+    def _drafting(self, kind: str, lives: Sequence[Live], depths: Sequence[int], deepest: int) -> Recording | None:
         """What drafts chains for these requests, and perhaps verifies them; its sheet is filled but for `newest`."""
-        drafter, deepest = self._drafter, _deepest(lives, depths)
+        drafter = self._drafter
         assert drafter is not None
-        if kind == "draft":
-            deepest = self._token_bucket(deepest + 1) - 1
         samplings = [live.request.sampling for live in lives]
         sampled = any(sampling.temperature for sampling in samplings)
         # A round of this depth adds no more than so many states; after a deeper one there is a larger bucket.
         waiting = max(live.target_length - live.drafter_length for live in lives)
         rows, count, pages = self._bucket(lives, deepest + 1 if waiting <= deepest + 1 else self._deepest)
-        made = self._recorded_draft(kind, rows, count, pages, deepest, sampled=sampled)
-        if made is None:
+        recording = self._recorded_draft(kind, rows, count, pages, deepest, sampled=sampled)
+        if recording is None:
             return None
-        sheet, _ = made
+        sheet = recording.sheet
         places, ids = list[int](), list[int]()
         blank = [0] * count
         for live in lives:
@@ -271,11 +223,11 @@ class RecordedSteps:
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 sheet.write_reals(name, [getattr(sampling, name) for sampling in samplings])
         sheet.write_pages(lives, drafter.cache.page_size)
-        return made
+        return recording
 
     def _recorded_draft(
         self, kind: str, rows: int, count: int, pages: int, deepest: int, *, sampled: bool
-    ) -> tuple[Sheet, Callable[[], Tensor]] | None:
+    ) -> Recording | None:
         """The recording of a bucket: up to `count` states of each row are read."""
         drafter, states_SX = self._drafter, self.states_SX
         assert drafter is not None
@@ -286,7 +238,7 @@ class RecordedSteps:
             per_row = dict.fromkeys(names if sampled else names[:4], (rows,))
             return {"from": (rows, count), "ids": (rows, count), "table": (rows, pages), **per_row}
 
-        function: Callable[[fixed.Numbers], Tensor] = partial(
+        function: Function = partial(
             fixed.draft,
             drafter=drafter.model,
             attend=drafter.attention,
@@ -296,7 +248,7 @@ class RecordedSteps:
             depth=deepest,
             sampled=sampled,
         )
-        if kind != "draft":
+        if kind == BOTH:
             function = partial(
                 fixed.draft_and_verify,
                 draft=function,
@@ -312,6 +264,44 @@ class RecordedSteps:
         for live in lives:
             self._drafter.hand_over(live)
 
+    # --- read --------------------------------------------------------------------------------------------------
+
+    def reads(self, row: Row) -> bool:
+        """Whether a row's part of its prompt can be read here."""
+        return row.count <= self._chunks[-1] and READ not in self.recorder.refused
+
+    def read(self, row: Row, meanwhile: Callable[[], None]) -> Tensor | None:
+        """Run the target over a row's part of its prompt: the most likely token [1] behind it, on the host."""
+        (_, _, pages), live = self._bucket([row.live], 1), row.live
+        chunk = self._chunks[bisect_left(self._chunks, row.count)]
+        recording = self._reading(chunk, pages)
+        if recording is None:
+            return None
+        sheet = recording.sheet
+        sheet.write("ids", live.tokens[row.start : row.start + row.count])
+        sheet.write("base", [row.start])
+        sheet.write("live", [row.count])
+        sheet.write_pages([live], self._cache.page_size)
+        sheet.send()
+        largest_1 = recording.run()
+        meanwhile()
+        return largest_1.cpu()  # also where nobody asks for it: the sheet may be written again
+
+    def _reading(self, chunk: int, pages: int) -> Recording | None:
+        """The recording of a bucket."""
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            return {"ids": (1, chunk), "base": (1,), "live": (1,), "table": (1, pages)}
+
+        function = partial(
+            fixed.read,
+            run=self._run,
+            cache=self._cache,
+            logits_1V=self.chunk_logits_1V,
+            states_CX=self.chunk_states_CX,
+        )
+        return self.recorder.get(READ, (1, chunk, pages), shapes, function, self.chunk_states_CX)
+
     # --- verify ------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
@@ -319,8 +309,10 @@ class RecordedSteps:
 
         A recorded pass overwrites them; behind an eager one, later states would hide them.
         """
-        if self._drafter is not None and self.states_SX is not None:
-            self._drafter.save(self.states_SX)
+        if self._drafter is not None:
+            for memory in (self.states_SX, self.chunk_states_CX):
+                if memory is not None:
+                    self._drafter.save(memory)
 
     def verify(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> tuple[Tensor, int] | None:
         """Run the target over the newest token and the drafts of each row.
@@ -339,10 +331,10 @@ class RecordedSteps:
             count = longest
         if many * count > self._most_tokens:
             return None
-        made = self._verifying(many, count, pages)
-        if made is None:
+        recording = self._verifying(many, count, pages)
+        if recording is None:
             return None
-        sheet, compute = made
+        sheet = recording.sheet
         ids, blank = list[int](), [0] * count
         for live, draft in zip(lives, drafts, strict=True):
             ids += [live.tokens[-1], *draft.tokens, *blank[1 + len(draft.tokens) :]]
@@ -351,9 +343,9 @@ class RecordedSteps:
         sheet.write("live", [1 + len(draft.tokens) for draft in drafts])
         sheet.write_pages(lives, self._cache.page_size)
         sheet.send()
-        return compute(), count
+        return recording.run(), count
 
-    def _verifying(self, rows: int, count: int, pages: int) -> tuple[Sheet, Callable[[], Tensor]] | None:
+    def _verifying(self, rows: int, count: int, pages: int) -> Recording | None:
         """The recording of a bucket."""
 
         def shapes() -> Mapping[str, tuple[int, ...]]:
@@ -362,7 +354,7 @@ class RecordedSteps:
         function = partial(
             fixed.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self.states_SX
         )
-        return self.recorder.get("verify", (rows, count, pages), shapes, function)
+        return self.recorder.get(VERIFY, (rows, count, pages), shapes, function)
 
     # --- buckets -----------------------------------------------------------------------------------------------
 
@@ -379,11 +371,6 @@ class RecordedSteps:
     def _row_bucket(self, lives: Sequence[Live]) -> int:
         rows: int = self._rows[bisect_left(self._rows, len(lives))]
         return rows
-
-
-def _deepest(lives: Sequence[Live], depths: Sequence[int]) -> int:
-    """How deep to draft for all: what requests ask for, or they would need other recordings towards their end."""
-    return max(live.request.speculation.depth or depth for live, depth in zip(lives, depths, strict=True))
 
 
 def _chains(both_2RK: Tensor, depths: Sequence[int]) -> list[Draft]:

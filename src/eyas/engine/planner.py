@@ -17,7 +17,9 @@ from eyas.engine.promises import Promises
 from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
 
 KEPT_STEPS = 8
-"""Steps that a plan serves at most. As long as little is known, it is made anew every step."""
+"""Steps that a plan serves at most, unless there is news meanwhile: a pass was timed of which nothing was known."""
+ROUNDS_A_STEP = 16
+"""One that drafts serves a step for every so many rounds that were seen: the first ones change a lot."""
 KEPT_PLANS = 64
 
 
@@ -54,6 +56,7 @@ class Planner:
         self._costs, self._acceptance, self._trees = costs, acceptance, trees
         self.promises = Promises()
         self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
+        self._news = 0
 
     def forget(self) -> None:
         """Something was learnt that all kept plans ignore."""
@@ -79,16 +82,16 @@ class Planner:
         """The best plan for such a batch that drafts no deeper, and the reason for it."""
         fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
         likeness = (situation.rows, len(situation.auto), bucket_of(other_tokens), deepest, *fixed)
+        if self._costs.news > self._news or len(self._kept) >= KEPT_PLANS:
+            self._news = self._costs.news
+            self.forget()
         if likeness in self._kept:
             until, plan, reason = self._kept[likeness]
             if step < until:
                 return plan, reason
         plan, reason = self._make(situation, deepest)
-        timed = bucket_of(situation.tokens + plan.drafts) in self._costs.verify.known
-        if len(self._kept) >= KEPT_PLANS:
-            self._kept.clear()
-        until = step + (min(KEPT_STEPS, self._acceptance.rounds // 16) if timed else 0)
-        self._kept[likeness] = until, plan, reason
+        steps = min(KEPT_STEPS, self._acceptance.rounds // ROUNDS_A_STEP) if plan.by_level else KEPT_STEPS
+        self._kept[likeness] = step + steps, plan, reason
         return plan, reason
 
     def _make(self, situation: Situation, deepest: int) -> tuple[Plan, str]:

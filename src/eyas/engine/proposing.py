@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from eyas.engine.controller import Choice, Controller, RowFacts
-from eyas.engine.draft import LUMP, Draft, GoesOn, PagedDrafter, Tree
+from eyas.engine.draft import LUMP, Draft, PagedDrafter, Tree
 from eyas.engine.grammar import lawful
-from eyas.engine.graphs import RecordedSteps
+from eyas.engine.graphs import RecordedSteps, Spent
 from eyas.engine.request import Live
 from eyas.engine.scheduler import Row, Scheduler
 from eyas.engine.verdict import wanted_at
@@ -26,8 +26,10 @@ class Proposal:
 
     drafts: dict[int, Draft]
     """By request; those without drafts are left out."""
+    seconds: float = 0.0
+    """What drafting took; where the target has read the drafts already, of the device alone."""
     made: tuple[Tensor, int] | None = None
-    """What came of it, if the target has read them already: `Said.largest_RQ` and its stride."""
+    """What came of it, if it has: `Said.largest_RQ` and its stride."""
 
 
 class Proposer:
@@ -57,45 +59,114 @@ class Proposer:
             slots[live.key] = limit if tree is None else tree.slots
         return slots
 
-    def propose(
-        self, rows: Sequence[Row], recorded: RecordedSteps | None, *, everyone: bool, tell: Callable[[], None]
-    ) -> Proposal:
-        """Drafts for rows that have room for some. `everyone`: they are all rows of the step."""
-        lives, keys = [row.live for row in rows], [row.live.key for row in rows]
-        controller, started = self._controller, self._clock()
-        reads = sum(live.target_length - live.drafter_length for live in lives)
-        first: tuple[int, float | None] = reads, None
+    def propose(self, rows: Sequence[Row], recorded: RecordedSteps | None, tell: Callable[[], None]) -> Proposal:
+        """Drafts for the rows of a step, as far as they have room for some.
+
+        If all of them only decode and nobody needs to look at the drafts first, a recorded step verifies them at once.
+        While a device is busy, `tell` is done.
+        """
+        drafting = [row for row in rows if row.drafts]
+        if not drafting:
+            return Proposal(drafts={})
+        shapes = self._shapes(drafting)
+        if recorded is not None and shapes is None:
+            if self._unseen(rows) and recorded.drafts([row.live for row in rows]):
+                proposal = self._propose_unseen(rows, recorded, tell)
+                if proposal is not None:
+                    return proposal
+            proposal = self._propose_recorded(drafting, recorded, tell)
+            if proposal is not None:
+                return proposal
+        lives, keys = [row.live for row in drafting], [row.live.key for row in drafting]
+        controller, started, reads = self._controller, self._clock(), _unread(lives)
+        first: tuple[int, float] | None = None
 
         def goes_on(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
             nonlocal first
-            if first[1] is None:
+            if first is None:
                 first = reads, self._clock() - started
             return controller.goes_on(keys, confidences)
 
-        made, shapes = None, self._shapes(rows)
-        nodes: Sequence[Collection[int]]
+        self.read(lives)
         if shapes is None:
-            limits = [row.drafts for row in rows]
-            drafts, made = self._chains(lives, limits, recorded, goes_on, everyone=everyone, tell=tell)
-            nodes = [range(count) for count in controller.keeps(keys, [draft.confidences for draft in drafts])]
+            limits = [row.drafts for row in drafting]
+            drafts = self._drafter.chain(lives, limits, wanted_at, goes_on, look=self._look)
+            offered = self._kept(drafting, drafts)
             deepest = max(draft.depth for draft in drafts)
             deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
         else:
-            self.read(lives)
             drafts = self._drafter.tree(lives, shapes, wanted_at, look=self._look)
-            nodes = [range(len(draft.tokens)) for draft in drafts]
+            nodes: Sequence[Collection[int]] = [range(len(draft.tokens)) for draft in drafts]
             if self._forced_tree is None:
                 sure = [draft.confidences for draft in drafts]
                 nodes = controller.prunes(keys, [draft.parents for draft in drafts], sure)
+            offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
             deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
-        offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
-        if made is None:  # else it was verified together with drafts that may be unlawful, and says so
-            seconds, trees = self._clock() - started, shapes is not None
-            controller.observe_draft(deepest, reads + deeper, seconds, first, trees=trees)
-            for live in lives:
-                if live.walk is not None:
-                    offered[live.key] = lawful(offered[live.key], live.walk, live.tokens)
-        return Proposal(drafts=offered, made=made)
+        seconds = self._clock() - started
+        controller.observe_draft(deepest, reads + deeper, seconds, first, trees=shapes is not None)
+        return Proposal(drafts=self._lawful(lives, offered), seconds=seconds)
+
+    def _unseen(self, rows: Sequence[Row]) -> bool:
+        """Whether nobody needs to look at drafts, and behind every row there could be some."""
+        choice = self._choice
+        return choice is not None and choice.unseen and all(_can_draft(row) for row in rows)
+
+    def _propose_unseen(
+        self, rows: Sequence[Row], recorded: RecordedSteps, tell: Callable[[], None]
+    ) -> Proposal | None:
+        """Chains for all rows, verified already. Some may break a grammar's law; then what the target said shows it."""
+        lives, limits = [row.live for row in rows], [row.drafts for row in rows]
+        reads = _unread(lives)
+        self._bring(lives, recorded)
+        made = recorded.draft_and_verify(lives, limits, tell)
+        if made is None:
+            return None
+        drafts, spent, said = made
+        self._note_drafts(lives, reads, limits, spent)
+        offered = {live.key: draft for live, draft in zip(lives, drafts, strict=True) if draft.tokens}
+        return Proposal(drafts=offered, seconds=spent.first + spent.further, made=said)
+
+    def _propose_recorded(
+        self, rows: Sequence[Row], recorded: RecordedSteps, tell: Callable[[], None]
+    ) -> Proposal | None:
+        """Chains for rows that have room for drafts."""
+        lives, limits = [row.live for row in rows], [row.drafts for row in rows]
+        if not recorded.drafts(lives):
+            return None
+        reads = _unread(lives)
+        self._bring(lives, recorded)
+        made = recorded.draft(lives, limits, tell)
+        if made is None:
+            return None
+        drafts, spent = made
+        self._note_drafts(lives, reads, limits, spent)
+        offered = self._lawful(lives, self._kept(rows, drafts))
+        return Proposal(drafts=offered, seconds=spent.first + spent.further)
+
+    def _bring(self, lives: Sequence[Live], recorded: RecordedSteps) -> None:
+        """Let all that waits for the drafter lie where recorded steps read it; too much of it is read at once."""
+        strangers = recorded.strangers(lives)
+        if strangers:
+            self.read([live for live in strangers if _unread([live]) > recorded.most_read], but_last=True)
+            recorded.adopt(strangers)
+
+    def _note_drafts(self, lives: Sequence[Live], reads: int, limits: Sequence[int], spent: Spent) -> None:
+        """Take note of a recorded draft: all is read, and the device took so long."""
+        for live in lives:
+            self._scheduler.note_read(live, live.target_length)
+        deeper = sum(max(0, limit - 1) for limit in limits)
+        self._controller.observe_draft(spent.passes, reads + deeper, spent.first + spent.further, (reads, spent.first))
+
+    def _kept(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> dict[int, Draft]:
+        """Of each row's chain what the controller finds worth verifying."""
+        keys = [row.live.key for row in rows]
+        kept = self._controller.keeps(keys, [draft.confidences for draft in drafts])
+        return {key: draft.only(range(count)) for key, draft, count in zip(keys, drafts, kept, strict=True)}
+
+    def _lawful(self, lives: Sequence[Live], offered: dict[int, Draft]) -> dict[int, Draft]:
+        """Of each draft what the request's grammar allows."""
+        laws = {live.key: lawful(offered[live.key], live.walk, live.tokens) for live in lives if live.walk is not None}
+        return offered | laws
 
     def catch_up(self, rows: Sequence[Row]) -> None:
         """Read prompts, and requests that have not been drafted for in a long while.
@@ -119,40 +190,6 @@ class Proposer:
         self._drafter.read(lives, but_last=but_last)
         for live in lives:
             self._scheduler.note_read(live, live.target_length - but_last)
-
-    def _chains(
-        self,
-        lives: Sequence[Live],
-        limits: Sequence[int],
-        recorded: RecordedSteps | None,
-        goes_on: GoesOn,
-        *,
-        everyone: bool,
-        tell: Callable[[], None],
-    ) -> tuple[list[Draft], tuple[Tensor, int] | None]:
-        """Chains for requests, by a recorded step where there is one.
-
-        If they are all that the target is to read, and none of them asks whether a draft is worth it, the target
-        reads them at once.
-        """
-        drafts, made = None, None
-        if recorded is not None and recorded.drafts(lives):
-            strangers = recorded.strangers(lives)
-            if strangers:
-                self.read(strangers, but_last=True)
-                recorded.adopt(strangers)
-            if everyone and all(live.request.speculation.mode == "fixed" for live in lives):
-                both = recorded.draft_and_verify(lives, limits, tell)
-                if both is not None:
-                    drafts, made = both
-            if drafts is None:
-                drafts = recorded.draft(lives, limits, tell)
-        if drafts is None:
-            self.read(lives)
-            return self._drafter.chain(lives, limits, wanted_at, goes_on, look=self._look), None
-        for live in lives:
-            self._scheduler.note_read(live, live.target_length)
-        return drafts, made
 
     @property
     def _look(self) -> int:
@@ -181,6 +218,17 @@ class Proposer:
         if tree is not None and auto and drift.firing:
             tree = replace(tree, depth=min(tree.depth, drift.deepest))
         return tree
+
+
+def _can_draft(row: Row) -> bool:
+    """Whether a row only decodes, and the target has left states of it for the drafter to start from."""
+    live = row.live
+    return row.count == 1 and row.samples and live.speculates and live.drafter_length < live.target_length
+
+
+def _unread(lives: Sequence[Live]) -> int:
+    """States that the drafter has not read yet."""
+    return sum(live.target_length - live.drafter_length for live in lives)
 
 
 def _facts(live: Live) -> RowFacts:

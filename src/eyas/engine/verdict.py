@@ -26,8 +26,6 @@ class Said:
     """The most likely tokens, if the pass was recorded."""
     stride: int = 0
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
-    early: bool = False
-    """Said together with the drafts, so that nobody knows how long it took."""
 
 
 @dataclass(kw_only=True, slots=True)

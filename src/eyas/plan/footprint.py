@@ -17,6 +17,8 @@ from eyas.plan.quantisation import Quantisation
 CUDA_RUNTIME = 640 * 2**20
 """What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
 FLOAT32 = 4
+LONGEST_CHUNK = 1024
+"""Tokens of a prompt above which a chunk is not recorded: there is more to compute than to launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,11 @@ class Room:
     def recorded_tokens(self) -> int:
         """The most tokens of a recorded step."""
         return min(self.token_budget, self.recorded_rows * (self.max_depth + 1))
+
+    @property
+    def recorded_chunk(self) -> int:
+        """The most tokens of a prompt that are read at once by a recording."""
+        return min(self.token_budget, LONGEST_CHUNK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +113,8 @@ def working_bytes(
 
 def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) -> int:
     """The memory that recorded steps share for logits, float32 at worst, and auxiliary states."""
-    rows, tokens = room.recorded_rows, room.recorded_tokens
-    return tokens * vocab_size * FLOAT32 + (tokens + rows) * states * element
+    tokens, brought = room.recorded_tokens, room.recorded_rows * (room.max_depth + 1)
+    return (tokens + 1) * vocab_size * FLOAT32 + (tokens + brought + room.recorded_chunk) * states * element
 
 
 def footprint(
