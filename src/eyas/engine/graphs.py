@@ -315,7 +315,7 @@ class RecordedSteps:
                     self._drafter.save(memory)
 
     def verify(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> tuple[Tensor, int] | None:
-        """Run the target over the newest token and the drafts of each row.
+        """Run the target over one token of each row, the newest or one of a prompt, and the drafts behind it.
 
         The most likely tokens [R, Q] come back, and Q: what the pass says of token q of row r lies at r * Q + q of
         logits and states.
@@ -336,8 +336,8 @@ class RecordedSteps:
             return None
         sheet = recording.sheet
         ids, blank = list[int](), [0] * count
-        for live, draft in zip(lives, drafts, strict=True):
-            ids += [live.tokens[-1], *draft.tokens, *blank[1 + len(draft.tokens) :]]
+        for row, draft in zip(rows, drafts, strict=True):
+            ids += [row.live.tokens[row.start], *draft.tokens, *blank[1 + len(draft.tokens) :]]
         sheet.write("ids", ids)
         sheet.write("base", [row.start for row in rows])
         sheet.write("live", [1 + len(draft.tokens) for draft in drafts])
