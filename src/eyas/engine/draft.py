@@ -67,7 +67,8 @@ class PagedDrafter:
     def __init__(self, drafter: Drafter, cache: PageCache, *, window: int | None = None, sinks: int = 0) -> None:
         self.model, self.cache = drafter, cache
         self._run = lean_drafter(drafter)
-        self._remembers = len(drafter.layers) == 1
+        self.remembers = len(drafter.layers) == 1
+        """Whether of what is read, later tokens see only keys and values that need no other."""
         self.window, self.sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
         self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
@@ -95,13 +96,22 @@ class PagedDrafter:
         """Someone else reads what waits."""
         self._waiting.pop(live.key, None)
 
-    def save(self, memory_SX: Tensor) -> None:
-        """Copy states that still wait in memory which the next pass overwrites. Only the latest can lie there."""
-        lying = [waiting for waiting in self._waiting.values() if waiting and waiting[-1].pass_NX is memory_SX]
+    def save(self, memory_SX: Tensor, lives: Sequence[Live] | None = None) -> None:
+        """Copy states that still wait in memory which the next pass overwrites, all or those of some requests.
+
+        Only the latest can lie there.
+        """
+        everyone = self._waiting.values() if lives is None else [self._waiting.get(live.key, []) for live in lives]
+        lying = [waiting for waiting in everyone if waiting and waiting[-1].pass_NX is memory_SX]
         if lying:
             copy_NX = memory_SX[: max(waiting[-1].first + waiting[-1].size for waiting in lying)].clone()
             for waiting in lying:
                 waiting[-1] = waiting[-1]._replace(pass_NX=copy_NX)
+
+    def keep_last(self, live: Live) -> None:
+        """Someone else has read all that waits but the last state."""
+        memory, first, size = self._waiting[live.key][-1]
+        self._waiting[live.key] = [States(memory, first + size - 1, 1)]
 
     def move(self, lives: Sequence[Live], memory_SX: Tensor, first: int) -> None:
         """Bring all that waits for these requests to rows of `memory_SX`, one request behind the other."""
@@ -141,7 +151,7 @@ class PagedDrafter:
         hidden_ND = self._run.fuse(aux_NX.to(self._dtype))
         token_N = integers(tokens, self._device)
         last = [end - 1 for end in accumulate(row.count for row in rows)]
-        if self._remembers and (but_last or len(tokens) >= len(rows) + MANY):
+        if self.remembers and (but_last or len(tokens) >= len(rows) + MANY):
             self.cache.write(0, layout.slot_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
             if but_last:
                 return

@@ -261,6 +261,8 @@ class Engine:
             self._tell_time(rows, proposal.drafts, self._clock() - started)
         for verdict in verdicts:
             self._commit(verdict, said)
+        if said.of_chunk and self._proposer is not None:
+            self._proposer.note_chunk(rows[0])
 
     def _draft(self, rows: Sequence[Row]) -> Proposal:
         """Drafts of the rows that get any."""
@@ -274,11 +276,11 @@ class Engine:
             return self._recorded_said(*proposal.made)
         drafts = proposal.drafts
         if self.recorded is not None:
-            self.recorded.save()
             if len(rows) == 1 and rows[0].count > 1 and self.recorded.reads(rows[0]):
                 largest_1 = self.recorded.read(rows[0], self._teller.tell)
                 if largest_1 is not None:
                     return self._chunk_said(largest_1)
+            self.recorded.save()
             made = self.recorded.verify(rows, [drafts.get(row.live.key, NOTHING) for row in rows])
             if made is not None:
                 return self._recorded_said(*made)
@@ -316,7 +318,7 @@ class Engine:
     def _chunk_said(self, largest_1: Tensor) -> Said:
         assert self.recorded is not None
         logits_1V, states_CX = self.recorded.chunk_logits_1V, self.recorded.chunk_states_CX
-        return Said(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1)
+        return Said(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1, of_chunk=True)
 
     def _recorded_steps(self, recorder: Recorder) -> RecordedSteps:
         options, most_rows = self.options, min(self.options.max_rows, self.options.token_budget)

@@ -1,6 +1,7 @@
 """Passes in fixed shapes: nothing here looks at a number on the host, so a CUDA graph can record it.
 
-    read     the target over a chunk of one prompt: its logits behind the last token, and the states of all
+    read     the target over a chunk of one prompt: its logits behind the last token, and the states of all. Where a
+             drafter of one layer reads along, it remembers all of them but the last, whose successor is not known
     verify   the target over padded rows: its logits, its most likely token everywhere, and the states of all tokens
     draft    the drafter reads the states of a row's new tokens, then drafts a chain behind them, all depths at once
     both     one after the other, where the drafts are verified come what may
@@ -36,11 +37,20 @@ RunTarget = Callable[[Tensor, Layout, Tensor | None], tuple[Tensor, Tensor | Non
 """Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
 and auxiliary states [N, X]."""
 
+Remember = tuple[Drafter, PageCache]
+"""A drafter of one layer that reads prompts along, and where to."""
+
 SHORT_LIST = 64
 
 
 def read(
-    numbers: Numbers, _: Mark, run: RunTarget, cache: PageCache, logits_1V: Tensor, states_CX: Tensor | None
+    numbers: Numbers,
+    _: Mark,
+    run: RunTarget,
+    cache: PageCache,
+    logits_1V: Tensor,
+    states_CX: Tensor | None,
+    remember: Remember | None,
 ) -> Tensor:
     """The most likely token [1] behind the last one; its logits and the states of all are left where they are told.
 
@@ -53,6 +63,13 @@ def read(
     logits_1V.copy_(newest_1V)
     if states_CX is not None and aux_NX is not None:
         states_CX[: len(aux_NX)].copy_(aux_NX)
+        if remember is not None:
+            drafter, its_cache = remember
+            layout = Layout.padded(table, base, (live - 1).clamp(min=0), count=ids_1Q.shape[1], cache=its_cache)
+            hidden_ND = drafter.fuse(aux_NX.to(drafter.fc.weight.dtype))
+            # A slot takes a state beside the token behind it.
+            keys, values = drafter.remember(hidden_ND, ids_1Q.flatten().roll(-1), layout.position_N)
+            its_cache.write(0, layout.slot_N, keys, values)
     return newest_1V.argmax(dim=-1)
 
 

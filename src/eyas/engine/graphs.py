@@ -271,7 +271,13 @@ class RecordedSteps:
         return row.count <= self._chunks[-1] and READ not in self.recorder.refused
 
     def read(self, row: Row, meanwhile: Callable[[], None]) -> Tensor | None:
-        """Run the target over a row's part of its prompt: the most likely token [1] behind it, on the host."""
+        """Run the target over a row's part of its prompt: the most likely token [1] behind it, on the host.
+
+        A drafter that remembers has keys and values of all its tokens but the last then.
+        """
+        if self._drafter is not None and self.states_SX is not None and self.chunk_states_CX is not None:
+            self._drafter.save(self.chunk_states_CX)
+            self._drafter.save(self.states_SX, [row.live])  # others' stay where they are
         (_, _, pages), live = self._bucket([row.live], 1), row.live
         chunk = self._chunks[bisect_left(self._chunks, row.count)]
         recording = self._reading(chunk, pages)
@@ -299,13 +305,15 @@ class RecordedSteps:
             cache=self._cache,
             logits_1V=self.chunk_logits_1V,
             states_CX=self.chunk_states_CX,
+            remember=(self._drafter.model, self._drafter.cache) if self._drafter and self._drafter.remembers else None,
         )
         return self.recorder.get(READ, (1, chunk, pages), shapes, function, self.chunk_states_CX)
 
     # --- verify ------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """To be called before a pass, whoever runs it: states that wait in the shared memory are copied.
+        """To be called before a pass over decoding requests, whoever runs it: states that wait in the shared memory are
+        copied.
 
         A recorded pass overwrites them; behind an eager one, later states would hide them.
         """

@@ -185,6 +185,13 @@ class Proposer:
         if due:
             self.read(due, but_last=True)
 
+    def note_chunk(self, row: Row) -> None:
+        """Take note of a recorded chunk: if nothing waited before it, the drafter has read all but its last state."""
+        live = row.live
+        if self._drafter.remembers and live.finished is None and live.speculates and live.drafter_length == row.start:
+            self._drafter.keep_last(live)
+            self._scheduler.note_read(live, row.start + row.count - 1)
+
     def read(self, lives: Sequence[Live], *, but_last: bool = False) -> None:
         """Let the drafter read what waits for it, perhaps all but the last state."""
         self._drafter.read(lives, but_last=but_last)

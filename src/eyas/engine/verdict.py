@@ -26,6 +26,8 @@ class Said:
     """The most likely tokens, if the pass was recorded."""
     stride: int = 0
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
+    of_chunk: bool = False
+    """Whether that was a recorded chunk of a prompt."""
 
 
 @dataclass(kw_only=True, slots=True)

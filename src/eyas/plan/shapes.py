@@ -25,6 +25,8 @@ MARGIN = 1.02
 """Speculation must promise this many times the tokens per second of plain decoding."""
 PORTIONS = 4
 """Drafts of requests that are alike are added in this many portions of the batch, not one by one."""
+MOST_PRICED = 24
+"""Sets of drafts of one deepest depth that are priced: requests of many levels make many more, which hardly differ."""
 FINE_PORTIONS = 16
 """The same where drafts already made, or about to be, are weighed one against the other."""
 TREE_ROWS = 8
@@ -147,9 +149,9 @@ def plan_chains(batch: Batch, prices: Prices) -> Plan:
             break  # drafts of this depth would not pay for their pass, were they verified for nothing
         tokens, drafts, passes = plain.tokens, plain.drafts, passes_before
         first, further = batch.fixed[0] * prices.reads, drafts - batch.fixed[0]
-        for number, (chance, depth, _, rows) in enumerate(offers, 1):
-            if depth > deepest:
-                continue
+        usable = [(number, *offer) for number, offer in enumerate(offers, 1) if offer[1] <= deepest]
+        every = -(-len(usable) // MOST_PRICED)
+        for place, (number, chance, depth, _, rows) in enumerate(usable, 1):
             passes = max(passes, depth)
             if depth == 1:
                 first += rows * prices.reads
@@ -157,6 +159,8 @@ def plan_chains(batch: Batch, prices: Prices) -> Plan:
                 further += rows
             drafts += rows
             tokens -= chance * rows
+            if place % every and place < len(usable):
+                continue
             seconds = verify(drafts) + draft(passes, first, further)
             if tokens > best_rate * seconds:
                 best_rate, best = tokens / seconds, (tokens, seconds, drafts, deepest, number)
