@@ -334,6 +334,8 @@ class Engine:
         tokens = sum(1 + len(r.draft.tokens) for r in self.requests)
         context = sum(r.context for r in self.requests)
         seen = self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
+        if self.controller and self.controller.thinks_later:
+            self.controller.think()
         if self.controller:
             self.controller.observe_target(tokens, context, seen)
 

@@ -85,6 +85,21 @@ def test_deeper_drafts_are_tried_where_one_alone_hardly_pays(profile: str, users
     assert serve(Controller(), SMALL_ON_GPU, chances, users=users, steps=800).rate(150) > 0.95 * best
 
 
+@pytest.mark.parametrize("users", [1, 4, 16])
+@pytest.mark.parametrize("profile", ["random", "good", "great"])
+def test_what_is_taken_in_a_step_late_is_not_lost(profile: str, users: int) -> None:
+    chances = PROFILES[profile]
+    controller, at_once = Controller(), Controller()
+    controller.thinks_later = True
+    run = serve(controller, SMALL_ON_GPU, chances, users=users, steps=STEPS[users])
+    best, plain = best_rate(SMALL_ON_GPU, chances, users=users), plain_rate(SMALL_ON_GPU, users)
+    assert run.rate(150) > (0.98 * plain if profile == "random" else 0.95 * best)
+    serve(at_once, SMALL_ON_GPU, chances, users=users, steps=STEPS[users])
+    for one in (controller, at_once):
+        assert one.report()["rounds"] > 0
+        assert len(one.acceptance._requests) <= users, "who has left is forgotten, late or not"
+
+
 def test_a_host_that_is_slow_for_all_steps_makes_drafts_worth_more() -> None:
     slow = replace(CPU, rest=lambda requests, drafting: 0.5)
     depths = [serve(Controller(), machine, GOOD, users=16, steps=400).mean_depth(100) for machine in (CPU, slow)]

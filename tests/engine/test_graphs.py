@@ -63,6 +63,7 @@ def fixed_engine(target: Target, drafter: Drafter | None, engine_options: Engine
     """An engine that decodes in fixed shapes."""
     engine = Engine(target, drafter, options=engine_options)
     engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu"), records=False))
+    engine.controller.thinks_later = True
     return engine
 
 

@@ -22,8 +22,9 @@ would break it.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from math import isfinite
 from operator import mul
@@ -110,6 +111,9 @@ class Controller:
         self.drift = drift or DriftAlarm(max_depth)
         self.costs, self.acceptance, self.probes = Costs(), Acceptance(max_depth), Probes()
         self._planner = Planner(self.costs, self.acceptance, trees=trees)
+        self.thinks_later = False
+        """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
+        self._lessons: list[Callable[[], None]] = []
         self._step: _Step | None = None
         self._steps = 0
         self._plain_at = 0
@@ -303,7 +307,8 @@ class Controller:
         """
         verified, chance = self._step.withheld.get(key, (-1, 0.0)) if self._step else (-1, 0.0)
         withheld = chance if drafted == verified else None
-        self.acceptance.observe(key, drafted, accepted, confidences, ranks, candidates, withheld=withheld)
+        told = (key, drafted, accepted, confidences, ranks, candidates)
+        self._take_in(partial(self.acceptance.observe, *told, withheld=withheld))
         if self._step is not None:
             self._step.rounds += 1
             self._step.accepted += accepted
@@ -345,7 +350,12 @@ class Controller:
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""
-        self.acceptance.forget(key)
+        self._take_in(partial(self.acceptance.forget, key))
+
+    def think(self) -> None:
+        """Take in what came of the step before this one, and plan for the next; to be called while a device is busy."""
+        self._learn()
+        self._planner.renew(self._steps)
 
     def events(self) -> list[str]:
         """What an operator should know and has not been told."""
@@ -353,6 +363,7 @@ class Controller:
 
     def report(self) -> dict[str, Any]:
         """The state of things, for logs and for people."""
+        self._learn()
         verify, first, further = self.costs.verify, self.costs.first_draft, self.costs.further_draft
         chosen = max(1, self._depths.total())
         return {
@@ -378,6 +389,17 @@ class Controller:
             "share_of_depths": {depth: count / chosen for depth, count in sorted(self._depths.items())},
         }
 
+    def _take_in(self, lesson: Callable[[], None]) -> None:
+        if self.thinks_later:
+            self._lessons.append(lesson)
+        else:
+            lesson()
+
+    def _learn(self) -> None:
+        lessons, self._lessons = self._lessons, []
+        for lesson in lessons:
+            lesson()
+
     def _under_way(self) -> _Step:
         assert self._step is not None, "choose comes first"
         return self._step
@@ -391,6 +413,8 @@ class Controller:
     def _close_step(self) -> None:
         """Book the last step: what came of its plan, or what it lost if it was a probe."""
         step, self._step = self._step, None
+        if step is not None and step.probe:
+            self._learn()  # the next may follow at once
         if step is not None and step.plan is not None and step.timed and isfinite(step.expected):
             self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
         self.acceptance.end_step(probe=step is not None and step.probe)

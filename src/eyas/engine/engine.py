@@ -194,6 +194,7 @@ class Engine:
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
         # A recorded step drafts chains: growing a tree asks the host at every depth.
         self.controller = Controller(max_depth=options.max_depth, drift=self.drift, trees=not self._records)
+        self.controller.thinks_later = self._records
         if drafter is None or cache is None:
             return
         self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
@@ -255,7 +256,7 @@ class Engine:
         # A device that has drafted and verified in one go tells what the former took; the rest is the latter.
         started = self._clock() if proposal.made is None else started + proposal.seconds
         said = self._verify(rows, proposal)
-        self._teller.tell()
+        self._meanwhile()
         verdicts = self._accept(rows, proposal.drafts, said)
         if _only_decode(rows):
             self._tell_time(rows, proposal.drafts, self._clock() - started)
@@ -268,7 +269,13 @@ class Engine:
         """Drafts of the rows that get any."""
         if self._proposer is None:
             return Proposal(drafts={})
-        return self._proposer.propose(rows, self.recorded, self._teller.tell)
+        return self._proposer.propose(rows, self.recorded, self._meanwhile)
+
+    def _meanwhile(self) -> None:
+        """What can wait until the device is busy, and is best done by then: the words and lessons of the last step."""
+        self._teller.tell()
+        if self.controller.thinks_later:
+            self.controller.think()
 
     def _verify(self, rows: Sequence[Row], proposal: Proposal) -> Said:
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
@@ -277,7 +284,7 @@ class Engine:
         drafts = proposal.drafts
         if self.recorded is not None:
             if len(rows) == 1 and rows[0].count > 1 and self.recorded.reads(rows[0]):
-                largest_1 = self.recorded.read(rows[0], self._teller.tell)
+                largest_1 = self.recorded.read(rows[0], self._meanwhile)
                 if largest_1 is not None:
                     return self._chunk_said(largest_1)
             self.recorded.save()

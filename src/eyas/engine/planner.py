@@ -57,6 +57,8 @@ class Planner:
         self.promises = Promises()
         self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
         self._news = 0
+        self._latest: tuple[Situation, int] | None = None
+        """The batch that was planned for last, and how deep it might draft."""
 
     def forget(self) -> None:
         """Something was learnt that all kept plans ignore."""
@@ -80,6 +82,15 @@ class Planner:
 
     def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
         """The best plan for such a batch that drafts no deeper, and the reason for it."""
+        self._latest = situation, deepest
+        return self._plan(situation, step, deepest)
+
+    def renew(self, step: int) -> None:
+        """Make the plan for the next step now, where that is the likes of this one."""
+        if self._latest is not None:
+            self._plan(self._latest[0], step + 1, self._latest[1])
+
+    def _plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
         fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
         likeness = (situation.rows, len(situation.auto), bucket_of(other_tokens), deepest, *fixed)
         if self._costs.news > self._news or len(self._kept) >= KEPT_PLANS:
@@ -90,7 +101,9 @@ class Planner:
             if step < until:
                 return plan, reason
         plan, reason = self._make(situation, deepest)
-        steps = min(KEPT_STEPS, self._acceptance.rounds // ROUNDS_A_STEP) if plan.by_level else KEPT_STEPS
+        steps = KEPT_STEPS
+        if plan.by_level:
+            steps = min(steps, max(1, self._acceptance.rounds // ROUNDS_A_STEP))
         self._kept[likeness] = step + steps, plan, reason
         return plan, reason
 

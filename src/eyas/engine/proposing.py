@@ -59,11 +59,11 @@ class Proposer:
             slots[live.key] = limit if tree is None else tree.slots
         return slots
 
-    def propose(self, rows: Sequence[Row], recorded: RecordedSteps | None, tell: Callable[[], None]) -> Proposal:
+    def propose(self, rows: Sequence[Row], recorded: RecordedSteps | None, meanwhile: Callable[[], None]) -> Proposal:
         """Drafts for the rows of a step, as far as they have room for some.
 
         If all of them only decode and nobody needs to look at the drafts first, a recorded step verifies them at once.
-        While a device is busy, `tell` is done.
+        While a device is busy, `meanwhile` is done.
         """
         drafting = [row for row in rows if row.drafts]
         if not drafting:
@@ -71,10 +71,10 @@ class Proposer:
         shapes = self._shapes(drafting)
         if recorded is not None and shapes is None:
             if self._unseen(rows) and recorded.drafts([row.live for row in rows]):
-                proposal = self._propose_unseen(rows, recorded, tell)
+                proposal = self._propose_unseen(rows, recorded, meanwhile)
                 if proposal is not None:
                     return proposal
-            proposal = self._propose_recorded(drafting, recorded, tell)
+            proposal = self._propose_recorded(drafting, recorded, meanwhile)
             if proposal is not None:
                 return proposal
         lives, keys = [row.live for row in drafting], [row.live.key for row in drafting]
@@ -112,13 +112,13 @@ class Proposer:
         return choice is not None and choice.unseen and all(_can_draft(row) for row in rows)
 
     def _propose_unseen(
-        self, rows: Sequence[Row], recorded: RecordedSteps, tell: Callable[[], None]
+        self, rows: Sequence[Row], recorded: RecordedSteps, meanwhile: Callable[[], None]
     ) -> Proposal | None:
         """Chains for all rows, verified already. Some may break a grammar's law; then what the target said shows it."""
         lives, limits = [row.live for row in rows], [row.drafts for row in rows]
         reads = _unread(lives)
         self._bring(lives, recorded)
-        made = recorded.draft_and_verify(lives, limits, tell)
+        made = recorded.draft_and_verify(lives, limits, meanwhile)
         if made is None:
             return None
         drafts, spent, said = made
@@ -127,7 +127,7 @@ class Proposer:
         return Proposal(drafts=offered, seconds=spent.first + spent.further, made=said)
 
     def _propose_recorded(
-        self, rows: Sequence[Row], recorded: RecordedSteps, tell: Callable[[], None]
+        self, rows: Sequence[Row], recorded: RecordedSteps, meanwhile: Callable[[], None]
     ) -> Proposal | None:
         """Chains for rows that have room for drafts."""
         lives, limits = [row.live for row in rows], [row.drafts for row in rows]
@@ -135,7 +135,7 @@ class Proposer:
             return None
         reads = _unread(lives)
         self._bring(lives, recorded)
-        made = recorded.draft(lives, limits, tell)
+        made = recorded.draft(lives, limits, meanwhile)
         if made is None:
             return None
         drafts, spent = made
