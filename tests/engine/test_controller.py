@@ -96,6 +96,7 @@ def test_what_is_taken_in_a_step_late_is_not_lost(profile: str, users: int) -> N
     assert run.rate(150) > (0.98 * plain if profile == "random" else 0.95 * best)
     serve(at_once, SMALL_ON_GPU, chances, users=users, steps=STEPS[users])
     for one in (controller, at_once):
+        one.think()
         assert one.report()["rounds"] > 0
         assert len(one.acceptance._requests) <= users, "who has left is forgotten, late or not"
 

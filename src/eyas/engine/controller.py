@@ -363,7 +363,6 @@ class Controller:
 
     def report(self) -> dict[str, Any]:
         """The state of things, for logs and for people."""
-        self._learn()
         verify, first, further = self.costs.verify, self.costs.first_draft, self.costs.further_draft
         chosen = max(1, self._depths.total())
         return {

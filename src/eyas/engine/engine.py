@@ -79,7 +79,7 @@ class Engine:
         )
         self._take_drafter(drafter, PageCache(pages=self.budget.pages, page_size=options.page_size))
         self.recorded: RecordedSteps | None = None
-        """Steps that only decode, as CUDA graphs; None where there are none."""
+        """Passes as CUDA graphs; None where there are none."""
         if self._records:
             self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
         self._teller = Teller(target.decode)
@@ -180,7 +180,7 @@ class Engine:
 
     @property
     def _records(self) -> bool:
-        """Whether steps that only decode are to be CUDA graphs."""
+        """Whether passes are to be CUDA graphs."""
         return self.options.graphs and self._device.type == "cuda" and has_triton()
 
     def _take_drafter(self, drafter: Drafter | None, cache: PageCache | None) -> None:
@@ -245,9 +245,13 @@ class Engine:
         """Which rows the target reads together: all of them, unless chunks of prompts are recorded for themselves."""
         if self.recorded is None or _only_decode(rows):
             return [rows]
-        chunks = [row for row in rows if row.count > 1 and self.recorded.reads(row)]
-        others = [row for row in rows if row not in chunks]
-        return [*([others] if others else []), *([row] for row in chunks)]
+        chunks, others = list[Sequence[Row]](), list[Row]()
+        for row in rows:
+            if self.recorded.reads(row):
+                chunks.append([row])
+            else:
+                others.append(row)
+        return [others, *chunks] if others else chunks
 
     def _pass(self, rows: Sequence[Row]) -> None:
         """Draft for rows, verify that, accept and commit what came of it."""
@@ -283,7 +287,7 @@ class Engine:
             return self._recorded_said(*proposal.made)
         drafts = proposal.drafts
         if self.recorded is not None:
-            if len(rows) == 1 and rows[0].count > 1 and self.recorded.reads(rows[0]):
+            if len(rows) == 1 and self.recorded.reads(rows[0]):
                 largest_1 = self.recorded.read(rows[0], self._meanwhile)
                 if largest_1 is not None:
                     return self._chunk_said(largest_1)

@@ -267,8 +267,8 @@ class RecordedSteps:
     # --- read --------------------------------------------------------------------------------------------------
 
     def reads(self, row: Row) -> bool:
-        """Whether a row's part of its prompt can be read here."""
-        return row.count <= self._chunks[-1] and READ not in self.recorder.refused
+        """Whether a row is a chunk of a prompt that can be read here."""
+        return 1 < row.count <= self._chunks[-1] and READ not in self.recorder.refused
 
     def read(self, row: Row, meanwhile: Callable[[], None]) -> Tensor | None:
         """Run the target over a row's part of its prompt: the most likely token [1] behind it, on the host.

@@ -41,7 +41,7 @@ class EngineOptions:
     """Let the drafter see the last tokens only, and `drafter_sinks` first ones: a remedy for long contexts."""
     drafter_sinks: int = 4
     graphs: bool = True
-    """On CUDA, record steps that only decode and replay them; without, every operation is launched by itself."""
+    """On CUDA, record passes and replay them; without, every operation is launched by itself."""
 
     drift_share: float = 0.005
     """Of the time of steps that draft, the part that looking for drift may take (`checkup.py`); 0: no drift alarm."""

@@ -77,34 +77,7 @@ class Proposer:
             proposal = self._propose_recorded(drafting, recorded, meanwhile)
             if proposal is not None:
                 return proposal
-        lives, keys = [row.live for row in drafting], [row.live.key for row in drafting]
-        controller, started, reads = self._controller, self._clock(), _unread(lives)
-        first: tuple[int, float] | None = None
-
-        def goes_on(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
-            nonlocal first
-            if first is None:
-                first = reads, self._clock() - started
-            return controller.goes_on(keys, confidences)
-
-        self.read(lives)
-        if shapes is None:
-            limits = [row.drafts for row in drafting]
-            drafts = self._drafter.chain(lives, limits, wanted_at, goes_on, look=self._look)
-            offered = self._kept(drafting, drafts)
-            deepest = max(draft.depth for draft in drafts)
-            deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
-        else:
-            drafts = self._drafter.tree(lives, shapes, wanted_at, look=self._look)
-            nodes: Sequence[Collection[int]] = [range(len(draft.tokens)) for draft in drafts]
-            if self._forced_tree is None:
-                sure = [draft.confidences for draft in drafts]
-                nodes = controller.prunes(keys, [draft.parents for draft in drafts], sure)
-            offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
-            deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
-        seconds = self._clock() - started
-        controller.observe_draft(deepest, reads + deeper, seconds, first, trees=shapes is not None)
-        return Proposal(drafts=self._lawful(lives, offered), seconds=seconds)
+        return self._propose_eagerly(drafting, shapes)
 
     def _unseen(self, rows: Sequence[Row]) -> bool:
         """Whether nobody needs to look at drafts, and behind every row there could be some."""
@@ -142,6 +115,37 @@ class Proposer:
         self._note_drafts(lives, reads, limits, spent)
         offered = self._lawful(lives, self._kept(rows, drafts))
         return Proposal(drafts=offered, seconds=spent.first + spent.further)
+
+    def _propose_eagerly(self, rows: Sequence[Row], shapes: Sequence[Tree] | None) -> Proposal:
+        """Chains, or trees of these shapes, for rows that have room for drafts, every operation launched by itself."""
+        lives, keys = [row.live for row in rows], [row.live.key for row in rows]
+        controller, started, reads = self._controller, self._clock(), _unread(lives)
+        first: tuple[int, float] | None = None
+
+        def goes_on(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
+            nonlocal first
+            if first is None:
+                first = reads, self._clock() - started
+            return controller.goes_on(keys, confidences)
+
+        self.read(lives)
+        if shapes is None:
+            limits = [row.drafts for row in rows]
+            drafts = self._drafter.chain(lives, limits, wanted_at, goes_on, look=self._look)
+            offered = self._kept(rows, drafts)
+            deepest = max(draft.depth for draft in drafts)
+            deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
+        else:
+            drafts = self._drafter.tree(lives, shapes, wanted_at, look=self._look)
+            nodes: Sequence[Collection[int]] = [range(len(draft.tokens)) for draft in drafts]
+            if self._forced_tree is None:
+                sure = [draft.confidences for draft in drafts]
+                nodes = controller.prunes(keys, [draft.parents for draft in drafts], sure)
+            offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
+            deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
+        seconds = self._clock() - started
+        controller.observe_draft(deepest, reads + deeper, seconds, first, trees=shapes is not None)
+        return Proposal(drafts=self._lawful(lives, offered), seconds=seconds)
 
     def _bring(self, lives: Sequence[Live], recorded: RecordedSteps) -> None:
         """Let all that waits for the drafter lie where recorded steps read it; too much of it is read at once."""
