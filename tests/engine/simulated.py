@@ -190,6 +190,8 @@ class Engine:
         self.run, self.step, self.now, self.numbers = Run(), 0, 0.0, 0
         self.seen = 0.0
         """Seconds of the step under way, as they were seen."""
+        self.chosen_at, self.until, self.held = 0, 0, False
+        self.chosen_for: set[int] = set()
 
     def take_time(self, seconds: float) -> float:
         """Let the clock run, and say what was seen of it."""
@@ -207,7 +209,12 @@ class Engine:
                 RowFacts(key=r.number, context=r.context, mode=r.mode, depth=r.depth, pending=r.pending)
                 for r in self.requests
             ]
-            choice = self.policy.choose(facts)
+            self.held = self.step < self.until and {r.number for r in self.requests} == self.chosen_for
+            if not self.held:
+                after = max(1, self.step - self.chosen_at)
+                choice = self.controller.choose(facts, after=after) if self.controller else self.policy.choose(facts)
+                self.chosen_at, self.until = self.step, self.step + choice.holds
+                self.chosen_for = {r.number for r in self.requests}
             self.throw_dice()
             if choice.shape.kind == "tree":
                 self.grow(choice)
@@ -336,7 +343,7 @@ class Engine:
         seen = self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
         if self.controller and self.controller.thinks_later:
             self.controller.think()
-        if self.controller:
+        if self.controller and not self.held:
             self.controller.observe_target(tokens, context, seen)
 
     def host(self, *, drafting: bool) -> None:
@@ -344,7 +351,7 @@ class Engine:
         seconds = self.machine.rest(len(self.requests), drafting)
         if seconds:
             self.take_time(seconds)
-        if seconds and self.controller:
+        if seconds and self.controller and not self.held:
             self.controller.observe_step(self.seen)
         self.seen = 0.0
 

@@ -80,8 +80,8 @@ def test_some_rounds_look_at_further_candidates_and_only_where_trees_can_follow(
         looks = []
 
         class Watched(Controller):
-            def choose(self, *rows: Any) -> Any:
-                choice = super().choose(*rows)
+            def choose(self, *rows: Any, **options: Any) -> Any:
+                choice = super().choose(*rows, **options)
                 looks.append(choice.look)  # noqa: B023
                 return choice
 

@@ -153,9 +153,9 @@ def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
     """From now on requests draft as deep as the mood says, and all of it is verified, in turns seen and unseen."""
     choose, unseen = engine.controller.choose, cycle([False, True, True])
 
-    def moody(rows: Sequence[Any]) -> Any:
+    def moody(rows: Sequence[Any], **options: Any) -> Any:
         depths = tuple(mood() for _ in rows)
-        choice = replace(choose(rows), depths=depths, limits=depths, unseen=next(unseen))
+        choice = replace(choose(rows, **options), depths=depths, limits=depths, unseen=next(unseen), holds=1)
         step = engine.controller._step
         assert step is not None
         step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}

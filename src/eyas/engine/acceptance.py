@@ -153,9 +153,9 @@ class Acceptance:
         if self.rounds % LOOK_EVERY == 0 and len(self.latest) == LATEST:
             self._mind_change()
 
-    def end_step(self, *, probe: bool) -> None:
-        """Requests that do not draft have rested for one more step; after a probe, the past weighs less."""
-        self._now += 1
+    def end_steps(self, steps: int, *, probe: bool) -> None:
+        """Requests that do not draft have rested for so many more; after a probe, the past weighs less."""
+        self._now += steps
         if probe:
             self._depths.limit(0, PROBE_MEMORY)
 

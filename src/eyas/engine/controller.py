@@ -33,7 +33,7 @@ from typing import Any
 from eyas.engine.acceptance import Acceptance
 from eyas.engine.cost import Costs
 from eyas.engine.drift import DriftAlarm
-from eyas.engine.planner import Planner, RowFacts, Situation
+from eyas.engine.planner import KEPT_STEPS, Planner, RowFacts, Situation
 from eyas.engine.probes import Probes
 from eyas.engine.siblings import RANKS
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
@@ -67,6 +67,9 @@ class Choice:
     """Candidates to note for every draft; 1: the draft alone."""
     unseen: bool = False
     """Whether drafts may be verified without a look at them: what that could withhold is not worth the time."""
+    holds: int = 1
+    """Steps that it is meant for, this one included, as long as the same requests decode. Of later ones nothing needs
+    to be told."""
 
 
 @dataclass(kw_only=True)
@@ -126,10 +129,13 @@ class Controller:
 
     # --- the choice --------------------------------------------------------------------------------------------
 
-    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0) -> Choice:
-        """Depths for the next step, whose target pass reads `other_tokens` of prompts besides."""
-        self._close_step()
-        self._steps += 1
+    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0, *, after: int = 1) -> Choice:
+        """Depths for the next step, whose target pass reads `other_tokens` of prompts besides.
+
+        It comes so many steps `after` the last one that was chosen for.
+        """
+        self._close_step(after)
+        self._steps += after
         situation = Situation(rows, other_tokens)
         assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
         self._step = step = _Step(situation=situation, bound=frozenset(situation.fixed))
@@ -151,7 +157,16 @@ class Controller:
             reason=self._reason,
             look=RANKS if any(depths) and self._looks_now(situation) else 1,
             unseen=self._unseen(step, depths),
+            holds=1 if any(depths) else self._holds(situation),
         )
+
+    def _holds(self, situation: Situation) -> int:
+        """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
+        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.tokens) < SURE):
+            return 1
+        if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
+            return KEPT_STEPS
+        return min(KEPT_STEPS, self.probes.steps_left(self._steps))
 
     def _unseen(self, step: _Step, depths: Sequence[int]) -> bool:
         """Whether to withhold drafts that turn out unlikely would save less than it takes to look at them.
@@ -409,14 +424,17 @@ class Controller:
             self._step.seconds += seconds
             self._step.expected += expected
 
-    def _close_step(self) -> None:
-        """Book the last step: what came of its plan, or what it lost if it was a probe."""
+    def _close_step(self, steps: int) -> None:
+        """Book the last step, and those that were like it: what came of its plan, or what it lost if it was a probe."""
         step, self._step = self._step, None
+        if step is not None:
+            self.probes.total += (steps - 1) * step.seconds
+            self.costs.verify.skip(steps - 1)
         if step is not None and step.probe:
             self._learn()  # the next may follow at once
         if step is not None and step.plan is not None and step.timed and isfinite(step.expected):
             self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
-        self.acceptance.end_step(probe=step is not None and step.probe)
+        self.acceptance.end_steps(steps, probe=step is not None and step.probe)
         if step is not None and step.probe:
             self._planner.forget()
             self.probes.settle(

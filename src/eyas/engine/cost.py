@@ -67,7 +67,7 @@ class Curve:
         """By bucket: what all typical times say together, until one of them changes."""
         self._slope = Slope()
         self._slope_used = 0.0
-        self._observations = 0
+        self._observations, self._refit_at = 0, REFIT_EVERY
         self.news = 0
         """Buckets that became known so far."""
 
@@ -122,8 +122,13 @@ class Curve:
             self.news += 1
         if len(times) >= ENOUGH:
             self._settle(bucket)
-        if self._observations % REFIT_EVERY == 0:
+        if self._observations >= self._refit_at:
+            self._refit_at = self._observations + REFIT_EVERY
             self._refit()
+
+    def skip(self, observations: int) -> None:
+        """So many passes ran that nobody timed: what is known gets older all the same."""
+        self._observations += observations
 
     def at(self, count: int, context: int = 0) -> float:
         """Expected seconds of a pass."""

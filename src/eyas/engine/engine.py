@@ -221,7 +221,7 @@ class Engine:
                 self._checkups.look([row.live for row in plan.rows if row.drafts])
             for rows in self._passes(plan.rows):
                 self._pass(rows)
-            if _only_decode(plan.rows):
+            if self._tells(plan.rows):
                 self.controller.observe_step(self._clock() - began)
             if self._proposer is not None:
                 self._proposer.catch_up(plan.rows)
@@ -262,7 +262,7 @@ class Engine:
         said = self._verify(rows, proposal)
         self._meanwhile()
         verdicts = self._accept(rows, proposal.drafts, said)
-        if _only_decode(rows):
+        if self._tells(rows):
             self._tell_time(rows, proposal.drafts, self._clock() - started)
         for verdict in verdicts:
             self._commit(verdict, said)
@@ -390,6 +390,10 @@ class Engine:
         at = dict(zip(places, token_M.tolist(), strict=True))
         return [at.get(place, 0) for place in range(len(offered) * said.stride)]
 
+    def _tells(self, rows: Sequence[Row]) -> bool:
+        """Whether the controller learns of the time that these rows take: they decode, and it chose how."""
+        return self._proposer is not None and self._proposer.chosen and _only_decode(rows)
+
     def _tell_time(self, rows: Sequence[Row], drafts: Mapping[int, Draft], seconds: float) -> None:
         """What a pass that only decodes took."""
         tokens = len(rows) + sum(len(draft.tokens) for draft in drafts.values())
@@ -457,5 +461,5 @@ class Engine:
 
 
 def _only_decode(rows: Sequence[Row]) -> bool:
-    """Whether no prompt is among what is read. Of other passes the controller learns nothing."""
+    """Whether no prompt is among what is read."""
     return all(row.count == 1 for row in rows)

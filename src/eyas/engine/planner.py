@@ -18,6 +18,8 @@ from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_noth
 
 KEPT_STEPS = 8
 """Steps that a plan serves at most, unless there is news meanwhile: a pass was timed of which nothing was known."""
+PLAIN_STEPS = 32
+"""The same for a plan that drafts nothing: without drafts there is little to learn, and probes are news."""
 ROUNDS_A_STEP = 16
 """One that drafts serves a step for every so many rounds that were seen: the first ones change a lot."""
 KEPT_PLANS = 64
@@ -101,9 +103,9 @@ class Planner:
             if step < until:
                 return plan, reason
         plan, reason = self._make(situation, deepest)
-        steps = KEPT_STEPS
+        steps = PLAIN_STEPS
         if plan.by_level:
-            steps = min(steps, max(1, self._acceptance.rounds // ROUNDS_A_STEP))
+            steps = max(1, min(KEPT_STEPS, self._acceptance.rounds // ROUNDS_A_STEP))
         self._kept[likeness] = step + steps, plan, reason
         return plan, reason
 

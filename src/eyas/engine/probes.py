@@ -9,7 +9,7 @@ So do those of a good one where it is the cost of drafts that forbids them: once
 another would tell nothing new, unless drafts have meanwhile become much worse than they were then.
 """
 
-from math import inf
+from math import ceil, inf
 
 SHARE = 0.005
 """Of all time, the part that probes may lose."""
@@ -45,6 +45,10 @@ class Probes:
     def due(self, step: int) -> bool:
         """Whether the wait is over."""
         return self.streak > 0 or step >= self._next
+
+    def steps_left(self, step: int) -> int:
+        """Steps until the next is due."""
+        return ceil(self._next - step)
 
     def affords(self, loss: float, plain: float) -> bool:
         """Whether a probe may lose so many seconds, where a plain step takes `plain`."""

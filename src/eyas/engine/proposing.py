@@ -47,10 +47,24 @@ class Proposer:
         self._drafter, self._controller, self._scheduler = drafter, controller, scheduler
         self._forced_tree, self._clock = tree, clock
         self._choice: Choice | None = None
+        self._chosen_for: list[int] = []
+        self._steps = 0
+        """Since that choice."""
+
+    @property
+    def chosen(self) -> bool:
+        """Whether this step was chosen for; if not, it is like the one that was, and tells nothing new."""
+        return self._steps == 1
 
     def wanted(self, decoding: Sequence[Live], *, recorded: bool) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
-        self._choice = choice = self._controller.choose([_facts(live) for live in decoding])
+        keys = [live.key for live in decoding]
+        if self._choice is not None and self._steps < self._choice.holds and keys == self._chosen_for:
+            self._steps += 1
+            return {}
+        facts = [_facts(live) for live in decoding]
+        self._choice = choice = self._controller.choose(facts, after=max(1, self._steps))
+        self._chosen_for, self._steps = keys, 1
         # Nobody looks on the way while a recorded chain is drafted.
         limits = choice.depths if recorded and self._forced_tree is None else choice.limits
         slots = {}
