@@ -68,7 +68,7 @@ class Spent(NamedTuple):
 
 
 class RecordedSteps:
-    """Draft and verify over buckets of shapes."""
+    """Read, draft and verify over buckets of shapes."""
 
     def __init__(
         self,
@@ -312,8 +312,7 @@ class RecordedSteps:
     # --- verify ------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """To be called before a pass over decoding requests, whoever runs it: states that wait in the shared memory are
-        copied.
+        """Copy states that wait in the shared memory; to be called before a pass over decoding requests.
 
         A recorded pass overwrites them; behind an eager one, later states would hide them.
         """
