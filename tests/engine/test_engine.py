@@ -400,7 +400,9 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
     if not patient:
         monkeypatch.setattr(draft, "PATIENCE_BYTES", 0)  # a lump of states, then
     engine = Engine(target, tiny_drafter, options=options(max_length=256))
-    monkeypatch.setattr(engine.controller, "choose", lambda rows: SimpleNamespace(limits=(0,) * len(rows)))
+    monkeypatch.setattr(
+        engine.controller, "choose", lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1)
+    )
     reads: list[int] = []
     assert engine._proposer is not None
     read = engine._proposer.read
