@@ -258,7 +258,7 @@ class Engine:
         started = self._clock()
         proposal = self._draft(rows)
         # A device that has drafted and verified in one go tells what the former took; the rest is the latter.
-        started = self._clock() if proposal.made is None else started + proposal.seconds
+        started = self._clock() if proposal.said is None else started + proposal.seconds
         said = self._verify(rows, proposal)
         self._meanwhile()
         verdicts = self._accept(rows, proposal.drafts, said)
@@ -283,18 +283,18 @@ class Engine:
 
     def _verify(self, rows: Sequence[Row], proposal: Proposal) -> Said:
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
-        if proposal.made is not None:
-            return self._recorded_said(*proposal.made)
+        if proposal.said is not None:
+            return proposal.said
         drafts = proposal.drafts
         if self.recorded is not None:
             if len(rows) == 1 and self.recorded.reads(rows[0]):
-                largest_1 = self.recorded.read(rows[0], self._meanwhile)
-                if largest_1 is not None:
-                    return self._chunk_said(largest_1)
+                said = self.recorded.read(rows[0], self._meanwhile)
+                if said is not None:
+                    return said
             self.recorded.save()
-            made = self.recorded.verify(rows, [drafts.get(row.live.key, NOTHING) for row in rows])
-            if made is not None:
-                return self._recorded_said(*made)
+            said = self.recorded.verify(rows, [drafts.get(row.live.key, NOTHING) for row in rows])
+            if said is not None:
+                return said
         ids: list[int] = []
         keep: list[int] = []
         shares = []
@@ -320,16 +320,6 @@ class Engine:
         with capture(self.target.model, layer_ids) as captured:
             logits_MV = self._model.forward(ids_N, layout, keep_M)
         return logits_MV, captured.aux_hidden()[0]
-
-    def _recorded_said(self, largest_RQ: Tensor, stride: int) -> Said:
-        assert self.recorded is not None
-        logits_SV, states_SX = self.recorded.logits_SV, self.recorded.states_SX
-        return Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=stride)
-
-    def _chunk_said(self, largest_1: Tensor) -> Said:
-        assert self.recorded is not None
-        logits_1V, states_CX = self.recorded.chunk_logits_1V, self.recorded.chunk_states_CX
-        return Said(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1, of_chunk=True)
 
     def _recorded_steps(self, recorder: Recorder) -> RecordedSteps:
         options, most_rows = self.options, min(self.options.max_rows, self.options.token_budget)

@@ -42,6 +42,7 @@ from eyas.engine.paged import PageCache
 from eyas.engine.recorder import Function, Recorder, Recording
 from eyas.engine.request import Live
 from eyas.engine.scheduler import Row
+from eyas.engine.verdict import Said
 from eyas.plan.footprint import LONGEST_CHUNK
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
@@ -169,7 +170,7 @@ class RecordedSteps:
 
     def draft_and_verify(
         self, lives: Sequence[Live], depths: Sequence[int], meanwhile: Callable[[], None]
-    ) -> tuple[list[Draft], Spent, tuple[Tensor, int]] | None:
+    ) -> tuple[list[Draft], Spent, Said] | None:
         """Draft a chain for each request, perhaps an empty one, and verify it, without looking at it in between.
 
         What the target says comes back as from `verify`, its tokens on the host already.
@@ -192,7 +193,7 @@ class RecordedSteps:
         meanwhile()
         flat = flat.cpu()
         drafts = _chains(flat[:-largest].view(2, -1, deepest), depths)
-        return drafts, Spent(deepest, *recording.seconds()), (flat[-largest:].view(-1, count), count)
+        return drafts, Spent(deepest, *recording.seconds()), self._said(flat[-largest:].view(-1, count))
 
     def _drafting(self, kind: str, lives: Sequence[Live], depths: Sequence[int], deepest: int) -> Recording | None:
         """What drafts chains for these requests, and perhaps verifies them; its sheet is filled but for `newest`."""
@@ -270,8 +271,8 @@ class RecordedSteps:
         """Whether a row is a chunk of a prompt that can be read here."""
         return 1 < row.count <= self._chunks[-1] and READ not in self.recorder.refused
 
-    def read(self, row: Row, meanwhile: Callable[[], None]) -> Tensor | None:
-        """Run the target over a row's part of its prompt: the most likely token [1] behind it, on the host.
+    def read(self, row: Row, meanwhile: Callable[[], None]) -> Said | None:
+        """Run the target over a row's part of its prompt: what it says behind that, its token on the host.
 
         A drafter that remembers has keys and values of all its tokens but the last then.
         """
@@ -291,7 +292,9 @@ class RecordedSteps:
         sheet.send()
         largest_1 = recording.run()
         meanwhile()
-        return largest_1.cpu()  # also where nobody asks for it: the sheet may be written again
+        largest_1 = largest_1.cpu()  # also where nobody asks for it: the sheet may be written again
+        logits_1V, states_CX = self.chunk_logits_1V, self.chunk_states_CX
+        return Said(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1, of_chunk=True)
 
     def _reading(self, chunk: int, pages: int) -> Recording | None:
         """The recording of a bucket."""
@@ -321,12 +324,8 @@ class RecordedSteps:
                 if memory is not None:
                     self._drafter.save(memory)
 
-    def verify(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> tuple[Tensor, int] | None:
-        """Run the target over one token of each row, the newest or one of a prompt, and the drafts behind it.
-
-        The most likely tokens [R, Q] come back, and Q: what the pass says of token q of row r lies at r * Q + q of
-        logits and states.
-        """
+    def verify(self, rows: Sequence[Row], drafts: Sequence[Draft]) -> Said | None:
+        """Run the target over one token of each row, the newest or one of a prompt, and the drafts behind it."""
         if any(row.count != 1 for row in rows) or not all(draft.is_chain for draft in drafts):
             return None
         lives = [row.live for row in rows]
@@ -350,7 +349,12 @@ class RecordedSteps:
         sheet.write("live", [1 + len(draft.tokens) for draft in drafts])
         sheet.write_pages(lives, self._cache.page_size)
         sheet.send()
-        return recording.run(), count
+        return self._said(recording.run())
+
+    def _said(self, largest_RQ: Tensor) -> Said:
+        """What a pass says of token q of row r lies at r * Q + q of logits and states."""
+        logits_SV, states_SX, count = self.logits_SV, self.states_SX, largest_RQ.shape[1]
+        return Said(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=count)
 
     def _verifying(self, rows: int, count: int, pages: int) -> Recording | None:
         """The recording of a bucket."""

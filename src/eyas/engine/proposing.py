@@ -9,15 +9,13 @@ catch_up  what else the drafter reads, so that nobody waits for it later
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from eyas.engine.controller import Choice, Controller, RowFacts
 from eyas.engine.draft import LUMP, Draft, PagedDrafter, Tree
 from eyas.engine.grammar import lawful
 from eyas.engine.graphs import RecordedSteps, Spent
 from eyas.engine.request import Live
 from eyas.engine.scheduler import Row, Scheduler
-from eyas.engine.verdict import wanted_at
+from eyas.engine.verdict import Said, wanted_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,8 @@ class Proposal:
     """By request; those without drafts are left out."""
     seconds: float = 0.0
     """What drafting took; where the target has read the drafts already, of the device alone."""
-    made: tuple[Tensor, int] | None = None
-    """What came of it, if it has: `Said.largest_RQ` and its stride."""
+    said: Said | None = None
+    """What came of it, if it has."""
 
 
 class Proposer:
@@ -111,7 +109,7 @@ class Proposer:
         drafts, spent, said = made
         self._note_drafts(lives, reads, limits, spent)
         offered = {live.key: draft for live, draft in zip(lives, drafts, strict=True) if draft.tokens}
-        return Proposal(drafts=offered, seconds=spent.first + spent.further, made=said)
+        return Proposal(drafts=offered, seconds=spent.first + spent.further, said=said)
 
     def _propose_recorded(
         self, rows: Sequence[Row], recorded: RecordedSteps, meanwhile: Callable[[], None]
