@@ -96,7 +96,7 @@ def main() -> None:
         for conversation in conversations[::step][: arguments.limit]
     ]
     if target.device.type == "cpu" and not arguments.unpacked:
-        print(pack_linears(target.model).words)
+        print(pack_linears(target.model, widen=arguments.dtype == "auto").words)
     record: dict[str, Any] = {"versions": versions(), "arguments": {k: str(v) for k, v in vars(arguments).items()}}
     record["rows"] = []
     for users in arguments.users or [1, 4, 16]:

@@ -96,7 +96,7 @@ def test_the_default_target_with_the_drafter_that_ships(default_target: Target) 
     # As `eyas serve` runs on a processor, but the session's target stays as it is.
     packed = replace(default_target, model=deepcopy(default_target.model))
     drafter = load_drafter("smollm2-eagle3.1").float().share_target(packed.embedding(), packed.head())
-    if not pack_linears(packed.model).linears:
+    if not pack_linears(packed.model, halve=False).linears:  # halved, as on some processors, they take less
         pytest.skip("no compiler here to pack linears")
     pack_linears(drafter, halve=True)
     compare(packed, drafter, dict(DEFAULT_CONFIG), shape)

@@ -1,6 +1,7 @@
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,19 @@ def kernel(cache: Path) -> Kernel:
     return found
 
 
+@pytest.fixture(scope="module")
+def vectors(kernel: Kernel, tmp_path_factory: pytest.TempPathFactory) -> Kernel:
+    """The kernel without the processor's matrix unit."""
+    if not kernel.tiles:
+        return kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "cc -mno-amx-bf16")
+        found, words = load_kernel(cache=tmp_path_factory.mktemp("vectors"))
+    assert found is not None, words
+    assert not found.tiles
+    return found
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest):
     before = torch.get_num_threads()
@@ -52,11 +66,18 @@ def error_against_float64(linear: nn.Linear, x: Tensor, y: Tensor) -> float:
     return float((y - nn.functional.linear(x.double(), linear.weight.double())).square().mean().sqrt())
 
 
+def make_halvable(outputs: int, inputs: int, *, bias: bool = False, seed: int = 0) -> nn.Linear:
+    linear = make_linear(outputs, inputs, bias=bias, seed=seed)
+    linear.weight.copy_(linear.weight.bfloat16())
+    return linear
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_computes_what_nn_linear_computes(kernel, threads, outputs, inputs, bias):
-    linear = make_linear(outputs, inputs, bias=bias)
-    (packed,) = pack(kernel, [linear])
+@pytest.mark.parametrize("halve", [False, True])
+def test_it_computes_what_nn_linear_computes(kernel, threads, outputs, inputs, bias, halve):
+    linear = make_halvable(outputs, inputs, bias=bias)
+    (packed,) = pack(kernel, [linear], halve=halve)
     for rows in range(1, 71):
         x = torch.randn(rows, inputs)
         torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=2e-6 * inputs**0.5 * 3)
@@ -64,17 +85,35 @@ def test_it_computes_what_nn_linear_computes(kernel, threads, outputs, inputs, b
 
 @pytest.mark.parametrize("inputs", [576, 1536, 4096])
 @pytest.mark.parametrize("rows", [1, 2, 8, 70])
-def test_its_rounding_error_is_at_most_twice_that_of_torch(kernel, inputs, rows):
-    linear = make_linear(512, inputs)
-    (packed,) = pack(kernel, [linear])
+@pytest.mark.parametrize("halve", [False, True])
+def test_its_rounding_error_is_at_most_twice_that_of_torch(kernel, inputs, rows, halve):
+    linear = make_halvable(512, inputs)
+    (packed,) = pack(kernel, [linear], halve=halve)
     x = torch.randn(rows, inputs)
     ours, theirs = (error_against_float64(linear, x, module(x)) for module in (packed, linear))
     assert ours <= 2 * theirs
 
 
+@pytest.mark.parametrize("size", [1e-25, 1.0, 1e30])
+def test_no_bit_of_an_input_is_lost_whatever_its_size(kernel, size):
+    linear = nn.Linear(64, 64, bias=False)
+    linear.weight.copy_(torch.eye(64).roll(1, dims=0))
+    (packed,) = pack(kernel, [linear], halve=True)
+    x = torch.randn(5, 64) * size
+    assert torch.equal(packed(x), x.roll(1, dims=1))
+
+
+def test_more_inputs_than_caches_hold_are_taken_in_turns(kernel):
+    linear = make_halvable(40, 5000)
+    (packed,) = pack(kernel, [linear], halve=True)
+    x = torch.randn(150, 5000)
+    assert torch.equal(packed(x), torch.cat([packed(part) for part in x.split(7)]))
+
+
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_row_does_not_depend_on_the_rows_beside_it(kernel, threads, outputs, inputs):
-    (packed,) = pack(kernel, [make_linear(outputs, inputs, bias=True)])
+@pytest.mark.parametrize("halve", [False, True])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kernel, threads, outputs, inputs, halve):
+    (packed,) = pack(kernel, [make_halvable(outputs, inputs, bias=True)], halve=halve)
     x = torch.randn(200, inputs)
     one_by_one = torch.cat([packed(row) for row in x.split(1)])
     for rows in (*range(2, 34), 63, 64, 65, 128, 200):
@@ -82,8 +121,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernel, threads, outputs, i
         assert torch.equal(packed(x[-rows:]), one_by_one[-rows:])
 
 
-def test_a_result_does_not_depend_on_the_number_of_threads(kernel):
-    (packed,) = pack(kernel, [make_linear(300, 500)])
+@pytest.mark.parametrize("halve", [False, True])
+def test_a_result_does_not_depend_on_the_number_of_threads(kernel, halve):
+    (packed,) = pack(kernel, [make_halvable(300, 500)], halve=halve)
     x = torch.randn(9, 500)
     before, results = torch.get_num_threads(), []
     for count in (1, 2, 3):
@@ -138,12 +178,11 @@ def test_gradients_and_other_types_take_the_slow_way(kernel):
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 @pytest.mark.parametrize("bias", [False, True])
-def test_halved_weights_give_the_same_to_the_last_bit(kernel, threads, outputs, inputs, bias):
-    linear = make_linear(outputs, inputs, bias=bias)
-    linear.weight.copy_(linear.weight.bfloat16())
-    (whole,), (halved,) = pack(kernel, [linear]), pack(kernel, [linear], halve=True)
+def test_vectors_make_of_halved_weights_the_same_to_the_last_bit(vectors, threads, outputs, inputs, bias):
+    linear = make_halvable(outputs, inputs, bias=bias)
+    (whole,), (halved,) = pack(vectors, [linear]), pack(vectors, [linear], halve=True)
     assert (whole.halved, halved.halved) == (False, True)
-    assert 2 * halved.panels_PKC.nbytes == whole.panels_PKC.nbytes
+    assert 2 * halved.panels_PKC[:, :inputs].nbytes == whole.panels_PKC.nbytes
     for rows in (*range(1, 20), 48, 49, 70):
         x = torch.randn(rows, inputs)
         assert torch.equal(halved(x), whole(x))
@@ -253,6 +292,37 @@ def test_a_packed_model_gives_the_same_scores(kernel, cache, tied):
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), answer)
     assert torch.equal(model.get_input_embeddings().weight, state["model.embed_tokens.weight"])
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_bfloat16_model_computes_in_float32_from_the_weights_as_they_are(kernel, cache, tied):
+    model = tiny_llama(tie_word_embeddings=tied, attention_bias=True).bfloat16()
+    ids = torch.arange(12).view(2, 6)
+    expected = deepcopy(model).float()(input_ids=ids).logits
+    packing = pack_linears(model, halve=True, widen=True, cache=cache)
+    assert packing.linears == 2 * 7 + 1
+    assert model.dtype == torch.float32
+    panels = [module.panels_PKC for module in model.modules() if isinstance(module, PackedLinear)]
+    assert {x.dtype for x in panels} == {torch.bfloat16}
+    torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("obstacle", ["a matrix of its own", "whole panels", "nobody asked"])
+def test_a_bfloat16_model_stays_what_it_is_if_it_would_get_larger(kernel, cache, obstacle):
+    model = tiny_llama().bfloat16()
+    if obstacle == "a matrix of its own":
+        model.model.experts = nn.Parameter(torch.ones(2, 3, 4, dtype=torch.bfloat16), requires_grad=False)
+    asked, halve = obstacle != "nobody asked", obstacle != "whole panels"
+    assert not pack_linears(model, halve=halve, widen=asked, cache=cache).linears
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+
+
+def test_panels_are_halved_by_themselves_where_that_pays(kernel, cache):
+    model = tiny_llama()
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
+    pack_linears(model, cache=cache)
+    assert model.lm_head.halved == kernel.halving_pays
 
 
 def test_attention_and_mlp_of_a_packed_model_can_run_joined(kernel, cache):

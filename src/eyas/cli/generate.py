@@ -42,7 +42,9 @@ def generate(
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 if no larger.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,

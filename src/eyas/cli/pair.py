@@ -47,16 +47,19 @@ def load_another(target: "Target", drafter: str, *, cache: Path | None) -> "Draf
 def load_pair(
     target: str, drafter: str | None, *, dtype: str, device: str, cache: Path | None
 ) -> "tuple[Target, Drafter | None]":
-    """Load both; on a CPU their matrix products are packed, and the user hears how."""
+    """Load both; on a CPU their matrix products are packed, and the user hears how.
+
+    `auto` computes in the precision that is stored, or on a CPU in float32, if that takes no more memory.
+    """
     from eyas.target.model import Target
     from eyas.target.packed_linear import pack_linears
 
     loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
-    model = None if drafter is None else load_drafter_for(loaded, drafter)
     if loaded.device.type == "cpu":
-        packing = pack_linears(loaded.model, cache=cache)
-        how = f"in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
+        packing = pack_linears(loaded.model, widen=dtype == "auto", cache=cache)
+        how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
         report(f"matrix products {how}")
-        if model is not None:
-            pack_linears(model, halve=True, cache=cache)
+    model = None if drafter is None else load_drafter_for(loaded, drafter)
+    if model is not None and loaded.device.type == "cpu":
+        pack_linears(model, halve=True, cache=cache)
     return loaded, model

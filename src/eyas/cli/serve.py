@@ -48,7 +48,9 @@ def serve(
     ] = None,
     request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 if no larger.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     page: Annotated[
         bool, typer.Option("--page/--no-page", help="Serve a page to chat, compare and watch, at /.")

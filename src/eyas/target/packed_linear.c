@@ -13,7 +13,10 @@
  * its bfloat16 with zeros behind, so nothing is lost. Half as many bytes are half the time for a single row. From three
  * rows on, arithmetic takes longer than reading, and unpacking is arithmetic too.
  *
- *     panels[p][k][l] = W[p * PANEL + l][k] below, W[p * PANEL + LANES + l][k] above: 32 bits, one for each vector
+ *     panels[p][k / 2][c] = W[p * PANEL + c][k] below, W[p * PANEL + c][k + 1] above: 32 bits, for k = 0, 2, 4, ...
+ *
+ * with zeros behind K up to a multiple of 32. That is also how the matrix unit of newer x86 processors wants weights
+ * (tiles.h), and where there is one, halved panels go there.
  *
  * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
  * threads. It is the sum over chunks of DEPTH inputs, each added up in order in a register of its own; tiles, stripes
@@ -65,9 +68,9 @@ static long smaller(long a, long b) { return a < b ? a : b; }
 /* The two vectors of a panel at one input. */
 INLINE void read_weights(const int halved, const char *w, long k, vector *low, vector *high) {
     if (halved) {
-        const pairs both = ((const pairs *)w)[k];
-        *low = (vector)(both << 16);
-        *high = (vector)(both & 0xffff0000u);
+        const pairs *both = (const pairs *)w + k / 2 * 2;
+        *low = k % 2 ? (vector)(both[0] & 0xffff0000u) : (vector)(both[0] << 16);
+        *high = k % 2 ? (vector)(both[1] & 0xffff0000u) : (vector)(both[1] << 16);
     } else {
         *low = ((const vector *)w)[2 * k];
         *high = ((const vector *)w)[2 * k + 1];
@@ -137,7 +140,10 @@ INLINE void panel(const int halved, const float *x, long M, long K, const char *
         const int unpacked = halved && tiles > 1; /* once for all tiles */
         if (unpacked) {
             vector *pair = (vector *)whole;
-            for (long i = 0; i < depth; i++) read_weights(1, w_k, i, pair + 2 * i, pair + 2 * i + 1);
+            for (long i = 0; i < depth; i++) {
+                __builtin_prefetch(w_k + (DEPTH + i) * PANEL * 2);
+                read_weights(1, w_k, i, pair + 2 * i, pair + 2 * i + 1);
+            }
             w_k = (const char *)whole;
         }
         for (long t = 0; t < tiles; t++) { /* as even as can be: 9 rows are 5 + 4, not 8 + 1 */
@@ -175,22 +181,41 @@ static void narrow_panel(panel_product *product, const float *x, long M, long K,
     for (long m = 0; m < M; m++) memcpy(y + m * y_stride, wide_y + m * PANEL, columns * sizeof(float));
 }
 
+#if defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#include "tiles.h"
+#else
+static int has_tiles(void) { return 0; }
+static int tiled_linear(const float *x, long M, long K, const char *panels, const float *bias, long N, float *y,
+                        int threads) {
+    return 0;
+}
+#endif
+
 /* How many outputs make a panel here: what packs W must know. */
 int panel_width(void) { return PANEL; }
+
+/* Whether halved panels go to a matrix unit. */
+int uses_tiles(void) { return has_tiles(); }
+
+/* Whether halved panels are no slower than whole ones for any number of rows: with registers so wide, unpacking is
+ * little beside what it saves of reading. */
+int halving_pays(void) { return LANES == 16; }
 
 /* y[M][N] = x[M][K] W[N][K]^T + bias[N]; `bias` may be null, rows lie densely, K > 0. */
 void packed_linear(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
                    int threads) {
+    if (halved && has_tiles() && tiled_linear(x, M, K, panels, bias, N, y, threads)) return;
     static const float zeros[PANEL];
     panel_product *product = halved ? halved_panel : whole_panel;
-    const long count = (N + PANEL - 1) / PANEL, size = halved ? 2 : 4;
+    const long count = (N + PANEL - 1) / PANEL;
+    const long size = halved ? (K + 31) / 32 * 32 * 2 : K * 4; /* bytes of an output's weights */
     for (long m = 0; m < M; m += STRIPE) {
         const long rows = smaller(STRIPE, M - m);
 #pragma omp parallel for num_threads(threads) schedule(static)
         for (long p = 0; p < count; p++) {
             const long n = p * PANEL;
             const float *x_m = x + m * K, *bias_n = bias ? bias + n : zeros;
-            const char *w = panels + n * K * size;
+            const char *w = panels + n * size;
             float *y_mn = y + m * N + n;
             if (N - n >= PANEL)
                 product(x_m, rows, K, w, bias_n, y_mn, N);

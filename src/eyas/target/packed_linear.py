@@ -5,8 +5,9 @@ torch's product for two or more rows takes three times as long as for one. packe
 There is one copy of the weights, in panels; it serves any number of rows, prompts included. Only a head that shares its
 matrix with the embedding becomes a second copy: lookups need rows, the product needs panels.
 
-A drafter runs for a row or two at a time, which takes as long as reading its weights. Halved panels keep in two bytes
-what bfloat16 holds exactly, so that the same numbers come out in less time.
+Products of a row or two take as long as reading the weights. Halved panels keep in two bytes what bfloat16 holds
+exactly, so that float32 results come out in less time: always for drafters, which run for few rows; for targets where
+the processor's vectors are wide enough, or a matrix unit (`tiles.h`) makes all products cheaper.
 
 Invariant: a row's result does not depend on how many rows are computed with it, to the last bit. Greedy decoding
 therefore gives the same tokens one by one and verified in drafts.
@@ -27,6 +28,8 @@ from torch.nn import functional
 from eyas.target.native import load_native
 
 SOURCE = Path(__file__).with_name("packed_linear.c")
+STEP = 32
+"""Inputs that halved panels are made of a multiple of."""
 # Linears of one parent that read the same input: packed side by side, so that `joined` can run them as one.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -51,6 +54,16 @@ class Kernel:
     def width(self) -> int:
         """Outputs in a panel, C."""
         return int(self.library.panel_width())
+
+    @property
+    def tiles(self) -> bool:
+        """Whether halved panels are multiplied by the processor's matrix unit."""
+        return bool(self.library.uses_tiles())
+
+    @property
+    def halving_pays(self) -> bool:
+        """Whether halved panels are no slower than whole ones, however many rows there are."""
+        return bool(self.library.halving_pays())
 
     def linear(self, x: Tensor, layer: "PackedLinear", out: Tensor | None = None) -> Tensor:
         """As torch's linear; x, bias and `out` are float32 on the processor, and all lie densely but for x."""
@@ -94,15 +107,23 @@ class PackedLinear(nn.Module):
     """A linear layer for inference; what the kernel does not do (gradients, other types) runs unpacked and slowly."""
 
     panels_PKC: Tensor
-    """float32, or bfloat16 if halved: then every output of a panel's first half has one of the second behind it."""
+    """float32; or bfloat16 if halved, then an output's weights for two neighbouring inputs lie side by side, and inputs
+    are filled up with zeros to a multiple of STEP."""
     bias: Tensor | None
 
     def __init__(
-        self, kernel: Kernel, panels_PKC: Tensor, out_features: int, bias_N: Tensor | None, *, halved: bool
+        self,
+        kernel: Kernel,
+        panels_PKC: Tensor,
+        in_features: int,
+        out_features: int,
+        bias_N: Tensor | None,
+        *,
+        halved: bool,
     ) -> None:
         super().__init__()
         self.kernel = kernel
-        self.in_features = panels_PKC.shape[1]
+        self.in_features = in_features
         self.out_features = out_features
         self.halved = halved  # not told by the type: whatever the module is cast to, panels stay in their order
         self.register_buffer("panels_PKC", panels_PKC)
@@ -113,8 +134,10 @@ class PackedLinear(nn.Module):
         """The weight as nn.Linear keeps it, [N, K]: a copy made on each call."""
         panels_PKC = self.panels_PKC
         if self.halved:
-            panels_PKC = panels_PKC.view(*panels_PKC.shape[:2], -1, 2).transpose(2, 3).flatten(2).float()
-        return panels_PKC.transpose(1, 2).flatten(0, 1)[: self.out_features].contiguous()
+            panels, inputs, width = panels_PKC.shape
+            panels_PKC = panels_PKC.view(panels, inputs // 2, width, 2).transpose(2, 3).flatten(1, 2).float()
+        weight_NK = panels_PKC[:, : self.in_features].transpose(1, 2).flatten(0, 1)
+        return weight_NK[: self.out_features].contiguous()
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs of rows [..., K], [..., N]."""
@@ -156,10 +179,12 @@ def pack(kernel: Kernel, linears: Sequence[nn.Linear], *, halve: bool = False) -
             part_PKC[full, :, :rest] = weight_NK[full * width :].T
     halved = halve and torch.equal((halved_PKC := panels_PKC.bfloat16()).float(), panels_PKC)
     if halved:
-        panels_PKC = halved_PKC.view(*halved_PKC.shape[:2], 2, -1).transpose(2, 3).flatten(2)
-    biases = [None if linear.bias is None else linear.bias.detach().contiguous() for linear in linears]
+        halved_PKC = functional.pad(halved_PKC, (0, 0, 0, -inputs % STEP))
+        by_pairs = halved_PKC.view(len(halved_PKC), -1, 2, width)
+        panels_PKC = by_pairs.transpose(2, 3).reshape(halved_PKC.shape)
+    biases = [None if linear.bias is None else linear.bias.detach().float().contiguous() for linear in linears]
     return [
-        PackedLinear(kernel, part_PKC, linear.out_features, bias_N, halved=halved)
+        PackedLinear(kernel, part_PKC, inputs, linear.out_features, bias_N, halved=halved)
         for linear, part_PKC, bias_N in zip(linears, torch.split(panels_PKC, counts), biases, strict=True)
     ]
 
@@ -182,7 +207,8 @@ def joined(linears: Sequence[PackedLinear]) -> PackedLinear | None:
         biases = [torch.zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
         bias_N = torch.cat(biases)
     outputs = sum(linear.out_features for linear in linears)
-    return PackedLinear(linears[0].kernel, panels_PKC, outputs, bias_N, halved=linears[0].halved)
+    first = linears[0]
+    return PackedLinear(first.kernel, panels_PKC, first.in_features, outputs, bias_N, halved=first.halved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,49 +225,84 @@ class Packing:
     """Who compiled the kernel, or why nothing was packed."""
 
 
-def pack_linears(model: nn.Module, *, halve: bool = False, cache: Path | None = None) -> Packing:
+def pack_linears(
+    model: nn.Module, *, halve: bool | None = None, widen: bool = False, cache: Path | None = None
+) -> Packing:
     """Replace every float32 nn.Linear on the processor inside `model`, in place; the model can no longer be trained.
 
-    Halved panels, where weights allow them, are for models that run for one or two rows at a time.
+    Panels are halved, where weights allow it, if told to: for models that run for one or two rows at a time. Left open,
+    they are where that is no slower for any number of rows.
+
+    `widen` lets a bfloat16 model compute in float32 from the weights as they are, where these are then halved and
+    belong to linears all: that is faster than torch in bfloat16, and a row's result does not depend on the others.
     """
-    groups = _groups(model)
-    kernel, words = load_kernel(cache=cache) if groups else (None, "there are no float32 linears on the processor")
-    if kernel is None:
-        return Packing(linears=0, bytes=0, second_copy_bytes=0, words=words)
+    widen = widen and _can_widen(model)
+    dtype, nothing = torch.bfloat16 if widen else torch.float32, "there are no float32 linears on the processor"
+    groups = _groups(model, dtype)
+    kernel, words = load_kernel(cache=cache) if groups else (None, nothing)
+    if kernel is not None and halve is None:
+        halve = kernel.halving_pays
+    if kernel is None or (widen and not halve):
+        return Packing(linears=0, bytes=0, second_copy_bytes=0, words=words if kernel is None else nothing)
     kept = {
         id(parameter)
         for module in model.modules()
-        if not _can_pack(module)
+        if not _can_pack(module, dtype)
         for parameter in module.parameters(recurse=False)
     }
     count = total = second_copy = 0
     for parent, names in groups:
         linears = [getattr(parent, name) for name in names]
-        for name, linear, packed in zip(names, linears, pack(kernel, linears, halve=halve), strict=True):
+        several = pack(kernel, linears, halve=bool(halve))
+        for name, linear, packed in zip(names, linears, several, strict=True):
             setattr(parent, name, packed)
             count += 1
             total += packed.panels_PKC.nbytes
             second_copy += packed.panels_PKC.nbytes if id(linear.weight) in kept else 0
+    if widen:
+        _widen(model)
     return Packing(linears=count, bytes=total, second_copy_bytes=second_copy, words=words)
 
 
-def _groups(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
+def _can_widen(model: nn.Module) -> bool:
+    """Whether it is bfloat16 on the processor, and has no matrix that would take twice the memory but embeddings."""
+    own = [(module, weight) for module in model.modules() for weight in module.parameters(recurse=False)]
+    return all(
+        weight.dtype == torch.bfloat16
+        and weight.is_cpu
+        and (weight.ndim < 2 or isinstance(module, nn.Embedding) or _can_pack(module, torch.bfloat16))
+        for module, weight in own
+    )
+
+
+def _widen(model: nn.Module) -> None:
+    """Make float32 of all that is not packed."""
+    for module in model.modules():
+        if not isinstance(module, PackedLinear):
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.data.float()
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if buffer.is_floating_point():
+                    setattr(module, name, buffer.float())
+
+
+def _groups(model: nn.Module, dtype: torch.dtype) -> list[tuple[nn.Module, tuple[str, ...]]]:
     """Where the linears are: a parent and the names of those to be packed together."""
     groups: list[tuple[nn.Module, tuple[str, ...]]] = []
     for parent in model.modules():
-        inputs = {name: child.in_features for name, child in parent.named_children() if _can_pack(child)}
+        inputs = {name: child.in_features for name, child in parent.named_children() if _can_pack(child, dtype)}
         together = [group for group in GROUPS if len({inputs.get(name) for name in group}) == 1 and group[0] in inputs]
         grouped = {name for group in together for name in group}
         groups += [(parent, group) for group in (*together, *((name,) for name in inputs if name not in grouped))]
     return groups
 
 
-def _can_pack(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether it is an nn.Linear and nothing more: no subclass, which may do otherwise, and none with hooks."""
+def _can_pack(module: nn.Module, dtype: torch.dtype) -> TypeGuard[nn.Linear]:
+    """Whether it is an nn.Linear of this type, no subclass, which may do otherwise, and has no hooks."""
     return (
         type(module) is nn.Linear
         and type(module.weight) is nn.Parameter
-        and module.weight.dtype == torch.float32
+        and module.weight.dtype == dtype
         and module.weight.is_cpu
         and module.weight.numel() > 0
         and not module._forward_hooks

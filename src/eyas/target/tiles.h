@@ -1,0 +1,151 @@
+/* Halved panels times rows of float32 by the matrix unit of newer x86 processors (AMX), as exact as by vectors.
+ *
+ * The unit multiplies tiles of bfloat16 and adds up in float32, sixteen times as fast as vectors do. Weights of halved
+ * panels are bfloat16 already. A float32 of x is the sum of three bfloat16, which hold its 24 bits by eight, so three
+ * products with the same weights are the float32 product; nothing is rounded but sums. (The unit takes parts below the
+ * least normal float32 for zero, so inputs lose bits from 1e-30 downwards.)
+ *
+ *     x tiles[group of 16 rows][step of 32 inputs][part][row][input]      made anew for every call, by `split`
+ *
+ * Invariant: an element of y is the same to the last bit whatever rows are beside it: its sum runs over steps, and
+ * over parts within a step, in one accumulator, however many rows a tile has.
+ *
+ * Names: M rows of x and y, K inputs, steps = K / 32 rounded up.
+ */
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum {
+    TILE_ROWS = 16,
+    STEP = 32,                               /* inputs of a tile */
+    PARTS = 3,                               /* bfloat16 that make a float32 */
+    TILE = TILE_ROWS * STEP,                 /* numbers in a tile */
+    STEP_BYTES = STEP * PANEL * 2,           /* of a panel */
+    AHEAD = 2 * STEP_BYTES,                  /* weights fetched before they are needed */
+    SPLIT_BYTES = 1 << 20,                   /* of x, split: they stay in the second-level cache for all panels */
+    REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, /* Linux lets a process use tiles that asks for them */
+};
+
+typedef uint32_t bits __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
+typedef uint16_t upper __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+
+/* What the processor reads: how many rows each of its tiles has, and bytes of a row. */
+struct tile_shapes {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+/* 0, 1: sums for both halves of a panel; 2, 3, 4: the parts of x; 6, 7: weights */
+static void set_rows(long rows) {
+    struct tile_shapes shapes = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        shapes.rows[tile] = tile < 5 ? rows : TILE_ROWS;
+        shapes.row_bytes[tile] = STEP * sizeof(uint16_t);
+    }
+    _tile_loadconfig(&shapes);
+}
+
+/* Whether this process may use tiles. */
+static int has_tiles(void) {
+    static int known = -1;
+    if (known < 0) known = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return known;
+}
+
+/* Some neighbouring inputs of a row, cut off at the upper 16 bits, then what was cut off, and what was cut off that. */
+static inline void split_vector(vector x, uint16_t *part) {
+    for (int p = 0; p < PARTS; p++) {
+        const bits top = (bits)x & 0xffff0000u;
+        *(upper *)(part + p * TILE) = __builtin_convertvector(top >> 16, upper);
+        x -= (vector)top;
+    }
+}
+
+/* Rows of x as tiles; inputs missing from the last step are zeros. */
+static void split(const float *x, long M, long K, uint16_t *tiles, int threads) {
+    const long steps = (K + STEP - 1) / STEP;
+#pragma omp parallel for num_threads(M * K < 1 << 14 ? 1 : threads) schedule(static)
+    for (long m = 0; m < M; m++)
+        for (long s = 0; s < steps; s++) {
+            const float *from = x + m * K + s * STEP;
+            float rest[STEP] = {0};
+            if (K - s * STEP < STEP) from = memcpy(rest, from, (K - s * STEP) * sizeof(float));
+            uint16_t *to = tiles + ((m / TILE_ROWS * steps + s) * PARTS * TILE_ROWS + m % TILE_ROWS) * STEP;
+            for (int k = 0; k < STEP; k += LANES) split_vector(*(const vector *)(from + k), to + k);
+        }
+}
+
+/* y[:M, :columns] = bias + x[:M] times one panel. */
+static void tiled_panel(const uint16_t *tiles, long M, long steps, const char *w, const float *bias, long columns,
+                        float *y, long y_stride) {
+    float sums[TILE_ROWS * PANEL];
+    for (long m = 0; m < M; m += TILE_ROWS) {
+        const long rows = smaller(TILE_ROWS, M - m);
+        const uint16_t *x = tiles + m * steps * PARTS * STEP;
+        if (m == 0 || rows < TILE_ROWS) set_rows(rows);
+        _tile_zero(0);
+        _tile_zero(1);
+        for (long s = 0; s < steps; s++, x += PARTS * TILE) {
+            const char *w_s = w + s * STEP_BYTES;
+            if (m == 0)
+                for (int i = 0; i < STEP_BYTES; i += 64) _mm_prefetch(w_s + AHEAD + i, _MM_HINT_T0);
+            /* All that is loaded comes first: between products, loads would wait for them. */
+            _tile_loadd(6, w_s, 4 * PANEL);
+            _tile_loadd(7, w_s + 4 * LANES, 4 * PANEL);
+            _tile_loadd(2, x, 2 * STEP);
+            _tile_loadd(3, x + TILE, 2 * STEP);
+            _tile_loadd(4, x + 2 * TILE, 2 * STEP);
+            _tile_dpbf16ps(0, 2, 6);
+            _tile_dpbf16ps(1, 2, 7);
+            _tile_dpbf16ps(0, 3, 6);
+            _tile_dpbf16ps(1, 3, 7);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        float *y_m = y + m * y_stride;
+        const int direct = columns == PANEL && !bias;
+        _tile_stored(0, direct ? y_m : sums, 4 * (direct ? y_stride : PANEL));
+        _tile_stored(1, (direct ? y_m : sums) + LANES, 4 * (direct ? y_stride : PANEL));
+        for (long r = 0; !direct && r < rows; r++)
+            for (long c = 0; c < columns; c++) y_m[r * y_stride + c] = (bias ? bias[c] : 0.0f) + sums[r * PANEL + c];
+    }
+}
+
+/* As packed_linear, for halved panels; 0 where there is no memory to split x into, and nothing is done. */
+static int tiled_linear(const float *x, long M, long K, const char *panels, const float *bias, long N, float *y,
+                        int threads) {
+    static _Thread_local uint16_t *memory; /* one for whoever calls: to take it anew costs more than a small product */
+    static _Thread_local size_t size;
+    const long steps = (K + STEP - 1) / STEP, group = steps * PARTS * TILE * (long)sizeof(uint16_t);
+    const long most = TILE_ROWS * (SPLIT_BYTES > group ? SPLIT_BYTES / group : 1);
+    const size_t needed = (smaller(M, most) + TILE_ROWS - 1) / TILE_ROWS * group;
+    if (needed > size) {
+        free(memory);
+        size = 0;
+        memory = aligned_alloc(64, needed);
+        if (!memory) return 0;
+        size = needed;
+    }
+    uint16_t *tiles = memory;
+    const long count = (N + PANEL - 1) / PANEL;
+    for (long m = 0; m < M; m += most) {
+        const long rows = smaller(most, M - m);
+        split(x + m * K, rows, K, tiles, threads);
+#pragma omp parallel num_threads(threads)
+        {
+#pragma omp for schedule(static)
+            for (long p = 0; p < count; p++) {
+                const long n = p * PANEL;
+                tiled_panel(tiles, rows, steps, panels + p * steps * STEP_BYTES, bias ? bias + n : 0,
+                            smaller(PANEL, N - n), y + m * N + n, N);
+            }
+            _tile_release();
+        }
+    }
+    return 1;
+}
