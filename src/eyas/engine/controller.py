@@ -355,6 +355,14 @@ class Controller:
         price = self.costs.grow if trees else self.costs.draft
         self._take_time(seconds, price(passes, reads, tokens - reads))
 
+    def observe_debt(self, seconds: float) -> None:
+        """Tell what it took the drafter to read what had waited while nothing was drafted.
+
+        It is time of this step, and a probe is charged for it. But it is no price of drafts: those that follow do not
+        pay it again, and the longer nothing is drafted the surer the next one would.
+        """
+        self._take_time(seconds, 0.0)
+
     def observe_step(self, seconds: float) -> None:
         """Tell what a step that only decoded took in all: beside its passes the host has work of its own."""
         step = self._step
