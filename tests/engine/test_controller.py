@@ -6,6 +6,7 @@ import sys
 import timeit
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -200,6 +201,14 @@ def test_what_waits_while_nothing_is_drafted_does_not_keep_speculation_from_comi
     plain = plain_rate(SMALL_ON_FAST_GPU, users)
     assert run.rate(0, bad) > 0.97 * plain
     assert run.rate(bad + 300) > 1.5 * plain
+
+
+def test_a_step_that_is_plain_for_its_time_alone_is_one_step() -> None:
+    """Also where plain steps are well known, so that others, chosen because drafts do not pay, hold for several."""
+    run = serve(Controller(), GPU, lambda request, step: [0.0 if step < 200 else 0.85] * 7, users=1, steps=2000)
+    timed = [step for step, reason in enumerate(run.reasons) if "to time a step without drafts again" in reason]
+    assert len(timed) >= 4
+    assert all(later - earlier > 1 for earlier, later in pairwise(timed))
 
 
 def test_costs_that_fall_bring_speculation_back() -> None:

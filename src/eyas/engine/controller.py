@@ -84,6 +84,8 @@ class _Step:
     """What it follows, if it speculates."""
     rate: float = 0.0
     """Tokens per second it is planned to give."""
+    once: bool = False
+    """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
     probe: bool = False
     plain: float = 0.0
     """Seconds a probe would have taken without drafts."""
@@ -157,7 +159,7 @@ class Controller:
             reason=self._reason,
             look=RANKS if any(depths) and self._looks_now(situation) else 1,
             unseen=self._unseen(step, depths),
-            holds=1 if any(depths) else self._holds(situation),
+            holds=1 if any(depths) or step.once else self._holds(situation),
         )
 
     def _holds(self, situation: Situation) -> int:
@@ -203,7 +205,7 @@ class Controller:
             depths, why = self._probe(step) if not any(situation.fixed.values()) else ({}, "")
             return depths, CHAIN, why or reason
         if self._doubts_plain(situation, plan):
-            self._plain_at = self._steps
+            self._plain_at, step.once = self._steps, True
             return {}, CHAIN, "plain: to time a step without drafts again"
         self.probes.rest()
         step.plan, step.rate = plan, plan.rate
