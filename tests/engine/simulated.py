@@ -287,7 +287,7 @@ class Engine:
         if rested and self.machine.wake:
             woken = self.take_time(self.machine.wake)
             if self.controller:
-                self.controller.observe_debt(woken)
+                self.controller.observe_debt(len(rested), woken)
             for r in rested:
                 r.pending = 1
         tokens = reads = sum(r.pending for r in everyone)

@@ -203,6 +203,21 @@ def test_what_waits_while_nothing_is_drafted_does_not_keep_speculation_from_comi
     assert run.rate(bad + 300) > 1.5 * plain
 
 
+def test_probes_that_are_dear_for_rested_requests_come_when_requests_begin() -> None:
+    """Every fourth answer is hard to draft; where all probes came in its midst, none could be afforded for the next."""
+    controller = Controller()
+    controller.thinks_later = True
+    run = serve(
+        controller,
+        SMALL_ON_FAST_GPU,
+        lambda request, step: [0.78 if request % 4 else 0.1] * 7,
+        users=1,
+        steps=4000,
+        length=127,
+    )
+    assert run.rate(1000) > 1.25 * plain_rate(SMALL_ON_FAST_GPU, 1)
+
+
 def test_a_step_that_is_plain_for_its_time_alone_is_one_step() -> None:
     """Also where plain steps are well known, so that others, chosen because drafts do not pay, hold for several."""
     run = serve(Controller(), GPU, lambda request, step: [0.0 if step < 200 else 0.85] * 7, users=1, steps=2000)

@@ -172,7 +172,7 @@ class Proposer:
             started = self._clock()
             self.read(rested, but_last=True)
             seconds = self._clock() - started
-            self._controller.observe_debt(seconds)
+            self._controller.observe_debt(len(rested), seconds)
         if strangers:
             recorded.adopt(strangers)
         return seconds
