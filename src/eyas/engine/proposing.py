@@ -207,7 +207,8 @@ class Proposer:
             if row.live.finished is None and row.live.speculates
         ]
         due = [row.live for row, states in behind if row.count > 1 and states >= LUMP]
-        if any(states >= self._drafter.patience(len(behind)) for _, states in behind):
+        patience = self._drafter.patience(len(behind))
+        if any(states >= patience for _, states in behind):
             due = [row.live for row, _ in behind]
         if due:
             self.read(due, but_last=True)
