@@ -53,6 +53,8 @@ class Machine:
     deepen: Seconds
     look: float = 0.0
     """What noting further candidates adds to a pass of the drafter."""
+    wake: float = 0.0
+    """What it takes beforehand to read more than a recorded pass reads, for requests that have rested."""
     per_context_token: float = 0.0
     rest: Callable[[int, bool], float] = lambda requests, drafting: 0.0
     """What the host takes beside all passes."""
@@ -92,6 +94,14 @@ SMALL_ON_GPU = Machine(
     rest=lambda requests, drafting: 1e-4 + requests * (6e-5 if drafting else 2e-5),
 )
 """A target so small that the host takes as long as the device."""
+SMALL_ON_FAST_GPU = Machine(
+    verify=through((1, 1.07), (2, 1.13), (4, 1.134), (8, 1.157), (16, 1.19), (64, 1.35), (256, 2.2)),
+    read=lambda count: 2.18e-4,
+    deepen=lambda count: 1.57e-4,
+    wake=2e-3,
+    rest=lambda requests, drafting: 9e-5 + requests * (1.2e-5 if drafting else 4e-6),
+)
+"""SmolLM2 as the controller saw it on an H200: what has waited for long is read operation by operation."""
 SLOW_HOST = replace(SMALL_ON_GPU, rest=lambda requests, drafting: 2e-4 + requests * (2.5e-4 if drafting else 2e-5))
 """And a host that is slow at drafts."""
 TILED_GPU = Machine(
@@ -273,6 +283,13 @@ class Engine:
         if not drafting:
             return
         everyone = [r for r, _ in drafting]
+        rested = [r for r in everyone if r.pending > MAX_DEPTH + 1]
+        if rested and self.machine.wake:
+            woken = self.take_time(self.machine.wake)
+            if self.controller:
+                self.controller.observe_debt(len(rested), woken)
+            for r in rested:
+                r.pending = 1
         tokens = reads = sum(r.pending for r in everyone)
         seconds, depth = self.machine.read(tokens), 0
         first = seconds + self.machine.look * (look > 1)

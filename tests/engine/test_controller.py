@@ -6,6 +6,7 @@ import sys
 import timeit
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -18,6 +19,7 @@ from engine.simulated import (
     POOR,
     RANDOM,
     SLOW_HOST,
+    SMALL_ON_FAST_GPU,
     SMALL_ON_GPU,
     TILED_GPU,
     Machine,
@@ -30,7 +32,7 @@ from engine.simulated import (
 from eyas.engine.controller import Choice, Controller, RowFacts
 
 MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
-WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST}
+WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST, "fast gpu": SMALL_ON_FAST_GPU}
 PROFILES = {"random": RANDOM, "poor": POOR, "good": GOOD, "great": GREAT}
 STEPS = {1: 1600, 4: 800, 16: 500}
 both_ways = pytest.mark.parametrize("sees", [False, True], ids=["blind", "sees confidence"])
@@ -185,6 +187,43 @@ def test_speculation_comes_back_after_drift_ends() -> None:
         assert run.rate(100, 500) > 1.9 * plain
         assert run.rate(550, 1000) > 0.97 * plain
         assert run.rate(1150, 1600) > 1.9 * plain
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_what_waits_while_nothing_is_drafted_does_not_keep_speculation_from_coming_back(users: int) -> None:
+    """Every probe comes after a rest, whose states take longer to read than a plain step takes."""
+    assert SMALL_ON_FAST_GPU.wake > 1.5 / plain_rate(SMALL_ON_FAST_GPU, 1)
+    controller, bad = Controller(), 300
+    controller.thinks_later = True
+    run = serve(
+        controller, SMALL_ON_FAST_GPU, lambda request, step: [0.0 if step < bad else 0.75] * 7, users=users, steps=1500
+    )
+    plain = plain_rate(SMALL_ON_FAST_GPU, users)
+    assert run.rate(0, bad) > 0.97 * plain
+    assert run.rate(bad + 300) > 1.5 * plain
+
+
+def test_probes_that_are_dear_for_rested_requests_come_when_requests_begin() -> None:
+    """Every fourth answer is hard to draft; where all probes came in its midst, none could be afforded for the next."""
+    controller = Controller()
+    controller.thinks_later = True
+    run = serve(
+        controller,
+        SMALL_ON_FAST_GPU,
+        lambda request, step: [0.78 if request % 4 else 0.1] * 7,
+        users=1,
+        steps=4000,
+        length=127,
+    )
+    assert run.rate(1000) > 1.25 * plain_rate(SMALL_ON_FAST_GPU, 1)
+
+
+def test_a_step_that_is_plain_for_its_time_alone_is_one_step() -> None:
+    """Also where plain steps are well known, so that others, chosen because drafts do not pay, hold for several."""
+    run = serve(Controller(), GPU, lambda request, step: [0.0 if step < 200 else 0.85] * 7, users=1, steps=2000)
+    timed = [step for step, reason in enumerate(run.reasons) if "to time a step without drafts again" in reason]
+    assert len(timed) >= 4
+    assert all(later - earlier > 1 for earlier, later in pairwise(timed))
 
 
 def test_costs_that_fall_bring_speculation_back() -> None:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -59,9 +60,15 @@ def _dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def fixed_engine(target: Target, drafter: Drafter | None, engine_options: EngineOptions) -> Engine:
+def fixed_engine(
+    target: Target,
+    drafter: Drafter | None,
+    engine_options: EngineOptions,
+    *,
+    clock: Callable[[], float] = perf_counter,
+) -> Engine:
     """An engine that decodes in fixed shapes."""
-    engine = Engine(target, drafter, options=engine_options)
+    engine = Engine(target, drafter, options=engine_options, clock=clock)
     engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu"), records=False))
     engine.controller.thinks_later = True
     return engine
@@ -206,6 +213,33 @@ def test_depths_that_change_and_requests_that_come_and_go(
     for key, row in depths.items():
         assert row == others[key][: len(row)], "the same drafts; of the cancelled ones, the last piece is never told"
     assert sum(depth > 0 for row in depths.values() for depth in row) > 100
+
+
+def test_what_waited_through_a_long_rest_is_no_price_of_drafts(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """It is read once, before the first draft; taken for a part of each, it would keep drafts from ever paying."""
+    late = 0.0
+    engine = fixed_engine(target, tiny_drafter, options(max_length=256), clock=lambda: perf_counter() + late)
+    assert engine._drafter is not None
+    read, depths = engine._drafter.read, cycle([0] * 12 + [3] * 4)
+
+    def read_slowly(*given: Any, **options: Any) -> None:
+        nonlocal late
+        late += 100.0
+        read(*given, **options)
+
+    engine._drafter.read = read_slowly  # type: ignore[method-assign]
+    make_moody(engine, lambda: next(depths))
+    for prompt in prompts[:3]:
+        run(engine, [request(prompt, max_new_tokens=100, speculation=Speculation())])
+    report = engine.controller.report()
+    beside = report["seconds_beside_passes_by_requests"]
+    prices = [report["target_seconds_by_tokens"], report["first_draft_seconds_by_tokens"], *beside.values()]
+    assert all(prices)
+    assert max(seconds for price in prices for seconds in price.values()) < 1
+    assert set(report["first_draft_seconds_by_tokens"]) <= {1, 2, 4, 8}, "of what the recorded pass read"
+    assert report["seconds"] > late > 500, "time it was, all the same"
 
 
 @pytest.mark.parametrize("max_depth", [7, 5, 1])

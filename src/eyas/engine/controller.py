@@ -84,6 +84,8 @@ class _Step:
     """What it follows, if it speculates."""
     rate: float = 0.0
     """Tokens per second it is planned to give."""
+    once: bool = False
+    """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
     probe: bool = False
     plain: float = 0.0
     """Seconds a probe would have taken without drafts."""
@@ -157,7 +159,7 @@ class Controller:
             reason=self._reason,
             look=RANKS if any(depths) and self._looks_now(situation) else 1,
             unseen=self._unseen(step, depths),
-            holds=1 if any(depths) else self._holds(situation),
+            holds=1 if any(depths) or step.once else self._holds(situation),
         )
 
     def _holds(self, situation: Situation) -> int:
@@ -203,7 +205,7 @@ class Controller:
             depths, why = self._probe(step) if not any(situation.fixed.values()) else ({}, "")
             return depths, CHAIN, why or reason
         if self._doubts_plain(situation, plan):
-            self._plain_at = self._steps
+            self._plain_at, step.once = self._steps, True
             return {}, CHAIN, "plain: to time a step without drafts again"
         self.probes.rest()
         step.plan, step.rate = plan, plan.rate
@@ -237,11 +239,20 @@ class Controller:
             step.with_probe = prices.verify(depth * len(auto))
             if timed:
                 step.with_probe += prices.draft(depth, len(auto) * prices.reads, (depth - 1) * len(auto))
+                step.with_probe += self._debt(auto)
             if self.probes.affords(step.with_probe - step.plain, step.plain):
                 step.probe, step.bound = True, frozenset(row.key for row in auto)
                 reason = f"probe, {depth} deep for {len(auto)} of {len(situation.auto)} requests: to {what}"
                 return dict.fromkeys(step.bound, depth), reason
         return {}, ""
+
+    def _debt(self, rows: Sequence[RowFacts]) -> float:
+        """Expected seconds of reading for requests that have rested, of which more waits than a draft reads by the way.
+
+        So a probe that has to wait for its account comes when a request has just begun.
+        """
+        rested = sum(row.pending > self.max_depth + 1 for row in rows)
+        return self.costs.debt.at(rested) if self.costs.debt.known else 0.0
 
     def goes_on(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
         """Which of the requests still drafting should draft one deeper, given how sure the drafter was of each draft.
@@ -354,6 +365,15 @@ class Controller:
         reads = tokens / passes if first is None else first[0]
         price = self.costs.grow if trees else self.costs.draft
         self._take_time(seconds, price(passes, reads, tokens - reads))
+
+    def observe_debt(self, requests: int, seconds: float) -> None:
+        """Tell what it took the drafter to read what had waited while nothing was drafted, for so many requests.
+
+        It is time of this step, and a probe is charged for it. But it is no price of drafts: those that follow do not
+        pay it again, and the longer nothing is drafted the surer the next one would.
+        """
+        self.costs.debt.observe(requests, seconds)
+        self._take_time(seconds, 0.0)
 
     def observe_step(self, seconds: float) -> None:
         """Tell what a step that only decoded took in all: beside its passes the host has work of its own."""

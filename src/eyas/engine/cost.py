@@ -6,6 +6,7 @@
     tree     the same where trees grow, over all passes together: between them the host does more than for chains
     rest     what a step takes beside its passes, against its requests: scheduling, this very choice, committing. Where
              the device is fast that is most of a step, and for drafts the host does more
+    debt     what the drafter reads beforehand for requests that have rested; no price of drafts, but a loss of probes
 
 Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
 `Curve` keeps a typical time for each bucket of token counts, by these rules:
@@ -229,6 +230,7 @@ class Costs:
         self.verify = Curve(FINE)
         self.first_draft, self.further_draft, self.pass_of_tree = (Curve(COARSE, flat_below=True) for _ in range(3))
         self.plain_rest, self.drafting_rest = Curve(FINE), Curve(FINE)
+        self.debt = Curve(COARSE, flat_below=True)
         drafts = self.first_draft, self.further_draft, self.pass_of_tree
         self._curves = (self.verify, *drafts, self.plain_rest, self.drafting_rest)
 

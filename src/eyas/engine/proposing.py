@@ -25,7 +25,8 @@ class Proposal:
     drafts: dict[int, Draft]
     """By request; those without drafts are left out."""
     seconds: float = 0.0
-    """What drafting took; where the target has read the drafts already, of the device alone."""
+    """What drafting took, a long rest made up for included; where the target has read the drafts already, of the device
+    alone."""
     said: Said | None = None
     """What came of it, if it has."""
 
@@ -101,15 +102,15 @@ class Proposer:
     ) -> Proposal | None:
         """Chains for all rows, verified already. Some may break a grammar's law; then what the target said shows it."""
         lives, limits = [row.live for row in rows], [row.drafts for row in rows]
+        late = self._bring(lives, recorded)
         reads = _unread(lives)
-        self._bring(lives, recorded)
         made = recorded.draft_and_verify(lives, limits, meanwhile)
         if made is None:
             return None
         drafts, spent, said = made
         self._note_drafts(lives, reads, limits, spent)
         offered = {live.key: draft for live, draft in zip(lives, drafts, strict=True) if draft.tokens}
-        return Proposal(drafts=offered, seconds=spent.first + spent.further, said=said)
+        return Proposal(drafts=offered, seconds=late + spent.first + spent.further, said=said)
 
     def _propose_recorded(
         self, rows: Sequence[Row], recorded: RecordedSteps, meanwhile: Callable[[], None]
@@ -118,15 +119,15 @@ class Proposer:
         lives, limits = [row.live for row in rows], [row.drafts for row in rows]
         if not recorded.drafts(lives):
             return None
+        late = self._bring(lives, recorded)
         reads = _unread(lives)
-        self._bring(lives, recorded)
         made = recorded.draft(lives, limits, meanwhile)
         if made is None:
             return None
         drafts, spent = made
         self._note_drafts(lives, reads, limits, spent)
         offered = self._lawful(lives, self._kept(rows, drafts))
-        return Proposal(drafts=offered, seconds=spent.first + spent.further)
+        return Proposal(drafts=offered, seconds=late + spent.first + spent.further)
 
     def _propose_eagerly(self, rows: Sequence[Row], shapes: Sequence[Tree] | None) -> Proposal:
         """Chains, or trees of these shapes, for rows that have room for drafts, every operation launched by itself."""
@@ -159,12 +160,22 @@ class Proposer:
         controller.observe_draft(deepest, reads + deeper, seconds, first, trees=shapes is not None)
         return Proposal(drafts=self._lawful(lives, offered), seconds=seconds)
 
-    def _bring(self, lives: Sequence[Live], recorded: RecordedSteps) -> None:
-        """Let all that waits for the drafter lie where recorded steps read it; too much of it is read at once."""
-        strangers = recorded.strangers(lives)
+    def _bring(self, lives: Sequence[Live], recorded: RecordedSteps) -> float:
+        """Let all that waits for the drafter lie where recorded steps read it; too much of it is read at once.
+
+        The seconds of that reading come back. They are told apart: taken for a part of every such pass, they would keep
+        drafts from paying for as long as all that is drafted are probes, each after a rest.
+        """
+        strangers, seconds = recorded.strangers(lives), 0.0
+        rested = [live for live in strangers if _unread([live]) > recorded.most_read]
+        if rested:
+            started = self._clock()
+            self.read(rested, but_last=True)
+            seconds = self._clock() - started
+            self._controller.observe_debt(len(rested), seconds)
         if strangers:
-            self.read([live for live in strangers if _unread([live]) > recorded.most_read], but_last=True)
             recorded.adopt(strangers)
+        return seconds
 
     def _note_drafts(self, lives: Sequence[Live], reads: int, limits: Sequence[int], spent: Spent) -> None:
         """Take note of a recorded draft: all is read, and the device took so long."""
@@ -196,7 +207,8 @@ class Proposer:
             if row.live.finished is None and row.live.speculates
         ]
         due = [row.live for row, states in behind if row.count > 1 and states >= LUMP]
-        if any(states >= self._drafter.patience(len(behind)) for _, states in behind):
+        patience = self._drafter.patience(len(behind))
+        if any(states >= patience for _, states in behind):
             due = [row.live for row, _ in behind]
         if due:
             self.read(due, but_last=True)
