@@ -94,7 +94,9 @@ class Planner:
 
     def _plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
         fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
-        likeness = (situation.rows, len(situation.auto), bucket_of(other_tokens), deepest, *fixed)
+        # Where requests come and go, hardly two steps have as many of them.
+        counts = (situation.rows, len(situation.auto), other_tokens)
+        likeness = (*map(bucket_of, counts), deepest, *fixed)
         if self._costs.news > self._news or len(self._kept) >= KEPT_PLANS:
             self._news = self._costs.news
             self.forget()
