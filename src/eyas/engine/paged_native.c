@@ -33,6 +33,8 @@ enum { TILE = 3 };
 enum {
     CHUNK = 128, /* positions: keys, or values, of a chunk stay in the first-level cache for all lines */
     BLOCK = 32,  /* lines */
+    LINE = 16,   /* numbers that come from memory at once */
+    AHEAD = 16,  /* slots */
     WIDE = 4,    /* vectors of a value worked on at once */
 };
 
@@ -179,10 +181,20 @@ INLINE void mix_all(const int rows, const float *weight, const float *values, lo
         }
 }
 
-INLINE void score_all(const int rows, const float *const *q, const float *keys, long K, const int32_t *slot,
-                      long count, float *scores) {
+INLINE void fetch(const float *x, long size) {
+    for (long i = 0; i < size; i += LINE) __builtin_prefetch(x + i);
+}
+
+/* Told to, it has keys fetched some slots ahead, and values for when all scores are there: pages lie anywhere, so that no
+ * processor guesses which comes next. */
+INLINE void score_all(const int rows, const int fetches, const float *const *q, const float *keys, const float *values,
+                      long K, long V, const int32_t *slot, long count, float *scores) {
     for (long j = 0; j < count; j += 4) {
         const float *key[4];
+        for (long i = j; fetches && i < smaller(j + 4, count); i++) {
+            if (i + AHEAD < count) fetch(keys + slot[i + AHEAD] * K, K);
+            fetch(values + slot[i] * V, V);
+        }
         UNROLL for (int s = 0; s < 4; s++) key[s] = keys + slot[j + s] * K;
         score(rows, q, key, K, scores + j);
     }
@@ -200,7 +212,7 @@ static void attend(const float *const *q, long lines, const float *keys, const f
     for (long j = count; j % 4; j++) slot[j] = slot[count - 1]; /* scored in fours; what is too much is dropped */
     for (long t = 0; t < tiles; t++) { /* as even as can be */
         const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
-#define SCORE(n) score_all(n, q + first, keys, K, slot, count, weight + first * CHUNK)
+#define SCORE(n) score_all(n, t == 0 && lines < BLOCK, q + first, keys, values, K, V, slot, count, weight + first * CHUNK)
         TILES(SCORE)
     }
     for (long i = 0; i < lines; i++) weigh(weight + i * CHUNK, count, scale, softcap, parts + i * stride);
