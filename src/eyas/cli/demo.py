@@ -30,7 +30,8 @@ def demo(
     depth: Annotated[str, typer.Option(help="Tokens to draft: a number, or auto: as deep as pays.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 128,
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 if no larger.")
+        str,
+        typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 where that costs nothing."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,

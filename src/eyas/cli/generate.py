@@ -43,7 +43,8 @@ def generate(
         bool, typer.Option("--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.")
     ] = False,
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 if no larger.")
+        str,
+        typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 where that costs nothing."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,

@@ -49,7 +49,8 @@ def serve(
     request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,
     dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 if no larger.")
+        str,
+        typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 where that costs nothing."),
     ] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     page: Annotated[

@@ -185,8 +185,8 @@ INLINE void fetch(const float *x, long size) {
     for (long i = 0; i < size; i += LINE) __builtin_prefetch(x + i);
 }
 
-/* Told to, it has keys fetched some slots ahead, and values for when all scores are there: pages lie anywhere, so that no
- * processor guesses which comes next. */
+/* Told to, it has keys fetched some slots ahead, and values for when all scores are there: pages lie anywhere, so that
+ * no processor guesses which comes next. */
 INLINE void score_all(const int rows, const int fetches, const float *const *q, const float *keys, const float *values,
                       long K, long V, const int32_t *slot, long count, float *scores) {
     for (long j = 0; j < count; j += 4) {
@@ -212,7 +212,8 @@ static void attend(const float *const *q, long lines, const float *keys, const f
     for (long j = count; j % 4; j++) slot[j] = slot[count - 1]; /* scored in fours; what is too much is dropped */
     for (long t = 0; t < tiles; t++) { /* as even as can be */
         const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
-#define SCORE(n) score_all(n, t == 0 && lines < BLOCK, q + first, keys, values, K, V, slot, count, weight + first * CHUNK)
+        const int fetches = t == 0 && lines < BLOCK; /* many lines take longer than memory */
+#define SCORE(n) score_all(n, fetches, q + first, keys, values, K, V, slot, count, weight + first * CHUNK)
         TILES(SCORE)
     }
     for (long i = 0; i < lines; i++) weigh(weight + i * CHUNK, count, scale, softcap, parts + i * stride);
