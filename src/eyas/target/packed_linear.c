@@ -11,11 +11,11 @@
  *
  * A weight may take two bytes where bfloat16 holds it exactly, as it does whatever was trained in that: a float32 is
  * its bfloat16 with zeros behind, so nothing is lost. Half as many bytes are half the time for a single row. From three
- * rows on, arithmetic takes longer than reading, and unpacking is arithmetic too.
+ * rows on, arithmetic takes longer than reading unless vectors are wide, and unpacking is arithmetic too.
  *
  *     panels[p][k / 2][c] = W[p * PANEL + c][k] below, W[p * PANEL + c][k + 1] above: 32 bits, for k = 0, 2, 4, ...
  *
- * with zeros behind K up to a multiple of 32. That is also how the matrix unit of newer x86 processors wants weights
+ * with zeros behind K up to a multiple of STEP. That is also how the matrix unit of newer x86 processors wants weights
  * (tiles.h), and where there is one, halved panels go there.
  *
  * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
@@ -45,6 +45,7 @@ enum {
     DEPTH = 128,        /* inputs in a chunk: its part of a panel stays in the first-level cache for all tiles */
     STRIPE = 8 * ROWS,  /* rows per sweep over W: they stay in the second-level cache for all panels */
     LINE = 16,          /* numbers that come from memory at once */
+    STEP = 32,          /* inputs that halved panels have a multiple of */
 };
 
 typedef float vector __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
@@ -208,7 +209,7 @@ void packed_linear(const float *x, long M, long K, const char *panels, int halve
     static const float zeros[PANEL];
     panel_product *product = halved ? halved_panel : whole_panel;
     const long count = (N + PANEL - 1) / PANEL;
-    const long size = halved ? (K + 31) / 32 * 32 * 2 : K * 4; /* bytes of an output's weights */
+    const long size = halved ? (K + STEP - 1) / STEP * STEP * 2 : K * 4; /* bytes of an output's weights */
     for (long m = 0; m < M; m += STRIPE) {
         const long rows = smaller(STRIPE, M - m);
 #pragma omp parallel for num_threads(threads) schedule(static)

@@ -20,14 +20,14 @@
 #include <unistd.h>
 
 enum {
-    TILE_ROWS = 16,
-    STEP = 32,                               /* inputs of a tile */
-    PARTS = 3,                               /* bfloat16 that make a float32 */
-    TILE = TILE_ROWS * STEP,                 /* numbers in a tile */
-    STEP_BYTES = STEP * PANEL * 2,           /* of a panel */
-    AHEAD = 2 * STEP_BYTES,                  /* weights fetched before they are needed */
-    SPLIT_BYTES = 1 << 20,                   /* of x, split: they stay in the second-level cache for all panels */
-    REQUEST_PERMISSION = 0x1023, TILE_DATA = 18, /* Linux lets a process use tiles that asks for them */
+    TILE_ROWS = 16,                /* of STEP inputs each; of weights, as many pairs of inputs */
+    PARTS = 3,                     /* bfloat16 that make a float32 */
+    TILE = TILE_ROWS * STEP,       /* numbers in a tile */
+    STEP_BYTES = STEP * PANEL * 2, /* of a panel */
+    AHEAD = 2 * STEP_BYTES,        /* weights fetched before they are needed */
+    SPLIT_BYTES = 1 << 20,         /* of x, split: they stay in the second-level cache for all panels */
+    REQUEST_PERMISSION = 0x1023,   /* Linux lets a process use tiles that asks for them */
+    TILE_DATA = 18,
 };
 
 typedef uint32_t bits __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
