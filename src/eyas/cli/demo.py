@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Dtype, report
 
 if TYPE_CHECKING:
     from eyas.engine.answer import Answer
@@ -29,10 +29,7 @@ def demo(
     ] = None,
     depth: Annotated[str, typer.Option(help="Tokens to draft: a number, or auto: as deep as pays.")] = "auto",
     max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 128,
-    dtype: Annotated[
-        str,
-        typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 where that costs nothing."),
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,

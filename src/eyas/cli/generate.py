@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Dtype, report
 
 if TYPE_CHECKING:
     from eyas.engine.answer import Answer, Piece, Tally
@@ -42,10 +42,7 @@ def generate(
     show_drafts: Annotated[
         bool, typer.Option("--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.")
     ] = False,
-    dtype: Annotated[
-        str,
-        typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 where that costs nothing."),
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,

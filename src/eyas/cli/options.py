@@ -13,6 +13,13 @@ Cache = Annotated[
         envvar="EYAS_CACHE", help="Where converted models are kept.", show_default="the user's cache directory"
     ),
 ]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32, bfloat16, float16, or auto: as stored; on a CPU float32 if bfloat16 weights can stay as stored."
+    ),
+]
+"""Of a pair that serves; see `pair.load_pair`."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
 
 

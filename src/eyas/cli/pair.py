@@ -49,7 +49,8 @@ def load_pair(
 ) -> "tuple[Target, Drafter | None]":
     """Load both; on a CPU their matrix products are packed, and the user hears how.
 
-    `auto` computes in the precision that is stored, or on a CPU in float32, if that takes no more memory.
+    `auto` computes in the precision that is stored; on a CPU in float32, where matrices stored in bfloat16 can stay as
+    they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
     """
     from eyas.target.model import Target
     from eyas.target.packed_linear import pack_linears

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.options import Cache, report
+from eyas.cli.options import Cache, Dtype, report
 
 DEEPEST = 7
 """How deep the controller may go, and a request ask for, unless the server's own depth is above."""
@@ -48,10 +48,7 @@ def serve(
     ] = None,
     request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,
-    dtype: Annotated[
-        str,
-        typer.Option(help="float32, bfloat16, float16, or auto: as stored, on a CPU float32 where that costs nothing."),
-    ] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     page: Annotated[
         bool, typer.Option("--page/--no-page", help="Serve a page to chat, compare and watch, at /.")
