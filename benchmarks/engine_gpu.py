@@ -161,7 +161,7 @@ class TossedEngine(Engine):
         self.seconds = {"draft": 0.0, "verify": 0.0, "all": 0.0}
         self.steps = 0
         if self.recorded is not None:
-            self.recorded.recorder = TimedRecorder(device=self.target.device, report=print)
+            self.recorded.recorder = TimedRecorder(device=self.target.device)
 
     def step(self) -> Any:
         """Time steps that only decode, and record nothing."""
@@ -263,7 +263,7 @@ def measure(
         graphs=not arguments.eager,
         prefix_cache=False,
     )
-    engine = TossedEngine(target, drafter, options=options, length=arguments.length, depth=depth, report=print)
+    engine = TossedEngine(target, drafter, options=options, length=arguments.length, depth=depth)
     chance = random.Random(users)
     speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
 

@@ -283,9 +283,12 @@ def test_longer_requests_than_usual_have_tables_of_their_own(
 
 
 def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told: list[str] = []
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     theirs = run(Engine(target, tiny_drafter, options=options()), asked)
 
@@ -294,7 +297,8 @@ def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
 
     monkeypatch.setattr(Recorder, "_record", refuse)
     engine = Engine(target, tiny_drafter, options=options())
-    engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu"), report=told.append))
+    engine.recorded = engine._recorded_steps(Recorder(device=torch.device("cpu")))
     assert [answer.tokens for answer in run(engine, asked)] == [answer.tokens for answer in theirs]
+    told = [line for line in caplog.messages if "runs eagerly" in line]
     assert len(told) == len(engine.recorded.recorder.refused) >= 2, "once for each kind of step"
     assert all("runs eagerly: not while capturing" in line for line in told)

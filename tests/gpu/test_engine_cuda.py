@@ -4,8 +4,9 @@ Real prompts: test_real_prompts_cuda.py.
 """
 
 import copy
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -48,15 +49,19 @@ def prompts() -> list[tuple[int, ...]]:
     return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
 
 
-def told_nothing(line: str) -> None:
-    raise AssertionError(line)
+@pytest.fixture(autouse=True)
+def told_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """An engine that falls back to slower code logs it: none may here."""
+    with caplog.at_level(logging.INFO, logger="eyas.engine"):
+        yield
+    assert [record.getMessage() for record in caplog.get_records("call")] == []
 
 
 def both(
     target: Target, drafter: Drafter | None, asked: Sequence[Request], **changes: Any
 ) -> tuple[Engine, list[Any], list[Any]]:
     """Answers with and without graphs."""
-    recorded = Engine(target, drafter, options=options(**changes), report=told_nothing)
+    recorded = Engine(target, drafter, options=options(**changes))
     assert recorded.recorded is not None
     ours = run(recorded, asked)
     theirs = run(Engine(target, drafter, options=options(**changes, graphs=False)), asked)
@@ -141,7 +146,7 @@ def test_without_a_drafter_and_with_transformers_own_code(
 def test_preempted_requests(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
     per_page = Engine(target, drafter, options=options()).budget.bytes_per_page
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    engine = Engine(target, drafter, options=options(max_length=64, memory=30 * per_page), report=told_nothing)
+    engine = Engine(target, drafter, options=options(max_length=64, memory=30 * per_page))
     keys = [engine.submit(one) for one in asked]
     preempted, tokens = set[int](), dict[int, list[int]]()
     while engine.busy:
@@ -160,7 +165,7 @@ def test_requests_that_join_and_leave_at_any_moment_on_auto(
     source = random.Random(5)
     asked = [request(prompt, max_new_tokens=60, speculation=Speculation()) for prompt in prompts]
     expected = [answer.tokens for answer in run(Engine(target, options=options(graphs=False)), asked)]
-    engine = Engine(target, drafter, options=options(max_rows=5, max_length=256), report=told_nothing)
+    engine = Engine(target, drafter, options=options(max_rows=5, max_length=256))
     tokens: dict[int, list[int]] = {key: [] for key in range(len(asked))}
     waiting, doomed = list(asked), {2, 7}
     while waiting or engine.busy:

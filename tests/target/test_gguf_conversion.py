@@ -216,9 +216,10 @@ def test_two_first_runs_at_once_make_one_good_folder(tmp_path: Path) -> None:
     model = tiny_model()
     path, cache = write_gguf(model, tmp_path / "m.gguf"), tmp_path / "cache"
     program = (
-        "import sys; from pathlib import Path; from eyas.target.locate import locate; said = []\n"
-        "print(locate(sys.argv[1], cache=Path(sys.argv[2]), report=said.append))\n"
-        "print(sum(line.startswith('dequantising') for line in said))"
+        "import io, logging, sys; from pathlib import Path; from eyas.target.locate import locate; said = io.StringIO()\n"
+        "logging.basicConfig(stream=said, level='INFO', format='%(message)s')\n"
+        "print(locate(sys.argv[1], cache=Path(sys.argv[2])))\n"
+        "print(sum(line.startswith('dequantising') for line in said.getvalue().splitlines()))"
     )
     command = [sys.executable, "-c", program, str(path), str(cache)]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

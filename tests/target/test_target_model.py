@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,16 @@ def test_a_named_dtype_is_honoured(dtype: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_keeps_the_checkpoints_precision_only_where_the_processor_computes_in_it(
-    supported: bool, expected: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+    supported: bool,
+    expected: torch.dtype,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("eyas.target.model._computes", lambda dtype, device: supported)
-    said: list[str] = []
-    assert Target.load(str(folder), report=said.append).dtype == expected
-    assert any("bfloat16 arithmetic: using float32" in line for line in said) == (not supported)
+    caplog.set_level(logging.INFO, logger="eyas")
+    assert Target.load(str(folder)).dtype == expected
+    assert any("bfloat16 arithmetic: using float32" in line for line in caplog.messages) == (not supported)
 
 
 def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def answer(
 
     sampling = Sampling(temperature=temperature, top_p=top_p)
     conversations = list(islice(read_conversations(file), limit))
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
     longest = loaded.facts.max_position_embeddings
     if max_length is None:
         max_length = min(LONGEST, longest or LONGEST)

@@ -18,6 +18,7 @@ from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
+from eyas.cli.log import show_logs
 from eyas.cli.plan import plan
 from eyas.cli.serve import serve
 from eyas.cli.train import train
@@ -69,6 +70,7 @@ _UsageFault: Any = typer.BadParameter.__mro__[2]
 
 def main() -> None:
     """Run the command line."""
+    show_logs()
     try:
         code = app(standalone_mode=False)
     except UserError as error:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache
 
 if TYPE_CHECKING:
     from eyas.drafter.check import CheckReport
@@ -28,7 +28,7 @@ def check(
     else:
         from eyas.target.embedding import read_embedding
 
-        facts = read_facts(target, cache=cache, report=report)
+        facts = read_facts(target, cache=cache)
         result = run(drafter, target=facts, target_embedding=lambda: read_embedding(target, cache=cache))
     if as_json:
         typer.echo(json.dumps(result.as_json(), indent=2))

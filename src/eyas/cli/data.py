@@ -36,7 +36,7 @@ def show(
     from eyas.train.conversations import read_conversations
     from eyas.train.data import ChatEncoder
 
-    tokenizer, stop_ids = load_tokenizer(target, cache=cache, report=report)
+    tokenizer, stop_ids = load_tokenizer(target, cache=cache)
     encoder = ChatEncoder(tokenizer, stop_ids)
     counts = {"conversations": 0, "unanswered": 0, "turns": 0, "tokens": 0, "trained on": 0, "longest": 0}
     shown = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, Dtype, report
+from eyas.cli.options import AsJson, Cache, Dtype
 
 if TYPE_CHECKING:
     from eyas.engine.answer import Answer
@@ -50,7 +50,7 @@ def demo(
     loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
     # Without the prefix cache: the second answer to a prompt must not profit from the first.
     options = EngineOptions(max_rows=1, max_depth=speculation.depth or 7, prefix_cache=False)
-    engine = Engine(loaded, model, options=options, report=report)
+    engine = Engine(loaded, model, options=options)
     _both(engine, "Hello! Who are you?", speculation, max_tokens=32)  # later ones find done what this one pays for
     rows = [_both(engine, prompt, speculation, max_tokens=max_tokens) for prompt in prompts or PROMPTS]
     whole = _figures(rows)

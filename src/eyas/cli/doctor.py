@@ -72,7 +72,7 @@ def doctor(
     if out is not None:
         _make_folder(out)
     names = _names([drafter] if against is None else [drafter, against])
-    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache, report=report)
+    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache)
     pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
     questions = _questions(conversations, loaded, plan, limit)
     patients = [load_patient(source, name, loaded) for name, source in names.items()]

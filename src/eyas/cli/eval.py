@@ -95,7 +95,7 @@ def evaluate(
         _make_folder(out)
     names = _name_drafters(drafter)
     _check_drafters(names.values(), target, cache)
-    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache, report=report)
+    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache)
     max_length = _choose_length(max_length, loaded)
     if max_tokens >= max_length:
         raise UserError(
@@ -260,7 +260,7 @@ def _check_drafters(sources: Collection[str], target: str, cache: Path | None) -
     from eyas.errors import UserError
     from eyas.target.facts import read_facts
 
-    facts = read_facts(target, cache=cache, report=report)
+    facts = read_facts(target, cache=cache)
     for source in sources:
         faults = [found.message for found in check(source, target=facts).findings if found.severity == "error"]
         if faults:

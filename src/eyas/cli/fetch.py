@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.options import Cache, report
+from eyas.cli.options import Cache
 
 
 def fetch(
@@ -14,4 +14,4 @@ def fetch(
     """Obtain a target and print where it lies."""
     from eyas.target.locate import locate
 
-    typer.echo(locate(target, cache=cache, report=report))
+    typer.echo(locate(target, cache=cache))

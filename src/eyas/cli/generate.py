@@ -69,7 +69,7 @@ def generate(
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
     loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache)
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
-    engine = Engine(loaded, model, options=EngineOptions(max_rows=users, max_depth=deepest, tree=shape), report=report)
+    engine = Engine(loaded, model, options=EngineOptions(max_rows=users, max_depth=deepest, tree=shape))
     requests = [
         Request(
             prompt=tuple(loaded.encode_chat(messages)),

@@ -55,7 +55,7 @@ def load_pair(
     from eyas.target.model import Target
     from eyas.target.packed_linear import pack_linears
 
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, report=report)
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
     if loaded.device.type == "cpu":
         packing = pack_linears(loaded.model, widen=dtype == "auto", cache=cache)
         how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"

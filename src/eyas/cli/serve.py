@@ -88,7 +88,7 @@ def serve(
     del model  # once another one drafts, nothing holds the first
 
     def build() -> Engine:
-        engine, started = Engine(loaded, slot.model, options=options, report=report), perf_counter()
+        engine, started = Engine(loaded, slot.model, options=options), perf_counter()
         steps = engine.record_ahead()
         if steps:
             report(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")

@@ -65,7 +65,6 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
         device=_device(recipe.target.device),
         spread=recipe.target.spread,
         cache=cache,
-        report=say,
     )
     trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.leads]
     tick = Ticker()

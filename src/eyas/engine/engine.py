@@ -58,7 +58,6 @@ class Engine:
         *,
         options: EngineOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        report: Callable[[str], None] | None = None,
     ) -> None:
         self.options = options = options or EngineOptions()
         self.target = target
@@ -67,7 +66,7 @@ class Engine:
         self._device = target.device
         self._clock = clock
         self._model = PagedTarget(target, PageCache(pages=self.budget.pages, page_size=options.page_size))
-        self._lean = lean_pass(target, report)
+        self._lean = lean_pass(target)
         self.pool = PagePool(self.budget.pages, options.page_size, prefix_cache=options.prefix_cache)
         self.scheduler = Scheduler(
             self.pool,
@@ -81,7 +80,7 @@ class Engine:
         self.recorded: RecordedSteps | None = None
         """Passes as CUDA graphs; None where there are none."""
         if self._records:
-            self.recorded = self._recorded_steps(Recorder(device=self._device, report=report))
+            self.recorded = self._recorded_steps(Recorder(device=self._device))
         self._teller = Teller(target.decode)
         self._keys = 0
 

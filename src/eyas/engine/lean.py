@@ -16,6 +16,7 @@ model's own code lies as far from itself in float32. All, because layers that ar
 A target must not be moved or cast afterwards; its weights are in use.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from math import inf, sqrt
@@ -34,6 +35,8 @@ from eyas.errors import UserError
 from eyas.target.capture import capture
 from eyas.target.model import Target
 
+logger = logging.getLogger(__name__)
+
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """How far most tokens' states may lie from the model's own behind the embedding, relative to their length; behind k
 layers sqrt(1 + k) times as far. Rounding errors of layers are independent and add up like that; a layer that computes
@@ -47,8 +50,8 @@ class UnlikeError(Exception):
     """A model is not the plain block; says why."""
 
 
-def lean_pass(target: Target, report: Callable[[str], None] | None = None) -> LeanPass | None:
-    """The lean pass of a target; None where the model's own code must run, and `report` hears why."""
+def lean_pass(target: Target) -> LeanPass | None:
+    """The lean pass of a target; None where the model's own code must run, and why is logged."""
     try:
         with torch.inference_mode(False), torch.no_grad():  # joined weights outlive the caller's mode
             lean = _build(target)
@@ -60,12 +63,10 @@ def lean_pass(target: Target, report: Callable[[str], None] | None = None) -> Le
                 _prove(fused, target)
                 return fused
             except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
-                if report is not None:
-                    report(f"{target.facts.source} runs without kernels of its own between its products: {reason}")
+                logger.info(f"{target.facts.source} runs without kernels of its own between its products: {reason}")
         _prove(lean, target)
     except (UnlikeError, UserError) as reason:
-        if report is not None:
-            report(f"{target.facts.source} runs by transformers' own code: {reason}")
+        logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")
         return None
     return lean
 

@@ -3,6 +3,7 @@
 All recordings share one pool of memory: what a replay leaves there holds until the next.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,7 +16,8 @@ from torch import Tensor
 from eyas.engine.fixed import Mark, Numbers
 from eyas.engine.sheet import Sheet
 
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
 Function = Callable[[Numbers, Mark], Tensor]
 
 
@@ -34,7 +36,6 @@ class Recorder:
     """Runs functions of sheets, recorded if possible."""
 
     device: torch.device
-    report: Report | None = None
     records: bool = True
     """Without, functions just run: for trials where there is no CUDA."""
     bytes: int = 0
@@ -68,11 +69,10 @@ class Recorder:
                 made = self._record(sheet, function, keep) if self.records else _unrecorded(sheet, function)
             except Exception as error:  # whatever it is, decoding goes on
                 self.refused.add(kind)
-                if self.report is not None:
-                    reason = " ".join(str(error).split())[:300]
-                    self.report(
-                        f"{kind} of shape {bucket} cannot be recorded as a CUDA graph, it runs eagerly: {reason}"
-                    )
+                reason = " ".join(str(error).split())[:300]
+                logger.warning(
+                    f"{kind} of shape {bucket} cannot be recorded as a CUDA graph, it runs eagerly: {reason}"
+                )
                 return None
             self._made[kind, *bucket] = made
         return made

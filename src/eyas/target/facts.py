@@ -7,7 +7,6 @@ Invariant: the numbers describe the text model, also when the checkpoint holds a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,9 +44,9 @@ class TargetFacts:
         return low, middle, high
 
 
-def read_facts(source: str, *, cache: Path | None = None, report: Callable[[str], None] | None = None) -> TargetFacts:
+def read_facts(source: str, *, cache: Path | None = None) -> TargetFacts:
     """Read the facts of `source`; the default target and GGUF files are made into a folder first."""
-    place = locate(source, cache=cache, report=report)
+    place = locate(source, cache=cache)
     from transformers import AutoConfig
 
     with explain_failures(source, place):

@@ -8,8 +8,9 @@ named in an error, and the result has exactly the tensors and shapes that transf
 """
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from eyas.target.store import build_once
 CONVERTER_VERSION = 1
 """Part of every cached folder's name: raise it when the same GGUF would give another folder."""
 
-Report = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +96,20 @@ _OTHER_KEYS = {
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-def converted_folder(path: Path, cache: Path, *, report: Report | None = None) -> Path:
+def converted_folder(path: Path, cache: Path) -> Path:
     """Return the folder made from `path`, converting once; the same bytes give the same folder."""
     digest = sha256_of(path)
     folder = cache / "targets" / f"gguf-{digest[:32]}-v{CONVERTER_VERSION}"
-    return build_once(folder, lambda staging: convert(path, staging, sha256=digest, report=report), report=report)
+    return build_once(folder, lambda staging: convert(path, staging, sha256=digest))
 
 
-def convert(path: Path, folder: Path, *, sha256: str, report: Report | None = None) -> None:
+def convert(path: Path, folder: Path, *, sha256: str) -> None:
     """Fill the empty `folder` with a Hugging Face model made from the GGUF file `path`."""
     source = GgufFile(path)
     architecture = _architecture(source)
     config = _config(source, architecture)
     names = _tensor_names(source, architecture, config)
-    if report is not None:
-        report(f"dequantising {len(names)} tensors of {path.name} to bfloat16 (once)")
+    logger.info(f"dequantising {len(names)} tensors of {path.name} to bfloat16 (once)")
     write_tokenizer(source, folder, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
     config.save_pretrained(folder)
     generation = GenerationConfig(  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ Invariant: a name that cannot work fails here or inside `explain_failures`, as o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,12 +19,12 @@ DEFAULT_TARGET = "smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def locate(source: str, *, cache: Path | None = None, report: Callable[[str], None] | None = None) -> str:
+def locate(source: str, *, cache: Path | None = None) -> str:
     """Return a folder or hub id for `source`; `cache` holds converted targets (default: the user's cache)."""
     if source == DEFAULT_TARGET:
         from eyas.target.default import default_folder
 
-        return str(default_folder(cache or _user_cache(), report=report))
+        return str(default_folder(cache or _user_cache()))
     if not source.strip():
         raise UserError(f"the name of the target is empty; give a folder, a .gguf file, a hub id or {DEFAULT_TARGET!r}")
     path = Path(source).expanduser()
@@ -33,7 +33,7 @@ def locate(source: str, *, cache: Path | None = None, report: Callable[[str], No
             raise UserError(f"there is no GGUF file {source}; check the path")
         from eyas.target.gguf import converted_folder
 
-        return str(converted_folder(path, cache or _user_cache(), report=report))
+        return str(converted_folder(path, cache or _user_cache()))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(

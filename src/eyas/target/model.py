@@ -7,7 +7,8 @@ never trained: its outputs carry no gradient.
 Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,6 +33,8 @@ from eyas.target.capture import capture
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate
 from eyas.target.tokenizer import stop_ids
+
+logger = logging.getLogger(__name__)
 
 DTYPES: Mapping[str, torch.dtype | str] = {
     "auto": "auto",
@@ -66,7 +69,6 @@ class Target:
         device: str = "cpu",
         spread: bool = False,
         cache: Path | None = None,
-        report: Callable[[str], None] | None = None,
     ) -> "Target":
         """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
@@ -78,9 +80,8 @@ class Target:
         where = _device(device)
         if spread and find_spec("accelerate") is None:
             raise UserError("spreading a target over several GPUs needs accelerate; `pip install accelerate`")
-        place = locate(source, cache=cache, report=report)
-        if report is not None:
-            report(f"loading {source}")
+        place = locate(source, cache=cache)
+        logger.info(f"loading {source}")
         with explain_failures(source, place):
             config = AutoConfig.from_pretrained(place)
         facts = facts_of(config, source)
@@ -103,8 +104,7 @@ class Target:
                 raise ValueError(f"its weights are damaged ({error})") from error
         model: Any = loaded[0]
         if dtype == "auto" and not placement and not _computes(model.dtype, where):
-            if report is not None:
-                report(f"this processor has no {str(model.dtype).removeprefix('torch.')} arithmetic: using float32")
+            logger.info(f"this processor has no {str(model.dtype).removeprefix('torch.')} arithmetic: using float32")
             model = model.float()
         if not placement:
             model.to(where)

@@ -5,6 +5,7 @@ so building happens under a file lock: the second waits and finds the finished f
 Invariant: a folder under its final name is complete; what a killed builder left is swept by the next one.
 """
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,10 @@ from filelock import FileLock, Timeout
 from eyas.atomic import new_folder
 from eyas.errors import UserError
 
+logger = logging.getLogger(__name__)
 
-def build_once(folder: Path, build: Callable[[Path], None], *, report: Callable[[str], None] | None = None) -> Path:
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
     """Return `folder`, filling it with `build` first when it is not there."""
     if folder.is_dir():
         return folder
@@ -25,8 +28,7 @@ def build_once(folder: Path, build: Callable[[Path], None], *, report: Callable[
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            if report is not None:
-                report(f"waiting for another process that is making {folder}")
+            logger.info(f"waiting for another process that is making {folder}")
             lock.acquire()
     except OSError as error:
         raise UserError(

@@ -1,6 +1,5 @@
 """The target's tokenizer without its weights, and the ids that end an answer."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -8,11 +7,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from eyas.target.locate import explain_failures, locate
 
 
-def load_tokenizer(
-    source: str, *, cache: Path | None = None, report: Callable[[str], None] | None = None
-) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+def load_tokenizer(source: str, *, cache: Path | None = None) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
     """Return the tokenizer of `source` (see `locate`) and its stop ids."""
-    place = locate(source, cache=cache, report=report)
+    place = locate(source, cache=cache)
     with explain_failures(source, place):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place)
     try:
