@@ -216,7 +216,8 @@ def test_two_first_runs_at_once_make_one_good_folder(tmp_path: Path) -> None:
     model = tiny_model()
     path, cache = write_gguf(model, tmp_path / "m.gguf"), tmp_path / "cache"
     program = (
-        "import io, logging, sys; from pathlib import Path; from eyas.target.locate import locate; said = io.StringIO()\n"
+        "import io, logging, sys; from pathlib import Path; from eyas.target.locate import locate\n"
+        "said = io.StringIO()\n"
         "logging.basicConfig(stream=said, level='INFO', format='%(message)s')\n"
         "print(locate(sys.argv[1], cache=Path(sys.argv[2])))\n"
         "print(sum(line.startswith('dequantising') for line in said.getvalue().splitlines()))"
