@@ -33,10 +33,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
-from eyas.engine.recorder import Function, Recorder, Recording
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.sampling import Sampling
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
@@ -166,7 +166,7 @@ class TossedEngine(Engine):
     def step(self) -> Any:
         """Time steps that only decode, and record nothing."""
         running = self.scheduler.running
-        decodes = not self.scheduler.waiting and all(live.pending == 1 for live in running)
+        decodes = not self.scheduler.waiting and all(seq.pending == 1 for seq in running)
         before, started = dict(self.seconds), time.perf_counter()
         graphs = self._graphs()
         pieces = super().step()
@@ -203,7 +203,7 @@ class TossedEngine(Engine):
         return result
 
 
-class TimedRecorder(Recorder):
+class TimedRecorder(GraphCapture):
     """Brackets replays by events."""
 
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
@@ -219,7 +219,7 @@ class TimedRecorder(Recorder):
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
         function: Function,
         keep: Tensor | None = None,
-    ) -> Recording | None:
+    ) -> CapturedGraph | None:
         """The same, timed."""
         recording = super().get(kind, bucket, shapes, function, keep)
         if recording is None:
@@ -256,10 +256,10 @@ def measure(
 ) -> dict[str, Any]:
     """Answer as many prompts as there are users, several times."""
     longest = arguments.prompt + arguments.new
-    options = EngineOptions(
-        max_rows=users,
-        max_length=longest + 16,
-        token_budget=max(8192, users * 8),
+    options = EngineConfig(
+        max_num_seqs=users,
+        max_model_len=longest + 16,
+        max_num_batched_tokens=max(8192, users * 8),
         graphs=not arguments.eager,
         prefix_cache=False,
     )

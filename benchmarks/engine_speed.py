@@ -31,13 +31,13 @@ import torch
 from eyas.cli.pair import load_drafter_for
 from eyas.cli.speculation import read_tree
 from eyas.drafter.model import Drafter
-from eyas.engine.draft import Tree
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.drafter import Tree
+from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.sampling import Sampling
 from eyas.target.model import Target
-from eyas.target.packed_linear import pack_linears
 from eyas.train.conversations import read_conversations
 from eyas.train.journal import versions
 
@@ -124,8 +124,8 @@ Mode = Callable[[Sequence[tuple[int, ...]]], Run]
 def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[str, Mode]:
     def engine(drafter: Drafter | None, speculation: Speculation, tree: Tree | None = None) -> Mode:
         # One engine for all rounds, as a server would be; the prefix cache would make later rounds easier.
-        made = Engine(target, drafter, options=EngineOptions(max_rows=users, max_length=2048, tree=tree))
-        made.record_ahead()
+        made = Engine(target, drafter, options=EngineConfig(max_num_seqs=users, max_model_len=2048, tree=tree))
+        made.capture_graphs()
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
             made.pool.forget()
@@ -176,8 +176,8 @@ def _run(engine: Engine, requests: Sequence[Request]) -> Run:
     total, decoding, decoded = 0.0, 0.0, 0
     while engine.busy:
         scheduler = engine.scheduler
-        joins = scheduler.waiting > 0 and len(scheduler.running) < engine.options.max_rows
-        reads = joins or any(live.pending > 1 for live in scheduler.running)
+        joins = scheduler.waiting > 0 and len(scheduler.running) < engine.options.max_num_seqs
+        reads = joins or any(seq.pending > 1 for seq in scheduler.running)
         started = time.perf_counter()
         pieces = engine.step()
         seconds = time.perf_counter() - started

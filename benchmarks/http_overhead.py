@@ -96,10 +96,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both ways in turn."""
     # Only here: the process of the clients needs none of it.
     from eyas.cli.pair import choose_drafter, load_pair
+    from eyas.engine.async_engine import AsyncEngine
+    from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
-    from eyas.engine.options import EngineOptions
     from eyas.engine.request import Request
-    from eyas.engine.stream import StreamingEngine
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
     from eyas.serve.host import Host
@@ -109,14 +109,16 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
     drafter_name = choose_drafter(arguments.drafter, arguments.target)
     target, drafter = load_pair(arguments.target, drafter_name, dtype="auto", device=arguments.device, cache=None)
-    engine = Engine(target, drafter, options=EngineOptions(max_rows=arguments.users, max_length=1024, memory=2**30))
-    direct = StreamingEngine(engine)
+    engine = Engine(
+        target, drafter, options=EngineConfig(max_num_seqs=arguments.users, max_model_len=1024, memory=2**30)
+    )
+    direct = AsyncEngine(engine)
     host = Host(lambda: engine, report=print)  # both threads know the engine; rounds take turns, so one works at a time
     served = Served(
-        name="model", target=arguments.target, drafter=drafter_name, max_length=1024, max_rows=arguments.users
+        name="model", target=arguments.target, drafter=drafter_name, max_model_len=1024, max_num_seqs=arguments.users
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(Application(host, served, page=False), on_stop=lambda _: None)
+    server = Server(Application(host, served, block=False), on_stop=lambda _: None)
     serving = asyncio.create_task(server.serve([listener]))
     prompts = [
         [target.encode_chat([message]) for message in user] for user in questions(arguments.users, arguments.each)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from soak_clients import Books, Clients, Said, live
+from soak_clients import Books, Clients, TargetOutput, live
 from soak_questions import FAREWELL, QUESTIONS, Question, refusals
 from soak_server import Server, Watch
 
@@ -76,7 +76,7 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
         session = clients.session
         await server.until_ready(session, arguments.start_seconds)
         before = await server.counted(session)
-        max_length = (await server.status(session))["served"]["max_length"]
+        max_model_len = (await server.status(session))["served"]["max_length"]
         known = await _references(clients, arguments.questions)
         print(f"{len(known)} answers known; {arguments.clients} clients for {arguments.minutes:g} minutes", flush=True)
 
@@ -84,7 +84,7 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
         ending = loop.call_later(60 * arguments.minutes, stop.set)
         began = time.monotonic()
         lives = [
-            live(clients, known, refusals(max_length), rng=random.Random(f"{arguments.seed} {number}"), stop=stop)
+            live(clients, known, refusals(max_model_len), rng=random.Random(f"{arguments.seed} {number}"), stop=stop)
             for number in range(arguments.clients)
         ]
         firing = asyncio.gather(*lives)
@@ -110,9 +110,9 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
             _judge_log(verdict, server, books)
 
 
-async def _references(clients: Clients, count: int) -> list[tuple[Question, Said]]:
+async def _references(clients: Clients, count: int) -> list[tuple[Question, TargetOutput]]:
     """Ask every question, one after the other."""
-    known: list[tuple[Question, Said]] = []
+    known: list[tuple[Question, TargetOutput]] = []
 
     async def ask(question: Question) -> str:
         known.append((question, await clients.whole(question)))

@@ -112,10 +112,10 @@ class Refusal:
     code: str
 
 
-def refusals(max_length: int) -> tuple[Refusal, ...]:
+def refusals(max_model_len: int) -> tuple[Refusal, ...]:
     """For a server that takes so many tokens; a word is at least one."""
     plain = _chat("Hello", 8).body
-    long = _chat("word " * max_length, 8).body
+    long = _chat("word " * max_model_len, 8).body
     return (
         Refusal(kind="broken JSON", payload=json.dumps(plain).encode()[:-7], code="invalid_json"),
         Refusal(

@@ -9,9 +9,9 @@ import pytest
 
 from eyas.engine import batch
 from eyas.engine.batch import Answer, answer_plainly
-from eyas.engine.plain import generate_plainly
 from eyas.sampling import Sampling
 from eyas.target.model import Target
+from oracle.plain import generate_plainly
 
 pytestmark = pytest.mark.default
 Run = Callable[..., Any]

@@ -150,11 +150,11 @@ def test_the_lines_are_lines_that_servers_take(llama: str) -> None:
 
 
 def test_pages_are_granted_as_the_line_says(llama: str) -> None:
-    from eyas.plan.memory import Footprint, pages_of, plan_pages
+    from eyas.plan.memory import Footprint, blocks_of, plan_blocks
 
     _, record = run(llama, "--gpu", "h100", "--users", "5", "--context", "3000")
     memory, words = record["memory"], shlex.split(record["commands"][0])
-    budget = plan_pages(
+    budget = plan_blocks(
         footprint=Footprint(
             weights=0,
             drafter=0,
@@ -170,7 +170,7 @@ def test_pages_are_granted_as_the_line_says(llama: str) -> None:
         memory=int(float(words[words.index("--memory-gib") + 1]) * 2**30),
     )
     assert budget.pages == record["pages"]["pages"]
-    assert budget.pages == 5 * pages_of(3000, 16), "all five at full length"
+    assert budget.pages == 5 * blocks_of(3000, 16), "all five at full length"
 
 
 def test_acceptance_is_taken_from_where_it_is_said() -> None:

@@ -13,9 +13,9 @@ from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcr
 from eyas.drafter.looks import REGIONS, Recorder
 from eyas.drafter.model import Drafter
 from eyas.engine.batch import Request, answer_plainly, answer_speculatively
-from eyas.engine.dense import EagleDraft
 from eyas.sampling import Sampling
 from eyas.target.model import Target
+from oracle.dense import EagleDraft
 
 DEPTH = 6
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, Literal, Protocol
 
-from eyas.engine.controller import Choice, Controller, RowFacts
-from eyas.engine.drafts import Candidates, Draft, Growth, Tree
-from eyas.engine.siblings import RANKS
-from eyas.engine.verdict import Verdict, accepted_nodes, ranking
+from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
+from eyas.engine.speculation.sibling_acceptance import RANKS
+from eyas.engine.verify import VerifyResult, accepted_nodes, ranking
 from eyas.plan.shapes import CHAIN
 
 LUMP = 64
@@ -300,7 +300,9 @@ class Engine:
                 r.made, r.pending = depth, 0
             drafting = [(r, limit) for r, limit in drafting if limit > depth]
             if drafting and self.sees and self.controller:
-                going = self.controller.goes_on([r.number for r, _ in drafting], [r.sure[:depth] for r, _ in drafting])
+                going = self.controller.continue_drafting(
+                    [r.number for r, _ in drafting], [r.sure[:depth] for r, _ in drafting]
+                )
                 drafting = [each for each, goes in zip(drafting, going, strict=True) if goes]
             if drafting:
                 tokens += len(drafting)
@@ -388,7 +390,7 @@ class Engine:
             gained += 1 + accepted
         return gained
 
-    def judge(self, r: Request) -> Verdict:
+    def judge(self, r: Request) -> VerifyResult:
         """The target's tokens are the ranks, along the one path that they make."""
         own = []
         for node in range(-1, len(r.draft.tokens)):
@@ -398,7 +400,7 @@ class Engine:
         nodes = accepted_nodes(r.draft, own)
         tokens = [own[1 + node] for node in (-1, *nodes)]
         row: Any = None
-        return Verdict(row=row, draft=r.draft, nodes=nodes, tokens=tokens, token_at=0, logits_at=0)
+        return VerifyResult(row=row, draft=r.draft, nodes=nodes, tokens=tokens, token_at=0, logits_at=0)
 
     def read_lumps(self) -> None:
         """Who has not drafted for long is read for all the same, all together, and only for keys and values."""

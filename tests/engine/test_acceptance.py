@@ -6,7 +6,7 @@ from operator import mul
 
 import pytest
 
-from eyas.engine.acceptance import FIRST_GUESS, LATEST, Acceptance
+from eyas.engine.speculation.acceptance import FIRST_GUESS, LATEST, Acceptance
 
 TRUE = [0.8, 0.7, 0.6, 0.5]
 

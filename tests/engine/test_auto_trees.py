@@ -13,14 +13,14 @@ from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from engine.test_engine import expected as expected  # a fixture
 from eyas.drafter.model import Drafter
 from eyas.engine import checkup
-from eyas.engine.controller import Controller
-from eyas.engine.draft import PagedDrafter, Tree
-from eyas.engine.drafts import Candidates, Draft
-from eyas.engine.drift import LEAST
 from eyas.engine.engine import Engine
-from eyas.engine.planner import Situation
-from eyas.engine.siblings import RANKS, Siblings
-from eyas.engine.verdict import Verdict, ranking
+from eyas.engine.runner.drafter import DrafterRunner, Tree
+from eyas.engine.speculation.controller import Controller
+from eyas.engine.speculation.draft import Candidates, Draft
+from eyas.engine.speculation.drift import LEAST
+from eyas.engine.speculation.planner import Situation
+from eyas.engine.speculation.sibling_acceptance import RANKS, SiblingAcceptance
+from eyas.engine.verify import VerifyResult, ranking
 from eyas.errors import UserError
 from eyas.plan.shapes import Plan, Shape
 from eyas.sampling import Sampling
@@ -91,7 +91,7 @@ def test_some_rounds_look_at_further_candidates_and_only_where_trees_can_follow(
 
 
 def test_shares_are_believed_once_they_were_seen_and_only_of_candidates_looked_at() -> None:
-    siblings = Siblings()
+    siblings = SiblingAcceptance()
     siblings.observe([2])
     assert siblings.shares()[0] < 0.2
     for _ in range(100):
@@ -128,14 +128,14 @@ def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: A
 def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tree, Draft]]:
     """All trees, each with what was offered of it."""
     found: list[tuple[Tree, Draft]] = []
-    grow = PagedDrafter.tree
+    grow = DrafterRunner.tree
 
-    def tree(self: PagedDrafter, lives: Any, shapes: Sequence[Tree], *rest: Any, **more: Any) -> list[Draft]:
-        drafts = grow(self, lives, shapes, *rest, **more)
+    def tree(self: DrafterRunner, seqs: Any, shapes: Sequence[Tree], *rest: Any, **more: Any) -> list[Draft]:
+        drafts = grow(self, seqs, shapes, *rest, **more)
         found.extend(zip(shapes, drafts, strict=True))
         return drafts
 
-    monkeypatch.setattr(PagedDrafter, "tree", tree)
+    monkeypatch.setattr(DrafterRunner, "tree", tree)
     return found
 
 
@@ -153,7 +153,7 @@ def test_greedy_answers_equal_plain_decoding(
     rows: int,
     grown: Any,
 ) -> None:
-    engine = engine_with_trees(target, tiny_drafter, tree, max_rows=rows)
+    engine = engine_with_trees(target, tiny_drafter, tree, max_num_seqs=rows)
     answers = run(engine, [request(prompt) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
     assert any(not draft.is_chain for _, draft in grown)
@@ -204,10 +204,10 @@ def test_a_tree_is_cut_where_slots_are_short(
     changes: dict[str, Any],
     grown: Any,
 ) -> None:
-    per_page = Engine(target, tiny_drafter, options=options(**changes)).budget.bytes_per_page
-    pages = 120 // options(**changes).page_size
+    per_block = Engine(target, tiny_drafter, options=options(**changes)).budget.bytes_per_block
+    blocks = 120 // options(**changes).block_size
     engine = engine_with_trees(
-        target, tiny_drafter, TREES[1], **{"max_length": 64, "memory": pages * per_page, **changes}
+        target, tiny_drafter, TREES[1], **{"max_length": 64, "memory": blocks * per_block, **changes}
     )
     answers = run(engine, [request(prompt) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
@@ -264,7 +264,7 @@ def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
 def test_the_costs_are_told_what_really_ran(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_with_trees(target, tiny_drafter, TREES[0], max_rows=3, drift_share=0.0)
+    engine = engine_with_trees(target, tiny_drafter, TREES[0], max_num_seqs=3, drift_share=0.0)
     assert engine._drafter is not None
     read: list[int] = []
     passes: list[int] = []
@@ -298,12 +298,12 @@ class Verdicts:
     """All verdicts on drafts, by the request and the length of its tokens."""
 
     def __init__(self, engine: Engine) -> None:
-        self.found: dict[tuple[int, int], Verdict] = {}
+        self.found: dict[tuple[int, int], VerifyResult] = {}
         commit = engine._commit
 
-        def watched(verdict: Verdict, said: Any) -> None:
+        def watched(verdict: VerifyResult, said: Any) -> None:
             if verdict.draft.tokens:
-                self.found[verdict.row.live.key, len(verdict.row.live.tokens)] = verdict
+                self.found[verdict.row.seq.key, len(verdict.row.seq.tokens)] = verdict
             commit(verdict, said)
 
         engine._commit = watched  # type: ignore[method-assign]
@@ -340,7 +340,7 @@ def test_a_rank_says_which_trees_would_have_had_the_token(
 def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_with_trees(target, tiny_drafter, TREES[1], max_rows=2)
+    engine = engine_with_trees(target, tiny_drafter, TREES[1], max_num_seqs=2)
     told = engine.controller.observe_round
     heard: list[tuple[int, Sequence[int], Sequence[Any]]] = []
 
@@ -374,7 +374,7 @@ def test_ranks_end_where_no_candidates_were_noted() -> None:
         (draft.only(range(1)), [0], [5, 8], [1, 2]),
         (draft.only(range(0)), [], [6], [2]),
     ):
-        told = ranking(Verdict(row=row, draft=draft_kept, nodes=nodes, tokens=tokens, token_at=0, logits_at=0))
+        told = ranking(VerifyResult(row=row, draft=draft_kept, nodes=nodes, tokens=tokens, token_at=0, logits_at=0))
         assert told.ranks == ranks
         assert told.firsts == [0.6, 0.5][: len(ranks)]
 

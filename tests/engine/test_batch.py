@@ -9,12 +9,12 @@ from scipy import stats
 from eyas.drafter.model import Drafter
 from eyas.engine import batch
 from eyas.engine.batch import Answer, Pull, Request, answer_plainly, answer_speculatively
-from eyas.engine.dense import DenseTarget, EagleDraft
-from eyas.engine.plain import generate_plainly
-from eyas.engine.reference import Chain, decode_plainly, decode_speculatively
 from eyas.errors import UserError
 from eyas.sampling import Sampling, SeededDraws, probabilities
 from eyas.target.model import Target
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.plain import generate_plainly
+from oracle.reference import Chain, decode_plainly, decode_speculatively
 from tiny import VOCAB, drafter_config, language, random_drafter, trained_drafter
 
 NEW_TOKENS = 14

@@ -29,7 +29,7 @@ from engine.simulated import (
     plain_rate,
     serve,
 )
-from eyas.engine.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 
 MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
 WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST, "fast gpu": SMALL_ON_FAST_GPU}
@@ -284,9 +284,9 @@ def start(controller: Controller, users: int) -> Choice:
 def test_confidence_stops_hopeless_drafts() -> None:
     controller = told(Controller(), KIND_CPU, users=1, acceptance=0.9)
     assert start(controller, 1).limits == (7,)
-    assert controller.goes_on([0], [[0.05]]) == [False]
+    assert controller.continue_drafting([0], [[0.05]]) == [False]
     start(controller, 1)
-    assert controller.goes_on([0], [[0.98]]) == [True]
+    assert controller.continue_drafting([0], [[0.98]]) == [True]
     start(controller, 2)
     assert controller.keeps([0, 1], [[0.98, 0.97], [0.03, 0.9]]) == [2, 0]
 
@@ -366,5 +366,7 @@ def test_a_choice_for_64_requests_takes_well_under_a_millisecond() -> None:
 
 
 def test_it_runs_without_torch() -> None:
-    program = "import sys, eyas.engine.controller; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    program = (
+        "import sys, eyas.engine.speculation.controller; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -3,11 +3,11 @@
 import pytest
 
 from default_drafter import default_drafter_config
-from eyas.engine.dense import DenseTarget, EagleDraft
-from eyas.engine.plain import generate_plainly
-from eyas.engine.reference import Chain, Tree, decode_plainly, decode_speculatively
 from eyas.sampling import Sampling, SeededDraws
 from eyas.target.model import Target
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.plain import generate_plainly
+from oracle.reference import Chain, Tree, decode_plainly, decode_speculatively
 from tiny import random_drafter
 
 pytestmark = pytest.mark.default

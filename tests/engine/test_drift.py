@@ -8,8 +8,8 @@ import pytest
 
 from engine.simulated import GPU, GREAT, serve
 from eyas.drafter.drift import conditional_acceptance, log_sizes, slope
-from eyas.engine.controller import Controller, RowFacts
-from eyas.engine.drift import BEARABLE, LATEST, LEAST, DriftAlarm
+from eyas.engine.speculation.controller import Controller, RowFacts
+from eyas.engine.speculation.drift import BEARABLE, LATEST, LEAST, DriftAlarm
 
 DEPTH = 7
 MASS = {"sink": [0.05] * DEPTH, "own": [0.1 * d for d in range(DEPTH)]}

@@ -11,19 +11,19 @@ from scipy import stats
 
 from eyas.drafter.model import Drafter
 from eyas.engine import draft
-from eyas.engine.answer import Answer, Piece
 from eyas.engine.batch import answer_plainly
-from eyas.engine.dense import DenseTarget, EagleDraft
-from eyas.engine.draft import Tree
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
-from eyas.engine.plain import generate_plainly
-from eyas.engine.reference import Chain, decode_plainly, decode_speculatively
-from eyas.engine.reference import Tree as ReferenceTree
+from eyas.engine.output import OutputDelta, RequestOutput
 from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.engine.runner.drafter import Tree
 from eyas.errors import UserError
 from eyas.sampling import Sampling, SeededDraws, probabilities, shape_logits
 from eyas.target.model import Target
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.plain import generate_plainly
+from oracle.reference import Chain, decode_plainly, decode_speculatively
+from oracle.reference import Tree as ReferenceTree
 from tiny import VOCAB, drafter_config, language, random_drafter
 
 NEW_TOKENS = 14
@@ -39,22 +39,22 @@ def request(prompt: Sequence[int], **changes: Any) -> Request:
     return Request(prompt=tuple(prompt), **{**values, **changes})
 
 
-def options(**changes: Any) -> EngineOptions:
+def options(**changes: Any) -> EngineConfig:
     values: dict[str, Any] = {"max_rows": 8, "max_length": 128, "token_budget": 64, "page_size": 4, "memory": 2**22}
-    return EngineOptions(**{**values, **changes})
+    return EngineConfig(**{**values, **changes})
 
 
-def run(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
+def run(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
     """Answers, with the books checked after every step."""
     keys = [engine.submit(one) for one in requests]
     tallies = {key: engine.tally_of(key) for key in keys}
-    pieces: dict[int, list[Piece]] = {key: [] for key in keys}
+    pieces: dict[int, list[OutputDelta]] = {key: [] for key in keys}
     while engine.busy:
         for piece in engine.step():
             pieces[piece.key].append(piece)
         engine.scheduler.check()
     assert engine.pool.used == 0
-    return [Answer.of(pieces[key], tallies[key]) for key in keys]
+    return [RequestOutput.of(pieces[key], tallies[key]) for key in keys]
 
 
 def plain(target: Target, prompt: Sequence[int], *, max_new_tokens: int = NEW_TOKENS) -> tuple[int, ...]:
@@ -80,7 +80,7 @@ def test_greedy_answers_equal_plain_decoding(
     rows: int,
     speculation: Speculation,
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options(max_rows=rows))
+    engine = Engine(target, tiny_drafter, options=options(max_num_seqs=rows))
     answers = run(engine, [request(prompt, speculation=speculation) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
     assert {answer.finished for answer in answers} == {FinishReason.LENGTH}
@@ -103,7 +103,7 @@ def test_trees_give_the_same_answers(
 
 
 @pytest.mark.parametrize("changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}])
-def test_chunks_pages_and_prefixes_do_not_show(
+def test_chunks_blocks_and_prefixes_do_not_show(
     target: Target,
     tiny_drafter: Drafter,
     prompts: list[tuple[int, ...]],
@@ -118,18 +118,18 @@ def test_chunks_pages_and_prefixes_do_not_show(
 def test_preempted_requests_continue_where_they_were(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:
-    per_page = Engine(target, tiny_drafter, options=options()).budget.bytes_per_page
-    engine = Engine(target, tiny_drafter, options=options(max_length=64, memory=30 * per_page))
-    lives = []
+    per_block = Engine(target, tiny_drafter, options=options()).budget.bytes_per_block
+    engine = Engine(target, tiny_drafter, options=options(max_model_len=64, memory=30 * per_block))
+    seqs = []
     for prompt in prompts:
         engine.submit(request(prompt, speculation=at_depth(3)))
     tokens: dict[int, list[int]] = {}
     while engine.busy:
         for piece in engine.step():
             tokens.setdefault(piece.key, []).extend(piece.tokens)
-        lives += [live for live in engine.scheduler.running if live.preemptions]
+        seqs += [seq for seq in engine.scheduler.running if seq.preemptions]
         engine.scheduler.check()
-    assert lives, "pages were short enough for a preemption"
+    assert seqs, "blocks were short enough for a preemption"
     assert [tuple(tokens[key]) for key in range(len(prompts))] == expected
 
 
@@ -139,7 +139,7 @@ def test_a_shared_prefix_is_read_once(target: Target, tiny_drafter: Drafter, pro
     first = run(engine, [request(long, speculation=at_depth(3))])
     again = run(engine, [request(long, speculation=at_depth(3))])
     assert again[0].tokens == first[0].tokens
-    assert again[0].tally == first[0].tally, "the drafter finds its own part of the pages too"
+    assert again[0].tally == first[0].tally, "the drafter finds its own part of the blocks too"
     assert engine.pool.hits > 0
 
 
@@ -197,7 +197,7 @@ SAMPLINGS = [
 def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling
 ) -> None:
-    def answers(engine_options: EngineOptions, speculation: Speculation) -> list[tuple[int, ...]]:
+    def answers(engine_options: EngineConfig, speculation: Speculation) -> list[tuple[int, ...]]:
         engine = Engine(target, tiny_drafter, options=engine_options)
         asked = [
             request(prompt, sampling=sampling, seed=seed, speculation=speculation)
@@ -205,7 +205,7 @@ def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
         ]
         return [answer.tokens for answer in run(engine, asked)]
 
-    alone = answers(options(max_rows=1), OFF)
+    alone = answers(options(max_num_seqs=1), OFF)
     assert answers(options(), at_depth(3)) == alone
     assert answers(options(), Speculation()) == alone
     assert answers(options(tree=Tree(depth=3, width=2, budget=6)), at_depth(3)) == alone
@@ -217,7 +217,7 @@ def test_the_second_token_has_the_targets_distribution(
 ) -> None:
     """By the whole engine, behind a first token that speculation may have accepted: given it, p of the target."""
     prompt = tuple(language(1, 9, torch.Generator().manual_seed(3))[0].tolist())
-    engine = Engine(target, tiny_drafter, options=options(max_rows=64, token_budget=1024))
+    engine = Engine(target, tiny_drafter, options=options(max_num_seqs=64, max_num_batched_tokens=1024))
     asked = [
         request(prompt, sampling=sampling, seed=seed, max_new_tokens=3, speculation=at_depth(2)) for seed in range(1500)
     ]
@@ -308,7 +308,7 @@ def test_cancelled_at_any_moment_nothing_is_left_and_others_do_not_notice(
 ) -> None:
     source = random.Random(5)
     for _ in range(5):
-        engine = Engine(target, tiny_drafter, options=options(max_rows=4))
+        engine = Engine(target, tiny_drafter, options=options(max_num_seqs=4))
         keys = [engine.submit(request(prompt, speculation=at_depth(3))) for prompt in prompts]
         doomed = set(source.sample(keys, 5))
         tokens: dict[int, list[int]] = {key: [] for key in keys}
@@ -332,7 +332,7 @@ def test_a_random_drafter_changes_nothing_and_is_soon_left_alone(
 ) -> None:
     clock = iter(range(10**9))
     wrong = random_drafter(drafter_config(), seed=9).share_target(target.embedding(), target.head())
-    engine = Engine(target, wrong, options=options(max_length=256), clock=lambda: float(next(clock)))
+    engine = Engine(target, wrong, options=options(max_model_len=256), clock=lambda: float(next(clock)))
     answers = run(engine, [request(prompt, max_new_tokens=60) for prompt in prompts])
     assert [answer.tokens for answer in answers] == [plain(target, prompt, max_new_tokens=60) for prompt in prompts]
     assert engine.tally.drafts < engine.tally.passes / 2
@@ -384,7 +384,7 @@ def test_decoders_without_an_option_refuse_it(target: Target, tiny_drafter: Draf
             sampling=sampling,
         )
     with pytest.raises(UserError, match="slots has no penalties"):
-        next(answer_plainly(target, lambda: None, sampling=sampling, slots=1, max_length=8, stop_ids=()))
+        next(answer_plainly(target, lambda: None, sampling=sampling, slots=1, max_model_len=8, stop_ids=()))
     with pytest.raises(UserError, match="transformers has no penalties"):
         generate_plainly(target, [1], sampling=sampling, max_new_tokens=1)
 
@@ -399,14 +399,14 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
 ) -> None:
     if not patient:
         monkeypatch.setattr(draft, "PATIENCE_BYTES", 0)  # a lump of states, then
-    engine = Engine(target, tiny_drafter, options=options(max_length=256))
+    engine = Engine(target, tiny_drafter, options=options(max_model_len=256))
     monkeypatch.setattr(
         engine.controller, "choose", lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1)
     )
     reads: list[int] = []
     assert engine._proposer is not None
     read = engine._proposer.read
-    monkeypatch.setattr(engine._proposer, "read", lambda lives, **how: (reads.append(len(lives)), read(lives, **how)))
+    monkeypatch.setattr(engine._proposer, "read", lambda seqs, **how: (reads.append(len(seqs)), read(seqs, **how)))
     run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
     assert len(reads) == 0 if patient else 1 <= len(reads) <= 3
     assert max(reads, default=0) == (0 if patient else 6)

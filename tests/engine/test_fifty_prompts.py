@@ -12,11 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from eyas.drafter.model import Drafter
-from eyas.engine.dense import DenseTarget, EagleDraft
-from eyas.engine.plain import generate_plainly
-from eyas.engine.reference import Chain, decode_speculatively
 from eyas.sampling import Sampling, SeededDraws
 from eyas.target.model import Target
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.plain import generate_plainly
+from oracle.reference import Chain, decode_speculatively
 from real_prompts import parting
 
 pytestmark = pytest.mark.lossless

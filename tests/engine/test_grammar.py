@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 
 from chat_tokenizer import letter_tokenizer
 from engine.test_auto_trees import engine_with_trees
 from engine.test_engine import OFF, at_depth, options
-from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 from eyas.drafter.checkpoint import load_drafter
-from eyas.engine.draft import Draft, Tree
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.grammar import lawful
-from eyas.engine.guidance import MOST_CHARACTERS, Guidance
-from eyas.engine.options import EngineOptions
+from eyas.engine.grammar.base import filter_by_grammar
+from eyas.engine.grammar.llguidance import MOST_CHARACTERS, LlGuidance
 from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.engine.runner.drafter import Draft, Tree
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 
@@ -53,8 +53,8 @@ def letters(tiny_target: Target) -> Target:
 
 
 @pytest.fixture(scope="module")
-def guidance(letters: Target) -> Guidance:
-    return Guidance(letters.tokenizer, letters.facts.vocab_size)
+def guidance(letters: Target) -> LlGuidance:
+    return LlGuidance(letters.tokenizer, letters.facts.vocab_size)
 
 
 def requests(target: Target, grammar: Any, ways: Any = WAYS, **changes: Any) -> list[Request]:
@@ -81,7 +81,7 @@ def check_json(answers: list[Any], keys: set[str], ways: int = len(WAYS)) -> Non
 # --- what is allowed ---------------------------------------------------------------------------------------------
 
 
-def test_a_walk_is_a_function_of_the_tokens(guidance: Guidance, letters: Target) -> None:
+def test_a_walk_is_a_function_of_the_tokens(guidance: LlGuidance, letters: Target) -> None:
     chance = random.Random(1)
     stops = sorted(letters.stop_ids())
     for grammar in (guidance.json_schema(SHORT), guidance.regex("(ab|a[bc]){2,4}x*"), guidance.choice(["ab", "abc"])):
@@ -122,7 +122,7 @@ def fresh_or_none(grammar: Any, tokens: list[int], drafts: list[int], stops: lis
 
 
 def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_it_is_complete(
-    guidance: Guidance, letters: Target
+    guidance: LlGuidance, letters: Target
 ) -> None:
     encode = letters.tokenizer.encode
     walk = guidance.regex("ab?").walk(prompt_length=0, stop_ids=[1, 3])
@@ -130,23 +130,23 @@ def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_it_is
     assert allowed == [encode("a"), [1, 3, *encode("b")], [1, 3]]
 
 
-def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: Guidance, letters: Target) -> None:
+def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: LlGuidance, letters: Target) -> None:
     encode = letters.tokenizer.encode
     a, b, c = encode("abc")
     walk = guidance.regex("(ab)*c").walk(prompt_length=0, stop_ids=[1])
     chain = Draft(tokens=(a, b, b, c), parents=(-1, 0, 1, 2), confidences=(0.9, 0.8, 0.7, 0.6))
-    assert lawful(chain, walk, []) == chain.only(range(2))
+    assert filter_by_grammar(chain, walk, []) == chain.only(range(2))
     tree = Draft(tokens=(b, a, c, b, a, c), parents=(-1, -1, -1, 1, 0, 3), confidences=(0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
     expected = Draft(tokens=(a, c, b, c), parents=(-1, -1, 0, 2), confidences=(0.5, 0.4, 0.3, 0.1))
-    assert lawful(tree, walk, []) == expected
+    assert filter_by_grammar(tree, walk, []) == expected
     end = Draft(tokens=(c, 1, a), parents=(-1, 0, 1), confidences=(0.9, 0.9, 0.9))
-    assert lawful(end, walk, []) == end.only(range(2))
+    assert filter_by_grammar(end, walk, []) == end.only(range(2))
 
 
 # --- the answer is the same --------------------------------------------------------------------------------------
 
 
-def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
     alone = [Engine(letters).generate([replace(one, speculation=OFF)])[0].tokens for one in asked[:: len(WAYS)]]
     answers = Engine(letters, tiny_drafter, options=options()).generate(asked)
@@ -155,7 +155,7 @@ def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: D
     assert sum(answer.tally.accepted for answer in answers) > 0
 
 
-def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
     tree = replace(options(), tree=Tree(depth=3, width=3, budget=8))
     answers = Engine(letters, tiny_drafter, options=tree).generate(asked)
@@ -165,7 +165,7 @@ def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guid
 
 
 def test_trees_that_the_controller_chooses_give_the_same_answer(
-    letters: Target, tiny_drafter: Drafter, guidance: Guidance
+    letters: Target, tiny_drafter: Drafter, guidance: LlGuidance
 ) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
     engine = engine_with_trees(letters, tiny_drafter, Tree(depth=3, width=3, budget=8))
@@ -176,7 +176,7 @@ def test_trees_that_the_controller_chooses_give_the_same_answer(
     assert engine.controller.report()["rows_in_trees"] > 0
 
 
-def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), Speculation()))[:6]
     free = [replace(one, grammar=None) for one in asked]
     expected = Engine(letters, tiny_drafter, options=options()).generate([*asked, *free])
@@ -186,17 +186,17 @@ def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Draf
         assert [answer.tokens for answer in answers] == [by_request[one].tokens for one in share]
 
 
-def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidance: Guidance) -> None:
+def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
     expected = Engine(letters, tiny_drafter, options=options()).generate(asked)
     engine = Engine(letters, tiny_drafter, options=options())
-    engine.pool.allocate(engine.pool.pages - 12)
+    engine.pool.allocate(engine.pool.blocks - 12)
     preempted = 0
     keys, pieces = [engine.submit(one) for one in asked], dict[int, list[int]]()
     while engine.busy:
         for piece in engine.step():
             pieces.setdefault(piece.key, []).extend(piece.tokens)
-        preempted = max([preempted, *(live.preemptions for live in engine.scheduler.running)])
+        preempted = max([preempted, *(seq.preemptions for seq in engine.scheduler.running)])
     assert preempted > 0
     assert [tuple(pieces[key]) for key in keys] == [answer.tokens for answer in expected]
 
@@ -205,20 +205,20 @@ def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidan
 def test_a_real_schema_on_the_default_target(default_target: Target) -> None:
     drafter = load_drafter("smollm2-eagle3.1").float()
     drafter = drafter.share_target(default_target.embedding(), default_target.head())
-    grammar = Guidance(default_target.tokenizer, default_target.facts.vocab_size).json_schema(BIRD)
+    grammar = LlGuidance(default_target.tokenizer, default_target.facts.vocab_size).json_schema(BIRD)
     prompt = default_target.encode_chat([{"role": "user", "content": "Describe the barn owl as JSON."}])
     ways = (at_depth(4), Speculation())
     asked = requests(default_target, grammar, ways, prompt=tuple(prompt), max_new_tokens=48)[:4]
     beside = replace(asked[0], grammar=None, max_new_tokens=8)
-    alone = Engine(default_target, options=EngineOptions(memory=2**28, max_length=512))
+    alone = Engine(default_target, options=EngineConfig(memory=2**28, max_model_len=512))
     plain = [answer.tokens for answer in alone.generate([replace(one, speculation=OFF) for one in asked[::2]])]
-    chains = Engine(default_target, drafter, options=EngineOptions(memory=2**28, max_length=512))
+    chains = Engine(default_target, drafter, options=EngineConfig(memory=2**28, max_model_len=512))
     answers = chains.generate([*asked, beside])[:-1]
     check_json(answers, set(BIRD["required"]), 2)  # type: ignore[call-overload]
     assert [answer.tokens for answer in answers[::2]] == plain
     assert all(answer.tally.accepted > 0 for answer in answers[::2])
     tree = Tree(depth=4, width=3, budget=8)
-    trees = Engine(default_target, drafter, options=EngineOptions(memory=2**28, max_length=512, tree=tree))
+    trees = Engine(default_target, drafter, options=EngineConfig(memory=2**28, max_model_len=512, tree=tree))
     for answer, expected in zip(trees.generate(asked[::2]), plain, strict=True):
         assert answer.tokens == expected
 
@@ -226,7 +226,7 @@ def test_a_real_schema_on_the_default_target(default_target: Target) -> None:
 # --- limits ------------------------------------------------------------------------------------------------------
 
 
-def test_an_answer_may_be_too_short_for_its_grammar(letters: Target, guidance: Guidance) -> None:
+def test_an_answer_may_be_too_short_for_its_grammar(letters: Target, guidance: LlGuidance) -> None:
     (answer,) = Engine(letters).generate(requests(letters, guidance.json_schema(SHORT), max_new_tokens=4)[:1])
     assert answer.finished is FinishReason.LENGTH
     assert len(answer.tokens) == 4
@@ -251,12 +251,12 @@ def test_an_answer_may_be_too_short_for_its_grammar(letters: Target, guidance: G
         (lambda g: g.regex("a" * (MOST_CHARACTERS + 1)), f"{MOST_CHARACTERS:,}"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_with_the_reason(guidance: Guidance, make: Any, reason: str) -> None:
+def test_what_cannot_be_followed_is_refused_with_the_reason(guidance: LlGuidance, make: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason.replace("?", r"\?")):
         make(guidance)
 
 
-def test_nothing_else_may_decide_where_an_answer_ends(letters: Target, guidance: Guidance) -> None:
+def test_nothing_else_may_decide_where_an_answer_ends(letters: Target, guidance: LlGuidance) -> None:
     grammar = guidance.choice(["yes", "no"])
     asked: dict[str, Any] = {"prompt": (5,), "sampling": Sampling(), "max_new_tokens": 4, "grammar": grammar}
     with pytest.raises(UserError, match="stop token"):
@@ -265,12 +265,12 @@ def test_nothing_else_may_decide_where_an_answer_ends(letters: Target, guidance:
         Request(**asked, stop_ids=frozenset({1}), min_new_tokens=2)
     with pytest.raises(UserError, match="allowed_tokens"):
         Request(**asked | {"sampling": Sampling(allowed_tokens=frozenset({9}))}, stop_ids=frozenset({1}))
-    other = Guidance(letters.tokenizer, 97).choice(["yes"])
+    other = LlGuidance(letters.tokenizer, 97).choice(["yes"])
     with pytest.raises(UserError, match="97"):
         Engine(letters).submit(Request(**asked | {"grammar": other}, stop_ids=frozenset({1})))
 
 
-def test_stop_ids_that_do_not_exist_stop_nothing(letters: Target, guidance: Guidance) -> None:
+def test_stop_ids_that_do_not_exist_stop_nothing(letters: Target, guidance: LlGuidance) -> None:
     (first, *_) = requests(letters, guidance.choice(["yes"]), max_new_tokens=9)
     stops = frozenset({2**40, -3})
     engine = Engine(letters)

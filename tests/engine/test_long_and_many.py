@@ -1,4 +1,4 @@
-"""A request of 8k tokens and 63 others of mixed lengths share a page budget that was stated before the start.
+"""A request of 8k tokens and 63 others of mixed lengths share a block budget that was stated before the start.
 
 make lossless PROMPTS=FILE
 """
@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from eyas.drafter.model import Drafter
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
 from eyas.engine.request import Request
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -24,8 +24,8 @@ LONGEST, USERS, NEW_TOKENS = 8192, 64, 16
 def test_a_long_request_among_many_short_ones(
     real_prompts: Callable[[int, int], list[list[int]]], real_drafter: Drafter, default_target: Target
 ) -> None:
-    options = EngineOptions(max_rows=USERS, max_length=LONGEST, memory=2**30)
-    with pytest.raises(UserError, match=r"needs 372\.7 MiB of pages, above the 64\.0 MiB granted"):
+    options = EngineConfig(max_num_seqs=USERS, max_model_len=LONGEST, memory=2**30)
+    with pytest.raises(UserError, match=r"needs 372\.7 MiB of blocks, above the 64\.0 MiB granted"):
         Engine(default_target, real_drafter, options=replace(options, memory=2**26))
     engine = Engine(default_target, real_drafter, options=options)
     prompts = real_prompts(USERS - 1, 400)
@@ -43,6 +43,6 @@ def test_a_long_request_among_many_short_ones(
             answers[piece.key] += len(piece.tokens)
         engine.scheduler.check()
         most = max(most, engine.pool.used)
-    print(f"\n{engine.budget}; {most} pages were used at most")
+    print(f"\n{engine.budget}; {most} blocks were used at most")
     assert set(answers.values()) == {NEW_TOKENS}
     assert engine.pool.used == 0

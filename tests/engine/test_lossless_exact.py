@@ -21,8 +21,8 @@ from engine.scripted import (
 )
 from eyas import sampling as sampling_module
 from eyas.engine import reference
-from eyas.engine.reference import Chain, Node, Tree, decode_plainly, decode_speculatively
 from eyas.sampling import Candidate, Draws, Sampling, one_hot, probabilities, residual, try_candidates
+from oracle.reference import Chain, Node, Tree, decode_plainly, decode_speculatively
 
 PROMPT = (0, 1)
 EXACT, CAUGHT = 1e-9, 1e-3

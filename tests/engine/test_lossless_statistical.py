@@ -9,8 +9,8 @@ from torch import Tensor
 
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
 from eyas.engine import reference
-from eyas.engine.reference import Chain, Tree, decode_speculatively
 from eyas.sampling import Candidate, Draws, Sampling, SeededDraws, probabilities
+from oracle.reference import Chain, Tree, decode_speculatively
 
 VOCAB = 6
 SEQUENCES, LENGTH = 200, 13

@@ -9,12 +9,12 @@ from transformers import GenerationConfig
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
 from eyas.drafter.model import Drafter
 from eyas.engine import reference
-from eyas.engine.dense import DenseTarget, EagleDraft
-from eyas.engine.plain import generate_plainly
-from eyas.engine.reference import Chain, Generation, Node, Tree, decode_plainly, decode_speculatively
 from eyas.errors import UserError
 from eyas.sampling import Sampling, SeededDraws
 from eyas.target.model import Target
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.plain import generate_plainly
+from oracle.reference import Chain, Generation, Node, Tree, decode_plainly, decode_speculatively
 from tiny import VOCAB, drafter_config, language, random_drafter
 
 NEW_TOKENS = 12

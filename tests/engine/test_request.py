@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eyas.engine.request import FinishReason, Live, Request, Speculation
+from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 
@@ -64,23 +64,23 @@ def test_only_fixed_speculation_has_a_depth(fields: dict[str, Any], message: str
 
 
 def test_a_live_request_begins_with_its_prompt_unread() -> None:
-    live = Live(key=7, arrival=0, request=request())
-    assert (live.tokens, live.pending, live.new_tokens, live.prompt_length, live.limit) == ([1, 2, 3], 3, 0, 3, 8)
-    assert live.finished is None
-    assert live.speculates
-    assert not Live(key=8, arrival=1, request=request(speculation=Speculation(mode="off"))).speculates
+    seq = SequenceState(key=7, arrival=0, request=request())
+    assert (seq.tokens, seq.pending, seq.new_tokens, seq.prompt_length, seq.limit) == ([1, 2, 3], 3, 0, 3, 8)
+    assert seq.finished is None
+    assert seq.speculates
+    assert not SequenceState(key=8, arrival=1, request=request(speculation=Speculation(mode="off"))).speculates
 
 
 def test_a_live_request_counts_what_it_chose_and_what_is_pending() -> None:
-    live = Live(key=7, arrival=0, request=request())
-    live.tokens += [4, 5]
-    live.target_length = 4
-    assert (live.new_tokens, live.pending, live.prompt_length, live.limit) == (2, 1, 3, 8)
-    assert live.request.prompt == (1, 2, 3)
+    seq = SequenceState(key=7, arrival=0, request=request())
+    seq.tokens += [4, 5]
+    seq.target_length = 4
+    assert (seq.new_tokens, seq.pending, seq.prompt_length, seq.limit) == (2, 1, 3, 8)
+    assert seq.request.prompt == (1, 2, 3)
 
 
 def test_two_live_requests_are_never_equal() -> None:
-    assert Live(key=7, arrival=0, request=request()) != Live(key=7, arrival=0, request=request())
+    assert SequenceState(key=7, arrival=0, request=request()) != SequenceState(key=7, arrival=0, request=request())
 
 
 def test_finish_reasons_are_their_names_on_the_wire() -> None:
@@ -89,7 +89,7 @@ def test_finish_reasons_are_their_names_on_the_wire() -> None:
 
 def test_bookkeeping_does_not_import_torch() -> None:
     code = (
-        "import sys, eyas.engine.request, eyas.engine.pages, eyas.engine.scheduler;"
+        "import sys, eyas.engine.request, eyas.engine.kv_cache.block_manager, eyas.engine.scheduler;"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 
 from eyas.drafter.model import Drafter
-from eyas.engine.dense import DenseTarget
-from eyas.engine.draft import Tree
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
-from eyas.engine.plain import generate_plainly
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.drafter import Tree
+from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.sampling import Sampling
 from eyas.target.model import Target
-from eyas.target.packed_linear import pack_linears
+from oracle.dense import DenseTarget
+from oracle.plain import generate_plainly
 from real_prompts import parting
 
 pytestmark = pytest.mark.lossless
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 200, 400, 32
 NEAR_TIE = 1e-4
-SHORT_OF_PAGES = 64  # pages of 16 tokens: a request needs up to 27, so that a few fit at once
+SHORT_OF_PAGES = 64  # blocks of 16 tokens: a request needs up to 27, so that a few fit at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Manner:
 
     users: int
     depth: int | None = 4
-    pages: int | None = None
+    blocks: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,11 +47,11 @@ MANNERS = {
     "chain, 1 user": Manner(users=1),
     "chain, 7 users, no prefix cache": Manner(users=7, options={"prefix_cache": False}),
     "chain, 32 users, chunks of 48": Manner(users=32, options={"token_budget": 80}),
-    "chain, 32 users, preempted": Manner(users=32, pages=SHORT_OF_PAGES),
+    "chain, 32 users, preempted": Manner(users=32, blocks=SHORT_OF_PAGES),
     "tree, 1 user": Manner(users=1, options={"tree": Tree(depth=4, width=3, budget=12)}),
     "tree, 7 users": Manner(users=7, options={"tree": Tree(depth=4, width=3, budget=12)}),
     "tree, 32 users, preempted": Manner(
-        users=32, pages=SHORT_OF_PAGES, options={"tree": Tree(depth=3, width=2, budget=6)}
+        users=32, blocks=SHORT_OF_PAGES, options={"tree": Tree(depth=3, width=2, budget=6)}
     ),
 }
 
@@ -79,15 +79,15 @@ def test_greedy_answers_are_those_of_transformers(
     name: str, prompts: list[list[int]], theirs: list[tuple[int, ...]], served: tuple[Target, Drafter]
 ) -> None:
     manner, (default_target, real_drafter) = MANNERS[name], served
-    options = EngineOptions(max_rows=manner.users, max_length=512, **manner.options)
+    options = EngineConfig(max_num_seqs=manner.users, max_model_len=512, **manner.options)
     drafter = None if manner.depth is None else real_drafter
     engine = Engine(default_target, drafter, options=options)
-    if manner.pages is not None:
-        few = manner.pages * engine.budget.bytes_per_page
+    if manner.blocks is not None:
+        few = manner.blocks * engine.budget.bytes_per_block
         engine = Engine(
             default_target,
             drafter,
-            options=EngineOptions(max_rows=manner.users, max_length=512, memory=few, **manner.options),
+            options=EngineConfig(max_num_seqs=manner.users, max_model_len=512, memory=few, **manner.options),
         )
     speculation = Speculation(mode="off") if manner.depth is None else Speculation(mode="fixed", depth=manner.depth)
     started, preempted = time.perf_counter(), set[int]()
@@ -106,7 +106,7 @@ def test_greedy_answers_are_those_of_transformers(
         for piece in engine.step():
             ours[piece.key].extend(piece.tokens)
         engine.scheduler.check()
-        preempted |= {live.key for live in engine.scheduler.running if live.preemptions}
+        preempted |= {seq.key for seq in engine.scheduler.running if seq.preemptions}
     dense = DenseTarget(default_target, real_drafter.config)
     near_ties, wrong = list[str](), list[str]()
     for number, (ids, answer) in enumerate(zip(prompts, theirs, strict=True)):
@@ -123,6 +123,6 @@ def test_greedy_answers_are_those_of_transformers(
     )
     print("\n".join([*near_ties, *wrong]))
     assert not wrong
-    assert bool(preempted) == (manner.pages is not None)
+    assert bool(preempted) == (manner.blocks is not None)
     if manner.depth is not None:
         assert engine.tally.accepted > 0, "a drafter of which nothing is accepted proves nothing"

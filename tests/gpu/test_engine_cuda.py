@@ -16,10 +16,10 @@ import torch
 
 from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
-from eyas.engine.draft import Tree
 from eyas.engine.engine import Engine
-from eyas.engine.noise import exponential, race, uniform
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.drafter import Tree
+from eyas.kernels.noise import exponential, race, uniform
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import VOCAB, drafter_config, language, random_drafter
@@ -85,7 +85,7 @@ def test_graphs_equal_eager_steps_and_transformers(
     target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], depth: int, rows: int
 ) -> None:
     asked = [request(prompt, speculation=at_depth(depth) if depth else OFF) for prompt in prompts]
-    engine, ours, theirs = both(target, drafter, asked, max_rows=rows)
+    engine, ours, theirs = both(target, drafter, asked, max_num_seqs=rows)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
     assert [answer.tokens for answer in ours] == [by_transformers(target, prompt) for prompt in prompts]
@@ -102,17 +102,17 @@ def test_every_sampling_among_greedy_ones(
     ]
     _, ours, theirs = both(target, drafter, asked)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    plain = run(Engine(target, options=options(max_rows=1)), [replace(one, speculation=OFF) for one in asked])
+    plain = run(Engine(target, options=options(max_num_seqs=1)), [replace(one, speculation=OFF) for one in asked])
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in plain], "a seed is a text"
 
 
 @pytest.mark.parametrize(
     "changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}, {"max_rows": 2}]
 )
-def test_chunks_pages_and_prefixes(
+def test_chunks_blocks_and_prefixes(
     target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:
-    # Three of each in a row: the third comes when another has left its pages behind, however few pages there are.
+    # Three of each in a row: the third comes when another has left its blocks behind, however few blocks there are.
     asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts for _ in range(3)]
     engine, ours, theirs = both(target, drafter, asked, **changes)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
@@ -137,22 +137,22 @@ def test_without_a_drafter_and_with_transformers_own_code(
     asked = [request(prompt) for prompt in prompts]
     _, ours, theirs = both(target, None, asked)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    monkeypatch.setattr("eyas.engine.engine.lean_pass", lambda *_: None)
+    monkeypatch.setattr("eyas.engine.engine.fused_llama", lambda *_: None)
     asked = [replace(one, speculation=at_depth(2)) for one in asked]
     _, others, _ = both(target, drafter, asked)
     assert [answer.tokens for answer in others] == [answer.tokens for answer in theirs]
 
 
 def test_preempted_requests(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
-    per_page = Engine(target, drafter, options=options()).budget.bytes_per_page
+    per_block = Engine(target, drafter, options=options()).budget.bytes_per_block
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    engine = Engine(target, drafter, options=options(max_length=64, memory=30 * per_page))
+    engine = Engine(target, drafter, options=options(max_model_len=64, memory=30 * per_block))
     keys = [engine.submit(one) for one in asked]
     preempted, tokens = set[int](), dict[int, list[int]]()
     while engine.busy:
         for piece in engine.step():
             tokens.setdefault(piece.key, []).extend(piece.tokens)
-        preempted |= {live.key for live in engine.scheduler.running if live.preemptions}
+        preempted |= {seq.key for seq in engine.scheduler.running if seq.preemptions}
         engine.scheduler.check()
     assert preempted
     theirs = run(Engine(target, drafter, options=options(graphs=False)), asked)
@@ -165,7 +165,7 @@ def test_requests_that_join_and_leave_at_any_moment_on_auto(
     source = random.Random(5)
     asked = [request(prompt, max_new_tokens=60, speculation=Speculation()) for prompt in prompts]
     expected = [answer.tokens for answer in run(Engine(target, options=options(graphs=False)), asked)]
-    engine = Engine(target, drafter, options=options(max_rows=5, max_length=256))
+    engine = Engine(target, drafter, options=options(max_num_seqs=5, max_model_len=256))
     tokens: dict[int, list[int]] = {key: [] for key in range(len(asked))}
     waiting, doomed = list(asked), {2, 7}
     while waiting or engine.busy:

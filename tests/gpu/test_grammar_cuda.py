@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from engine.test_swapping import run_with_swaps
 
 from chat_tokenizer import letter_tokenizer
 from engine.test_engine import options
 from engine.test_grammar import SHORT, requests
-from engine.test_swapping import run_with_swaps
 from eyas.engine.engine import Engine
-from eyas.engine.guidance import Guidance
+from eyas.engine.grammar.llguidance import LlGuidance
 from tiny import drafter_config, random_drafter
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def drafter(tiny_drafter: Drafter) -> Drafter:
 
 
 def test_a_grammar_by_graphs_and_without(target: Target, drafter: Drafter) -> None:
-    asked = requests(target, Guidance(target.tokenizer, target.facts.vocab_size).json_schema(SHORT))
+    asked = requests(target, LlGuidance(target.tokenizer, target.facts.vocab_size).json_schema(SHORT))
     eager = Engine(target, drafter, options=options(graphs=False)).generate(asked)
     recorded = Engine(target, drafter, options=options())
     for share in (asked, asked[1:2], asked[1::5]):

@@ -8,8 +8,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eyas.drafter.model import Drafter
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
 from eyas.engine.request import Request, Speculation
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import Room, footprint
@@ -47,9 +47,9 @@ def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
     target = Target(facts=facts_of(config, "it"), model=model, tokenizer=tokenizer)
     drafter = drafter.to("cuda").share_target(target.embedding(), target.head())
-    room = Room(max_rows=USERS, max_length=LENGTH)
+    room = Room(max_num_seqs=USERS, max_model_len=LENGTH)
     planned = footprint(decoder, shape, quantisation("bfloat16"), room=room, device="cuda")
-    options = EngineOptions(max_rows=USERS, max_length=LENGTH)
+    options = EngineConfig(max_num_seqs=USERS, max_model_len=LENGTH)
     engine = Engine(target, drafter, options=options)
     deep = Speculation(mode="fixed", depth=3)
     ask = [

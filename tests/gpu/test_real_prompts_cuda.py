@@ -21,15 +21,15 @@ from torch import Tensor
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
-from eyas.engine.dense import DenseTarget
-from eyas.engine.draft import Tree
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
-from eyas.engine.plain import generate_plainly
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.drafter import Tree
 from eyas.sampling import Sampling
 from eyas.target.locate import DEFAULT_TARGET
 from eyas.target.model import Target
+from oracle.dense import DenseTarget
+from oracle.plain import generate_plainly
 from real_prompts import parting, read_prompts, spread
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +116,7 @@ def test_greedy_answers_part_from_transformers_at_ties_alone(
     engine = Engine(
         pair.target,
         pair.drafter if manner.depth else None,
-        options=EngineOptions(max_rows=manner.users, max_length=512, **manner.options),
+        options=EngineConfig(max_num_seqs=manner.users, max_model_len=512, **manner.options),
     )
     speculation = Speculation(mode="fixed", depth=manner.depth) if manner.depth else Speculation(mode="off")
     answers = engine.generate(

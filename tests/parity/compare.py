@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.engine.dense import EagleDraft
+from oracle.dense import EagleDraft
 
 NEAR_TIE = 1e-4
 

@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eyas.drafter.checkpoint import load_drafter
+from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
 from eyas.engine.engine import Engine
-from eyas.engine.graphs import RecordedSteps
-from eyas.engine.options import EngineOptions, footprint_of, weight_bytes
-from eyas.engine.recorder import Recorder
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
+from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes
 from eyas.plan.quantisation import quantisation
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, target_config
 from eyas.sampling import Sampling
-from eyas.target.packed_linear import pack_linears
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.target.model import Target
 
 WITHIN = 0.03
-OPTIONS = EngineOptions(max_rows=3, max_length=256, memory=2**26)
-ROOM = Room(max_rows=3, max_length=256)
+OPTIONS = EngineConfig(max_num_seqs=3, max_model_len=256, memory=2**26)
+ROOM = Room(max_num_seqs=3, max_model_len=256)
 
 
 class Ids:
@@ -74,7 +74,7 @@ def compare(target: Target, drafter: Drafter, config: dict[str, object], shape: 
     assert planned.weights == pytest.approx(of_loaded.weights, rel=WITHIN)
     assert planned.drafter == pytest.approx(of_loaded.drafter, rel=WITHIN)
     assert planned.working == of_loaded.working
-    positions = (engine.budget.pages + 1) * engine.budget.page_size
+    positions = (engine.budget.blocks + 1) * engine.budget.block_size
     together = planned.weights + planned.drafter + positions * planned.per_token
     assert together == pytest.approx(allocated(engine, target, drafter), rel=WITHIN)
     assert engine.budget.bytes == positions * planned.per_token
@@ -113,7 +113,7 @@ def test_the_built_in_configuration_is_that_of_the_default_target(default_target
 def test_what_recorded_steps_share_is_planned_to_the_byte(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
     engine = Engine(target, drafter, options=OPTIONS)
-    recorded: RecordedSteps = engine._recorded_steps(Recorder(device=target.device, records=False))
+    recorded: CUDAGraphRunner = engine._recorded_steps(GraphCapture(device=target.device, records=False))
     states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     vocabulary = target.facts.vocab_size
     assert recorded.bytes == recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4)

@@ -16,8 +16,8 @@ from tokenizers import pre_tokenizers
 
 from chat_tokenizer import LETTERS, SPECIAL, letter_tokenizer
 from eyas.drafter.checkpoint import load_drafter
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.options import EngineOptions
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.app import Application
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.target.model import Target
 
-OPTIONS = EngineOptions(max_rows=4, max_length=256, memory=2**24)
+OPTIONS = EngineConfig(max_num_seqs=4, max_model_len=256, memory=2**24)
 
 
 @pytest.fixture(scope="session")
@@ -113,11 +113,11 @@ def serve(
     target: Target,
     drafter: Drafter | None,
     *,
-    options: EngineOptions = OPTIONS,
+    options: EngineConfig = OPTIONS,
     limits: Limits | None = None,
     keys: tuple[str, ...] = (),
     notices: list[str] | None = None,
-    page: bool = True,
+    block: bool = True,
     load: Callable[[str], Drafter] | None = None,
     tool_parser: str | None = None,
 ) -> Iterator[Client]:
@@ -135,12 +135,12 @@ def serve(
             name="tiny",
             target="tiny",
             drafter=drafter_name,
-            max_length=256,
-            max_rows=options.max_rows,
+            max_model_len=256,
+            max_num_seqs=options.max_num_seqs,
             tool_parser=tool_parser,
             created=7,
         )
-        application = Application(host, served, limits=limits, keys=keys, page=page, slot=slot)
+        application = Application(host, served, limits=limits, keys=keys, block=block, slot=slot)
         yield Client(application, engines)
 
 

@@ -48,7 +48,7 @@ def test_a_full_queue_says_when_to_come_back(new_server: Any) -> None:
 
 
 def test_the_wait_grows_with_the_queue_and_is_bounded() -> None:
-    gate = Gate(max_rows=2, queue=1000, clock=iter([0.0, 100.0] * 5).__next__)
+    gate = Gate(max_num_seqs=2, queue=1000, clock=iter([0.0, 100.0] * 5).__next__)
     with gate.enter(1):
         pass
     short = gate.retry_after
@@ -209,7 +209,7 @@ def test_metrics_tell_what_happened(new_server: Any) -> None:
         assert told["eyas_time_to_first_token_seconds_count"] == 1
         assert told["eyas_inter_token_latency_seconds_count"] == 39
         assert told["eyas_pages_used"] == told["eyas_num_requests_running"] == told["eyas_answers_in_flight"] == 0
-        assert told["eyas_pages"] == client.engine.pool.pages
+        assert told["eyas_pages"] == client.engine.pool.blocks
 
 
 def test_the_log_has_figures_and_no_text(client: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -140,7 +140,7 @@ LONG_BY_OPENAI: dict[str, Any] = {"prompt": "abcabc", "max_tokens": 200, "temper
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_pages_within_a_step(new_server: Any, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_blocks_within_a_step(new_server: Any, stream: bool) -> None:
     with new_server() as client, running(client) as server:
         slow_down(client, 0.02)
         body = json.dumps({**LONG, "n": 3, "stream": stream}).encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eyas.engine.acceptance import LATEST
+from eyas.engine.speculation.acceptance import LATEST
 
 
 def fits(value: Any, schema: Mapping[str, Any], at: str = "status") -> None:
@@ -50,7 +50,7 @@ def test_counts_differenced_are_what_happened_between(new_server: Any) -> None:
             assert counts[name] == figures[name], name
         assert counts["rows_by_depth"]["3"] >= counts["drafts"]
         assert after["pages"]["used"] == 0
-        assert after["pages"]["total"] == client.engine.pool.pages
+        assert after["pages"]["total"] == client.engine.pool.blocks
         assert after["load"] == {"running": 0, "waiting": 0, "in_flight": 0, "places": 4 + 256}
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from eyas.engine.guidance import MOST_CHARACTERS
+from eyas.engine.grammar.llguidance import MOST_CHARACTERS
 from eyas.serve import forms
 from serve.test_sockets import running
 
@@ -148,7 +148,7 @@ def test_compiling_holds_up_nobody_and_has_an_end(client: Any, monkeypatch: pyte
 class Bird(BaseModel):
     kind: Literal["owl", "kite"]
     eggs: int = Field(ge=1, le=9)
-    colours: list[Literal["red", "grey"]] = Field(min_length=1, max_length=2)
+    colours: list[Literal["red", "grey"]] = Field(min_length=1, max_model_len=2)
 
 
 def test_the_openai_client_parses_what_comes(new_server: Any) -> None:

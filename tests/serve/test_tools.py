@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from chat_tokenizer import SPECIAL, letter_tokenizer
-from eyas.engine.answer import Piece, Tally
+from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.errors import UserError
 from serve.conftest import serve
@@ -140,8 +140,8 @@ def script(client: Any, text: str, marks: dict[str, int]) -> None:
         pieces += [([7], [rest[at : at + 3]]) for at in range(0, len(rest), 3)]
         for number, (ids, said) in enumerate(pieces, 1):
             finished = FinishReason.STOP if number == len(pieces) else None
-            piece = Piece(key=0, tokens=tuple(ids), texts=tuple(said), depths=(0,) * len(ids), finished=finished)
-            await hear(0, piece, Tally())
+            piece = OutputDelta(key=0, tokens=tuple(ids), texts=tuple(said), depths=(0,) * len(ids), finished=finished)
+            await hear(0, piece, SpecDecodeStats())
 
     client.application.host.answer = answer
 

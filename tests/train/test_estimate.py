@@ -4,14 +4,14 @@ import torch
 
 import tiny
 from eyas.drafter.model import Drafter
-from eyas.engine.dense import DenseTarget, EagleDraft
-from eyas.engine.reference import Chain, decode_plainly, decode_speculatively
 from eyas.sampling import SeededDraws
 from eyas.target.model import Target
 from eyas.train.estimate import RoundCounts, walk_rounds
 from eyas.train.judge import judge
 from eyas.train.loss import find_loss
 from eyas.train.sources.live import LiveSource
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.reference import Chain, decode_plainly, decode_speculatively
 from train.lessons import batch_of
 
 DEPTHS, NEW = 4, 40

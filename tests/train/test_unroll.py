@@ -9,7 +9,6 @@ from torch import Tensor
 
 import tiny
 from eyas.drafter.model import Drafter
-from eyas.engine.dense import EagleDraft
 from eyas.errors import UserError
 from eyas.train.attention import DenseUnrollAttention, merge_own_slot, split_gradient
 from eyas.train.batch import TrainingBatch
@@ -17,6 +16,7 @@ from eyas.train.features import Features
 from eyas.train.loss import LOSSES, find_loss
 from eyas.train.scoring import Scores, score
 from eyas.train.unroll import depth_weights, unroll
+from oracle.dense import EagleDraft
 from train.lessons import EAGLE_31, ScoreTeacher, batch_of, drafter_of, features_of, gradients
 
 LENGTH = 14

@@ -10,8 +10,8 @@ import typer
 from eyas.cli.options import AsJson, Cache, Dtype
 
 if TYPE_CHECKING:
-    from eyas.engine.answer import Answer
     from eyas.engine.engine import Engine
+    from eyas.engine.output import RequestOutput
     from eyas.engine.request import Speculation
 
 PROMPTS = (
@@ -37,8 +37,8 @@ def demo(
     """Answer prompts plainly and with a drafter, one at a time, and compare speed and text."""
     from eyas.cli.pair import choose_drafter, load_pair
     from eyas.cli.speculation import read_depth
+    from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
-    from eyas.engine.options import EngineOptions
     from eyas.errors import UserError
 
     name = choose_drafter(drafter, target)
@@ -49,7 +49,7 @@ def demo(
         raise UserError("--depth 0 leaves nothing to compare; give 1 or more, or auto")
     loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
     # Without the prefix cache: the second answer to a prompt must not profit from the first.
-    options = EngineOptions(max_rows=1, max_depth=speculation.depth or 7, prefix_cache=False)
+    options = EngineConfig(max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False)
     engine = Engine(loaded, model, options=options)
     _both(engine, "Hello! Who are you?", speculation, max_tokens=32)  # later ones find done what this one pays for
     rows = [_both(engine, prompt, speculation, max_tokens=max_tokens) for prompt in prompts or PROMPTS]
@@ -85,7 +85,7 @@ def _both(engine: "Engine", prompt: str, speculation: "Speculation", *, max_toke
 
 def _timed(
     engine: "Engine", ids: tuple[int, ...], speculation: "Speculation", max_tokens: int
-) -> "tuple[Answer, float]":
+) -> "tuple[RequestOutput, float]":
     from eyas.engine.request import Request
     from eyas.sampling import Sampling
 

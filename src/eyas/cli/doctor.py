@@ -61,8 +61,8 @@ def doctor(
     from eyas.doctor.gates import parse_gate
     from eyas.doctor.patient import load_patient
     from eyas.errors import UserError
+    from eyas.kernels.linear.packed_linear import pack_linears
     from eyas.target.model import Target
-    from eyas.target.packed_linear import pack_linears
 
     arguments = {name: _plain(value) for name, value in context.params.items()}
     gates = [parse_gate(text) for text in require or ()]

@@ -12,7 +12,7 @@ import typer
 from eyas.cli.options import AsJson, Cache, Dtype, report
 
 if TYPE_CHECKING:
-    from eyas.engine.answer import Answer, Piece, Tally
+    from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
     from eyas.engine.request import Request
 
 ACCEPTED, OWN = typer.colors.GREEN, typer.colors.YELLOW
@@ -53,8 +53,8 @@ def generate(
     """
     from eyas.cli.pair import choose_drafter, load_pair
     from eyas.cli.speculation import read_depth, read_tree
+    from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
-    from eyas.engine.options import EngineOptions
     from eyas.engine.request import Request
     from eyas.errors import UserError
     from eyas.sampling import Sampling
@@ -69,7 +69,7 @@ def generate(
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
     loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache)
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
-    engine = Engine(loaded, model, options=EngineOptions(max_rows=users, max_depth=deepest, tree=shape))
+    engine = Engine(loaded, model, options=EngineConfig(max_num_seqs=users, max_depth=deepest, tree=shape))
     requests = [
         Request(
             prompt=tuple(loaded.encode_chat(messages)),
@@ -126,7 +126,7 @@ class _Painter:
         self._shown = shown
         self._colour = sys.stdout.isatty()
 
-    def write(self, piece: "Piece") -> None:
+    def write(self, piece: "OutputDelta") -> None:
         """Colours on a terminal; elsewhere accepted tokens stand in brackets."""
         for text, depth in zip(piece.texts, piece.depths, strict=True):
             if self._shown and text and self._colour:
@@ -137,7 +137,9 @@ class _Painter:
         sys.stdout.flush()
 
 
-def _record(target: str, drafter: str | None, request: "Request", answer: "Answer", seconds: float) -> dict[str, Any]:
+def _record(
+    target: str, drafter: str | None, request: "Request", answer: "RequestOutput", seconds: float
+) -> dict[str, Any]:
     record: dict[str, Any] = {
         "target": target,
         "drafter": drafter,
@@ -159,7 +161,9 @@ def _record(target: str, drafter: str | None, request: "Request", answer: "Answe
     return record
 
 
-def _summary(target: str, drafter: str | None, answers: "Sequence[Answer]", tally: "Tally", seconds: float) -> str:
+def _summary(
+    target: str, drafter: str | None, answers: "Sequence[RequestOutput]", tally: "SpecDecodeStats", seconds: float
+) -> str:
     tokens = sum(len(answer.tokens) for answer in answers)
     line = f"[{target}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
     if drafter is not None:

@@ -33,7 +33,7 @@ def load_another(target: "Target", drafter: str, *, cache: Path | None) -> "Draf
     """A drafter for a target at work, whose server must not learn too late that it does not fit."""
     from eyas.drafter.check import check
     from eyas.errors import UserError
-    from eyas.target.packed_linear import pack_linears
+    from eyas.kernels.linear.packed_linear import pack_linears
 
     wrong = [finding.message for finding in check(drafter, target=target.facts).findings if finding.severity == "error"]
     if wrong:
@@ -52,8 +52,8 @@ def load_pair(
     `auto` computes in the precision that is stored; on a CPU in float32, where matrices stored in bfloat16 can stay as
     they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
     """
+    from eyas.kernels.linear.packed_linear import pack_linears
     from eyas.target.model import Target
-    from eyas.target.packed_linear import pack_linears
 
     loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
     if loaded.device.type == "cpu":

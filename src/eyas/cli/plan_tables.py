@@ -100,7 +100,7 @@ def _speeds(record: Record) -> "Table":
 
 
 def _advice(record: Record) -> Iterator[str]:
-    users, depth, pages = record["asked"]["users"], record["recommended_depth"], record["pages"]
+    users, depth, blocks = record["asked"]["users"], record["recommended_depth"], record["pages"]
     if record["drafter"] is not None and depth:
         yield (
             f"depth     {depth} for {users} users: {record['recommended_speedup']:.2f}x expected; eyas on auto "
@@ -108,9 +108,9 @@ def _advice(record: Record) -> Iterator[str]:
         )
     elif record["drafter"] is not None:
         yield f"depth     none for {users} users: drafts would not pay"
-    if pages is not None:
+    if blocks is not None:
         yield (
-            f"pages     {pages['pages']:,} of {pages['page_size']} tokens, {_size(pages['bytes'])}; room for "
+            f"pages     {blocks['pages']:,} of {blocks['page_size']} tokens, {_size(blocks['bytes'])}; room for "
             f"{record['users_fit']:,} users of {record['asked']['context']:,} tokens"
         )
     yield (

@@ -65,8 +65,8 @@ def serve(
     """
     from eyas.cli.pair import load_another, load_pair
     from eyas.cli.speculative_config import read_speculative_config
+    from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
-    from eyas.engine.options import EngineOptions
     from eyas.serve.app import Application
     from eyas.serve.host import Host
     from eyas.serve.log import warn
@@ -76,9 +76,9 @@ def serve(
 
     config = read_speculative_config(speculative_config, target)
     limits = Limits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
-    options = EngineOptions(
-        max_rows=max_num_seqs,
-        max_length=max_model_len,
+    options = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
         memory=None if memory_gib is None else int(memory_gib * 2**30),
         max_depth=max(DEEPEST, config.depth or 0),
     )
@@ -89,7 +89,7 @@ def serve(
 
     def build() -> Engine:
         engine, started = Engine(loaded, slot.model, options=options), perf_counter()
-        steps = engine.record_ahead()
+        steps = engine.capture_graphs()
         if steps:
             report(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")
         return engine
@@ -99,8 +99,8 @@ def serve(
             name=served_model_name or target,
             target=target,
             drafter=None if config.drafter is None else Path(config.drafter).name,
-            max_length=engine.budget.max_length,
-            max_rows=max_num_seqs,
+            max_model_len=engine.budget.max_model_len,
+            max_num_seqs=max_num_seqs,
             speculation=config.speculation,
             tool_parser=tool_call_parser,
         )

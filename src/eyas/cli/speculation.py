@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from eyas.errors import UserError
 
 if TYPE_CHECKING:
-    from eyas.engine.draft import Tree
     from eyas.engine.request import Speculation
+    from eyas.engine.runner.drafter import Tree
 
 
 def read_depth(text: str, drafter: str | None) -> "Speculation":
@@ -26,7 +26,7 @@ def read_depth(text: str, drafter: str | None) -> "Speculation":
 
 def read_tree(text: str | None, drafter: str | None) -> "Tree | None":
     """The shape of trees: DEPTHxWIDTHxBUDGET."""
-    from eyas.engine.draft import Tree
+    from eyas.engine.runner.drafter import Tree
 
     if text is None:
         return None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import UserError
+from eyas.kernels.linear.packed_linear import PackedLinear, pack
 from eyas.target.capture import decoder_layers
 from eyas.target.model import Target
-from eyas.target.packed_linear import PackedLinear, pack
 
 GROUP = 128
 

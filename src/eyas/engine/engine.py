@@ -4,7 +4,7 @@
     draft     the drafter reads what the target has seen since, and proposes tokens
     verify    one pass of the target over all rows: chunks of prompts, newest tokens, drafts
     accept    the target's own token at every position; drafts that equal it are accepted
-    commit    tokens, pages, text; ended requests leave
+    commit    tokens, blocks, text; ended requests leave
 
 The law: a request's token at position t is a function of the target's distribution there and of the request's own
 noise at t (`verify.choose`). Drafts, depths, the batch around it and preemptions change when it is computed, never
@@ -21,27 +21,35 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.engine.answer import Answer, Piece, Tally
-from eyas.engine.checkup import CheckUps
-from eyas.engine.controller import Controller
-from eyas.engine.draft import Draft, PagedDrafter, States
-from eyas.engine.drift import DriftAlarm
-from eyas.engine.graphs import RecordedSteps
-from eyas.engine.lean import lean_pass
-from eyas.engine.options import EngineOptions, choose_length, plan_budget
-from eyas.engine.paged import Layout, PageCache, integers
-from eyas.engine.paged_attention import PagedAttention, has_triton
-from eyas.engine.paged_target import PagedTarget
-from eyas.engine.pages import PagePool
-from eyas.engine.proposing import Proposal, Proposer
-from eyas.engine.recorder import Recorder
-from eyas.engine.request import Live, Request
-from eyas.engine.scheduler import Row, Scheduler, StepPlan
-from eyas.engine.swapping import require_fit, reserve_cache
-from eyas.engine.telling import Teller
-from eyas.engine.verdict import Said, Verdict, accepted_nodes, is_plainly_greedy, lay_out, ranking, wanted_at
-from eyas.engine.verify import TokenLogprobs, Wanted, choose, log_probabilities
+from eyas.engine.config import EngineConfig, choose_length, plan_budget
+from eyas.engine.drift_probe import DriftProbe
+from eyas.engine.kv_cache.block_manager import BlockManager
+from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
+from eyas.engine.output_processor import OutputProcessor
+from eyas.engine.proposer import Proposal, Proposer
+from eyas.engine.request import Request, SequenceState
+from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
+from eyas.engine.runner.drafter import Draft, DrafterRunner, States
+from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.engine.runner.swap import require_fit, reserve_cache
+from eyas.engine.runner.target import TargetRunner
+from eyas.engine.sampler import SamplingMetadata, TokenLogprobs, choose, log_probabilities
+from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
+from eyas.engine.speculation.controller import Controller
+from eyas.engine.speculation.drift import DriftAlarm
+from eyas.engine.verify import (
+    TargetOutput,
+    VerifyResult,
+    accepted_nodes,
+    is_plainly_greedy,
+    lay_out,
+    ranking,
+    sampling_metadata,
+)
 from eyas.errors import UserError
+from eyas.kernels.attention.dense import PagedAttention, has_triton
+from eyas.kernels.attention.metadata import AttentionMetadata, KVCache, integers
+from eyas.kernels.llama.recognise import fused_llama
 from eyas.target.capture import capture
 from eyas.target.model import Target
 
@@ -49,39 +57,39 @@ NOTHING = Draft()
 
 
 class Engine:
-    """Serves requests step by step. One thread at a time may use it; `stream.py` serves many."""
+    """Serves requests step by step. One thread at a time may use it; `async_engine.py` serves many."""
 
     def __init__(
         self,
         target: Target,
         drafter: Drafter | None = None,
         *,
-        options: EngineOptions | None = None,
+        options: EngineConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.options = options = options or EngineOptions()
+        self.options = options = options or EngineConfig()
         self.target = target
-        self.max_length = choose_length(options.max_length, target)
-        self.budget = plan_budget(target, drafter, options, self.max_length)
+        self.max_model_len = choose_length(options.max_model_len, target)
+        self.budget = plan_budget(target, drafter, options, self.max_model_len)
         self._device = target.device
         self._clock = clock
-        self._model = PagedTarget(target, PageCache(pages=self.budget.pages, page_size=options.page_size))
-        self._lean = lean_pass(target)
-        self.pool = PagePool(self.budget.pages, options.page_size, prefix_cache=options.prefix_cache)
+        self._model = TargetRunner(target, KVCache(blocks=self.budget.blocks, block_size=options.block_size))
+        self._lean = fused_llama(target)
+        self.pool = BlockManager(self.budget.blocks, options.block_size, prefix_cache=options.prefix_cache)
         self.scheduler = Scheduler(
             self.pool,
-            max_rows=options.max_rows,
-            token_budget=options.token_budget,
-            max_length=self.max_length,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
             prefill_chunk=None,
             drafter=drafter is not None,
         )
-        self._take_drafter(drafter, PageCache(pages=self.budget.pages, page_size=options.page_size))
-        self.recorded: RecordedSteps | None = None
+        self._take_drafter(drafter, KVCache(blocks=self.budget.blocks, block_size=options.block_size))
+        self.recorded: CUDAGraphRunner | None = None
         """Passes as CUDA graphs; None where there are none."""
         if self._records:
-            self.recorded = self._recorded_steps(Recorder(device=self._device))
-        self._teller = Teller(target.decode)
+            self.recorded = self._recorded_steps(GraphCapture(device=self._device))
+        self._teller = OutputProcessor(target.decode)
         self._keys = 0
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -105,7 +113,7 @@ class Engine:
                 f"the grammar is for {request.grammar.vocab_size} tokens, not the target's {vocab_size}; make another"
             )
         key, self._keys = self._keys, self._keys + 1
-        self.scheduler.add(Live(key=key, arrival=key, request=request))
+        self.scheduler.add(SequenceState(key=key, arrival=key, request=request))
         self._teller.open(key, request.stop_strings)
         return key
 
@@ -117,12 +125,12 @@ class Engine:
         self._forget(key)
         return True
 
-    def tally_of(self, key: int) -> Tally:
+    def tally_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request that is under way; the object goes on counting."""
         return self._teller.tally_of(key)
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> SpecDecodeStats:
         """How speculation went for all requests together."""
         return self._teller.tally
 
@@ -131,10 +139,12 @@ class Engine:
         """Whether there is anything to step for."""
         return bool(self.scheduler.waiting or self.scheduler.running or self._teller.behind)
 
-    def generate(self, requests: Iterable[Request], *, on_piece: Callable[[Piece], None] | None = None) -> list[Answer]:
+    def generate(
+        self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
+    ) -> list[RequestOutput]:
         """Answer requests, all together, in their order. If one is refused or a step fails, none is left behind."""
-        tallies: dict[int, Tally] = {}
-        pieces: dict[int, list[Piece]] = {}
+        tallies: dict[int, SpecDecodeStats] = {}
+        pieces: dict[int, list[OutputDelta]] = {}
         try:
             for request in requests:
                 key = self.submit(request)
@@ -149,7 +159,7 @@ class Engine:
             for key in pieces:
                 self.cancel(key)
             raise
-        return [Answer.of(pieces[key], tally) for key, tally in tallies.items()]
+        return [RequestOutput.of(pieces[key], tally) for key, tally in tallies.items()]
 
     def swap_drafter(self, drafter: Drafter | None) -> None:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
@@ -159,7 +169,7 @@ class Engine:
         cache = None
         if drafter is not None:
             require_fit(drafter, self.target)
-            cache = reserve_cache(drafter, pages=self.budget.pages, page_size=self.options.page_size)
+            cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.options.block_size)
         self._take_drafter(drafter, cache)
         self.pool.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
@@ -168,11 +178,11 @@ class Engine:
             self.recorded = self._recorded_steps(replace(recorder, bytes=0, refused=set(), _made={}, _pool=None))
 
     @torch.inference_mode()
-    def record_ahead(self) -> int:
+    def capture_graphs(self) -> int:
         """Record the usual steps as CUDA graphs now instead of when they are first met; how many there are."""
         if self.recorded is None:
             return 0
-        recordings = self.recorded.record_ahead()
+        recordings = self.recorded.capture_graphs()
         if self._checkups is not None:
             self._checkups.rehearse()
         return recordings
@@ -182,13 +192,13 @@ class Engine:
         """Whether passes are to be CUDA graphs."""
         return self.options.graphs and self._device.type == "cuda" and has_triton()
 
-    def _take_drafter(self, drafter: Drafter | None, cache: PageCache | None) -> None:
+    def _take_drafter(self, drafter: Drafter | None, cache: KVCache | None) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
         options = self.options
-        self._drafter: PagedDrafter | None = None
+        self._drafter: DrafterRunner | None = None
         self._proposer: Proposer | None = None
         self._layer_ids: tuple[int, ...] = ()
-        self._checkups: CheckUps | None = None
+        self._checkups: DriftProbe | None = None
         self.drift = DriftAlarm(options.max_depth)
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
         # A recorded step drafts chains: growing a tree asks the host at every depth.
@@ -198,17 +208,21 @@ class Engine:
             return
         self._layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
         window, sinks = options.drafter_window, options.drafter_sinks
-        self._drafter = PagedDrafter(drafter, cache, window=window, sinks=sinks)
+        self._drafter = DrafterRunner(drafter, cache, window=window, sinks=sinks)
         self._proposer = Proposer(self._drafter, self.controller, self.scheduler, tree=options.tree, clock=self._clock)
         if options.drift_share:
-            self._checkups = CheckUps(
-                self._drafter, self.drift, share=options.drift_share, wanted_at=wanted_at, clock=self._clock
+            self._checkups = DriftProbe(
+                self._drafter,
+                self.drift,
+                share=options.drift_share,
+                sampling_metadata=sampling_metadata,
+                clock=self._clock,
             )
 
     # --- the step ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputDelta]:
         """Go once through the algorithm; what it gave to whom.
 
         With recorded steps, what a step gave is put into words during the next one, while the device is busy.
@@ -217,7 +231,7 @@ class Engine:
         plan = self._schedule()
         if plan.rows:
             if self._checkups is not None:
-                self._checkups.look([row.live for row in plan.rows if row.drafts])
+                self._checkups.look([row.seq for row in plan.rows if row.drafts])
             for rows in self._passes(plan.rows):
                 self._pass(rows)
             if self._tells(plan.rows):
@@ -228,23 +242,23 @@ class Engine:
             self._teller.tell()
         return self._teller.take()
 
-    def _schedule(self) -> StepPlan:
-        """Rows of this step; requests that lost their pages to it start anew later."""
+    def _schedule(self) -> SchedulerOutput:
+        """Rows of this step; requests that lost their blocks to it start anew later."""
         wanted: dict[int, int] = {}
-        decoding = [live for live in self.scheduler.running if live.pending == 1]
+        decoding = [seq for seq in self.scheduler.running if seq.pending == 1]
         if self._proposer is not None and decoding:
             wanted = self._proposer.wanted(decoding, recorded=self.recorded is not None)
         plan = self.scheduler.plan(wanted)
         if self._drafter is not None:
-            for live in plan.preempted:
-                self._drafter.forget(live.key)
+            for seq in plan.preempted:
+                self._drafter.forget(seq.key)
         return plan
 
-    def _passes(self, rows: Sequence[Row]) -> list[Sequence[Row]]:
+    def _passes(self, rows: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
         """Which rows the target reads together: all of them, unless chunks of prompts are recorded for themselves."""
         if self.recorded is None or _only_decode(rows):
             return [rows]
-        chunks, others = list[Sequence[Row]](), list[Row]()
+        chunks, others = list[Sequence[ScheduledRow]](), list[ScheduledRow]()
         for row in rows:
             if self.recorded.reads(row):
                 chunks.append([row])
@@ -252,7 +266,7 @@ class Engine:
                 others.append(row)
         return [others, *chunks] if others else chunks
 
-    def _pass(self, rows: Sequence[Row]) -> None:
+    def _pass(self, rows: Sequence[ScheduledRow]) -> None:
         """Draft for rows, verify that, accept and commit what came of it."""
         started = self._clock()
         proposal = self._draft(rows)
@@ -268,7 +282,7 @@ class Engine:
         if said.of_chunk and self._proposer is not None:
             self._proposer.note_chunk(rows[0])
 
-    def _draft(self, rows: Sequence[Row]) -> Proposal:
+    def _draft(self, rows: Sequence[ScheduledRow]) -> Proposal:
         """Drafts of the rows that get any."""
         if self._proposer is None:
             return Proposal(drafts={})
@@ -280,7 +294,7 @@ class Engine:
         if self.controller.thinks_later:
             self.controller.think()
 
-    def _verify(self, rows: Sequence[Row], proposal: Proposal) -> Said:
+    def _verify(self, rows: Sequence[ScheduledRow], proposal: Proposal) -> TargetOutput:
         """One pass of the target: logits behind every token that chooses, and the states of all tokens."""
         if proposal.said is not None:
             return proposal.said
@@ -291,26 +305,26 @@ class Engine:
                 if said is not None:
                     return said
             self.recorded.save()
-            said = self.recorded.verify(rows, [drafts.get(row.live.key, NOTHING) for row in rows])
+            said = self.recorded.verify(rows, [drafts.get(row.seq.key, NOTHING) for row in rows])
             if said is not None:
                 return said
         ids: list[int] = []
         keep: list[int] = []
         shares = []
         for row in rows:
-            live, draft = row.live, drafts.get(row.live.key, NOTHING)
+            seq, draft = row.seq, drafts.get(row.seq.key, NOTHING)
             newest = len(ids) + row.count - 1
-            ids += [*live.tokens[row.start : row.start + row.count], *draft.tokens]
+            ids += [*seq.tokens[row.start : row.start + row.count], *draft.tokens]
             keep += range(newest, len(ids)) if row.samples else ()
             shares.append(lay_out(row, draft))
         ids_N, keep_M = integers(ids, self._device), integers(keep, self._device)
-        layout = Layout.of(shares, page_size=self.options.page_size, device=self._device)
-        follows = any(self._follows(row.live) for row in rows)
+        layout = AttentionMetadata.of(shares, block_size=self.options.block_size, device=self._device)
+        follows = any(self._follows(row.seq) for row in rows)
         logits_MV, aux_NX = self._run_target(ids_N, layout, keep_M, self._layer_ids if follows else ())
-        return Said(logits_MV=logits_MV, aux_NX=aux_NX)
+        return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX)
 
     def _run_target(
-        self, ids_N: Tensor, layout: Layout, keep_M: Tensor | None, layer_ids: Sequence[int]
+        self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None, layer_ids: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
         if self._lean is not None:
             return self._lean.forward(ids_N, PagedAttention(self._model.cache, layout), keep_M, layer_ids)
@@ -320,17 +334,17 @@ class Engine:
             logits_MV = self._model.forward(ids_N, layout, keep_M)
         return logits_MV, captured.aux_hidden()[0]
 
-    def _recorded_steps(self, recorder: Recorder) -> RecordedSteps:
-        options, most_rows = self.options, min(self.options.max_rows, self.options.token_budget)
-        return RecordedSteps(
+    def _recorded_steps(self, recorder: GraphCapture) -> CUDAGraphRunner:
+        options, most_rows = self.options, min(self.options.max_num_seqs, self.options.max_num_batched_tokens)
+        return CUDAGraphRunner(
             lambda ids_N, layout, keep_M: self._run_target(ids_N, layout, keep_M, self._layer_ids),
             self._model.cache,
             self._drafter,
             recorder=recorder,
-            max_rows=most_rows,
-            most_tokens=min(options.token_budget, most_rows * (options.max_depth + 1)),
-            longest_chunk=options.token_budget,
-            most_pages=-(-self.max_length // options.page_size),
+            max_num_seqs=most_rows,
+            most_tokens=min(options.max_num_batched_tokens, most_rows * (options.max_depth + 1)),
+            longest_chunk=options.max_num_batched_tokens,
+            most_blocks=-(-self.max_model_len // options.block_size),
             max_depth=options.max_depth,
             vocab_size=self.target.facts.vocab_size,
             dtype=self.target.dtype,
@@ -338,16 +352,18 @@ class Engine:
             logits_dtype=self.target.dtype if self._lean is not None else torch.float32,
         )
 
-    def _accept(self, rows: Sequence[Row], drafts: Mapping[int, Draft], said: Said) -> list[Verdict]:
+    def _accept(
+        self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], said: TargetOutput
+    ) -> list[VerifyResult]:
         """The target's own token behind every position, along the drafts as far as they equal it."""
-        offered = [(row, drafts.get(row.live.key, NOTHING)) for row in rows]
+        offered = [(row, drafts.get(row.seq.key, NOTHING)) for row in rows]
         own_M = self._choose(offered, said)
         verdicts, first_n, first_m = [], 0, 0
         for row, draft in offered:
             own = own_M[first_m : first_m + 1 + len(draft.tokens)] if row.samples else []
             nodes = accepted_nodes(draft, own) if row.samples else []
             verdicts.append(
-                Verdict(
+                VerifyResult(
                     row=row,
                     draft=draft,
                     nodes=nodes,
@@ -360,15 +376,15 @@ class Engine:
             first_m += said.stride or len(own)
         return verdicts
 
-    def _choose(self, offered: Sequence[tuple[Row, Draft]], said: Said) -> list[int]:
+    def _choose(self, offered: Sequence[tuple[ScheduledRow, Draft]], said: TargetOutput) -> list[int]:
         """The target's own tokens, each at the place of its logits."""
-        if said.largest_RQ is not None and all(is_plainly_greedy(row.live) for row, _ in offered):
+        if said.largest_RQ is not None and all(is_plainly_greedy(row.seq) for row, _ in offered):
             largest: list[int] = said.largest_RQ.flatten().tolist()
             return largest
-        wanted, places = list[Wanted](), list[int]()
+        wanted, places = list[SamplingMetadata](), list[int]()
         for number, (row, draft) in enumerate(offered):
             if row.samples:
-                wanted += [wanted_at(row.live, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
+                wanted += [sampling_metadata(row.seq, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
                 places += range(number * said.stride, number * said.stride + 1 + len(draft.tokens))
         if not wanted:
             return []
@@ -379,66 +395,66 @@ class Engine:
         at = dict(zip(places, token_M.tolist(), strict=True))
         return [at.get(place, 0) for place in range(len(offered) * said.stride)]
 
-    def _tells(self, rows: Sequence[Row]) -> bool:
+    def _tells(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the controller learns of the time that these rows take: they decode, and it chose how."""
         return self._proposer is not None and self._proposer.chosen and _only_decode(rows)
 
-    def _tell_time(self, rows: Sequence[Row], drafts: Mapping[int, Draft], seconds: float) -> None:
+    def _tell_time(self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], seconds: float) -> None:
         """What a pass that only decodes took."""
         tokens = len(rows) + sum(len(draft.tokens) for draft in drafts.values())
         self.controller.observe_target(tokens, sum(row.start for row in rows), seconds)
 
-    def _commit(self, verdict: Verdict, said: Said) -> None:
+    def _commit(self, verdict: VerifyResult, said: TargetOutput) -> None:
         """Write down what a request got, and let it go if that was its end."""
-        row, draft, live = verdict.row, verdict.draft, verdict.row.live
-        heard = self._teller.hear(live, verdict.tokens, self.scheduler.limit(live))
+        row, draft, seq = verdict.row, verdict.draft, verdict.row.seq
+        heard = self._teller.hear(seq, verdict.tokens, self.scheduler.limit(seq))
         nodes = verdict.nodes[: max(0, len(heard.tokens) - 1)]
-        if self._follows(live) and said.aux_NX is not None and self._drafter is not None:
+        if self._follows(seq) and said.aux_NX is not None and self._drafter is not None:
             first, size = verdict.token_at, row.count + len(nodes)
             states = States(said.aux_NX, first, size)
             if not draft.is_chain:
                 places = [*range(first, first + row.count), *(first + row.count + node for node in nodes)]
                 states = States(said.aux_NX[places], 0, size)
-            self._drafter.take(live, states)
+            self._drafter.take(seq, states)
         moved = [] if draft.is_chain else [(node, depth) for depth, node in enumerate(nodes) if node != depth]
         if moved:
             behind = row.start + row.count
-            self._move(live, [behind + node for node, _ in moved], [behind + depth for _, depth in moved])
-        self.scheduler.commit(live, read=row.count + len(nodes), new_tokens=heard.tokens)
+            self._move(seq, [behind + node for node, _ in moved], [behind + depth for _, depth in moved])
+        self.scheduler.commit(seq, read=row.count + len(nodes), new_tokens=heard.tokens)
         if not row.samples:
             return
         if self._drafter is not None and row.drafts:
             ranks = ranking(verdict)
             sure = ranks.firsts or (draft.confidences if draft.is_chain else ())
             told = (draft.depth, len(verdict.nodes), sure, ranks.ranks, ranks.candidates)
-            self.controller.observe_round(live.key, *told)
+            self.controller.observe_round(seq.key, *told)
         if self._checkups is not None:
-            self._checkups.follow(live, draft, len(verdict.nodes), ended=heard.finished is not None)
-        logprobs = self._logprobs(live, heard.tokens, said.logits_MV, verdict)
+            self._checkups.follow(seq, draft, len(verdict.nodes), ended=heard.finished is not None)
+        logprobs = self._logprobs(seq, heard.tokens, said.logits_MV, verdict)
         drafted, accepted = len(draft.tokens), len(verdict.nodes)
-        self._teller.note(live.key, heard, drafted=drafted, accepted=accepted, logprobs=logprobs)
+        self._teller.note(seq.key, heard, drafted=drafted, accepted=accepted, logprobs=logprobs)
         if heard.finished is not None:
-            self.scheduler.finish(live, heard.finished)
-            self._forget(live.key)
+            self.scheduler.finish(seq, heard.finished)
+            self._forget(seq.key)
 
-    def _move(self, live: Live, from_slots: Sequence[int], to_slots: Sequence[int]) -> None:
+    def _move(self, seq: SequenceState, from_slots: Sequence[int], to_slots: Sequence[int]) -> None:
         """Put the accepted path of a tree side by side, as if it had been a chain."""
-        size = self.options.page_size
-        places = [[live.pages[slot // size] * size + slot % size for slot in slots] for slots in (from_slots, to_slots)]
+        size = self.options.block_size
+        places = [[seq.blocks[slot // size] * size + slot % size for slot in slots] for slots in (from_slots, to_slots)]
         self._model.cache.move(*torch.tensor(places, device=self._device))
 
     def _logprobs(
-        self, live: Live, tokens: Sequence[int], logits_MV: Tensor, verdict: Verdict
+        self, seq: SequenceState, tokens: Sequence[int], logits_MV: Tensor, verdict: VerifyResult
     ) -> tuple[TokenLogprobs, ...] | None:
-        if live.request.logprobs is None:
+        if seq.request.logprobs is None:
             return None
         rows = [verdict.logits_at + 1 + node for node in (-1, *verdict.nodes)][: len(tokens)]
         token_M = torch.tensor(list(tokens), device=logits_MV.device)
-        return tuple(log_probabilities(logits_MV[rows], token_M, live.request.logprobs))
+        return tuple(log_probabilities(logits_MV[rows], token_M, seq.request.logprobs))
 
-    def _follows(self, live: Live) -> bool:
+    def _follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
-        return self._drafter is not None and live.speculates
+        return self._drafter is not None and seq.speculates
 
     def _forget(self, key: int) -> None:
         self._teller.close(key)
@@ -449,6 +465,6 @@ class Engine:
             self._checkups.forget(key)
 
 
-def _only_decode(rows: Sequence[Row]) -> bool:
+def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
     """Whether no prompt is among what is read."""
     return all(row.count == 1 for row in rows)

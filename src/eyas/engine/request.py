@@ -1,8 +1,8 @@
 """What a caller asks for, and how far the engine has come with it.
 
-A `Request` never changes; a `Live` is the engine's own record of one. Two caches belong to a live request, the target's
-and the drafter's, and each holds a prefix of its tokens. Drafter slot i is made of the target's state at i and of token
-i + 1, so the drafter cannot be ahead of the target.
+A `Request` never changes; a `SequenceState` is the engine's own record of one. Two caches belong to a live request, the
+target's and the drafter's, and each holds a prefix of its tokens. Drafter slot i is made of the target's state at i and
+of token i + 1, so the drafter cannot be ahead of the target.
 
 Invariant: drafter_length <= target_length < len(tokens), since the newest token has been chosen but not read yet.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from eyas.errors import UserError
 
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
-    from eyas.engine.grammar import Grammar, Walk
+    from eyas.engine.grammar.base import Grammar, GrammarMatcher
     from eyas.sampling import Sampling
 
 MOST_LOGPROBS = 20
@@ -101,8 +101,8 @@ class FinishReason(StrEnum):
 
 
 @dataclass(eq=False, kw_only=True)
-class Live:
-    """A request in the engine. The scheduler alone changes its lengths, tokens and pages."""
+class SequenceState:
+    """A request in the engine. The scheduler alone changes its lengths, tokens and blocks."""
 
     key: int
     """The engine's name for it."""
@@ -115,12 +115,12 @@ class Live:
     """Tokens that have keys and values of the target."""
     drafter_length: int = 0
     """Tokens that have keys and values of the drafter."""
-    pages: list[int] = field(default_factory=list)
-    """Where both caches keep token i: in page number i // page_size of this list."""
+    blocks: list[int] = field(default_factory=list)
+    """Where both caches keep token i: in block number i // page_size of this list."""
     finished: FinishReason | None = None
     preemptions: int = 0
-    """How often it lost its pages to an earlier request."""
-    walk: "Walk | None" = field(init=False, default=None)
+    """How often it lost its blocks to an earlier request."""
+    walk: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which requests take part in the next step, with how many tokens, and in which pages.
+"""Which requests take part in the next step, with how many tokens, and in which blocks.
 
 First come, first served. A step goes through these in order, and what comes late gets what is left:
 
@@ -7,12 +7,12 @@ First come, first served. A step goes through these in order, and what comes lat
     reading    prompts in arrival order, in chunks; something is always left for the first
     admission  waiting requests in arrival order, behind what the prefix cache has of them
 
-Pages follow the same order but for drafts, which come last: speculation never takes a page from a request. A request
-gets the pages of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
-latest arrival loses its pages and waits again, and the prefix cache makes reading it again cheap.
+Blocks follow the same order but for drafts, which come last: speculation never takes a block from a request. A request
+gets the blocks of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
+latest arrival loses its blocks and waits again, and the prefix cache makes reading it again cheap.
 
 Invariants: running requests arrived before waiting ones; the oldest moves in every step and is never preempted;
-between steps a request owns no page beyond its tokens.
+between steps a request owns no block beyond its tokens.
 """
 
 from collections import deque
@@ -20,16 +20,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from eyas.engine.pages import PagePool
-from eyas.engine.request import FinishReason, Live
+from eyas.engine.kv_cache.block_manager import BlockManager
+from eyas.engine.request import FinishReason, SequenceState
 from eyas.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ScheduledRow:
     """One request's part in a step."""
 
-    live: Live
+    seq: SequenceState
     start: int
     """Position of its first token; all before it are in the target's cache."""
     count: int
@@ -41,13 +41,13 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepPlan:
+class SchedulerOutput:
     """What the next step computes."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduledRow, ...]
     """Decoding requests, then reading ones, then admitted ones; each in arrival order."""
-    preempted: tuple[Live, ...]
-    """Requests that lost their pages for it."""
+    preempted: tuple[SequenceState, ...]
+    """Requests that lost their blocks for it."""
 
 
 class Scheduler:
@@ -58,29 +58,29 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: PagePool,
+        pool: BlockManager,
         *,
-        max_rows: int,
-        token_budget: int,
-        max_length: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
         prefill_chunk: int | None,
         drafter: bool = True,
     ) -> None:
         for name, value, least in (
-            ("max_rows", max_rows, 1),
-            ("token_budget", token_budget, 1),
-            ("max_length", max_length, 2),
+            ("max_rows", max_num_seqs, 1),
+            ("token_budget", max_num_batched_tokens, 1),
+            ("max_length", max_model_len, 2),
             ("prefill_chunk", prefill_chunk, 1),
         ):
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; it must be {least} or more")
         self._pool, self._drafter = pool, drafter
-        self._max_rows = min(max_rows, token_budget)  # a token for each, so that none stands still
-        self._budget, self._max_length = token_budget, max_length
-        self._chunk = token_budget if prefill_chunk is None else prefill_chunk
-        self._lives: dict[int, Live] = {}
-        self._running: list[Live] = []
-        self._waiting: deque[Live] = deque()
+        self._max_rows = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
+        self._budget, self._max_length = max_num_batched_tokens, max_model_len
+        self._chunk = max_num_batched_tokens if prefill_chunk is None else prefill_chunk
+        self._lives: dict[int, SequenceState] = {}
+        self._running: list[SequenceState] = []
+        self._waiting: deque[SequenceState] = deque()
         self._latest_arrival: int | None = None
 
     @property
@@ -89,136 +89,136 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def running(self) -> list[Live]:
-        """Requests that own pages, in arrival order."""
+    def running(self) -> list[SequenceState]:
+        """Requests that own blocks, in arrival order."""
         return list(self._running)
 
-    def limit(self, live: Live) -> int:
+    def limit(self, seq: SequenceState) -> int:
         """The most tokens a request can come to, prompt included; with them it must be finished."""
-        return min(len(live.request.prompt) + live.request.max_new_tokens, self._max_length)
+        return min(len(seq.request.prompt) + seq.request.max_new_tokens, self._max_length)
 
-    def add(self, live: Live) -> None:
+    def add(self, seq: SequenceState) -> None:
         """Let a request wait for its turn; refuse one whose turn could never come."""
-        assert live.key not in self._lives, f"request {live.key} is here already"
-        assert self._latest_arrival is None or live.arrival > self._latest_arrival, "arrivals ascend"
-        if live.prompt_length + 1 > self._max_length:
+        assert seq.key not in self._lives, f"request {seq.key} is here already"
+        assert self._latest_arrival is None or seq.arrival > self._latest_arrival, "arrivals ascend"
+        if seq.prompt_length + 1 > self._max_length:
             raise UserError(
-                f"the prompt of request {live.key} has {live.prompt_length} tokens, above the {self._max_length - 1} "
+                f"the prompt of request {seq.key} has {seq.prompt_length} tokens, above the {self._max_length - 1} "
                 f"that leave room for an answer; shorten it or raise the longest context {self._max_length}"
             )
-        size, most = self._pool.page_size, self._pool.pages
-        pages = self._pool.pages_for(self.limit(live) - 1)  # the last token is never read
-        if pages > most:
+        size, most = self._pool.block_size, self._pool.blocks
+        blocks = self._pool.blocks_for(self.limit(seq) - 1)  # the last token is never read
+        if blocks > most:
             raise UserError(
-                f"request {live.key} may grow to {self.limit(live)} tokens, which need {pages} pages of {size}, above "
-                f"the {most} there are; keep prompt and answer within {most * size + 1} tokens or add pages"
+                f"request {seq.key} may grow to {self.limit(seq)} tokens, which need {blocks} blocks of {size}, above "
+                f"the {most} there are; keep prompt and answer within {most * size + 1} tokens or add blocks"
             )
-        self._latest_arrival = live.arrival
-        self._lives[live.key] = live
-        self._waiting.append(live)
+        self._latest_arrival = seq.arrival
+        self._lives[seq.key] = seq
+        self._waiting.append(seq)
 
     def cancel(self, key: int) -> bool:
         """End a request at any moment, even during a step, and free what it owns. False if it is not here."""
-        live = self._lives.get(key)
-        if live is None:
+        seq = self._lives.get(key)
+        if seq is None:
             return False
-        self.finish(live, FinishReason.CANCELLED)
+        self.finish(seq, FinishReason.CANCELLED)
         return True
 
-    def finish(self, live: Live, reason: FinishReason) -> None:
-        """End a request that has not ended yet. Its full pages stay in the prefix cache."""
-        if live.finished is not None:
+    def finish(self, seq: SequenceState, reason: FinishReason) -> None:
+        """End a request that has not ended yet. Its full blocks stay in the prefix cache."""
+        if seq.finished is not None:
             return
-        del self._lives[live.key]
-        (self._running if live in self._running else self._waiting).remove(live)
-        live.finished = reason
-        self._vacate(live)
+        del self._lives[seq.key]
+        (self._running if seq in self._running else self._waiting).remove(seq)
+        seq.finished = reason
+        self._vacate(seq)
 
-    def plan(self, wanted_drafts: Mapping[int, int]) -> StepPlan:
-        """Decide on the next step and reserve its pages. `wanted_drafts` has the most drafts of requests, by key.
+    def plan(self, wanted_drafts: Mapping[int, int]) -> SchedulerOutput:
+        """Decide on the next step and reserve its blocks. `wanted_drafts` has the most drafts of requests, by key.
 
         Only decoding requests carry drafts: behind tokens that the target has yet to read there is nothing to draft
         from.
         """
         preempted = self._seat_tokens()
-        decoding = [live for live in self._running if live.pending == 1]
-        reading = [live for live in self._running if live.pending > 1]
+        decoding = [seq for seq in self._running if seq.pending == 1]
+        reading = [seq for seq in self._running if seq.pending > 1]
         left = self._budget - len(decoding)
         prompts_want = bool(reading or (self._waiting and len(self._running) < self._max_rows))
-        useful = [min(wanted_drafts.get(live.key, 0), self.limit(live) - len(live.tokens) - 1) for live in decoding]
+        useful = [min(wanted_drafts.get(seq.key, 0), self.limit(seq) - len(seq.tokens) - 1) for seq in decoding]
         assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit is finished"
         drafts = _share(useful, left // 2 if prompts_want else left)
         left -= sum(drafts)
 
-        prefill: list[Row] = []
+        prefill: list[ScheduledRow] = []
         readers = chain(reading, () if preempted else iter(self._admit, None))
-        while left > 0 and (live := next(readers, None)) is not None:
-            prefill.append(_row(live, min(live.pending, self._chunk, left)))
+        while left > 0 and (seq := next(readers, None)) is not None:
+            prefill.append(_row(seq, min(seq.pending, self._chunk, left)))
             left -= prefill[-1].count
 
-        rows = [_row(live, 1, drafts=self._seat_drafts(live, n)) for live, n in zip(decoding, drafts, strict=True)]
-        return StepPlan(rows=(*rows, *prefill), preempted=tuple(preempted))
+        rows = [_row(seq, 1, drafts=self._seat_drafts(seq, n)) for seq, n in zip(decoding, drafts, strict=True)]
+        return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
 
-    def commit(self, live: Live, *, read: int, new_tokens: Sequence[int]) -> None:
+    def commit(self, seq: SequenceState, *, read: int, new_tokens: Sequence[int]) -> None:
         """Take note of a step: tokens read, accepted drafts among them, and tokens chosen, which are one more.
 
         Nothing happens to a request that was cancelled during the step.
         """
-        if live.finished is not None:
+        if seq.finished is not None:
             return
-        full = live.target_length // self._pool.page_size
-        live.tokens.extend(new_tokens)
-        live.target_length += read
-        assert live.pending == 1 or (live.pending > 1 and not new_tokens), f"request {live.key}: {live.pending} pending"
-        assert len(live.tokens) <= self.limit(live), f"request {live.key} has {len(live.tokens)} tokens"
-        self._register(live, range(full, live.target_length // self._pool.page_size))
-        needed = self._pool.pages_for(len(live.tokens))
-        if len(live.pages) > needed:
-            self._pool.release(live.pages[needed:])
-            del live.pages[needed:]
+        full = seq.target_length // self._pool.block_size
+        seq.tokens.extend(new_tokens)
+        seq.target_length += read
+        assert seq.pending == 1 or (seq.pending > 1 and not new_tokens), f"request {seq.key}: {seq.pending} pending"
+        assert len(seq.tokens) <= self.limit(seq), f"request {seq.key} has {len(seq.tokens)} tokens"
+        self._register(seq, range(full, seq.target_length // self._pool.block_size))
+        needed = self._pool.blocks_for(len(seq.tokens))
+        if len(seq.blocks) > needed:
+            self._pool.release(seq.blocks[needed:])
+            del seq.blocks[needed:]
 
-    def note_read(self, live: Live, drafter_length: int) -> None:
+    def note_read(self, seq: SequenceState, drafter_length: int) -> None:
         """Take note of how far the drafter has read."""
-        if live.finished is not None:
+        if seq.finished is not None:
             return
-        assert live.drafter_length <= drafter_length <= live.target_length, f"drafter at {drafter_length}"
-        full = live.drafter_length // self._pool.page_size
-        live.drafter_length = drafter_length
-        self._register(live, range(full, drafter_length // self._pool.page_size))
+        assert seq.drafter_length <= drafter_length <= seq.target_length, f"drafter at {drafter_length}"
+        full = seq.drafter_length // self._pool.block_size
+        seq.drafter_length = drafter_length
+        self._register(seq, range(full, drafter_length // self._pool.block_size))
 
     def begin_anew(self, *, drafter: bool) -> None:
         """Let all running requests wait again, as if preempted: there is another drafter, or none. Between steps."""
         self._drafter = drafter
         while self._running:
-            live = self._running.pop()
-            self._vacate(live)
-            live.preemptions += 1
-            self._waiting.appendleft(live)
+            seq = self._running.pop()
+            self._vacate(seq)
+            seq.preemptions += 1
+            self._waiting.appendleft(seq)
 
     def check(self) -> None:
-        """Raise AssertionError unless requests and pages are in order. For between steps."""
-        self._pool.check(live.pages for live in self._running)
+        """Raise AssertionError unless requests and blocks are in order. For between steps."""
+        self._pool.check(seq.blocks for seq in self._running)
         queue = [*self._running, *self._waiting]
-        assert {live.key: live for live in queue} == self._lives
-        assert [live.arrival for live in queue] == sorted({live.arrival for live in queue}), "not in arrival order"
+        assert {seq.key: seq for seq in queue} == self._lives
+        assert [seq.arrival for seq in queue] == sorted({seq.arrival for seq in queue}), "not in arrival order"
         assert len(self._running) <= self._max_rows
-        for live in queue:
-            assert live.finished is None, f"request {live.key} is finished and still here"
-            assert 0 <= live.drafter_length <= live.target_length < len(live.tokens) <= self.limit(live)
-            assert self._pool.pages_for(live.target_length) <= len(live.pages) <= self._pool.pages_for(len(live.tokens))
-        for live in self._waiting:
-            assert not live.pages, f"request {live.key} waits but owns pages"
+        for seq in queue:
+            assert seq.finished is None, f"request {seq.key} is finished and still here"
+            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq)
+            assert self._pool.blocks_for(seq.target_length) <= len(seq.blocks) <= self._pool.blocks_for(len(seq.tokens))
+        for seq in self._waiting:
+            assert not seq.blocks, f"request {seq.key} waits but owns blocks"
 
-    def _seat_tokens(self) -> list[Live]:
-        """Give each request the pages of its tokens, oldest first, and preempt the latest where none is left.
+    def _seat_tokens(self) -> list[SequenceState]:
+        """Give each request the blocks of its tokens, oldest first, and preempt the latest where none is left.
 
         Reading requests have theirs since they were admitted; it is for the newest token of decoding ones.
         """
-        preempted: list[Live] = []
+        preempted: list[SequenceState] = []
         index = 0
         while index < len(self._running):
-            live = self._running[index]
-            if self._extend(live, len(live.tokens)):
+            seq = self._running[index]
+            if self._extend(seq, len(seq.tokens)):
                 index += 1
                 continue
             assert len(self._running) > 1, "add() lets in only what fits alone"
@@ -229,68 +229,68 @@ class Scheduler:
             preempted.append(latest)
         return preempted
 
-    def _seat_drafts(self, live: Live, drafts: int) -> int:
-        """Reserve the pages of drafts behind the newest token; fewer drafts, if pages are short."""
+    def _seat_drafts(self, seq: SequenceState, drafts: int) -> int:
+        """Reserve the blocks of drafts behind the newest token; fewer drafts, if blocks are short."""
         if drafts == 0:
             return 0
-        room = (len(live.pages) + self._pool.free) * self._pool.page_size - len(live.tokens)
+        room = (len(seq.blocks) + self._pool.free) * self._pool.block_size - len(seq.tokens)
         drafts = min(drafts, room)
-        seated = self._extend(live, len(live.tokens) + drafts)
-        assert seated, "no more drafts than free pages hold"
+        seated = self._extend(seq, len(seq.tokens) + drafts)
+        assert seated, "no more drafts than free blocks hold"
         return drafts
 
-    def _admit(self) -> Live | None:
-        """Let the first waiting request run, if a row and the pages of all its tokens are there."""
-        # One free page for each of the others, or the newcomer would soon be preempted.
+    def _admit(self) -> SequenceState | None:
+        """Let the first waiting request run, if a row and the blocks of all its tokens are there."""
+        # One free block for each of the others, or the newcomer would soon be preempted.
         spare = len(self._running)
         if not self._waiting or len(self._running) == self._max_rows or self._pool.free <= spare:
             return None
-        live = self._waiting[0]
-        followed = self._drafter and live.speculates
-        total = self._pool.pages_for(len(live.tokens)) + spare
-        pages = self._pool.match(live.tokens, need_draft=followed, total=total)
-        if pages is None:
+        seq = self._waiting[0]
+        followed = self._drafter and seq.speculates
+        total = self._pool.blocks_for(len(seq.tokens)) + spare
+        blocks = self._pool.match(seq.tokens, need_draft=followed, total=total)
+        if blocks is None:
             return None
-        live.pages = pages
-        live.target_length = len(pages) * self._pool.page_size
-        live.drafter_length = live.target_length if followed else 0
-        seated = self._extend(live, len(live.tokens))
-        assert seated, "match() said that the pages are there"
+        seq.blocks = blocks
+        seq.target_length = len(blocks) * self._pool.block_size
+        seq.drafter_length = seq.target_length if followed else 0
+        seated = self._extend(seq, len(seq.tokens))
+        assert seated, "match() said that the blocks are there"
         self._running.append(self._waiting.popleft())
-        return live
+        return seq
 
-    def _extend(self, live: Live, positions: int) -> bool:
-        """Let a request own the pages of so many positions, or change nothing."""
-        missing = self._pool.pages_for(positions) - len(live.pages)
+    def _extend(self, seq: SequenceState, positions: int) -> bool:
+        """Let a request own the blocks of so many positions, or change nothing."""
+        missing = self._pool.blocks_for(positions) - len(seq.blocks)
         if missing > 0:
-            room = self._pool.pages_for(self.limit(live) - 1) - len(live.pages)
-            after = live.pages[-1] if live.pages else None
-            pages = self._pool.allocate(missing, after=after, room=room)
-            if pages is None:
+            room = self._pool.blocks_for(self.limit(seq) - 1) - len(seq.blocks)
+            after = seq.blocks[-1] if seq.blocks else None
+            blocks = self._pool.allocate(missing, after=after, room=room)
+            if blocks is None:
                 return False
-            live.pages += pages
+            seq.blocks += blocks
         return True
 
-    def _vacate(self, live: Live) -> None:
-        self._pool.release(live.pages)
-        live.pages, live.target_length, live.drafter_length = [], 0, 0
+    def _vacate(self, seq: SequenceState) -> None:
+        self._pool.release(seq.blocks)
+        seq.blocks, seq.target_length, seq.drafter_length = [], 0, 0
 
-    def _register(self, live: Live, indexes: range) -> None:
-        """Let full pages be found. Their last token is read, so the one behind it is known."""
-        size = self._pool.page_size
+    def _register(self, seq: SequenceState, indexes: range) -> None:
+        """Let full blocks be found. Their last token is read, so the one behind it is known."""
+        size = self._pool.block_size
         for index in indexes:
             end = (index + 1) * size
             self._pool.register(
-                live.pages[index],
-                after=live.pages[index - 1] if index else None,
-                tokens=live.tokens[end - size : end],
-                successor=live.tokens[end],
-                drafted=end <= live.drafter_length,
+                seq.blocks[index],
+                after=seq.blocks[index - 1] if index else None,
+                tokens=seq.tokens[end - size : end],
+                successor=seq.tokens[end],
+                drafted=end <= seq.drafter_length,
             )
 
 
-def _row(live: Live, count: int, *, drafts: int = 0) -> Row:
-    return Row(live=live, start=live.target_length, count=count, drafts=drafts, samples=count == live.pending)
+def _row(seq: SequenceState, count: int, *, drafts: int = 0) -> ScheduledRow:
+    return ScheduledRow(seq=seq, start=seq.target_length, count=count, drafts=drafts, samples=count == seq.pending)
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:

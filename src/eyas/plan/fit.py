@@ -32,7 +32,7 @@ def fit(question: Question, speed_of: Callable[[Quantisation], Speed]) -> tuple[
     larger = [card.name for card in CARDS.values() if card.memory >= smallest.needed / question.users * 1.02]
     raise UserError(
         f"{question.decoder.source} does not fit on {question.card.name} ({size(question.card.memory)}) in any way: "
-        f"even {_words(smallest.question)} it would take {size(smallest.footprint.beside_pages)} before the first "
+        f"even {_words(smallest.question)} it would take {size(smallest.footprint.beside_blocks)} before the first "
         f"token; choose a smaller target or a larger card{f' such as {larger[0]}' if larger else ''}"
     )
 

@@ -25,26 +25,26 @@ LONGEST_CHUNK = 1024
 class Room:
     """What the engine is told about how much it takes on at once; the names are those of its options."""
 
-    max_rows: int
-    max_length: int
+    max_num_seqs: int
+    max_model_len: int
     max_depth: int = 7
-    token_budget: int = 512
-    page_size: int = 16
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
 
     @property
     def recorded_rows(self) -> int:
         """The most rows of a recorded step."""
-        return min(self.max_rows, self.token_budget)
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def recorded_tokens(self) -> int:
         """The most tokens of a recorded step."""
-        return min(self.token_budget, self.recorded_rows * (self.max_depth + 1))
+        return min(self.max_num_batched_tokens, self.recorded_rows * (self.max_depth + 1))
 
     @property
     def recorded_chunk(self) -> int:
         """The most tokens of a prompt that are read at once by a recording."""
-        return min(self.token_budget, LONGEST_CHUNK)
+        return min(self.max_num_batched_tokens, LONGEST_CHUNK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def working_bytes(
     passes keep all this for themselves, in one pool that they share.
     """
     widest = max(4 * heads_width, 3 * intermediate)
-    tokens = room.token_budget * (4 * hidden + widest + states) * element
+    tokens = room.max_num_batched_tokens * (4 * hidden + widest + states) * element
     once = tokens + room.recorded_tokens * vocab_size * (element + FLOAT32)
     return once * 2 if recorded else once
 

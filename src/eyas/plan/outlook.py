@@ -8,7 +8,7 @@ from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
 from eyas.plan.expect import Expected, best_depth, expect, on_auto
 from eyas.plan.footprint import DrafterShape, Room, footprint
-from eyas.plan.memory import Footprint, PageBudget, longest, pages_of, plan_pages, size
+from eyas.plan.memory import BlockBudget, Footprint, blocks_of, longest, plan_blocks, size
 from eyas.plan.profile import DEEPEST, Profile
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.roofline import Pair, Speed
@@ -49,7 +49,7 @@ class Question:
     @property
     def room(self) -> Room:
         """For the engine."""
-        return Room(max_rows=self.users, max_length=self.context, max_depth=self.deepest)
+        return Room(max_num_seqs=self.users, max_model_len=self.context, max_depth=self.deepest)
 
     @property
     def pair(self) -> Pair:
@@ -68,9 +68,9 @@ class Outlook:
 
     question: Question
     footprint: Footprint
-    for_pages: int
+    for_blocks: int
     """Bytes that are left for pages; negative where not even the rest fits."""
-    budget: PageBudget | None
+    budget: BlockBudget | None
     """Pages for the users that were asked for, as many as fit; None where not even one request does."""
     users_fit: int
     """Users of the asked context at the same time."""
@@ -93,8 +93,8 @@ class Outlook:
     def needed(self) -> int:
         """Bytes for all users at the whole context."""
         question = self.question
-        pages = question.users * pages_of(question.context, question.room.page_size) + 1
-        return self.footprint.beside_pages + pages * question.room.page_size * self.footprint.per_token
+        blocks = question.users * blocks_of(question.context, question.room.block_size) + 1
+        return self.footprint.beside_blocks + blocks * question.room.block_size * self.footprint.per_token
 
     def verdict(self) -> str:
         """Whether it fits, in words."""
@@ -105,7 +105,7 @@ class Outlook:
         who = f"{question.users} users of {question.context:,} tokens would take {whole}"
         if self.users_fit:
             return f"does not fit: {who}; {self.users_fit} users fit, or {question.users} of {self.longest_context:,}"
-        if self.for_pages > 0 and self.longest_context:
+        if self.for_blocks > 0 and self.longest_context:
             return f"does not fit: {who}; lower the context to {self.longest_context:,}"
         return f"does not fit: {who}; choose a smaller target, a coarser quantisation or a larger card"
 
@@ -116,21 +116,21 @@ def look(question: Question, *, users: Sequence[int] = USERS) -> Outlook:
     taken = footprint(question.decoder, question.drafter, question.kept, room=room, device=question.card.device)
     loaded = taken.runtime + taken.weights + taken.drafter
     # One page behind the others takes what is not real.
-    for_pages = question.usable - loaded - taken.beside_weights - room.page_size * taken.per_token
-    per_user = pages_of(question.context, room.page_size) * room.page_size * taken.per_token
-    users_fit = max(0, for_pages // per_user)
+    for_blocks = question.usable - loaded - taken.beside_weights - room.block_size * taken.per_token
+    per_user = blocks_of(question.context, room.block_size) * room.block_size * taken.per_token
+    users_fit = max(0, for_blocks // per_user)
     budget = None
     if users_fit:
-        budget = plan_pages(
+        budget = plan_blocks(
             footprint=taken,
-            page_size=room.page_size,
-            max_rows=room.max_rows,
-            max_length=room.max_length,
+            block_size=room.block_size,
+            max_num_seqs=room.max_num_seqs,
+            max_model_len=room.max_model_len,
             free_bytes=question.usable - loaded,
-            memory=for_pages,
+            memory=for_blocks,
         )
     most = question.decoder.context
-    length = longest(max(0, for_pages) // question.users, taken.per_token, room.page_size)
+    length = longest(max(0, for_blocks) // question.users, taken.per_token, room.block_size)
     asked = sorted({question.users, *(count for count in users if count <= users_fit)})
     depths = range(question.deepest + 1) if question.drafter is not None else range(1)
     pair, speed, profile, half = question.pair, question.speed, question.profile, question.context / 2
@@ -145,12 +145,12 @@ def look(question: Question, *, users: Sequence[int] = USERS) -> Outlook:
     return Outlook(
         question=question,
         footprint=taken,
-        for_pages=for_pages,
+        for_blocks=for_blocks,
         budget=budget,
         users_fit=users_fit,
         longest_context=length if most is None else min(length, most),
         table=tuple(table),
         best=best,
         auto_speedup=auto,
-        prompt_seconds=speed.seconds(*pair.read(question.context // 2, room.token_budget)),
+        prompt_seconds=speed.seconds(*pair.read(question.context // 2, room.max_num_batched_tokens)),
     )

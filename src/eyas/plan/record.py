@@ -50,14 +50,14 @@ def record_of(outlook: Outlook) -> dict[str, Any]:
             "working": taken.working,
             "recorded": taken.recorded,
             "runtime": taken.runtime,
-            "beside_pages": taken.beside_pages,
-            "left_for_pages": outlook.for_pages,
+            "beside_pages": taken.beside_blocks,
+            "left_for_pages": outlook.for_blocks,
             "needed": outlook.needed,
             "usable": question.usable,
         },
         "pages": None
         if budget is None
-        else {"pages": budget.pages, "page_size": budget.page_size, "bytes": budget.bytes},
+        else {"pages": budget.blocks, "page_size": budget.block_size, "bytes": budget.bytes},
         "fits": outlook.fits,
         "verdict": outlook.verdict(),
         "users_fit": outlook.users_fit,

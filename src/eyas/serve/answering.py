@@ -15,8 +15,8 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope, Send
 
-from eyas.engine.answer import Piece, Tally
-from eyas.engine.grammar import Grammar
+from eyas.engine.grammar.base import Grammar
+from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve import replies
 from eyas.serve.asking import Asked
@@ -119,7 +119,7 @@ class Endpoint:
     async def _say(self, head: Letterhead, body: Common, asked: Asked, outlet: Outlet, account: Account) -> None:
         words = self._desk.words
 
-        async def hear(index: int, piece: Piece, tally: Tally) -> None:
+        async def hear(index: int, piece: OutputDelta, tally: SpecDecodeStats) -> None:
             heard = account.heard[index]
             heard.tally = tally
             heard.take(piece, words)
@@ -144,7 +144,7 @@ class Endpoint:
             await outlet.event(replies.closing(head, account.heard))
         await outlet.end()
 
-    def _time(self, account: Account, index: int, piece: Piece) -> None:
+    def _time(self, account: Account, index: int, piece: OutputDelta) -> None:
         """Note when tokens came."""
         now, meters = time.monotonic(), self._desk.meters
         if account.first_token is None:

@@ -42,7 +42,7 @@ class Application:
         slot: Slot | None = None,
     ) -> None:
         self.host, self.served, self.limits = host, served, limits or Limits()
-        self.gate = Gate(max_rows=served.max_rows, queue=self.limits.queue)
+        self.gate = Gate(max_num_seqs=served.max_num_seqs, queue=self.limits.queue)
         self.started = time.monotonic()
         self.meters = Meters(served.name)
         self.meters.in_flight.set_function(lambda: self.gate.taken)
@@ -113,7 +113,7 @@ class Application:
             "created": served.created,
             "owned_by": "eyas",
             "root": served.target,
-            "max_model_len": served.max_length,
+            "max_model_len": served.max_model_len,
             "speculative": self._swapper.card(),
         }
 

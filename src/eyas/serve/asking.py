@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.engine.grammar import Grammar
+from eyas.engine.grammar.base import Grammar
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.calls import CallReader
@@ -148,19 +148,19 @@ class Translator:
 
     def _room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         """How many tokens the answer may have; the engine would cut it silently, so it is checked here."""
-        room = self._served.max_length - len(prompt)
+        room = self._served.max_model_len - len(prompt)
         if room < 1:
             raise ApiError(
                 400,
-                f"the prompt has {len(prompt)} tokens, above the {self._served.max_length - 1} that leave room for an "
-                "answer; shorten it",
+                f"the prompt has {len(prompt)} tokens, above the {self._served.max_model_len - 1} that leave room for "
+                "an answer; shorten it",
                 code="context_length_exceeded",
             )
         if max_tokens is not None and max_tokens > room:
             raise ApiError(
                 400,
-                f"max_tokens {max_tokens} and a prompt of {len(prompt)} tokens are above the {self._served.max_length} "
-                f"of this server; use {room} or fewer",
+                f"max_tokens {max_tokens} and a prompt of {len(prompt)} tokens are above the "
+                f"{self._served.max_model_len} of this server; use {room} or fewer",
                 field="max_tokens",
                 code="context_length_exceeded",
             )

@@ -6,7 +6,7 @@ says so and whether trying again makes sense.
 
 from typing import Any
 
-from eyas.engine.stream import EngineError
+from eyas.engine.async_engine import EngineError
 from eyas.errors import UserError
 
 RETRY_SOON = 1

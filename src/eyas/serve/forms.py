@@ -1,7 +1,7 @@
 """What an answer must look like, from the fields that may ask for it to a grammar that the engine follows.
 
 OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` say the same things; one of them may
-speak at a time. Compiling runs beside the event loop, bounded in size by `Guidance` and in time here.
+speak at a time. Compiling runs beside the event loop, bounded in size by `LlGuidance` and in time here.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from eyas.engine.guidance import Guidance, LlGrammar
+from eyas.engine.grammar.llguidance import LlGuidance, LlGuidanceGrammar
 from eyas.errors import UserError
 from eyas.serve.failure import ApiError
 from eyas.serve.protocol import Common
@@ -94,10 +94,10 @@ class Compiler:
         self._target = target
         self._threads = ThreadPoolExecutor(COMPILERS, "eyas-grammar")
         self._lock = threading.Lock()
-        self._guidance: Guidance | None = None
+        self._guidance: LlGuidance | None = None
         self._make = lru_cache(maxsize=KEPT)(self._compile)
 
-    async def grammar(self, form: Form) -> LlGrammar:
+    async def grammar(self, form: Form) -> LlGuidanceGrammar:
         """The grammar of a form, or a refusal that says what is wrong with it."""
         loop = asyncio.get_running_loop()
         try:
@@ -110,10 +110,10 @@ class Compiler:
             message = f"{form.field} cannot be followed ({error}); change it"
             raise ApiError(400, message, field=form.field, code="invalid_grammar") from None
 
-    def _compile(self, kind: Kind, text: str) -> LlGrammar:
+    def _compile(self, kind: Kind, text: str) -> LlGuidanceGrammar:
         with self._lock:
             if self._guidance is None:
-                self._guidance = Guidance(self._target.tokenizer, self._target.facts.vocab_size)
+                self._guidance = LlGuidance(self._target.tokenizer, self._target.facts.vocab_size)
         if kind == "json":
             return self._guidance.json_schema(text)
         if kind == "regex":

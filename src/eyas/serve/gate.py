@@ -20,11 +20,11 @@ WEIGHT = 0.1
 class Gate:
     """Counts answers under way. All of it happens on the event loop."""
 
-    def __init__(self, *, max_rows: int, queue: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.places = max_rows + queue
+    def __init__(self, *, max_num_seqs: int, queue: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.places = max_num_seqs + queue
         self.taken = 0
         self.draining = False
-        self._max_rows, self._clock = max_rows, clock
+        self._max_rows, self._clock = max_num_seqs, clock
         self._mean_seconds = 1.0
 
     def require_room(self, count: int = 1) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from eyas.drafter.model import Drafter
-from eyas.engine.answer import Piece, Tally
-from eyas.engine.drift import DriftReport
+from eyas.engine.async_engine import AsyncEngine, EngineError
 from eyas.engine.engine import Engine
+from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import Request
-from eyas.engine.stream import EngineError, StreamingEngine
+from eyas.engine.speculation.drift import DriftReport
 from eyas.serve.mending import Mender, add
 
-Hear = Callable[[int, Piece, Tally], Awaitable[None]]
+Hear = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
 """Takes a piece of the answer of that number, and how speculation goes for it."""
 LOOK_SECONDS = 2.0
 """How long to wait for a step to end before an older look will do."""
@@ -32,12 +32,12 @@ class Snapshot:
     """When it was looked at."""
     running: int = 0
     waiting: int = 0
-    pages: int = 0
-    pages_used: int = 0
-    pages_cached: int = 0
+    blocks: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
     prefix_lookups: int = 0
     prefix_hits: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     """Since the server started, over all engines it had."""
     share_of_depths: dict[int, float] = field(default_factory=dict)
     rows_by_depth: dict[int, int] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Host:
         engine = build()
         self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
-        self._streaming = StreamingEngine(engine, mend=self.mender)
-        self._seen = Snapshot(pages=self.budget.pages)
+        self._streaming = AsyncEngine(engine, mend=self.mender)
+        self._seen = Snapshot(blocks=self.budget.blocks)
 
     @property
     def failure(self) -> BaseException | None:
@@ -105,7 +105,7 @@ class Host:
         self.close()
 
     async def _pump(self, index: int, request: Request, hear: Hear) -> None:
-        tallies: list[Tally] = []
+        tallies: list[SpecDecodeStats] = []
 
         def taken_on(engine: Engine, key: int) -> None:
             tallies.append(engine.tally_of(key))
@@ -122,16 +122,16 @@ class Host:
 
     def _snapshot(self, engine: Engine) -> Snapshot:
         self._pass_on_events(engine)
-        tally = Tally()
+        tally = SpecDecodeStats()
         add(tally, self.mender.past)
         add(tally, engine.tally)
         told = engine.controller.report()
         return Snapshot(
             running=len(engine.scheduler.running),
             waiting=engine.scheduler.waiting,
-            pages=engine.pool.pages,
-            pages_used=engine.pool.used,
-            pages_cached=engine.pool.cached,
+            blocks=engine.pool.blocks,
+            blocks_used=engine.pool.used,
+            blocks_cached=engine.pool.cached,
             prefix_lookups=engine.pool.lookups,
             prefix_hits=engine.pool.hits,
             tally=tally,

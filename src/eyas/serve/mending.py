@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from eyas.engine.answer import Tally
 from eyas.engine.engine import Engine
+from eyas.engine.output import SpecDecodeStats
 
 
 class Mender:
@@ -23,7 +23,7 @@ class Mender:
         self.failed_steps = 0
         self.replaced = 0
         """Engines so far that were given up."""
-        self.past = Tally()
+        self.past = SpecDecodeStats()
         """What those had counted."""
         self._passes_at_failure: int | None = None
 
@@ -57,7 +57,7 @@ class Mender:
 
 def _drop_running(engine: Engine) -> list[int]:
     """Cancel the running requests and see that the rest is in order."""
-    lost = [live.key for live in engine.scheduler.running]
+    lost = [seq.key for seq in engine.scheduler.running]
     for key in lost:
         engine.cancel(key)
     engine.pool.forget()
@@ -76,7 +76,7 @@ def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def add(to: Tally, more: Tally) -> None:
+def add(to: SpecDecodeStats, more: SpecDecodeStats) -> None:
     """Count what another one counted."""
     to.passes += more.passes
     to.drafts += more.drafts

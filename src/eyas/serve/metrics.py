@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from eyas.engine.drift import DriftReport
+from eyas.engine.speculation.drift import DriftReport
 from eyas.serve.host import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -74,10 +74,12 @@ class EngineCollector(Collector):
         seen, tally = self.seen, self.seen.tally
         yield _gauge("eyas_num_requests_running", "Answers that own pages.", seen.running)
         yield _gauge("eyas_num_requests_waiting", "Answers that wait for pages.", seen.waiting)
-        yield _gauge("eyas_pages", "Pages of the caches.", seen.pages)
-        yield _gauge("eyas_pages_used", "Pages that answers under way own.", seen.pages_used)
-        yield _gauge("eyas_pages_cached", "Free pages whose content can be found again.", seen.pages_cached)
-        yield _gauge("eyas_kv_cache_usage_perc", "Share of pages used, 1 is all.", seen.pages_used / max(1, seen.pages))
+        yield _gauge("eyas_pages", "Pages of the caches.", seen.blocks)
+        yield _gauge("eyas_pages_used", "Pages that answers under way own.", seen.blocks_used)
+        yield _gauge("eyas_pages_cached", "Free pages whose content can be found again.", seen.blocks_cached)
+        yield _gauge(
+            "eyas_kv_cache_usage_perc", "Share of pages used, 1 is all.", seen.blocks_used / max(1, seen.blocks)
+        )
         yield _counter("eyas_prefix_cache_queries", "Pages looked for in the prefix cache.", seen.prefix_lookups)
         yield _counter("eyas_prefix_cache_hits", "Pages found there.", seen.prefix_hits)
         yield _counter("eyas_generation_tokens", "Tokens generated.", tally.tokens)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.engine.answer import Piece, Tally
+from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve.calls import CallReader, Delta
 from eyas.serve.words import Words
@@ -23,14 +23,14 @@ _OBJECTS = {
 class Heard:
     """What came of one choice so far."""
 
-    tally: Tally = field(default_factory=Tally)
-    pieces: list[Piece] = field(default_factory=list)
+    tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    pieces: list[OutputDelta] = field(default_factory=list)
     reader: CallReader | None = None
     """Finds tool calls, where there are tools."""
     delta: Delta = field(default_factory=Delta)
     """What the newest piece came to."""
 
-    def take(self, piece: Piece, words: Words) -> None:
+    def take(self, piece: OutputDelta, words: Words) -> None:
         """Hear one more piece."""
         self.pieces.append(piece)
         self.delta = Delta(content=piece.text)
@@ -159,7 +159,7 @@ def usage(head: Letterhead, choices: Sequence[Heard]) -> dict[str, Any]:
     }
 
 
-def figures(tallies: Sequence[Tally]) -> dict[str, Any]:
+def figures(tallies: Sequence[SpecDecodeStats]) -> dict[str, Any]:
     """Counts of speculation, pooled."""
     depth = max((len(tally.accepted_at) for tally in tallies), default=0)
     drafts, accepted = sum(tally.drafts for tally in tallies), sum(tally.accepted for tally in tallies)
@@ -173,11 +173,11 @@ def figures(tallies: Sequence[Tally]) -> dict[str, Any]:
     }
 
 
-def _at(tally: Tally, depth: int) -> int:
+def _at(tally: SpecDecodeStats, depth: int) -> int:
     return tally.accepted_at[depth] if depth < len(tally.accepted_at) else 0
 
 
-def _origins(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _origins(pieces: Sequence[OutputDelta]) -> dict[str, Any]:
     """Each token, its text, and the draft depth it was accepted from; 0 is the target's own."""
     return {
         "tokens": [token for piece in pieces for token in piece.tokens],
@@ -186,7 +186,7 @@ def _origins(pieces: Sequence[Piece]) -> dict[str, Any]:
     }
 
 
-def _logprobs(head: Letterhead, pieces: Sequence[Piece], words: Words, offset: int) -> dict[str, Any] | None:
+def _logprobs(head: Letterhead, pieces: Sequence[OutputDelta], words: Words, offset: int) -> dict[str, Any] | None:
     if pieces[0].logprobs is None:
         return None
     entries = [entry for piece in pieces for entry in piece.logprobs or ()]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from eyas.engine.request import Speculation
 from eyas.errors import UserError
-from eyas.plan.memory import PageBudget
+from eyas.plan.memory import BlockBudget
 
 
 @dataclass(kw_only=True)
@@ -16,9 +16,9 @@ class Served:
     """What clients call it."""
     target: str
     drafter: str | None
-    max_length: int
+    max_model_len: int
     """Tokens of prompt and answer."""
-    max_rows: int
+    max_num_seqs: int
     """Answers at the same time."""
     speculation: Speculation = field(default_factory=Speculation)
     """For requests that say nothing about it."""
@@ -50,7 +50,7 @@ class Limits:
                 raise UserError(f"limit {name} is {getattr(self, name)}; it must be above 0")
 
 
-def banner(served: Served, budget: PageBudget) -> list[str]:
+def banner(served: Served, budget: BlockBudget) -> list[str]:
     """What an operator wants to see when the server starts."""
     if served.drafter is None:
         policy = "no drafter: every token is a pass of the target"
@@ -61,7 +61,8 @@ def banner(served: Served, budget: PageBudget) -> list[str]:
     else:
         policy = f"{served.drafter}, as deep as pays by measured cost and acceptance"
     return [
-        f"serving   {served.name} ({served.target}), up to {served.max_length:,} tokens, {served.max_rows} at once",
+        f"serving   {served.name} ({served.target}), up to {served.max_model_len:,} tokens, "
+        f"{served.max_num_seqs} at once",
         f"drafting  {policy}",
         f"memory    {budget}",
     ]

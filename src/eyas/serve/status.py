@@ -99,9 +99,9 @@ async def status_of(host: Host, served: Served, gate: Gate, *, started: float) -
         "served": _served(served, host.max_depth),
         "load": {"running": seen.running, "waiting": seen.waiting, "in_flight": gate.taken, "places": gate.places},
         "pages": {
-            "total": seen.pages,
-            "used": seen.pages_used,
-            "cached": seen.pages_cached,
+            "total": seen.blocks,
+            "used": seen.blocks_used,
+            "cached": seen.blocks_cached,
             "lookups": seen.prefix_lookups,
             "hits": seen.prefix_hits,
         },
@@ -120,8 +120,8 @@ def _served(served: Served, max_depth: int) -> dict[str, Any]:
         "mode": served.speculation.mode if drafted else "off",
         "depth": served.speculation.depth,
         "max_depth": max_depth if drafted else 0,
-        "max_length": served.max_length,
-        "max_rows": served.max_rows,
+        "max_length": served.max_model_len,
+        "max_rows": served.max_num_seqs,
     }
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from eyas.engine.guidance import ON_ONE_LINE
+from eyas.engine.grammar.llguidance import ON_ONE_LINE
 from eyas.errors import UserError
 from eyas.serve.calls import BLANK, CallReader, long_id, short_id
 from eyas.serve.failure import ApiError

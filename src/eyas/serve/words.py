@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from eyas.engine.text import UNFINISHED
-from eyas.engine.verify import TokenLogprobs
+from eyas.engine.detokenizer import UNFINISHED
+from eyas.engine.sampler import TokenLogprobs
 
 LEAST = -9999.0
 """JSON has no minus infinity; OpenAI writes this for what cannot come."""

@@ -1,0 +1,132 @@
+"""What an engine is told, and what it makes of it before it starts: the longest context and the number of blocks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eyas.drafter.cost import kv_bytes_per_token
+from eyas.drafter.model import Drafter
+from eyas.engine.kv_cache.memory import free_bytes
+from eyas.engine.runner.drafter import Tree
+from eyas.engine.runner.target import TargetRunner
+from eyas.errors import UserError
+from eyas.kernels.attention.metadata import KVCache
+from eyas.plan.footprint import Room, recorded_bytes, working_bytes
+from eyas.plan.memory import BlockBudget, Footprint, plan_blocks
+from eyas.target.model import Target
+
+LONGEST = 8192
+"""Tokens of prompt and answer, unless told, for targets that could hold more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How much an engine takes on at once, and how it drafts."""
+
+    max_num_seqs: int = 64
+    """Requests at the same time."""
+    max_model_len: int | None = None
+    """Tokens of prompt and answer; unless told, the target's context, but no more than 8192."""
+    max_num_batched_tokens: int = 512
+    """Tokens of one target pass: what decoding leaves of it, chunks of prompts may fill."""
+    block_size: int = 16
+    memory: int | None = None
+    """Bytes for blocks; half of what is free unless told."""
+    prefix_cache: bool = True
+    max_depth: int = 7
+    tree: Tree | None = None
+    """Draft trees of this shape wherever there is drafting, instead of chains."""
+    drafter_window: int | None = None
+    """Let the drafter see the last tokens only, and `drafter_sinks` first ones: a remedy for long contexts."""
+    drafter_sinks: int = 4
+    graphs: bool = True
+    """On CUDA, record passes and replay them; without, every operation is launched by itself."""
+
+    drift_share: float = 0.005
+    """Of the time of steps that draft, the part that looking for drift may take (`drift_probe.py`); 0: no drift
+    alarm."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drift_share < 1:
+            raise UserError(f"drift_share is {self.drift_share}; it must be 0 or more and below 1")
+        for name, least in (("max_rows", 1), ("token_budget", 1), ("max_depth", 1), ("drafter_sinks", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+
+
+def choose_length(asked: int | None, target: Target) -> int:
+    """The longest context that is served: what was asked for, if the target was made for it."""
+    most = target.facts.max_position_embeddings
+    if asked is None:
+        return min(LONGEST, most or LONGEST)
+    if most is not None and asked > most:
+        raise UserError(
+            f"max_length {asked} is above the {most} tokens that {target.facts.source} was made for; lower it"
+        )
+    return asked
+
+
+def plan_budget(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> BlockBudget:
+    """How many blocks there will be; `eyas plan` divides memory by the same functions, from configurations alone."""
+    return plan_blocks(
+        footprint=footprint_of(target, drafter, options, max_model_len),
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        free_bytes=free_bytes(target.device),
+        memory=options.memory,
+    )
+
+
+def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> Footprint:
+    """What a loaded pair takes: its weights and one token's keys and values as they are, the rest by formula."""
+    trial = KVCache(blocks=1, block_size=options.block_size)
+    TargetRunner(target, trial)
+    config, element = target.model.config.get_text_config(), target.dtype.itemsize
+    heads = getattr(config, "num_attention_heads", None) or 1
+    room = Room(
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=max_model_len,
+        max_depth=options.max_depth,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        block_size=options.block_size,
+    )
+    states, drafter_token = 0, 0
+    if drafter is not None:
+        states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
+        drafter_token = kv_bytes_per_token(drafter.config, _name(drafter.fc.weight.dtype))
+    on_gpu = target.device.type == "cuda"
+    working = working_bytes(
+        hidden=config.hidden_size,
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        heads_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab_size=target.facts.vocab_size,
+        states=states,
+        room=room,
+        element=element,
+        recorded=on_gpu and options.graphs,
+    )
+    recorded = recorded_bytes(vocab_size=target.facts.vocab_size, states=states, room=room, element=element)
+    return Footprint(
+        weights=weight_bytes(target.model),
+        drafter=0 if drafter is None else weight_bytes(drafter, beside=target.model),
+        token=trial.bytes_per_block // options.block_size,
+        drafter_token=drafter_token,
+        working=working,
+        recorded=recorded if on_gpu and options.graphs else 0,
+    )
+
+
+def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
+    """Memory of a model's weights and tables, each once, and without what another one lends it."""
+    lent = set() if beside is None else {x.data_ptr() for x in _tensors(beside)}
+    return sum({x.data_ptr(): x.nbytes for x in _tensors(model) if x.data_ptr() not in lent}.values())
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

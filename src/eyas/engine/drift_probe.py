@@ -1,0 +1,179 @@
+"""A check-up: one round of one request, drafted beside serving to the deepest depth, and watched.
+
+Serving cannot be watched at a low price: its depths are one recording, its attention a kernel that keeps no weights,
+and it stops as early as pays, so that of the depths behind that nothing would be known. So now and then a round is
+drafted a second time, by the doctor's own measures: the same computation from the same states and the same keys, in
+plain operations. It reads the drafter's blocks and what waits to be read, and writes nothing: serving cannot tell
+whether it happened.
+
+`DriftProbe` says when: no more often than one round in EVERY, and within a share of the time spent on such steps.
+
+Shapes: T slots in blocks, N states that wait, D drafter hidden, X concatenated states, G key heads, K head dim.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
+
+from eyas.drafter.attention import KeysAndValues
+from eyas.drafter.looks import REGIONS, Recorder, rms
+from eyas.drafter.round_attention import RoundAttention
+from eyas.engine.request import Request, SequenceState
+from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor, States
+from eyas.engine.sampler import draw
+from eyas.engine.speculation.drift import DriftAlarm
+from eyas.kernels.attention.metadata import AttentionRow
+from eyas.sampling import Sampling
+
+EVERY = 32
+"""Rounds between two check-ups at least: neighbours are alike and tell little."""
+LONGEST_STEP = 1.0
+"""Seconds between two steps that count as serving at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriftSample:
+    """What was seen of one round, depth by depth."""
+
+    rms: tuple[float, ...]
+    """Size of the state that each depth hands to the next."""
+    mass: Mapping[str, tuple[float, ...]]
+    """Attention by region of `looks.py`."""
+    tokens: tuple[int, ...]
+    """The drafts; whether they would be accepted shows as the request goes on."""
+
+
+@torch.inference_mode()
+def examine(
+    drafter: DrafterRunner, seq: SequenceState, depth: int, sampling_metadata: SamplingMetadataFor
+) -> DriftSample:
+    """Draft `depth` tokens behind a request's newest one. Some of its states must wait for the drafter."""
+    waiting = drafter.waiting(seq)
+    assert waiting, "the drafter has read all there is; what it starts a round from is gone"
+    model, start = drafter.model, seq.target_length - 1
+    device = model.fc.weight.device
+    start_R = torch.tensor([start], device=device)
+    recorder = Recorder(start_R, prompt_length=seq.prompt_length, depth=depth)
+    attention = RoundAttention(start_R, recorder, past=_past(drafter, seq), window=drafter.window, sinks=drafter.sinks)
+    hidden = model.fuse(torch.cat([states.aux_TX for states in waiting]).to(model.fc.weight.dtype))
+    token_N = torch.tensor(seq.tokens[seq.drafter_length + 1 : seq.target_length + 1], device=device)
+    position_N = torch.arange(seq.drafter_length, seq.target_length, device=device)
+    assert len(hidden) == len(token_N), "one state for every token but the newest"
+    sizes, tokens = [], list[int]()
+    for level in range(1, depth + 1):
+        attention.depth = level
+        output = model.step(hidden, token_N, position_N, attention)
+        hidden, normed = output.feedback[-1:], output.normed[-1:]
+        sizes.append(rms(hidden))
+        token_N = draw(model.logits(normed), [sampling_metadata(seq, tokens)], drafter.token_W).token
+        tokens.append(int(token_N))
+        position_N = start_R + level
+    looks = recorder.looks()
+    return DriftSample(
+        rms=tuple(torch.cat(sizes).tolist()),
+        mass={region: tuple(looks.mass[region][:, 0].tolist()) for region in REGIONS},
+        tokens=tuple(tokens),
+    )
+
+
+class DriftProbe:
+    """Looks at a round now and then and tells the alarm; later also how many of its drafts came true.
+
+    Requests take turns, the one that was looked at longest ago first. Time is an account: nothing is looked at that
+    would bring check-ups above `share` of the time of steps that draft. So they cost no more than that on any machine,
+    and next to nothing where drafts do not pay.
+    """
+
+    def __init__(
+        self,
+        drafter: DrafterRunner,
+        alarm: DriftAlarm,
+        *,
+        share: float,
+        sampling_metadata: SamplingMetadataFor,
+        clock: Callable[[], float],
+    ) -> None:
+        self._drafter, self._alarm, self._share, self._wanted_at = drafter, alarm, share, sampling_metadata
+        self._clock = clock
+        self._rounds = self._steps = 0
+        self._total = 0.0
+        self._cost: float | None = None
+        self._last: float | None = None
+        """When the step before this one began, if it drafted."""
+        self._looked_at: dict[int, int] = {}
+        self._open: dict[int, tuple[int, tuple[int, ...]]] = {}
+        """Drafts of which it is not yet known how many came true, and where the first of them would stand."""
+
+    def rehearse(self) -> None:
+        """Examine a request that nobody made: a first check-up takes many times what the others take."""
+        drafter, size = self._drafter, self._drafter.cache.block_size
+        asked = Request(prompt=(0,) * (size + 2), sampling=Sampling(), max_new_tokens=1)
+        read = size if drafter.cache.layers else 0  # as if it had read the first block, if there are blocks yet
+        seq = SequenceState(key=-1, arrival=-1, request=asked, drafter_length=read, target_length=read + 1, blocks=[0])
+        width, weight = drafter.model.fc.in_features, drafter.model.fc.weight
+        for _ in range(2):
+            drafter.take(seq, States(weight.new_zeros(1, width), 0, 1))
+            started = self._clock()
+            examine(drafter, seq, self._alarm.max_depth, self._wanted_at)
+            self._cost = self._clock() - started
+            drafter.forget(seq.key)
+
+    def look(self, seqs: Sequence[SequenceState]) -> None:
+        """Examine one of the requests that are about to be drafted for, if it is time to."""
+        now = self._clock()
+        if self._last is not None:
+            # Time in which nobody is served is no time to take a share of.
+            self._total += min(now - self._last, LONGEST_STEP)
+            self._steps += 1
+        self._last = now if seqs else None
+        self._rounds += len(seqs)
+        if not seqs or self._rounds < EVERY or not self._steps:
+            return
+        # What the first one takes is not known; drafting for one request takes less than a step.
+        cost = self._total / self._steps if self._cost is None else self._cost
+        if self._alarm.seconds + cost > self._share * self._total:
+            return
+        seqs = [seq for seq in seqs if self._drafter.waiting(seq)]
+        if not seqs:
+            return
+        seq = min(seqs, key=lambda seq: self._looked_at.get(seq.key, -1))
+        seen = examine(self._drafter, seq, self._alarm.max_depth, self._wanted_at)
+        self._cost = self._clock() - now
+        self._rounds = 0
+        self._looked_at[seq.key] = self._alarm.checkups
+        self._open[seq.key] = len(seq.tokens), seen.tokens
+        self._alarm.observe_checkup(seen.rms, seen.mass, self._cost)
+
+    def follow(self, seq: SequenceState, draft: Draft, accepted: int, *, ended: bool) -> None:
+        """Take what came of a request's drafts, now that its tokens are committed, and of those of a check-up.
+
+        Trees tell nothing here: a path may end because nothing was offered behind it.
+        """
+        if draft.tokens and draft.is_chain:
+            self._alarm.observe_round(len(draft.tokens), accepted)
+        if seq.key not in self._open:
+            return
+        first, drafts = self._open[seq.key]
+        came = seq.tokens[first : first + len(drafts)]
+        true = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, came, strict=False)))
+        if true < len(came) or len(came) == len(drafts) or ended:
+            del self._open[seq.key]
+            self._alarm.observe_round(len(came), true)
+
+    def forget(self, key: int) -> None:
+        """Drop a request that has ended."""
+        self._looked_at.pop(key, None)
+        self._open.pop(key, None)
+
+
+def _past(drafter: DrafterRunner, seq: SequenceState) -> list[KeysAndValues]:
+    """Keys and values [T, G, K] of the slots that the drafter has read, of every layer."""
+    if not seq.drafter_length:
+        return []
+    cache = drafter.cache
+    row = AttentionRow(blocks=seq.blocks, base=0, count=seq.drafter_length)
+    layers = [cache.layers[layer] for layer in range(len(drafter.model.layers))]
+    place_T = torch.tensor(row.places(0, seq.drafter_length, cache.block_size), device=layers[0][0].device)
+    return [(k.index_select(1, place_T).transpose(0, 1), v.index_select(1, place_T).transpose(0, 1)) for k, v in layers]

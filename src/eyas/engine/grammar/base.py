@@ -1,0 +1,62 @@
+"""Answers that keep to a grammar: which tokens may come next, as a function of the request's own tokens.
+
+A `Grammar` never changes and may serve many requests; a `GrammarMatcher` is one request's way through it. What a walk
+says depends on the tokens it is asked about and on nothing else, so drafts, their rejection, preemption and the company
+of other requests cannot show: the token of a position is still a function of the target's distribution there, with what
+the grammar forbids taken out (`verify.choose`).
+
+A draft that the grammar forbids can never be the target's token, so verifying it would be waste: `filter_by_grammar`
+takes it out.
+
+Shapes: V target vocabulary.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from eyas.engine.runner.drafter import Draft
+
+if TYPE_CHECKING:  # requests hold a grammar, and bookkeeping must not import torch
+    from torch import Tensor
+
+
+class GrammarMatcher(Protocol):
+    """One request's way through its grammar."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the grammar can be followed no further, if so. The request must end then."""
+        ...
+
+    def mask(self, tokens: Sequence[int], drafts: Sequence[int]) -> "Tensor | None":
+        """Which tokens may follow [V], given all tokens of the request and drafts behind them.
+
+        Where the grammar is satisfied, stop tokens are among them; where it is complete, they alone. None behind a
+        stop token and behind what the grammar forbids: nobody gets there. Tokens may be added between two calls,
+        never changed.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """What an answer may say."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the target whose tokens it speaks of."""
+        ...
+
+    def walk(self, *, prompt_length: int, stop_ids: Collection[int]) -> GrammarMatcher:
+        """A way through it for a request whose answer begins behind so many tokens and ends with one of these."""
+        ...
+
+
+def filter_by_grammar(draft: Draft, walk: GrammarMatcher, tokens: Sequence[int]) -> Draft:
+    """The drafts that the grammar allows behind these tokens, with all that lead to them."""
+    kept = [-1]
+    for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
+        if parent in kept:
+            mask_V = walk.mask(tokens, draft.tokens_to(parent))
+            if mask_V is not None and bool(mask_V[token]):
+                kept.append(node)
+    return draft.only(kept[1:])

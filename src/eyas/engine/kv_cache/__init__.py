@@ -1,0 +1,1 @@
+"""Keys and values in blocks, and who owns which."""

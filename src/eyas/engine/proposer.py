@@ -1,0 +1,281 @@
+"""The drafting half of a step: what is asked of the drafter, for whom and by which means, and what is learnt of it.
+
+wanted    how many tokens behind each request there should be room for, by the controller's choice
+propose   the drafter reads what the target has seen since, and drafts: chains or trees, recorded or not. Of what it
+          drafts, the controller keeps what is worth verifying, and grammars what is lawful
+catch_up  what else the drafter reads, so that nobody waits for it later
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from eyas.engine.grammar.base import filter_by_grammar
+from eyas.engine.request import SequenceState
+from eyas.engine.runner.cuda_graphs import CUDAGraphRunner, Spent
+from eyas.engine.runner.drafter import LUMP, Draft, DrafterRunner, Tree
+from eyas.engine.scheduler import ScheduledRow, Scheduler
+from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.verify import TargetOutput, sampling_metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What the target is asked about."""
+
+    drafts: dict[int, Draft]
+    """By request; those without drafts are left out."""
+    seconds: float = 0.0
+    """What drafting took, a long rest made up for included; where the target has read the drafts already, of the device
+    alone."""
+    said: TargetOutput | None = None
+    """What came of it, if it has."""
+
+
+class Proposer:
+    """Drafts for the requests of a step by one drafter."""
+
+    def __init__(
+        self,
+        drafter: DrafterRunner,
+        controller: Controller,
+        scheduler: Scheduler,
+        *,
+        tree: Tree | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._drafter, self._controller, self._scheduler = drafter, controller, scheduler
+        self._forced_tree, self._clock = tree, clock
+        self._choice: Choice | None = None
+        self._chosen_for: list[int] = []
+        self._steps = 0
+        """Since that choice."""
+
+    @property
+    def chosen(self) -> bool:
+        """Whether this step was chosen for; if not, it is like the one that was, and tells nothing new."""
+        return self._steps == 1
+
+    def wanted(self, decoding: Sequence[SequenceState], *, recorded: bool) -> dict[int, int]:
+        """How many drafts there should be room for behind each request that decodes."""
+        keys = [seq.key for seq in decoding]
+        if self._choice is not None and self._steps < self._choice.holds and keys == self._chosen_for:
+            self._steps += 1
+            return {}
+        facts = [_facts(seq) for seq in decoding]
+        self._choice = choice = self._controller.choose(facts, after=max(1, self._steps))
+        self._chosen_for, self._steps = keys, 1
+        # Nobody looks on the way while a recorded chain is drafted.
+        limits = choice.depths if recorded and self._forced_tree is None else choice.limits
+        slots = {}
+        for seq, limit in zip(decoding, limits, strict=True):
+            tree = self._tree(seq) if limit else None
+            slots[seq.key] = limit if tree is None else tree.slots
+        return slots
+
+    def propose(
+        self, rows: Sequence[ScheduledRow], recorded: CUDAGraphRunner | None, meanwhile: Callable[[], None]
+    ) -> Proposal:
+        """Drafts for the rows of a step, as far as they have room for some.
+
+        If all of them only decode and nobody needs to look at the drafts first, a recorded step verifies them at once.
+        While a device is busy, `meanwhile` is done.
+        """
+        drafting = [row for row in rows if row.drafts]
+        if not drafting:
+            return Proposal(drafts={})
+        shapes = self._shapes(drafting)
+        if recorded is not None and shapes is None:
+            if self._skip_pruning(rows) and recorded.drafts([row.seq for row in rows]):
+                proposal = self._propose_unseen(rows, recorded, meanwhile)
+                if proposal is not None:
+                    return proposal
+            proposal = self._propose_recorded(drafting, recorded, meanwhile)
+            if proposal is not None:
+                return proposal
+        return self._propose_eagerly(drafting, shapes)
+
+    def _skip_pruning(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether nobody needs to look at drafts, and behind every row there could be some."""
+        choice = self._choice
+        return choice is not None and choice.skip_pruning and all(_can_draft(row) for row in rows)
+
+    def _propose_unseen(
+        self, rows: Sequence[ScheduledRow], recorded: CUDAGraphRunner, meanwhile: Callable[[], None]
+    ) -> Proposal | None:
+        """Chains for all rows, verified already. Some may break a grammar's law; then what the target said shows it."""
+        seqs, limits = [row.seq for row in rows], [row.drafts for row in rows]
+        late = self._stage_states(seqs, recorded)
+        reads = _unread(seqs)
+        made = recorded.draft_and_verify(seqs, limits, meanwhile)
+        if made is None:
+            return None
+        drafts, spent, said = made
+        self._note_drafts(seqs, reads, limits, spent)
+        offered = {seq.key: draft for seq, draft in zip(seqs, drafts, strict=True) if draft.tokens}
+        return Proposal(drafts=offered, seconds=late + spent.first + spent.further, said=said)
+
+    def _propose_recorded(
+        self, rows: Sequence[ScheduledRow], recorded: CUDAGraphRunner, meanwhile: Callable[[], None]
+    ) -> Proposal | None:
+        """Chains for rows that have room for drafts."""
+        seqs, limits = [row.seq for row in rows], [row.drafts for row in rows]
+        if not recorded.drafts(seqs):
+            return None
+        late = self._stage_states(seqs, recorded)
+        reads = _unread(seqs)
+        made = recorded.draft(seqs, limits, meanwhile)
+        if made is None:
+            return None
+        drafts, spent = made
+        self._note_drafts(seqs, reads, limits, spent)
+        offered = self._filter_by_grammar(seqs, self._kept(rows, drafts))
+        return Proposal(drafts=offered, seconds=late + spent.first + spent.further)
+
+    def _propose_eagerly(self, rows: Sequence[ScheduledRow], shapes: Sequence[Tree] | None) -> Proposal:
+        """Chains, or trees of these shapes, for rows that have room for drafts, every operation launched by itself."""
+        seqs, keys = [row.seq for row in rows], [row.seq.key for row in rows]
+        controller, started, reads = self._controller, self._clock(), _unread(seqs)
+        first: tuple[int, float] | None = None
+
+        def continue_drafting(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
+            nonlocal first
+            if first is None:
+                first = reads, self._clock() - started
+            return controller.continue_drafting(keys, confidences)
+
+        self.read(seqs)
+        if shapes is None:
+            limits = [row.drafts for row in rows]
+            drafts = self._drafter.chain(seqs, limits, sampling_metadata, continue_drafting, look=self._look)
+            offered = self._kept(rows, drafts)
+            deepest = max(draft.depth for draft in drafts)
+            deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
+        else:
+            drafts = self._drafter.tree(seqs, shapes, sampling_metadata, look=self._look)
+            nodes: Sequence[Collection[int]] = [range(len(draft.tokens)) for draft in drafts]
+            if self._forced_tree is None:
+                sure = [draft.confidences for draft in drafts]
+                nodes = controller.prunes(keys, [draft.parents for draft in drafts], sure)
+            offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
+            deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
+        seconds = self._clock() - started
+        controller.observe_draft(deepest, reads + deeper, seconds, first, trees=shapes is not None)
+        return Proposal(drafts=self._filter_by_grammar(seqs, offered), seconds=seconds)
+
+    def _stage_states(self, seqs: Sequence[SequenceState], recorded: CUDAGraphRunner) -> float:
+        """Let all that waits for the drafter lie where recorded steps read it; too much of it is read at once.
+
+        The seconds of that reading come back. They are told apart: taken for a part of every such pass, they would keep
+        drafts from paying for as long as all that is drafted are probes, each after a rest.
+        """
+        unstaged, seconds = recorded.unstaged(seqs), 0.0
+        rested = [seq for seq in unstaged if _unread([seq]) > recorded.most_read]
+        if rested:
+            started = self._clock()
+            self.read(rested, but_last=True)
+            seconds = self._clock() - started
+            self._controller.observe_debt(len(rested), seconds)
+        if unstaged:
+            recorded.adopt(unstaged)
+        return seconds
+
+    def _note_drafts(self, seqs: Sequence[SequenceState], reads: int, limits: Sequence[int], spent: Spent) -> None:
+        """Take note of a recorded draft: all is read, and the device took so long."""
+        for seq in seqs:
+            self._scheduler.note_read(seq, seq.target_length)
+        deeper = sum(max(0, limit - 1) for limit in limits)
+        self._controller.observe_draft(spent.passes, reads + deeper, spent.first + spent.further, (reads, spent.first))
+
+    def _kept(self, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> dict[int, Draft]:
+        """Of each row's chain what the controller finds worth verifying."""
+        keys = [row.seq.key for row in rows]
+        kept = self._controller.keeps(keys, [draft.confidences for draft in drafts])
+        return {key: draft.only(range(count)) for key, draft, count in zip(keys, drafts, kept, strict=True)}
+
+    def _filter_by_grammar(self, seqs: Sequence[SequenceState], offered: dict[int, Draft]) -> dict[int, Draft]:
+        """Of each draft what the request's grammar allows."""
+        laws = {
+            seq.key: filter_by_grammar(offered[seq.key], seq.walk, seq.tokens) for seq in seqs if seq.walk is not None
+        }
+        return offered | laws
+
+    def catch_up(self, rows: Sequence[ScheduledRow]) -> None:
+        """Read prompts, and requests that have not been drafted for in a long while.
+
+        Once one of the latter is due all are read, or as many passes would follow as there are requests. A draft
+        begins with reading, so for it a state is left.
+        """
+        behind = [
+            (row, row.seq.target_length - row.seq.drafter_length)
+            for row in rows
+            if row.seq.finished is None and row.seq.speculates
+        ]
+        due = [row.seq for row, states in behind if row.count > 1 and states >= LUMP]
+        patience = self._drafter.patience(len(behind))
+        if any(states >= patience for _, states in behind):
+            due = [row.seq for row, _ in behind]
+        if due:
+            self.read(due, but_last=True)
+
+    def note_chunk(self, row: ScheduledRow) -> None:
+        """Take note of a recorded chunk: if nothing waited before it, the drafter has read all but its last state."""
+        seq = row.seq
+        if self._drafter.remembers and seq.finished is None and seq.speculates and seq.drafter_length == row.start:
+            self._drafter.keep_last(seq)
+            self._scheduler.note_read(seq, row.start + row.count - 1)
+
+    def read(self, seqs: Sequence[SequenceState], *, but_last: bool = False) -> None:
+        """Let the drafter read what waits for it, perhaps all but the last state."""
+        self._drafter.read(seqs, but_last=but_last)
+        for seq in seqs:
+            self._scheduler.note_read(seq, seq.target_length - but_last)
+
+    @property
+    def _look(self) -> int:
+        """Candidates to note for every draft of this step."""
+        return 1 if self._choice is None else self._choice.look
+
+    def _shapes(self, rows: Sequence[ScheduledRow]) -> list[Tree] | None:
+        """The trees to grow in this step, those of one branch included; None where every row drafts a chain."""
+        trees = [self._tree(row.seq) for row in rows]
+        if not any(trees):
+            return None
+        return [
+            Tree(depth=row.drafts, width=1, budget=row.drafts) if tree is None else tree.within(row.drafts)
+            for row, tree in zip(rows, trees, strict=True)
+        ]
+
+    def _tree(self, seq: SequenceState) -> Tree | None:
+        """The tree to grow for a request: one that is forced on all, or what the controller chose for those on auto.
+
+        While the drift alarm fires, these grow no deeper than is healthy.
+        """
+        tree, auto, drift = self._forced_tree, seq.request.speculation.mode == "auto", self._controller.drift
+        if tree is None and auto and self._choice is not None and self._choice.shape.kind == "tree":
+            shape = self._choice.shape
+            tree = Tree(depth=shape.depth, width=shape.width, budget=shape.budget)
+        if tree is not None and auto and drift.firing:
+            tree = replace(tree, depth=min(tree.depth, drift.deepest))
+        return tree
+
+
+def _can_draft(row: ScheduledRow) -> bool:
+    """Whether a row only decodes, and the target has left states of it for the drafter to start from."""
+    seq = row.seq
+    return row.count == 1 and row.samples and seq.speculates and seq.drafter_length < seq.target_length
+
+
+def _unread(seqs: Sequence[SequenceState]) -> int:
+    """States that the drafter has not read yet."""
+    return sum(seq.target_length - seq.drafter_length for seq in seqs)
+
+
+def _facts(seq: SequenceState) -> RowFacts:
+    speculation = seq.request.speculation
+    return RowFacts(
+        key=seq.key,
+        context=len(seq.tokens),
+        mode=speculation.mode,
+        depth=speculation.depth,
+        pending=seq.target_length - seq.drafter_length,
+    )

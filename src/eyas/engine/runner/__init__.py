@@ -1,0 +1,1 @@
+"""Runs target and drafter: passes, CUDA graphs, hidden states."""

@@ -1,0 +1,396 @@
+"""CUDA graphs of read, draft and verify: a step of decoding is two copies in, two replays and two copies out.
+
+Launching their kernels one by one takes the host longer than running them takes the device. So the padded passes of
+`passes.py` are recorded once for each bucket of shapes, when it is first met, and replayed with other numbers.
+
+    rows     rounded up to one of ROWS
+    tokens   the newest and the deepest draft of any row, rounded up to one of TOKENS; shorter rows are cut by their own
+             count
+    blocks    of the longest row that may come, or USUAL_PAGES and that times powers of 4 where longer ones may: a table
+             costs what is read by it, so that most engines have one width
+    chunks   of one prompt each, rounded up to one of CHUNKS
+
+A recording takes as long as dozens of replays. So there are few buckets, and `capture_graphs` goes through the usual
+ones before anybody waits for them.
+
+All recordings share one pool of memory, and the memory for states and logits: what a replay leaves there holds until
+the next. Waiting states that still lie there when the next pass begins are copied first (`DrafterRunner.save`).
+
+Where no draft is withheld whatever it is, draft and verify are one recording: one copy in and one out. What drafting
+took of it is told by marks inside, which are times of the device.
+
+Nothing depends on it: whatever is not served here (long chunks, trees, passes above the token budget) is answered by
+None, and the engine runs the pass eagerly. A shape that cannot be recorded is told about, and its kind of pass stays
+eager from then on.
+
+Shapes: R rows, Q tokens of a row, P blocks of a row, V vocabulary, X concatenated auxiliary states, S and C rows of
+shared memory.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.engine.request import SequenceState
+from eyas.engine.runner import passes
+from eyas.engine.runner.drafter import Draft, DrafterRunner
+from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.engine.scheduler import ScheduledRow
+from eyas.engine.verify import TargetOutput
+from eyas.kernels.attention.metadata import KVCache
+from eyas.plan.footprint import LONGEST_CHUNK
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Where the controller chooses, chains are also drafted to one of these depths less one."""
+USUAL_PAGES = 512
+"""8,192 tokens in blocks of 16."""
+ROWS_AHEAD = 64
+"""Steps of more rows are recorded when they are met: there are many of them, and each takes time and memory."""
+CHUNKS = (32, 64, 128, 256, 512, LONGEST_CHUNK)
+"""Tokens of a prompt that are read by a recording."""
+READ, DRAFT, VERIFY, BOTH = "read", "draft", "verify", "draft and verify"
+"""Kinds of recordings."""
+
+
+class Spent(NamedTuple):
+    """What a recorded draft took of the device."""
+
+    passes: int
+    first: float
+    """Seconds of the first."""
+    further: float
+    """Seconds of all others."""
+
+
+class CUDAGraphRunner:
+    """Read, draft and verify over buckets of shapes."""
+
+    def __init__(
+        self,
+        run: passes.RunTarget,
+        cache: KVCache,
+        drafter: DrafterRunner | None,
+        *,
+        recorder: GraphCapture,
+        max_num_seqs: int,
+        most_tokens: int,
+        longest_chunk: int,
+        most_blocks: int,
+        max_depth: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+    ) -> None:
+        self._run, self._cache, self._drafter, self.recorder = run, cache, drafter, recorder
+        self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
+        self._deepest = max_depth + 1
+        self._most_tokens = most_tokens
+        self._usual_blocks = min(USUAL_PAGES, 1 << (most_blocks - 1).bit_length())
+        self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
+        self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=recorder.device)
+        self.chunk_logits_1V = self.logits_SV.new_empty(1, vocab_size)
+        self.states_SX: Tensor | None = None
+        self.chunk_states_CX: Tensor | None = None
+        if drafter is not None:
+            config = drafter.model.config
+            width = config.num_aux_hidden_states * config.target_hidden_size
+            # Behind those of a pass, what rows bring that come from elsewhere.
+            rows = most_tokens + max_num_seqs * self._deepest
+            self.states_SX = torch.zeros(rows, width, dtype=dtype, device=recorder.device)
+            self.chunk_states_CX = self.states_SX.new_zeros(self._chunks[-1], width)
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken beside weights and blocks."""
+        own = (self.logits_SV, self.chunk_logits_1V, self.states_SX, self.chunk_states_CX)
+        return self.recorder.bytes + sum(x.nbytes for x in own if x is not None)
+
+    def capture_graphs(self) -> int:
+        """Record chunks, and steps of not too many requests, of usual lengths; how many recordings there are then."""
+        for chunk in self._chunks:
+            self._reading(chunk, self._usual_blocks)
+        counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
+        if self._drafter is None:
+            counts = [1]
+        for rows, count in product((rows for rows in self._rows if rows <= ROWS_AHEAD), counts):
+            if rows * count > self._most_tokens:
+                continue
+            self._verifying(rows, count, self._usual_blocks)
+            if count > 1:
+                for kind, reads, sampled in product((DRAFT, BOTH), {count, self._deepest}, (False, True)):
+                    self._recorded_draft(kind, rows, reads, self._usual_blocks, count - 1, sampled=sampled)
+        return len(self.recorder)
+
+    # --- draft -------------------------------------------------------------------------------------------------
+
+    @property
+    def most_read(self) -> int:
+        """States of a request that are read here at most."""
+        return self._deepest
+
+    def drafts(self, seqs: Sequence[SequenceState]) -> bool:
+        """Whether chains for these requests can be drafted here."""
+        return len(seqs) <= self._rows[-1] and DRAFT not in self.recorder.refused
+
+    def unstaged(self, seqs: Sequence[SequenceState]) -> list[SequenceState]:
+        """Requests whose waiting states do not lie in the shared memory."""
+        assert self._drafter is not None
+        waits = [(seq, self._drafter.waiting(seq)) for seq in seqs]
+        return [seq for seq, waiting in waits if len(waiting) != 1 or waiting[0].pass_NX is not self.states_SX]
+
+    def adopt(self, seqs: Sequence[SequenceState]) -> None:
+        """Bring what waits for strangers, no more than `most_read` of each, to the shared memory."""
+        assert self._drafter is not None
+        assert self.states_SX is not None
+        self._drafter.move(seqs, self.states_SX, self._most_tokens)
+
+    def draft(
+        self, seqs: Sequence[SequenceState], depths: Sequence[int], meanwhile: Callable[[], None]
+    ) -> tuple[list[Draft], Spent] | None:
+        """Read what waits, all of it in the shared memory, and draft a chain for each request.
+
+        While the device is busy, `meanwhile` is done.
+        """
+        deepest = self._token_bucket(max(depths) + 1) - 1
+        recording = self._drafting(DRAFT, seqs, depths, deepest)
+        if recording is None:
+            return None
+        recording.sheet.send()
+        both_2RK = recording.run()
+        meanwhile()
+        both_2RK = both_2RK.cpu()
+        self._hand_over(seqs)
+        return _chains(both_2RK, depths), Spent(deepest, *recording.seconds())
+
+    def draft_and_verify(
+        self, seqs: Sequence[SequenceState], depths: Sequence[int], meanwhile: Callable[[], None]
+    ) -> tuple[list[Draft], Spent, TargetOutput] | None:
+        """Draft a chain for each request, perhaps an empty one, and verify it, without looking at it in between.
+
+        What the target says comes back as from `verify`, its tokens on the host already.
+        """
+        # What all ask for, or they would need other recordings towards their end.
+        asked = [seq.request.speculation.depth for seq in seqs]
+        deepest = max(depth or 0 for depth in asked) if all(asked) else self._token_bucket(max(depths) + 1) - 1
+        count = 1 + deepest
+        largest = self._row_bucket(seqs) * count
+        if largest > self._most_tokens:
+            return None
+        recording = self._drafting(BOTH, seqs, depths, deepest)
+        if recording is None:
+            return None
+        self._hand_over(seqs)
+        self.save()
+        recording.sheet.write("newest", [seq.tokens[-1] for seq in seqs])
+        recording.sheet.send()
+        flat = recording.run()
+        meanwhile()
+        flat = flat.cpu()
+        drafts = _chains(flat[:-largest].view(2, -1, deepest), depths)
+        return drafts, Spent(deepest, *recording.seconds()), self._said(flat[-largest:].view(-1, count))
+
+    def _drafting(
+        self, kind: str, seqs: Sequence[SequenceState], depths: Sequence[int], deepest: int
+    ) -> CapturedGraph | None:
+        """What drafts chains for these requests, and perhaps verifies them; its sheet is filled but for `newest`."""
+        drafter = self._drafter
+        assert drafter is not None
+        samplings = [seq.request.sampling for seq in seqs]
+        sampled = any(sampling.temperature for sampling in samplings)
+        # A round of this depth adds no more than so many states; after a deeper one there is a larger bucket.
+        waiting = max(seq.target_length - seq.drafter_length for seq in seqs)
+        rows, count, blocks = self._bucket(seqs, deepest + 1 if waiting <= deepest + 1 else self._deepest)
+        recording = self._recorded_draft(kind, rows, count, blocks, deepest, sampled=sampled)
+        if recording is None:
+            return None
+        sheet = recording.sheet
+        places, ids = list[int](), list[int]()
+        blank = [0] * count
+        for seq in seqs:
+            _, first, size = drafter.waiting(seq)[0]
+            places += [*range(first, first + size), *blank[size:]]
+            ids += [*seq.tokens[seq.drafter_length + 1 : seq.target_length + 1], *blank[size:]]
+        sheet.write("from", places)
+        sheet.write("ids", ids)
+        sheet.write("base", [seq.drafter_length for seq in seqs])
+        sheet.write("live", [seq.target_length - seq.drafter_length for seq in seqs])
+        sheet.write("limit", depths)
+        if sampled:
+            sheet.write("seed", [seq.request.seed for seq in seqs])
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                sheet.write_reals(name, [getattr(sampling, name) for sampling in samplings])
+        sheet.write_blocks(seqs, drafter.cache.block_size)
+        return recording
+
+    def _recorded_draft(
+        self, kind: str, rows: int, count: int, blocks: int, deepest: int, *, sampled: bool
+    ) -> CapturedGraph | None:
+        """The recording of a bucket: up to `count` states of each row are read."""
+        drafter, states_SX = self._drafter, self.states_SX
+        assert drafter is not None
+        assert states_SX is not None
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            names = ("base", "live", "limit", "newest", "seed", "temperature", "top_k", "top_p", "min_p")
+            per_row = dict.fromkeys(names if sampled else names[:4], (rows,))
+            return {"from": (rows, count), "ids": (rows, count), "table": (rows, blocks), **per_row}
+
+        function: Function = partial(
+            passes.draft,
+            drafter=drafter.model,
+            attend=drafter.attention,
+            cache=drafter.cache,
+            token_W=drafter.token_W,
+            states_SX=states_SX,
+            depth=deepest,
+            sampled=sampled,
+        )
+        if kind == BOTH:
+            function = partial(
+                passes.draft_and_verify,
+                draft=function,
+                run=self._run,
+                cache=self._cache,
+                logits_SV=self.logits_SV,
+                states_SX=states_SX,
+            )
+        return self.recorder.get(kind, (rows, count, blocks, deepest, sampled), shapes, function, states_SX)
+
+    def _hand_over(self, seqs: Sequence[SequenceState]) -> None:
+        assert self._drafter is not None
+        for seq in seqs:
+            self._drafter.hand_over(seq)
+
+    # --- read --------------------------------------------------------------------------------------------------
+
+    def reads(self, row: ScheduledRow) -> bool:
+        """Whether a row is a chunk of a prompt that can be read here."""
+        return 1 < row.count <= self._chunks[-1] and READ not in self.recorder.refused
+
+    def read(self, row: ScheduledRow, meanwhile: Callable[[], None]) -> TargetOutput | None:
+        """Run the target over a row's part of its prompt: what it says behind that, its token on the host.
+
+        A drafter that remembers has keys and values of all its tokens but the last then.
+        """
+        if self._drafter is not None and self.states_SX is not None and self.chunk_states_CX is not None:
+            self._drafter.save(self.chunk_states_CX)
+            self._drafter.save(self.states_SX, [row.seq])  # others' stay where they are
+        (_, _, blocks), seq = self._bucket([row.seq], 1), row.seq
+        chunk = self._chunks[bisect_left(self._chunks, row.count)]
+        recording = self._reading(chunk, blocks)
+        if recording is None:
+            return None
+        sheet = recording.sheet
+        sheet.write("ids", seq.tokens[row.start : row.start + row.count])
+        sheet.write("base", [row.start])
+        sheet.write("live", [row.count])
+        sheet.write_blocks([seq], self._cache.block_size)
+        sheet.send()
+        largest_1 = recording.run()
+        meanwhile()
+        largest_1 = largest_1.cpu()  # also where nobody asks for it: the sheet may be written again
+        logits_1V, states_CX = self.chunk_logits_1V, self.chunk_states_CX
+        return TargetOutput(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1, of_chunk=True)
+
+    def _reading(self, chunk: int, blocks: int) -> CapturedGraph | None:
+        """The recording of a bucket."""
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            return {"ids": (1, chunk), "base": (1,), "live": (1,), "table": (1, blocks)}
+
+        function = partial(
+            passes.read,
+            run=self._run,
+            cache=self._cache,
+            logits_1V=self.chunk_logits_1V,
+            states_CX=self.chunk_states_CX,
+            remember=(self._drafter.model, self._drafter.cache) if self._drafter and self._drafter.remembers else None,
+        )
+        return self.recorder.get(READ, (1, chunk, blocks), shapes, function, self.chunk_states_CX)
+
+    # --- verify ------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Copy states that wait in the shared memory; to be called before a pass over decoding requests.
+
+        A recorded pass overwrites them; behind an eager one, later states would hide them.
+        """
+        if self._drafter is not None:
+            for memory in (self.states_SX, self.chunk_states_CX):
+                if memory is not None:
+                    self._drafter.save(memory)
+
+    def verify(self, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> TargetOutput | None:
+        """Run the target over one token of each row, the newest or one of a prompt, and the drafts behind it."""
+        if any(row.count != 1 for row in rows) or not all(draft.is_chain for draft in drafts):
+            return None
+        seqs = [row.seq for row in rows]
+        if len(seqs) > self._rows[-1]:
+            return None
+        longest = 1 + max(len(draft.tokens) for draft in drafts)
+        many, count, blocks = self._bucket(seqs, self._token_bucket(longest))
+        if many * count > self._most_tokens:
+            count = longest
+        if many * count > self._most_tokens:
+            return None
+        recording = self._verifying(many, count, blocks)
+        if recording is None:
+            return None
+        sheet = recording.sheet
+        ids, blank = list[int](), [0] * count
+        for row, draft in zip(rows, drafts, strict=True):
+            ids += [row.seq.tokens[row.start], *draft.tokens, *blank[1 + len(draft.tokens) :]]
+        sheet.write("ids", ids)
+        sheet.write("base", [row.start for row in rows])
+        sheet.write("live", [1 + len(draft.tokens) for draft in drafts])
+        sheet.write_blocks(seqs, self._cache.block_size)
+        sheet.send()
+        return self._said(recording.run())
+
+    def _said(self, largest_RQ: Tensor) -> TargetOutput:
+        """What a pass says of token q of row r lies at r * Q + q of logits and states."""
+        logits_SV, states_SX, count = self.logits_SV, self.states_SX, largest_RQ.shape[1]
+        return TargetOutput(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=count)
+
+    def _verifying(self, rows: int, count: int, blocks: int) -> CapturedGraph | None:
+        """The recording of a bucket."""
+
+        def shapes() -> Mapping[str, tuple[int, ...]]:
+            return {"ids": (rows, count), "base": (rows,), "live": (rows,), "table": (rows, blocks)}
+
+        function = partial(
+            passes.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self.states_SX
+        )
+        return self.recorder.get(VERIFY, (rows, count, blocks), shapes, function)
+
+    # --- buckets -----------------------------------------------------------------------------------------------
+
+    def _bucket(self, seqs: Sequence[SequenceState], count: int) -> tuple[int, int, int]:
+        blocks, needed = self._usual_blocks, max(len(seq.blocks) for seq in seqs)
+        while blocks < needed:
+            blocks *= 4
+        return self._row_bucket(seqs), count, blocks
+
+    def _token_bucket(self, count: int) -> int:
+        """Tokens of a row that are recorded together with so many."""
+        return min(self._deepest, next((tokens for tokens in TOKENS if tokens >= count), count))
+
+    def _row_bucket(self, seqs: Sequence[SequenceState]) -> int:
+        rows: int = self._rows[bisect_left(self._rows, len(seqs))]
+        return rows
+
+
+def _chains(both_2RK: Tensor, depths: Sequence[int]) -> list[Draft]:
+    """Drafts from tokens and the bits of confidences; rows behind those of `depths` are not real."""
+    tokens: list[list[int]] = both_2RK[0].tolist()
+    sure: list[list[float]] = both_2RK[1].view(torch.float64).tolist()
+    return [
+        Draft(tokens=tuple(a[:depth]), parents=tuple(range(-1, depth - 1)), confidences=tuple(b[:depth]))
+        for a, b, depth in zip(tokens, sure, depths, strict=False)
+    ]

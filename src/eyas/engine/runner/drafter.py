@@ -1,0 +1,277 @@
+"""The drafter over the requests' blocks: it reads what the target has seen, then drafts behind it.
+
+Reading is lazy. The target's states of tokens that the drafter has not read wait beside the request; they are read,
+many in one pass, when the request is to be drafted for, when they are a prompt's, or when too many of them wait. A
+request that does not speculate for a while therefore costs next to nothing, and still can come back. Of all that is
+read, later tokens see keys and values alone, so with one layer nothing else is computed, but for the last token.
+
+    read    slot i takes the target's state at i beside token i + 1, for every token but the newest
+    chain   one candidate per depth; a row may stop early. Now and then those after it are looked at too
+    tree    the dynamic tree of EAGLE-2: `width` candidates per node, the `width` most confident nodes of a depth
+            grow, the `budget` most confident of all are offered
+
+Drafted slots lie behind the read ones and are overwritten by the next read: rejected guesses are never seen.
+
+Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary states, W draft vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.engine.request import SequenceState
+from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.engine.sampler import SamplingMetadata, draw, draw_many
+from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache, integers
+
+__all__ = ["LUMP", "ContinueDrafting", "Draft", "DrafterRunner", "SamplingMetadataFor", "States", "Tree"]
+
+LUMP = 64
+"""States of a prompt that are worth a pass of their own; fewer wait for company."""
+MANY = 32
+"""Tokens whose queries and outputs, which nobody needs, take longer than a pass of its own for the last one."""
+PATIENCE_BYTES = 2**26
+"""What may wait behind prompts while nothing is drafted. A request that ends before that never costs the reading."""
+MOSTLY_OTHERS = 8
+"""A pass this many times as large as a request's part of it is not kept for that part's sake."""
+
+ContinueDrafting = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[bool]]
+"""Given the keys of requests still drafting and how sure the drafter was of each draft: which go one deeper."""
+
+SamplingMetadataFor = Callable[[SequenceState, Sequence[int]], SamplingMetadata]
+"""How a request's token behind its tokens and these drafts is to be chosen."""
+
+
+class States(NamedTuple):
+    """The target's states of some tokens of a request: a few rows of a pass."""
+
+    pass_NX: Tensor
+    first: int
+    size: int
+
+    @property
+    def aux_TX(self) -> Tensor:
+        """They alone."""
+        return self.pass_NX[self.first : self.first + self.size]
+
+
+class DrafterRunner:
+    """A drafter for many requests."""
+
+    def __init__(self, drafter: Drafter, cache: KVCache, *, window: int | None = None, sinks: int = 0) -> None:
+        self.model, self.cache = drafter, cache
+        self._run = fused_drafter(drafter)
+        self.remembers = len(drafter.layers) == 1
+        """Whether of what is read, later tokens see only keys and values that need no other."""
+        self.window, self.sinks = window, sinks
+        self.token_W = drafter.vocab().target_ids_W
+        self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self._waiting: dict[int, list[States]] = {}
+        self._normed_D: dict[int, Tensor] = {}
+        self._feedback_D: dict[int, Tensor] = {}
+
+    def take(self, seq: SequenceState, states: States) -> None:
+        """Keep the target's states of the tokens it has just read, until the drafter reads them."""
+        if states.pass_NX.is_cpu and states.size * MOSTLY_OTHERS < len(states.pass_NX):
+            states = States(states.aux_TX.clone(), 0, states.size)
+        self._waiting.setdefault(seq.key, []).append(states)
+
+    def patience(self, requests: int) -> int:
+        """States of each of so many requests that may wait."""
+        config = self.model.config
+        size = config.num_aux_hidden_states * config.target_hidden_size * self._dtype.itemsize
+        return max(LUMP, PATIENCE_BYTES // (size * max(1, requests)))
+
+    def waiting(self, seq: SequenceState) -> Sequence[States]:
+        """What the drafter has not read yet."""
+        return self._waiting.get(seq.key, ())
+
+    def hand_over(self, seq: SequenceState) -> None:
+        """Someone else reads what waits."""
+        self._waiting.pop(seq.key, None)
+
+    def save(self, memory_SX: Tensor, seqs: Sequence[SequenceState] | None = None) -> None:
+        """Copy states that still wait in memory which the next pass overwrites, all or those of some requests.
+
+        Only the latest can lie there.
+        """
+        everyone = self._waiting.values() if seqs is None else [self._waiting.get(seq.key, []) for seq in seqs]
+        lying = [waiting for waiting in everyone if waiting and waiting[-1].pass_NX is memory_SX]
+        if lying:
+            copy_NX = memory_SX[: max(waiting[-1].first + waiting[-1].size for waiting in lying)].clone()
+            for waiting in lying:
+                waiting[-1] = waiting[-1]._replace(pass_NX=copy_NX)
+
+    def keep_last(self, seq: SequenceState) -> None:
+        """Someone else has read all that waits but the last state."""
+        memory, first, size = self._waiting[seq.key][-1]
+        self._waiting[seq.key] = [States(memory, first + size - 1, 1)]
+
+    def move(self, seqs: Sequence[SequenceState], memory_SX: Tensor, first: int) -> None:
+        """Bring all that waits for these requests to rows of `memory_SX`, one request behind the other."""
+        moved_NX = torch.cat([states.aux_TX for seq in seqs for states in self._waiting[seq.key]])
+        memory_SX[first : first + len(moved_NX)] = moved_NX
+        for seq in seqs:
+            size = sum(states.size for states in self._waiting[seq.key])
+            self._waiting[seq.key] = [States(memory_SX, first, size)]
+            first += size
+
+    def forget(self, key: int) -> None:
+        """Drop what is kept for a request that ended or lost its blocks."""
+        for kept in (self._waiting, self._normed_D, self._feedback_D):
+            kept.pop(key, None)
+
+    @torch.inference_mode()
+    def read(self, seqs: Sequence[SequenceState], *, but_last: bool = False) -> None:
+        """Read what waits, perhaps all but the last state; the caller records the new `drafter_length` of each."""
+        left = int(but_last)
+        seqs = [seq for seq in seqs if sum(states.size for states in self.waiting(seq)) > left]
+        if not seqs:
+            return
+        aux, tokens, rows = list[Tensor](), list[int](), []
+        for seq in seqs:
+            start, end = seq.drafter_length, seq.target_length - left
+            waiting = self._waiting.pop(seq.key)
+            if but_last:
+                memory, first, size = waiting.pop()
+                waiting.append(States(memory, first, size - 1))
+                self._waiting[seq.key] = [States(memory, first + size - 1, 1)]
+            aux += [states.aux_TX for states in waiting]
+            tokens += seq.tokens[start + 1 : end + 1]
+            rows.append(AttentionRow(blocks=seq.blocks, base=start, count=end - start))
+        aux_NX = torch.cat(aux) if len(aux) > 1 else aux[0]
+        assert len(aux_NX) == len(tokens), "one state for every token but the newest"
+        layout = self._lay_out(rows)
+        hidden_ND = self._run.fuse(aux_NX.to(self._dtype))
+        token_N = integers(tokens, self._device)
+        last = [end - 1 for end in accumulate(row.count for row in rows)]
+        if self.remembers and (but_last or len(tokens) >= len(rows) + MANY):
+            self.cache.write(0, layout.slot_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
+            if but_last:
+                return
+            last_R = integers(last, self._device)
+            hidden_ND, token_N, last = hidden_ND[last_R], token_N[last_R], list(range(len(rows)))
+            layout = self._lay_out(AttentionRow(blocks=row.blocks, base=row.end - 1, count=1) for row in rows)
+        output = self._run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
+        for seq, place in zip(seqs, last, strict=True):
+            self._normed_D[seq.key], self._feedback_D[seq.key] = output.normed[place], output.feedback[place]
+
+    @torch.inference_mode()
+    def chain(
+        self,
+        seqs: Sequence[SequenceState],
+        depths: Sequence[int],
+        sampling_metadata: SamplingMetadataFor,
+        continue_drafting: ContinueDrafting | None = None,
+        *,
+        look: int = 1,
+    ) -> list[Draft]:
+        """Draft up to `depths` tokens for each request, all of which have been read to their end.
+
+        Of each, `look` candidates are noted, the draft being the first; where that is 1, none are.
+        """
+        tokens: list[list[int]] = [[] for _ in seqs]
+        confidences: list[list[float]] = [[] for _ in seqs]
+        candidates: list[dict[int, Candidates]] = [{} for _ in seqs]
+        rows = list(range(len(seqs)))
+        normed_RD = torch.stack([self._normed_D[seq.key] for seq in seqs])
+        feedback_RD = torch.stack([self._feedback_D[seq.key] for seq in seqs])
+        for depth in range(1, max(depths) + 1):
+            if depth > 1:
+                going = [depths[row] >= depth for row in rows]
+                if continue_drafting is not None:
+                    allowed = continue_drafting([seqs[row].key for row in rows], [confidences[row] for row in rows])
+                    going = [a and b for a, b in zip(going, allowed, strict=True)]
+                places = [place for place, goes in enumerate(going) if goes]
+                if not places:
+                    break
+                if len(places) < len(rows):
+                    rows = [rows[place] for place in places]
+                    feedback_RD = feedback_RD[places]
+                behind = depth - 2
+                layout = self._lay_out(
+                    AttentionRow(blocks=seqs[row].blocks, base=seqs[row].drafter_length + behind, count=1)
+                    for row in rows
+                )
+                token_R = integers([tokens[row][-1] for row in rows], self._device)
+                output = self._run.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
+                normed_RD, feedback_RD = output.normed, output.feedback
+            wanted = [sampling_metadata(seqs[row], tokens[row]) for row in rows]
+            logits_RW = self._run.logits(normed_RD)
+            if look == 1:
+                drawn = draw(logits_RW, wanted, self.token_W)
+                firsts = list(zip(drawn.tokens, drawn.confidences, strict=True))
+            else:
+                drawn = draw_many(logits_RW, wanted, self.token_W, look)
+                seen = [Candidates(tuple(a), tuple(b)) for a, b in zip(drawn.tokens, drawn.confidences, strict=True)]
+                for row, some in zip(rows, seen, strict=True):
+                    candidates[row][depth - 2] = some
+                firsts = [(some.tokens[0], some.confidences[0]) for some in seen]
+            for row, (token, confidence) in zip(rows, firsts, strict=True):
+                tokens[row].append(token)
+                confidences[row].append(confidence)
+        return [
+            Draft(tokens=tuple(made), parents=tuple(range(-1, len(made) - 1)), confidences=tuple(sure), candidates=seen)
+            for made, sure, seen in zip(tokens, confidences, candidates, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def tree(
+        self,
+        seqs: Sequence[SequenceState],
+        shapes: Sequence[Tree],
+        sampling_metadata: SamplingMetadataFor,
+        *,
+        look: int = 1,
+    ) -> list[Draft]:
+        """Grow a tree for each request, all of which have been read to their end.
+
+        The candidates behind its nodes are noted: as many as it is wide, and no fewer than `look`.
+        """
+        growths = [Growth(seq, shape) for seq, shape in zip(seqs, shapes, strict=True)]
+        normed_RD = torch.stack([self._normed_D[seq.key] for seq in seqs])
+        parents: list[tuple[Growth, int]] = [(growth, -1) for growth in growths]
+        for depth in range(1, max(shape.depth for shape in shapes) + 1):
+            if depth > 1:
+                grown = [(growth, growth.grow(depth)) for growth in growths]
+                parents = [(growth, node) for growth, nodes in grown for node in nodes]
+                if not parents:
+                    break
+                normed_RD = self._expand([growth for growth, nodes in grown if nodes])
+            wanted = [sampling_metadata(growth.seq, growth.tokens_to(node)) for growth, node in parents]
+            width = max(look, *(growth.shape.width for growth, _ in parents))
+            drawn = draw_many(self._run.logits(normed_RD), wanted, self.token_W, width)
+            for (growth, node), tokens, confidences in zip(parents, drawn.tokens, drawn.confidences, strict=True):
+                growth.add(node, Candidates(tuple(tokens), tuple(confidences)))
+        return [growth.offered() for growth in growths]
+
+    def _expand(self, growths: Sequence[Growth]) -> Tensor:
+        """Run the nodes that grow now, each behind its own path."""
+        rows, hidden, tokens = [], list[Tensor](), list[int]()
+        for growth in growths:
+            seq, nodes = growth.seq, growth.newest
+            ancestors = torch.tensor(growth.ancestors())
+            rows.append(AttentionRow(blocks=seq.blocks, base=seq.drafter_length, count=len(nodes), ancestors=ancestors))
+            first_D = self._feedback_D[seq.key]
+            hidden += [growth.feedback_D.get(growth.parents[node], first_D) for node in nodes]
+            tokens += [growth.tokens[node] for node in nodes]
+        layout = self._lay_out(rows)
+        token_N = integers(tokens, self._device)
+        output = self._run.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
+        places = iter(range(len(tokens)))
+        for growth in growths:
+            growth.feedback_D |= {node: output.feedback[next(places)] for node in growth.newest}
+        return output.normed
+
+    def _lay_out(self, rows: Iterable[AttentionRow]) -> AttentionMetadata:
+        return AttentionMetadata.of(list(rows), block_size=self.cache.block_size, device=self._device)
+
+    def attention(self, layout: AttentionMetadata) -> PagedAttention:
+        """Attention over the drafter's blocks in one pass."""
+        return PagedAttention(self.cache, layout, window=self.window, sinks=self.sinks)

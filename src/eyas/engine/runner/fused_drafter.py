@@ -1,0 +1,214 @@
+"""The drafter's pass on a processor in as few operations as it takes; `drafter/model.py` says what is computed.
+
+A drafter's layer is so small that torch's operations around its products take longer than the products. So norms,
+rotation and gates are compiled steps here (`elementwise.py`), linears that read the same input are one product, and
+where these and the attention are compiled too a whole depth is one call (`eagle.py`).
+
+Invariant: a lean drafter that was handed out computes what its model computes, up to the order of sums. That rests on
+a trial, as it does for targets (`recognise.py`); where anything is unlike what is expected, the model itself runs.
+
+Shapes: N tokens, D drafter hidden, X concatenated auxiliary states, A auxiliary states, W draft vocabulary, I
+intermediate size, B = H + G query and key heads, K head dim, E outputs of a product.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.drafter.attention import Attend, KeysAndValues
+from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.llama.block import Product, join, packed_parts
+from eyas.kernels.llama.cpu import LlamaSizes, load_layers
+from eyas.kernels.llama.eagle import DraftLayer, RotaryTable, Surroundings
+from eyas.kernels.llama.elementwise import Elementwise, elementwise_for
+
+TOLERANCE = 1e-4
+"""How far results may lie from the model's own, relative to their length; sums in another order lie nearer."""
+
+
+class Drafts(Protocol):
+    """What drafting needs of a drafter: its model, or a lean pass over it."""
+
+    def fuse(self, aux_X: Tensor) -> Tensor:
+        """The target's auxiliary states as the depth-0 state."""
+
+    def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
+        """One depth."""
+
+    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
+        """What a depth leaves for later tokens to see, where there is one layer."""
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """Scores over the draft vocabulary."""
+
+
+def fused_drafter(drafter: Drafter) -> Drafts:
+    """The lean pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
+    glue = elementwise_for(drafter.norm.weight)
+    if glue is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
+        return drafter
+    if (
+        elementwise_for(drafter.embed_tokens.weight) is None
+    ):  # it may be the target's, which compiled code would misread
+        return drafter
+    try:
+        lean = _FusedDrafter(drafter, glue)
+    except _NotEagleError:
+        return drafter
+    return lean if _is_right(lean, drafter) else drafter
+
+
+class _NotEagleError(Exception):
+    """A linear is neither plain nor packed."""
+
+
+class _FusedDrafter:
+    """One layer behind fused states, over the weights of a loaded drafter."""
+
+    def __init__(self, drafter: Drafter, glue: Elementwise) -> None:
+        config, layer = drafter.config, _first(drafter)
+        attention, mlp = layer.self_attn, layer.mlp
+        self._model, self._config, self._glue = drafter, config, glue
+        assert drafter.embed_tokens is not None
+        self._embedding_VD = drafter.embed_tokens.weight.detach()
+        self._qkv = _product(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._kv = _product(attention.k_proj, attention.v_proj)
+        self._output, self._down = _product(attention.o_proj), _product(mlp.down_proj)
+        self._gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        self._layer = layer
+        self._turns = RotaryTable(drafter.rope)
+        self._in_one_call = self._compiled()
+
+    def _compiled(self) -> DraftLayer | None:
+        """The layer as one call; None where a step of it is not compiled."""
+        compiled, config, layer = load_layers(), self._config, self._layer
+        parts = packed_parts(
+            attention_norm=None,
+            mlp_norm=layer.post_attention_layernorm,
+            scale=config.head_dim**-0.5,
+            qkv=self._qkv,
+            output=self._output,
+            gate_up=self._gate_up,
+            down=self._down,
+        )
+        if compiled is None or parts is None:
+            return None
+        around = Surroundings(
+            embedding_VD=self._embedding_VD,
+            token_norm=layer.input_layernorm,
+            hidden_norm=layer.hidden_norm,
+            normed_residual=config.norm_before_residual,
+            last_norm=self._model.norm,
+            turns=self._turns,
+        )
+        sizes = LlamaSizes(
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate=parts.down.in_features,
+        )
+        return DraftLayer(parts, around, sizes, compiled)
+
+    def fuse(self, aux_NX: Tensor) -> Tensor:
+        """Norm each auxiliary state where the drafter does, and combine them."""
+        model = self._model
+        if model.input_norm is not None:
+            aux_NX = self._norm(model.input_norm, aux_NX)
+        if model.fc_norm is not None:
+            normed_NX = torch.empty_like(aux_NX)
+            states, places = (x_NX.chunk(len(model.fc_norm), dim=1) for x_NX in (aux_NX, normed_NX))
+            for norm, state_ND, out_ND in zip(model.fc_norm, states, places, strict=True):
+                self._norm(norm, state_ND, out_ND)
+            aux_NX = normed_NX
+        fused_ND: Tensor = model.fc(aux_NX)
+        return fused_ND
+
+    def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
+        """Run one depth."""
+        made = None
+        if self._in_one_call is not None and isinstance(attend, PagedAttention):
+            made = self._in_one_call.run_depth(hidden.contiguous(), token_ids, positions, attend)
+        state_ND, normed_ND = made or self._run(hidden, token_ids, positions, attend)
+        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
+
+    def _run(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The state behind the layer, and the same normed, step by step."""
+        config, layer, tokens = self._config, self._layer, len(hidden)
+        heads, keys = config.num_attention_heads, config.num_key_value_heads
+        both_NE, normed_ND = self._input(hidden, token_ids)
+        qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
+        turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
+        self._glue.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
+        attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
+        x_ND = self._output(attended.reshape(tokens, -1), None)
+        x_ND += normed_ND if config.norm_before_residual else hidden
+        x_ND += self._down(self._glue.gate(self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)), None)
+        return x_ND, self._norm(self._model.norm, x_ND)
+
+    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
+        """Keys and values alone."""
+        config, tokens = self._config, len(hidden)
+        keys = config.num_key_value_heads
+        kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
+        turned = kv.new_empty(tokens, keys, config.head_dim)
+        self._glue.rotate(kv[:, :keys], *self._turns.at(positions), turned)
+        return turned, kv[:, keys:]
+
+    def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed embedding and, beside it, the normed state; and the latter alone, in the same memory."""
+        tokens, size = hidden_ND.shape
+        both_NE = hidden_ND.new_empty(tokens, 2 * size)
+        embedded_ND = functional.embedding(token_N, self._embedding_VD)
+        self._norm(self._layer.input_layernorm, embedded_ND, both_NE[:, :size])
+        return both_NE, self._norm(self._layer.hidden_norm, hidden_ND, both_NE[:, size:])
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """As the model has them."""
+        return self._model.logits(normed)
+
+    def _norm(self, norm: nn.Module, x_ND: Tensor, out_ND: Tensor | None = None) -> Tensor:
+        assert isinstance(norm, RMSNorm)
+        return self._glue.norm(x_ND, norm.weight, norm.eps, out_ND)
+
+
+def _first(drafter: Drafter) -> FirstLayer:
+    layer = drafter.layers[0]
+    assert isinstance(layer, FirstLayer)
+    return layer
+
+
+def _product(*linears: nn.Module) -> Product:
+    product = join(linears)
+    if product is None:
+        raise _NotEagleError
+    return product
+
+
+@torch.inference_mode()
+def _is_right(lean: _FusedDrafter, drafter: Drafter) -> bool:
+    """Try it: fuse some states, run a depth behind them and one behind that, far into the context, over blocks."""
+    config, count = drafter.config, 3
+    generator = torch.Generator().manual_seed(0)
+    aux_NX = torch.randn(count, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
+    token_N = torch.randint(config.vocab_size, (count,), generator=generator)
+    position_N = torch.tensor([0, 7, max(8, config.max_position_embeddings - 1)])
+    rows = [AttentionRow(blocks=(1, 0), base=base, count=count) for base in (0, count)]
+    layouts = [AttentionMetadata.of([row], block_size=4, device=torch.device("cpu")) for row in rows]
+    results = []
+    for one in (lean, drafter):
+        cache = KVCache(blocks=2, block_size=4)
+        attends = [PagedAttention(cache, layout) for layout in layouts]
+        fused = one.fuse(aux_NX)
+        first = one.step(fused, token_N, position_N, attends[0])
+        second = one.step(first.feedback, token_N.flip(0), position_N + 1, attends[1])
+        keys, values = (x.flatten(1) for x in one.remember(fused, token_N, position_N))
+        results.append((fused, first.normed, first.feedback, second.normed, second.feedback, keys, values))
+    return all(_near(ours, theirs) for ours, theirs in zip(*results, strict=True))
+
+
+def _near(ours: Tensor, theirs: Tensor) -> bool:
+    return bool(((ours - theirs).norm(dim=-1) <= TOLERANCE * theirs.norm(dim=-1)).all())

@@ -1,0 +1,120 @@
+"""CUDA graphs of functions of sheets: recorded once for each bucket of shapes, replayed with other numbers.
+
+All recordings share one pool of memory: what a replay leaves there holds until the next.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.engine.runner.input_buffers import InputBuffers
+from eyas.engine.runner.passes import Mark, Numbers
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[[Numbers, Mark], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedGraph:
+    """A function of a sheet."""
+
+    sheet: InputBuffers
+    run: Callable[[], Tensor]
+    seconds: Callable[[], list[float]]
+    """What the parts of the last run took, from mark to mark; to be asked when its output is on the host."""
+
+
+@dataclass(kw_only=True, eq=False)
+class GraphCapture:
+    """Runs functions of sheets, recorded if possible."""
+
+    device: torch.device
+    records: bool = True
+    """Without, functions just run: for trials where there is no CUDA."""
+    bytes: int = 0
+    """Memory taken by recording."""
+    refused: set[str] = field(default_factory=set)
+    """Kinds of functions that could not be recorded."""
+    _made: dict[tuple[object, ...], CapturedGraph] = field(default_factory=dict)
+    _pool: Any = None
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(
+        self,
+        kind: str,
+        bucket: tuple[int, ...],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        function: Function,
+        keep: Tensor | None = None,
+    ) -> CapturedGraph | None:
+        """The recording of a bucket, made now if it was not yet; None if that fails.
+
+        Recording runs the function once, on zeros, and leaves `keep` as it was.
+        """
+        if kind in self.refused:
+            return None
+        made = self._made.get((kind, *bucket))
+        if made is None:
+            sheet = InputBuffers(shapes(), self.device)
+            try:
+                made = self._record(sheet, function, keep) if self.records else _unrecorded(sheet, function)
+            except Exception as error:  # whatever it is, decoding goes on
+                self.refused.add(kind)
+                reason = " ".join(str(error).split())[:300]
+                logger.warning(
+                    f"{kind} of shape {bucket} cannot be recorded as a CUDA graph, it runs eagerly: {reason}"
+                )
+                return None
+            self._made[kind, *bucket] = made
+        return made
+
+    def _record(self, sheet: InputBuffers, function: Function, keep: Tensor | None) -> CapturedGraph:
+        before = torch.cuda.memory_reserved(self.device)
+        sheet.clear()
+        # Once without recording: kernels are compiled and libraries take their memory on first use.
+        beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(beside):
+            kept = None if keep is None else keep.clone()
+            function(sheet.device, lambda: None)
+            if keep is not None and kept is not None:
+                keep.copy_(kept)
+        torch.cuda.current_stream(self.device).wait_stream(beside)
+        graph, marks = torch.cuda.CUDAGraph(), list[Any]()
+
+        def mark() -> None:
+            marks.append(torch.cuda.Event(enable_timing=True, external=True))  # type: ignore[no-untyped-call]
+            marks[-1].record()
+
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = function(sheet.device, mark)
+        self._pool = self._pool or graph.pool()
+        self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return CapturedGraph(
+            sheet=sheet, run=replay, seconds=lambda: [1e-3 * a.elapsed_time(b) for a, b in pairwise(marks)]
+        )
+
+
+def _unrecorded(sheet: InputBuffers, function: Function) -> CapturedGraph:
+    """The same where there is no CUDA."""
+    marks = list[float]()
+
+    def run() -> Tensor:
+        marks.clear()
+        return function(sheet.device, lambda: marks.append(perf_counter()))
+
+    return CapturedGraph(sheet=sheet, run=run, seconds=lambda: [b - a for a, b in pairwise(marks)])

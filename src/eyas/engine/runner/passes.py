@@ -1,0 +1,195 @@
+"""Passes in fixed shapes: nothing here looks at a number on the host, so a CUDA graph can record it.
+
+    read     the target over a chunk of one prompt: its logits behind the last token, and the states of all. Where a
+             drafter of one layer reads along, it remembers all of them but the last, whose successor is not known
+    verify   the target over padded rows: its logits, its most likely token everywhere, and the states of all tokens
+    draft    the drafter reads the states of a row's new tokens, then drafts a chain behind them, all depths at once
+    both     one after the other, where the drafts are verified come what may
+
+Rows that are not real, and tokens behind a row's live ones, are written to the null block and cost little. What comes
+out at their places means nothing.
+
+Drafts for requests that sample are raced, like the target's tokens, against the request's own noise (`noise.py`), but
+among the most likely tokens alone: `verify.draw` races the whole vocabulary. A draft is only a guess, so this can cost
+acceptance where a distribution is flat, and never shows in a token.
+
+Shapes: R rows, Q tokens of a row, N = R * Q, P blocks of a row, V vocabulary, W draft vocabulary, X concatenated
+auxiliary states, D drafter hidden, L a short list, S rows of the shared memory for states and logits.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, KVCache
+from eyas.kernels.noise import exponential
+
+Numbers = Mapping[str, Tensor]
+"""The tables of a `InputBuffers` on the device."""
+
+Mark = Callable[[], None]
+"""To be called where a part ends: its time is taken there, on the device."""
+
+RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
+and auxiliary states [N, X]."""
+
+Remember = tuple[Drafter, KVCache]
+"""A drafter of one layer that reads prompts along, and where to."""
+
+SHORT_LIST = 64
+
+
+def read(
+    numbers: Numbers,
+    _: Mark,
+    run: RunTarget,
+    cache: KVCache,
+    logits_1V: Tensor,
+    states_CX: Tensor | None,
+    remember: Remember | None,
+) -> Tensor:
+    """The most likely token [1] behind the last one; its logits and the states of all are left where they are told.
+
+    Numbers: `ids` [1, Q], `base` and `live` [1], `table` [1, P].
+    """
+    ids_1Q = numbers["ids"]
+    table, base, seq = (numbers[name].int() for name in ("table", "base", "live"))
+    layout = AttentionMetadata.padded(table, base, seq, count=ids_1Q.shape[1], cache=cache)
+    newest_1V, aux_NX = run(ids_1Q.flatten(), layout, (numbers["live"] - 1).clamp(min=0))
+    logits_1V.copy_(newest_1V)
+    if states_CX is not None and aux_NX is not None:
+        states_CX[: len(aux_NX)].copy_(aux_NX)
+        if remember is not None:
+            drafter, its_cache = remember
+            layout = AttentionMetadata.padded(
+                table, base, (seq - 1).clamp(min=0), count=ids_1Q.shape[1], cache=its_cache
+            )
+            hidden_ND = drafter.fuse(aux_NX.to(drafter.fc.weight.dtype))
+            # A slot takes a state beside the token behind it.
+            keys, values = drafter.remember(hidden_ND, ids_1Q.flatten().roll(-1), layout.position_N)
+            its_cache.write(0, layout.slot_N, keys, values)
+    return newest_1V.argmax(dim=-1)
+
+
+def verify(
+    numbers: Numbers, _: Mark, run: RunTarget, cache: KVCache, logits_SV: Tensor, states_SX: Tensor | None
+) -> Tensor:
+    """The most likely token [R, Q] behind each; logits and states are left in the shared memory, row by row.
+
+    Numbers: `ids` [R, Q], `base` and `live` [R], `table` [R, P].
+    """
+    table, base, seq = (numbers[name].int() for name in ("table", "base", "live"))
+    return _verify(numbers["ids"], table, base, seq, run, cache, logits_SV, states_SX)
+
+
+def _verify(
+    ids_RQ: Tensor,
+    table_RP: Tensor,
+    base_R: Tensor,
+    live_R: Tensor,
+    run: RunTarget,
+    cache: KVCache,
+    logits_SV: Tensor,
+    states_SX: Tensor | None,
+) -> Tensor:
+    layout = AttentionMetadata.padded(table_RP, base_R, live_R, count=ids_RQ.shape[1], cache=cache)
+    logits_NV, aux_NX = run(ids_RQ.flatten(), layout, None)
+    logits_SV[: len(logits_NV)].copy_(logits_NV)
+    if states_SX is not None and aux_NX is not None:
+        states_SX[: len(aux_NX)].copy_(aux_NX)
+    return logits_NV.argmax(dim=-1).view(ids_RQ.shape)
+
+
+def draft_and_verify(
+    numbers: Numbers,
+    mark: Mark,
+    draft: Callable[[Numbers, Mark], Tensor],
+    run: RunTarget,
+    cache: KVCache,
+    logits_SV: Tensor,
+    states_SX: Tensor,
+) -> Tensor:
+    """Both, with nobody in between: what `draft` gives, and behind it the most likely tokens, all in one line.
+
+    Numbers: those of `draft`, and `newest` [R], the token that the target has not read.
+    """
+    drafted_2RK = draft(numbers, mark)
+    ids_RQ = torch.cat([numbers["newest"][:, None], drafted_2RK[0]], dim=1)
+    table, read, seq, limit = (numbers[name].int() for name in ("table", "base", "live", "limit"))
+    # A row has something to read, or it is not real.
+    verified_R = torch.where(seq > 0, 1 + limit, 0)
+    largest_RQ = _verify(ids_RQ, table, read + seq, verified_R, run, cache, logits_SV, states_SX)
+    return torch.cat([drafted_2RK.flatten(), largest_RQ.flatten()])
+
+
+def draft(
+    numbers: Numbers,
+    mark: Mark,
+    drafter: Drafter,
+    attend: Callable[[AttentionMetadata], PagedAttention],
+    cache: KVCache,
+    token_W: Tensor,
+    states_SX: Tensor,
+    *,
+    depth: int,
+    sampled: bool,
+) -> Tensor:
+    """Drafts of every depth and how sure the drafter was: [2, R, depth], the latter as the bits of float64.
+
+    Numbers: `from` [R, Q] where the states of the new tokens lie, `ids` [R, Q] the tokens behind them, `base` [R] slots
+    read before, `live` [R] new ones, `limit` [R] the depth of each row, `table` [R, P]; to sample, also `seed` and the
+    real `temperature`, `top_k`, `top_p`, `min_p` [R]. Marked are the beginning, the end of the first pass and that of
+    the last.
+    """
+    mark()
+    from_RQ = numbers["from"]
+    table, base_R, live_R = (numbers[name].int() for name in ("table", "base", "live"))
+    rows, count = from_RQ.shape
+    layout = AttentionMetadata.padded(table, base_R, live_R, count=count, cache=cache)
+    hidden_ND = drafter.fuse(states_SX.index_select(0, from_RQ.flatten()).to(drafter.fc.weight.dtype))
+    output = drafter.step(hidden_ND, numbers["ids"].flatten(), layout.position_N, attend(layout))
+    last_R = torch.arange(rows, device=from_RQ.device) * count + (live_R - 1).clamp(min=0)
+    normed_RD, feedback_RD = output.normed[last_R], output.feedback[last_R]
+    end_R = base_R + live_R
+    tokens, sure = list[Tensor](), list[Tensor]()
+    for at in range(depth):
+        if at > 0:
+            goes_R = (numbers["limit"] > at).int()
+            layout = AttentionMetadata.padded(table, (end_R + at - 1) * goes_R, goes_R, count=1, cache=cache)
+            output = drafter.step(feedback_RD, tokens[-1], layout.position_N, attend(layout))
+            normed_RD, feedback_RD = output.normed, output.feedback
+        logits_RW = drafter.logits(normed_RD)
+        q_RW = logits_RW.softmax(dim=-1, dtype=torch.float32)
+        if sampled:
+            # The newest token stands at position end_R: the target has not read it, so it has no slot yet.
+            index_R = _race(logits_RW.float(), token_W, numbers, end_R + 1 + at)
+            sure_R = q_RW.gather(-1, index_R[:, None])[:, 0]
+        else:
+            sure_R, index_R = q_RW.max(dim=-1)
+        tokens.append(token_W[index_R])
+        sure.append(sure_R)
+        if at == 0:
+            mark()
+    mark()
+    return torch.stack([torch.stack(tokens, dim=1), torch.stack(sure, dim=1).double().view(torch.int64)])
+
+
+def _race(logits_RW: Tensor, token_W: Tensor, numbers: Numbers, position_R: Tensor) -> Tensor:
+    """Where in W the winner of each row stands [R]; the most likely token for rows of temperature 0."""
+    temperature_R1, top_k_R1, top_p_R1, min_p_R1 = (
+        numbers[name].view(torch.float64).float()[:, None] for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+    top = logits_RW.topk(min(SHORT_LIST, logits_RW.shape[-1]), dim=-1)
+    greedy_R1 = temperature_R1 == 0
+    score_RL = top.values / torch.where(greedy_R1, 1.0, temperature_R1)
+    rank_L = torch.arange(score_RL.shape[-1], device=score_RL.device)
+    kept_RL = (score_RL >= score_RL[:, :1] + min_p_R1.log()) & ((rank_L < top_k_R1) | (top_k_R1 == 0))
+    p_RL = score_RL.masked_fill(~kept_RL, float("-inf")).softmax(dim=-1)
+    p_RL = p_RL * (p_RL.cumsum(dim=-1) - p_RL < top_p_R1)
+    noise_RL = exponential(numbers["seed"], position_R.long(), token_W[top.indices])
+    place_R1 = torch.where(greedy_R1, 0, (p_RL / noise_RL).argmax(dim=-1, keepdim=True))
+    return top.indices.gather(-1, place_R1)[:, 0]

@@ -1,0 +1,166 @@
+"""A target that reads and writes blocks, through transformers' attention interface.
+
+The model's own code runs unchanged; only where it would attend does it call a function of ours, which receives the
+pass through the keyword arguments that transformers hands down. No masks are built for such a function, so who sees
+whom is known from the layout alone, and what a target adds to causal attention must be found elsewhere: softcaps and
+most windows are arguments too, other windows stand in the configuration. Whatever cannot be honoured is refused.
+
+Invariant: a target that was accepted has been tried. One token is run through a cache of one block first; so refusals
+come before memory is taken, and the blocks' true size is known.
+
+Shapes: N tokens of a pass, M logits asked for, V vocabulary, H query heads, G key heads, K head dim.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PretrainedConfig
+
+from eyas.errors import UserError
+from eyas.kernels.attention.dense import Backend, PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.target.model import Target
+
+IMPLEMENTATION = "eyas_pages"
+
+
+class TargetRunner:
+    """A target over a cache, whose memory is taken here.
+
+    How much a block takes can be learnt beforehand, with a cache of one block.
+    """
+
+    def __init__(self, target: Target, cache: KVCache, *, backend: Backend | None = None) -> None:
+        self.cache = cache
+        self._target, self._backend = target, backend
+        self._windows: dict[int, int] = {}
+        _refuse_other_layers(target)
+        trial = self._try(KVCache(blocks=1, block_size=cache.block_size))
+        self._windows = _unsaid_windows(target, dict(trial.asked))
+        cache.reserve(trial.cache)
+
+    def forward(self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None = None) -> Tensor:
+        """Run the tokens of a pass; logits [M, V] behind the tokens `keep_M`, or behind all of them."""
+        return self._run(ids_N, PagedAttention(self.cache, layout, backend=self._backend), keep_M)
+
+    @torch.inference_mode()
+    def _try(self, cache: KVCache) -> PagedAttention:
+        facts, device = self._target.facts, self._target.device
+        layout = AttentionMetadata.of(
+            [AttentionRow(blocks=(0,), base=0, count=1)], block_size=cache.block_size, device=device
+        )
+        attention = PagedAttention(cache, layout, backend=self._backend)
+        self._run(torch.zeros(1, dtype=torch.int64, device=device), attention, None)
+        layers = [layer for layer, _ in attention.asked]
+        if sorted(layers) != list(range(facts.num_hidden_layers)):
+            raise UserError(
+                f"{facts.source} asked for attention in layers {layers} of {facts.num_hidden_layers}; "
+                "blocks need a target whose every layer attends once"
+            )
+        return attention
+
+    def _run(self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None) -> Tensor:
+        model = self._target.model
+        with _switched(model.config):
+            logits_BMV: Tensor = model(
+                input_ids=ids_N[None],
+                position_ids=attention.layout.position_N[None],
+                use_cache=False,
+                logits_to_keep=0 if keep_M is None else keep_M,
+                eyas_blocks=attention,
+                eyas_windows=self._windows,
+            ).logits
+        if keep_M is not None and logits_BMV.shape[1] != len(keep_M):  # a model without logits_to_keep
+            logits_BMV = logits_BMV[:, keep_M]
+        return logits_BMV[0]
+
+
+@contextmanager
+def _switched(config: PretrainedConfig) -> Iterator[None]:
+    """Attend through blocks, and leave everything as it was.
+
+    Every step does this, so it sets what `attending_through` sets without the checks, which walk through all modules.
+    """
+    parts = {part: getattr(config, part) for part in config.sub_configs}
+    before = {"": config._attn_implementation}
+    before |= {part: found._attn_implementation for part, found in parts.items() if found is not None}
+    try:
+        config._attn_implementation = IMPLEMENTATION
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def _attend_for_transformers(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    eyas_blocks: PagedAttention | None = None,
+    eyas_windows: Mapping[int, int] | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """What transformers calls: q [1, H, N, K] and new k, v [1, G, N, K] to [1, N, H, K]."""
+    if eyas_blocks is None or eyas_windows is None:
+        name = type(module).__name__
+        raise UserError(f"{name} does not hand its attention what the caller passed; blocks cannot serve this target")
+    for feature, asked in (
+        ("sinks (s_aux)", s_aux is not None),
+        ("a bias of positions", position_bias is not None),
+        ("a mask of its own", attention_mask is not None),
+        ("tokens that see later ones", not getattr(module, "is_causal", True)),
+    ):
+        if asked:
+            raise UserError(f"{type(module).__name__} attends with {feature}; blocks serve causal attention without")
+    layer: Any = module.layer_idx
+    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    window = eyas_windows.get(layer) if sliding_window is None else sliding_window
+    return eyas_blocks(layer, q, k, v, scaling, softcap, window).contiguous()[None], None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend_for_transformers)
+
+
+def _refuse_other_layers(target: Target) -> None:
+    """Refuse what can be told without running the target."""
+    config, source = target.model.config.get_text_config(), target.facts.source
+    if not target.model._can_set_attn_implementation():
+        raise UserError(f"the attention of {source} cannot be replaced; blocks cannot serve this target")
+    if len({parameter.device for parameter in target.model.parameters()}) > 1:
+        raise UserError(f"{source} lies on several devices; blocks need it on one")
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None and getattr(config, "attention_chunk_size", None) is not None:
+        kinds = ["chunked_attention"]
+    others = sorted(set(kinds or ()) - {"full_attention", "sliding_attention"})
+    if others:
+        raise UserError(
+            f"{source} has layers of type {', '.join(others)}; blocks serve full and sliding attention only"
+        )
+
+
+def _unsaid_windows(target: Target, said: Mapping[int, int | None]) -> dict[int, int]:
+    """Windows that layers have by their type and do not pass on; `said` is what they passed."""
+    config = target.model.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    silent = [layer for layer, passed in said.items() if passed is None]
+    if window is None or not silent:
+        return {}
+    if kinds is not None:
+        return {layer: window for layer in silent if kinds[layer] == "sliding_attention"}
+    if window < getattr(config, "max_position_embeddings", math.inf):
+        raise UserError(
+            f"the configuration of {target.facts.source} has a sliding_window of {window} tokens, but its layers do "
+            "not say whether they keep to it; remove it from config.json if they do not"
+        )
+    return {}

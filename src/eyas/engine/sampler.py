@@ -1,0 +1,256 @@
+"""The law of the engine: logits to tokens, drafts to accepted drafts.
+
+The token at a position is a function of the target's distribution p there and of the request's own noise for that
+position (`noise.py`): it is argmax p / E, or the largest logit if the request is greedy. So P(token = v) = p(v),
+whatever was drafted, and a draft is accepted if it is that token. Verification is comparison.
+
+That makes speculation lossless by construction. p is the target's own with every option applied, given the tokens
+before it; noise is never shared between positions; and nothing here reads a draft before the target's token is chosen.
+How deep is drafted, by whom and why it was stopped can cost acceptance, but cannot show in the output: not even a
+controller that looks at the token it is about to submit, which biases rejection sampling.
+
+Drafts are drawn against the same noise, argmax q / E: the closer q is to p, the more often both races have one winner
+(Gumbel coupling; sum over i of 1 / sum over j of max(p_j / p_i, q_j / q_i), never below (1 - TV) / (1 + TV)).
+
+Shapes: N rows of target logits, V target vocabulary, M single logits; R rows to draft for, W draft vocabulary, S drafts
+of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.kernels.llama.elementwise import elementwise_for
+from eyas.kernels.noise import race
+from eyas.sampling import IMPOSSIBLE, Sampling, count_tokens, probabilities, shape_counted
+
+MOST_AT_ONCE = 2**25
+"""Logits that are sampled from together, which bounds the memory that noise takes."""
+FAINT = 1e-20
+"""What a token that the cuts took out of q still weighs as a sibling."""
+HINDRANCE = 1e4
+"""What is taken from the draft logit of a token that a mask forbids: more than logits differ by."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SamplingMetadata:
+    """A token to choose: how, by which chance, and behind what."""
+
+    sampling: Sampling
+    position: int
+    """Absolute index of the token, which counts the noise."""
+    seed: int = 0
+    """The request's own, within int64."""
+    before: Sequence[int] = ()
+    """All tokens before it, drafts on the way included; only looked at for penalties."""
+    prompt_length: int = 0
+    """How many of those are the prompt's."""
+    banned: frozenset[int] = frozenset()
+    """Tokens that may not come here, such as stop tokens before the shortest length."""
+    mask_V: Tensor | None = None
+    """Which tokens may come here; on the host, as whoever makes it does."""
+
+
+def choose(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
+    """The target's own token of each row [N]. Something must be left to choose from in each."""
+    assert len(wanted) == len(logits_NV), "one row for each wanted token"
+    if _plainly_greedy(wanted):
+        glue = elementwise_for(logits_NV)
+        return logits_NV.argmax(dim=-1) if glue is None else glue.most_likely(logits_NV.contiguous())
+    token_N = torch.empty(len(wanted), dtype=torch.int64, device=logits_NV.device)
+    for rows, group in _alike(wanted, logits_NV):
+        token_N[rows] = _choose_alike(logits_NV[rows], group)
+    return token_N
+
+
+def _plainly_greedy(wanted: Sequence[SamplingMetadata]) -> bool:
+    """Whether the largest logit is the answer everywhere."""
+    plain: Sampling | None = None
+    for one in wanted:
+        if one.sampling is not plain:
+            if one.sampling.temperature != 0 or one.sampling.shapes_logits:
+                return False
+            plain = one.sampling
+        if one.banned or one.mask_V is not None:
+            return False
+    return True
+
+
+def _alike(
+    wanted: Sequence[SamplingMetadata], logits_NV: Tensor
+) -> Iterator[tuple[Tensor | slice, list[SamplingMetadata]]]:
+    """Rows of the same sampling, no more at once than memory should hold, as an index and what they want."""
+    most = max(1, MOST_AT_ONCE // logits_NV.shape[-1])
+    groups: dict[Sampling, list[int]] = {}
+    for row, one in enumerate(wanted):
+        groups.setdefault(one.sampling, []).append(row)
+    for group in groups.values():
+        for start in range(0, len(group), most):
+            rows = group[start : start + most]
+            everyone = len(rows) == len(wanted)
+            index = slice(None) if everyone else torch.tensor(rows, device=logits_NV.device)
+            yield index, [wanted[row] for row in rows]
+
+
+def _choose_alike(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
+    """`choose` for rows of one sampling."""
+    sampling = wanted[0].sampling
+    logits_NV = _forbid(_shape(logits_NV, wanted, sampling), wanted)
+    if sampling.temperature == 0:
+        return logits_NV.argmax(dim=-1)
+    token_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    return race(probabilities(logits_NV, sampling), *_counters(wanted, logits_NV.device), token_V)[:, 0]
+
+
+def _shape(logits_NV: Tensor, wanted: Sequence[SamplingMetadata], sampling: Sampling) -> Tensor:
+    prompt_NV = output_NV = None
+    if sampling.penalises:
+        size, device = logits_NV.shape[-1], logits_NV.device
+        prompt_NV = count_tokens([one.before[: one.prompt_length] for one in wanted], size, device)
+        output_NV = count_tokens([one.before[one.prompt_length :] for one in wanted], size, device)
+    return shape_counted(logits_NV, sampling, prompt_NV, output_NV)
+
+
+def _forbid(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
+    """Take out what may not come at this position. Nothing raises such a logit again, so it may be done last."""
+    banned = [(row, token) for row, one in enumerate(wanted) for token in one.banned]
+    masked = [row for row, one in enumerate(wanted) if one.mask_V is not None]
+    if banned or masked:
+        logits_NV = logits_NV.clone()
+    if banned:
+        row_M, token_M = torch.tensor(banned, device=logits_NV.device).T
+        logits_NV[row_M, token_M] = IMPOSSIBLE
+    if masked:
+        row_M = torch.tensor(masked, device=logits_NV.device)
+        allowed_MV = _masks([wanted[row] for row in masked], logits_NV.device)
+        logits_NV[row_M] = logits_NV[row_M].masked_fill(~allowed_MV, IMPOSSIBLE)
+    return logits_NV
+
+
+def _masks(wanted: Sequence[SamplingMetadata], device: torch.device) -> Tensor:
+    """The masks of rows that have one [M, V], brought to the device at once."""
+    return torch.stack([one.mask_V for one in wanted if one.mask_V is not None]).to(device)
+
+
+def _counters(wanted: Sequence[SamplingMetadata], device: torch.device) -> tuple[Tensor, Tensor]:
+    seed_N, position_N = torch.tensor([[one.seed for one in wanted], [one.position for one in wanted]], device=device)
+    return seed_N, position_N
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """What the target's raw logits say of a token, before any option shapes them."""
+
+    token: int
+    logprob: float
+    rank: int
+    """1 for the most likely token; equals share the better rank."""
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens and their log probabilities, the most likely first."""
+
+
+def log_probabilities(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> list[TokenLogprobs]:
+    """Log probability and rank of each chosen token, beside so many of the most likely ones."""
+    logits_NV = logits_NV.float()
+    total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
+    chosen_N1 = logits_NV.gather(-1, token_N[:, None])
+    rank_N = 1 + (logits_NV > chosen_N1).sum(dim=-1)
+    top = logits_NV.topk(min(alternatives, logits_NV.shape[-1]), dim=-1)
+    columns = (token_N, (chosen_N1 - total_N1)[:, 0], rank_N, top.indices, top.values - total_N1)
+    return [
+        TokenLogprobs(token=token, logprob=logprob, rank=rank, top=tuple(zip(tokens, logprobs, strict=True)))
+        for token, logprob, rank, tokens, logprobs in zip(*(column.tolist() for column in columns), strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawn:
+    """Drafts of rows [R], or siblings [R, S] with the most promising first."""
+
+    index: Tensor
+    """Places in the draft vocabulary."""
+    token: Tensor
+    """The same as target ids."""
+    confidence: Tensor
+    """The drafter's own probability, by a plain softmax."""
+
+    @property
+    def tokens(self) -> list[Any]:
+        """Target ids on the host."""
+        tokens: list[Any] = self.token.tolist()
+        return tokens
+
+    @property
+    def confidences(self) -> list[Any]:
+        """Confidences on the host."""
+        confidences: list[Any] = self.confidence.tolist()
+        return confidences
+
+
+def draw(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tensor) -> Drawn:
+    """One draft for each row [R]; see `draw_many`."""
+    glue = elementwise_for(q_logits_RW)
+    if glue is not None and all(one.sampling.temperature == 0 and one.mask_V is None for one in wanted):
+        index_R, chance_R = glue.most_likely_and_chance(q_logits_RW.contiguous())
+        return Drawn(index=index_R, token=token_W[index_R], confidence=chance_R)
+    drawn = draw_many(q_logits_RW, wanted, token_W, 1)
+    return Drawn(index=drawn.index[:, 0], token=drawn.token[:, 0], confidence=drawn.confidence[:, 0])
+
+
+def draw_many(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tensor, width: int) -> Drawn:
+    """Siblings for each row [R, width]. token_W are the target ids of the draft vocabulary, which count the noise.
+
+    A greedy request takes the largest logits, another one the first by q / E, where q has its temperature and its
+    cuts. Penalties, bias and bans are left out: they are the target's affair, and a draft is only a guess at its token.
+    Where they bite, the guess fails more often, which costs time and nothing else. A mask bites at every token, so it
+    is heeded: what it forbids comes last.
+    """
+    assert len(wanted) == len(q_logits_RW), "one row for each wanted token"
+    q_logits_RW = q_logits_RW.float()
+    masked = [row for row, one in enumerate(wanted) if one.mask_V is not None]
+    if masked:
+        row_M = torch.tensor(masked, device=q_logits_RW.device)
+        forbidden_MW = ~_masks([wanted[row] for row in masked], q_logits_RW.device)[:, token_W]
+        # Not minus infinity: the mask may leave none of the draft vocabulary, and then there must still be a first.
+        q_logits_RW = q_logits_RW.index_add(0, row_M, forbidden_MW.float(), alpha=-HINDRANCE)
+    width = min(width, q_logits_RW.shape[-1])
+    index_RS = torch.empty(len(wanted), width, dtype=torch.int64, device=q_logits_RW.device)
+    for rows, group in _alike(wanted, q_logits_RW):
+        index_RS[rows] = _draw_alike(q_logits_RW[rows], group, token_W, width)
+    logits_RS = q_logits_RW.gather(-1, index_RS)
+    confidence_RS = (logits_RS - q_logits_RW.logsumexp(dim=-1, keepdim=True)).exp()
+    return Drawn(index=index_RS, token=token_W[index_RS], confidence=confidence_RS)
+
+
+def _draw_alike(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tensor, width: int) -> Tensor:
+    """`draw_many` for rows of one sampling."""
+    sampling = wanted[0].sampling
+    if sampling.temperature == 0:
+        return q_logits_RW.topk(width, dim=-1).indices if width > 1 else q_logits_RW.argmax(dim=-1, keepdim=True)
+    q_RW = probabilities(q_logits_RW, sampling)
+    if width > 1:
+        # The cuts may leave fewer than there are siblings; then those come that they took out, by their own race.
+        q_RW = q_RW + FAINT * q_logits_RW.softmax(dim=-1)
+    return race(q_RW, *_counters(wanted, q_RW.device), token_W, width=width)
+
+
+def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int]) -> list[int]:
+    """The accepted drafts of one request's tree, as indices, from the first depth down.
+
+    A draft's parent is an earlier one, or -1: the newest token, the root. `own` are the target's tokens behind the
+    root and behind each draft, so own[1 + i] follows draft i. Beside the accepted drafts, the one that follows the
+    last of them is new.
+    """
+    assert len(own) == 1 + len(drafts), "one token behind the root and one behind each draft"
+    assert all(-1 <= parent < index for index, parent in enumerate(parents)), "a parent precedes its children"
+    child: dict[tuple[int, int], int] = {}
+    for index, place in enumerate(zip(parents, drafts, strict=True)):
+        child.setdefault(place, index)
+    path, node = list[int](), -1
+    while (following := child.get((node, own[1 + node]))) is not None:
+        path.append(following)
+        node = following
+    return path

@@ -1,0 +1,468 @@
+"""How deep to draft: chosen every step, for every request, from measured costs and measured acceptance. No torch.
+
+Chains or trees: trees catch what the first candidate misses, and pay where further tokens of a pass are nearly free. To
+know what they would catch, the drafter's further candidates are looked at in some of the rounds that draft chains.
+
+    cost_model.py        what passes take on this machine, from the times of those that ran
+    acceptance.py  how likely drafts are accepted, from the fate of those that were made
+    plan/shapes.py which drafts give the most tokens per second; none at all is always a candidate
+    planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding, and one
+                   in favour of chains
+    plan_calibration.py    what chains and trees gave in the end, in parts of what was expected of them
+    exploration.py      while nothing is drafted, how to notice that drafting would pay
+    drift.py       how deep the drafter is fit to be used at all
+
+A request may take the choice away: `off` never drafts, `fixed` always drafts its depth, fit or not.
+
+Losslessness. No choice made here can change what is generated: a request's token is a function of the target's
+distribution and of the request's own noise, and a draft only decides in which pass it is computed. That is more than
+rejection sampling allows: there, whether draft i is submitted may depend on the drafts before it but not on the drawn
+draft i itself, or the output is biased. `continue_drafting` would keep to that rule; `keeps` and `prunes` look at draft
+i and would break it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import isfinite
+from operator import mul
+from typing import Any
+
+from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.cost_model import CostModel
+from eyas.engine.speculation.drift import DriftAlarm
+from eyas.engine.speculation.exploration import Exploration
+from eyas.engine.speculation.planner import KEPT_STEPS, Planner, RowFacts, Situation
+from eyas.engine.speculation.sibling_acceptance import RANKS
+from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
+
+__all__ = ["Choice", "Controller", "RowFacts", "Shape"]
+
+SMALL = 4
+"""Tokens of a plain pass up to which probes go deeper until one four times as large has been timed: among small passes
+costs jump, and a slope between two of them says little about the next."""
+PLAIN_AGAIN = 256
+"""Steps after which a plain one is timed again: speculation is only as good as what it is compared with."""
+DOUBTFUL, CLOSE, SURE = 8, 1.2, 10
+"""The same as long as speculation promises less than this ratio and plain steps have been timed less than so often."""
+
+LOOK_EVERY, LOOKS_FIRST = 16, 16
+"""Of the steps that draft, one in so many looks at further candidates, and so many do to begin with: noting RANKS of
+them instead of one takes a few percent of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How deep to draft for each request of a step, and why."""
+
+    depths: tuple[int, ...]
+    limits: tuple[int, ...]
+    """How deep each may get where `continue_drafting` is asked after every pass; `depths` where nobody looks on the
+    way."""
+    shape: Shape
+    """For requests on auto; the others draft chains."""
+    reason: str
+    look: int = 1
+    """Candidates to note for every draft; 1: the draft alone."""
+    skip_pruning: bool = False
+    """Whether drafts may be verified without a look at them: what that could withhold is not worth the time."""
+    holds: int = 1
+    """Steps that it is meant for, this one included, as long as the same requests decode. Of later ones nothing needs
+    to be told."""
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """The step under way."""
+
+    situation: Situation
+    limits: dict[int, int] = field(default_factory=dict)
+    bound: frozenset[int] = frozenset()
+    """Requests that draft to their limit, come what may."""
+    plan: Plan | None = None
+    """What it follows, if it speculates."""
+    rate: float = 0.0
+    """Tokens per second it is planned to give."""
+    once: bool = False
+    """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
+    probe: bool = False
+    plain: float = 0.0
+    """Seconds a probe would have taken without drafts."""
+    with_probe: float = 0.0
+    """Seconds it is expected to take with them."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Drafts of each request so far."""
+    survival: dict[int, float] = field(default_factory=dict)
+    """The chance that all of them are accepted."""
+    withheld: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Where drafts were made and not all verified: how many were, and the chance of the next."""
+    rounds: int = 0
+    accepted: int = 0
+    expected: float = 0.0
+    """Seconds that the costs say of what ran."""
+    seconds: float = 0.0
+    timed: bool = False
+    """Whether the target's pass is among the seconds."""
+    drafted: bool = False
+
+
+class Controller:
+    """Chooses depths and learns from what came of them."""
+
+    def __init__(self, max_depth: int = 7, *, trees: bool = False, drift: DriftAlarm | None = None) -> None:
+        assert max_depth >= 1
+        self.max_depth = max_depth
+        self.drift = drift or DriftAlarm(max_depth)
+        self.costs, self.acceptance, self.probes = CostModel(), Acceptance(max_depth), Exploration()
+        self._planner = Planner(self.costs, self.acceptance, trees=trees)
+        self.thinks_later = False
+        """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
+        self._lessons: list[Callable[[], None]] = []
+        self._step: _Step | None = None
+        self._steps = 0
+        self._plain_at = 0
+        self._trees = trees
+        self._drafting = self._looks = 0
+        """Steps that drafted for few enough requests to consider trees, and those that looked at candidates."""
+        self._in_trees = 0
+        self._depths: Counter[int] = Counter()
+        self._reason = "no step yet"
+
+    # --- the choice --------------------------------------------------------------------------------------------
+
+    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0, *, after: int = 1) -> Choice:
+        """Depths for the next step, whose target pass reads `other_tokens` of prompts besides.
+
+        It comes so many steps `after` the last one that was chosen for.
+        """
+        self._close_step(after)
+        self._steps += after
+        situation = Situation(rows, other_tokens)
+        assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
+        self._step = step = _Step(situation=situation, bound=frozenset(situation.fixed))
+        wanted, shape, self._reason = self._decide(step)
+        if self.drift.firing:
+            self._reason += f"; no deeper than {self.drift.deepest}, since the drift alarm has fired"
+        wanted |= situation.fixed
+        depths = tuple([wanted.get(row.key, 0) for row in rows])
+        step.limits = {
+            row.key: depth if depth == 0 or row.key in step.bound else self.drift.deepest
+            for row, depth in zip(rows, depths, strict=True)
+        }
+        self._depths.update(depths)
+        self._in_trees += len(situation.auto) if shape.kind == "tree" else 0
+        return Choice(
+            depths=depths,
+            limits=tuple(step.limits.values()),
+            shape=shape,
+            reason=self._reason,
+            look=RANKS if any(depths) and self._looks_now(situation) else 1,
+            skip_pruning=self._skip_pruning(step, depths),
+            holds=1 if any(depths) or step.once else self._holds(situation),
+        )
+
+    def _holds(self, situation: Situation) -> int:
+        """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
+        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.tokens) < SURE):
+            return 1
+        if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
+            return KEPT_STEPS
+        return min(KEPT_STEPS, self.probes.steps_left(self._steps))
+
+    def _skip_pruning(self, step: _Step, depths: Sequence[int]) -> bool:
+        """Whether to withhold drafts that turn out unlikely would save less than it takes to look at them.
+
+        At most those are withheld that will not be accepted. A look lets the device wait for the host once more, and
+        the host write down a pass once more, as for a plain step.
+        """
+        if step.plan is None:
+            return all(depths)  # a probe of some leaves the others alone
+        verify, situation = self.costs.verify, step.situation
+        tokens, accepted = situation.tokens + step.plan.drafts, round(step.plan.tokens) - situation.rows
+        saved = verify.at(tokens, situation.context) - verify.at(situation.tokens + accepted, situation.context)
+        return saved <= self.costs.rest(situation.rows, drafting=False)
+
+    def _looks_now(self, situation: Situation) -> bool:
+        """Whether this step, which drafts, is one of those that note further candidates."""
+        if not self._trees or not 0 < len(situation.auto) <= TREE_ROWS:
+            return False
+        self._drafting += 1
+        looks = self._looks < LOOKS_FIRST + self._drafting // LOOK_EVERY
+        self._looks += looks
+        return looks
+
+    def _decide(self, step: _Step) -> tuple[dict[int, int], Shape, str]:
+        """Depths of requests on auto, by key."""
+        situation = step.situation
+        if not situation.auto:
+            return {}, CHAIN, "no request leaves its depth to the controller"
+        if not self.costs.verify.known:
+            return {}, CHAIN, "plain: not enough steps have been timed yet"
+        plan, reason = self._planner.plan(situation, self._steps, self.drift.deepest)
+        if not plan.by_level:
+            self._plain_at = self._steps
+            depths, why = self._probe(step) if not any(situation.fixed.values()) else ({}, "")
+            return depths, CHAIN, why or reason
+        if self._doubts_plain(situation, plan):
+            self._plain_at, step.once = self._steps, True
+            return {}, CHAIN, "plain: to time a step without drafts again"
+        self.probes.rest()
+        step.plan, step.rate = plan, plan.rate
+        keys = [row.key for row in situation.auto]
+        depths = dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True))
+        return depths, plan.shape, reason
+
+    def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
+        """Whether what speculation is compared with should be timed again."""
+        verify, tokens = self.costs.verify, situation.tokens
+        close = plan.gain < CLOSE and verify.samples(tokens) < SURE
+        return min(self._steps - self._plain_at, verify.age(tokens)) > (DOUBTFUL if close else PLAIN_AGAIN)
+
+    def _probe(self, step: _Step) -> tuple[dict[int, int], str]:
+        """Depths of a probe, if one is due and can be afforded, and what it is for."""
+        situation, auto = step.situation, step.situation.auto
+        timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.tokens + len(auto))
+        if timed and not self.probes.due(self._steps):
+            return {}, ""
+        what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
+        # Two deep, to know of deeper drafts at once: they may pay where shallow ones do not.
+        depths = [1] if self.costs.further_draft.known else [min(2, self.drift.deepest), 1]
+        if timed:
+            levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
+            auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
+            if situation.tokens <= SMALL and not self.costs.verify.reaches(4 * situation.tokens):
+                depths = [min(3, self.drift.deepest), 1]
+        prices = self._planner.prices(situation)
+        step.plain = prices.verify(0)
+        for depth in depths:
+            step.with_probe = prices.verify(depth * len(auto))
+            if timed:
+                step.with_probe += prices.draft(depth, len(auto) * prices.reads, (depth - 1) * len(auto))
+                step.with_probe += self._debt(auto)
+            if self.probes.affords(step.with_probe - step.plain, step.plain):
+                step.probe, step.bound = True, frozenset(row.key for row in auto)
+                reason = f"probe, {depth} deep for {len(auto)} of {len(situation.auto)} requests: to {what}"
+                return dict.fromkeys(step.bound, depth), reason
+        return {}, ""
+
+    def _debt(self, rows: Sequence[RowFacts]) -> float:
+        """Expected seconds of reading for requests that have rested, of which more waits than a draft reads by the way.
+
+        So a probe that has to wait for its account comes when a request has just begun.
+        """
+        rested = sum(row.pending > self.max_depth + 1 for row in rows)
+        return self.costs.debt.at(rested) if self.costs.debt.known else 0.0
+
+    def continue_drafting(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
+        """Which of the requests still drafting should draft one deeper, given how sure the drafter was of each draft.
+
+        A further draft is worth its chance of acceptance; it costs its share of a drafter pass and of the target's.
+        """
+        step, acceptance, depth = self._under_way(), self.acceptance, len(confidences[0])
+        going = [key in step.bound and step.limits[key] > depth for key in keys]
+        worth = []
+        for place, (key, level) in enumerate(zip(keys, acceptance.levels(keys), strict=True)):
+            (chance,) = acceptance.chances_of(confidences[place][-1:], depth)
+            step.survival[key] = survival = step.survival.get(key, 1.0) * chance
+            step.made[key] = depth
+            if step.limits[key] > depth and key not in step.bound:
+                survivals = acceptance.survivals(level)
+                worth.append((survival * survivals[depth] / max(survivals[depth - 1], 1e-9), place))
+        worth.sort(reverse=True)
+        forced, tokens = sum(going), step.situation.tokens + sum(step.made.values())
+
+        def seconds(count: int) -> float:
+            rows = forced + count
+            return self.costs.further(rows > 0, rows) + self.costs.verify.at(tokens + rows, step.situation.context)
+
+        for _, place in worth[: best_count([value for value, _ in worth], seconds, step.rate)]:
+            going[place] = True
+        return going
+
+    def keeps(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[int]:
+        """How many of each request's drafts are worth verifying, now that all of them are made."""
+        step, chances = self._under_way(), [self.acceptance.chances_of(sure) for sure in confidences]
+        kept = [len(nodes) for nodes in self._worth_verifying(keys, [list(accumulate(row, mul)) for row in chances])]
+        for key, first_left, row in zip(keys, kept, chances, strict=True):
+            if first_left < len(row):
+                step.withheld[key] = first_left, row[first_left]
+        return kept
+
+    def prunes(
+        self, keys: Sequence[int], parents: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]]
+    ) -> list[list[int]]:
+        """The same for trees, given by the parents of their nodes: which of these are worth verifying."""
+        grown = zip(parents, confidences, strict=True)
+        return self._worth_verifying(keys, [self.acceptance.of_nodes(*tree) for tree in grown])
+
+    def _worth_verifying(self, keys: Sequence[int], survivals: Sequence[Sequence[float]]) -> list[list[int]]:
+        """Of each request's drafts, given by their chances to be accepted at all, those that are worth their price."""
+        step, verify = self._under_way(), self.costs.verify
+        kept = [list(range(len(row) if key in step.bound else 0)) for key, row in zip(keys, survivals, strict=True)]
+        # Of equals the earlier comes first, so that no draft is kept without those that lead to it.
+        worth = sorted(
+            (-survival, node, place)
+            for place, (key, row) in enumerate(zip(keys, survivals, strict=True))
+            if key not in step.bound
+            for node, survival in enumerate(row)
+        )
+        tokens, context = step.situation.tokens + sum(map(len, kept)), step.situation.context
+        enough = best_count([-value for value, _, _ in worth], lambda n: verify.at(tokens + n, context), step.rate)
+        for _, node, place in worth[:enough]:
+            kept[place].append(node)
+        return [sorted(nodes) for nodes in kept]
+
+    # --- what came of it ---------------------------------------------------------------------------------------
+
+    def observe_round(
+        self,
+        key: int,
+        drafted: int,
+        accepted: int,
+        confidences: Sequence[float] = (),
+        ranks: Sequence[int] = (),
+        candidates: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """Tell the fate of a request's drafts.
+
+        `ranks`, where they are known, say for every accepted depth and the one after it which candidate of the drafter
+        (1, 2, ...) was the target's token, 0 if none of those looked at, and `candidates` how sure the drafter was of
+        each of these. In a tree, where second candidates are accepted too, ranks alone tell how the first ones fared;
+        `confidences` are those of first candidates in any case.
+        """
+        verified, chance = self._step.withheld.get(key, (-1, 0.0)) if self._step else (-1, 0.0)
+        withheld = chance if drafted == verified else None
+        told = (key, drafted, accepted, confidences, ranks, candidates)
+        self._take_in(partial(self.acceptance.observe, *told, withheld=withheld))
+        if self._step is not None:
+            self._step.rounds += 1
+            self._step.accepted += accepted
+
+    def observe_target(self, tokens: int, context: int, seconds: float) -> None:
+        """Tell what a target pass took, until its tokens were known."""
+        self.costs.verify.observe(tokens, seconds, context)
+        self._take_time(seconds, self.costs.verify.at(tokens, context))
+        if self._step is not None:
+            self._step.timed = True
+
+    def observe_draft(
+        self,
+        passes: int,
+        tokens: int,
+        seconds: float,
+        first: tuple[int, float] | None = None,
+        *,
+        trees: bool = False,
+    ) -> None:
+        """Tell what drafting took in a step: passes of the drafter, tokens in all of them together.
+
+        `first` has the tokens of the first pass and its seconds; without, all are taken for alike.
+        """
+        self.costs.observe_draft(passes, tokens, seconds, first, trees=trees)
+        if self._step is not None:
+            self._step.drafted = True
+        reads = tokens / passes if first is None else first[0]
+        price = self.costs.grow if trees else self.costs.draft
+        self._take_time(seconds, price(passes, reads, tokens - reads))
+
+    def observe_debt(self, requests: int, seconds: float) -> None:
+        """Tell what it took the drafter to read what had waited while nothing was drafted, for so many requests.
+
+        It is time of this step, and a probe is charged for it. But it is no price of drafts: those that follow do not
+        pay it again, and the longer nothing is drafted the surer the next one would.
+        """
+        self.costs.debt.observe(requests, seconds)
+        self._take_time(seconds, 0.0)
+
+    def observe_step(self, seconds: float) -> None:
+        """Tell what a step that only decoded took in all: beside its passes the host has work of its own."""
+        step = self._step
+        if step is not None and step.timed:
+            rows, rest = step.situation.rows, max(0.0, seconds - step.seconds)
+            self.costs.observe_rest(rows, rest, drafting=step.drafted)
+            self._take_time(rest, self.costs.rest(rows, drafting=step.drafted))
+
+    def forget(self, key: int) -> None:
+        """Drop a request that has ended."""
+        self._take_in(partial(self.acceptance.forget, key))
+
+    def think(self) -> None:
+        """Take in what came of the step before this one, and plan for the next; to be called while a device is busy."""
+        self._learn()
+        self._planner.renew(self._steps)
+
+    def events(self) -> list[str]:
+        """What an operator should know and has not been told."""
+        return self.acceptance.watch.take() + self.drift.take()
+
+    def report(self) -> dict[str, Any]:
+        """The state of things, for logs and for people."""
+        verify, first, further = self.costs.verify, self.costs.first_draft, self.costs.further_draft
+        chosen = max(1, self._depths.total())
+        return {
+            "reason": self._reason,
+            "acceptance_by_depth": [round(chance, 4) for chance in self.acceptance.by_depth],
+            "rounds": self.acceptance.rounds,
+            "collapsed": self.acceptance.watch.collapsed,
+            "drift": self.drift.report().as_json(),
+            "target_seconds_by_tokens": {count: verify.at(count) for count in verify.known},
+            "target_seconds_per_context_token": verify.per_context_token,
+            "first_draft_seconds_by_tokens": {count: first.at(count) for count in first.known},
+            "further_draft_seconds_by_tokens": {count: further.at(count) for count in further.known},
+            "seconds_beside_passes_by_requests": {
+                kind: {count: curve.at(count) for count in curve.known}
+                for kind, curve in (("plain", self.costs.plain_rest), ("drafting", self.costs.drafting_rest))
+            },
+            "seconds": self.probes.total,
+            "probes": self.probes.count,
+            "seconds_lost_by_probes": self.probes.lost,
+            "siblings": [round(share, 4) for share in self.acceptance.siblings.shares()],
+            "rows_in_trees": self._in_trees,
+            "rows_by_depth": dict(sorted(self._depths.items())),
+            "share_of_depths": {depth: count / chosen for depth, count in sorted(self._depths.items())},
+        }
+
+    def _take_in(self, lesson: Callable[[], None]) -> None:
+        if self.thinks_later:
+            self._lessons.append(lesson)
+        else:
+            lesson()
+
+    def _learn(self) -> None:
+        lessons, self._lessons = self._lessons, []
+        for lesson in lessons:
+            lesson()
+
+    def _under_way(self) -> _Step:
+        assert self._step is not None, "choose comes first"
+        return self._step
+
+    def _take_time(self, seconds: float, expected: float) -> None:
+        self.probes.total += seconds
+        if self._step is not None:
+            self._step.seconds += seconds
+            self._step.expected += expected
+
+    def _close_step(self, steps: int) -> None:
+        """Book the last step, and those that were like it: what came of its plan, or what it lost if it was a probe."""
+        step, self._step = self._step, None
+        if step is not None:
+            self.probes.total += (steps - 1) * step.seconds
+            self.costs.verify.skip(steps - 1)
+        if step is not None and step.probe:
+            self._learn()  # the next may follow at once
+        if step is not None and step.plan is not None and step.timed and isfinite(step.expected):
+            self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
+        self.acceptance.end_steps(steps, probe=step is not None and step.probe)
+        if step is not None and step.probe:
+            self._planner.forget()
+            self.probes.settle(
+                self._steps,
+                seconds=step.seconds if step.timed else step.with_probe,
+                plain=step.plain,
+                saved=step.accepted * step.plain / step.situation.rows,
+                hit=step.accepted > 0,
+                chance=self.acceptance.by_depth[0],
+            )

@@ -1,0 +1,293 @@
+"""What a step costs on this machine, learned while steps run. No torch.
+
+    verify   one pass of the target, against its tokens, and a slope times the context that its rows attend to
+    draft    the drafter's passes, against their tokens: the first reads what the target has seen since, each further
+             one has a token for every request that goes on
+    tree     the same where trees grow, over all passes together: between them the host does more than for chains
+    rest     what a step takes beside its passes, against its requests: scheduling, this very choice, committing. Where
+             the device is fast that is most of a step, and for drafts the host does more
+    debt     what the drafter reads beforehand for requests that have rested; no price of drafts, but a loss of probes
+
+Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
+`Curve` keeps a typical time for each bucket of token counts, by these rules:
+
+    the first time of a bucket is dropped: it holds compilation, allocation and cold caches
+    the lower median of its latest times counts, from the second on: a shared machine has outliers, all of them late
+    a larger pass is never expected to take less: that keeps jumps and evens out noise
+    between two buckets time is linear; past the last it goes on as over the last octave, and never quite flat; from
+    one bucket alone it is proportional to tokens, the assumption least kind to speculation, and so it is before the
+    first, except for the drafter, to which flat is less kind
+    a bucket that nobody visits is forgotten in the end: its neighbours are better witnesses of the machine as it is
+
+Invariant: a curve that knows no bucket says infinity, so nothing is chosen on the strength of an unknown cost.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from math import inf, sqrt
+
+WINDOW = 21
+"""Times of a bucket that its median is taken from."""
+ENOUGH = 2
+"""Times that a bucket needs: the lower of two is no outlier, or both are."""
+FINE, COARSE = 8, 1
+"""Buckets per octave of token counts, for the target and for the drafter, whose passes differ less."""
+STALE_AFTER = 1000
+"""Observations of a curve after which a time no longer counts, and a bucket that had none since is forgotten."""
+REFIT_EVERY = 64
+"""Observations between two looks at the slope and at what to forget."""
+APART = 1.25
+"""Buckets closer than this ratio do not tell a slope from noise."""
+FLATTEST = 0.1
+"""Past what was measured, tokens are taken to cost at least this part of the average of those before them."""
+
+
+def bucket_of(count: int, per_octave: int = FINE) -> int:
+    """The largest count that is taken for the same; powers of two, the usual tiles, end a bucket."""
+    if count <= per_octave:
+        return count
+    width = max(1, (1 << ((count - 1).bit_length() - 1)) // per_octave)
+    return -(-count // width) * width
+
+
+class CostCurve:
+    """Typical seconds of a pass against its tokens."""
+
+    def __init__(self, per_octave: int = FINE, *, flat_below: bool = False) -> None:
+        self._per_octave, self._flat_below = per_octave, flat_below
+        self._times: dict[int, deque[tuple[int, float, int]]] = {}
+        """By bucket: number of the observation, seconds, context."""
+        self._visited: dict[int, int] = {}
+        """By bucket: number of its last observation."""
+        self._typical: dict[int, float] = {}
+        """By bucket: median seconds, less what the contexts took."""
+        self._known: list[int] = []
+        """Buckets with a typical time, in order."""
+        self._expected: dict[int, float] = {}
+        """By bucket: what all typical times say together, until one of them changes."""
+        self._slope = Slope()
+        self._slope_used = 0.0
+        self._observations, self._refit_at = 0, REFIT_EVERY
+        self.news = 0
+        """Buckets that became known so far."""
+
+    @property
+    def known(self) -> Sequence[int]:
+        """Buckets that have been measured."""
+        return self._known
+
+    @property
+    def per_context_token(self) -> float:
+        """Seconds that one more token of context takes."""
+        return self._slope_used
+
+    def bucket_of(self, count: int) -> int:
+        """The largest count that this curve takes for the same."""
+        return bucket_of(count, self._per_octave)
+
+    def reaches(self, count: int) -> bool:
+        """Whether as many tokens have been timed."""
+        return bool(self._known) and count <= self._known[-1]
+
+    def tells(self, count: int) -> bool:
+        """Whether the time of such a pass would be more than a guess."""
+        return self.reaches(count) or (bool(self._known) and self._known[-1] >= APART * self._known[0])
+
+    def samples(self, count: int) -> int:
+        """Times that count for such a pass."""
+        return len(self._times.get(self.bucket_of(count), ()))
+
+    def age(self, count: int) -> int:
+        """Observations since such a pass was last seen."""
+        return self._observations - self._visited.get(self.bucket_of(count), 0)
+
+    def observe(self, count: int, seconds: float, context: int = 0) -> None:
+        """Take the time of one pass."""
+        self._observations += 1
+        bucket = self.bucket_of(count)
+        self._visited[bucket] = self._observations
+        times = self._times.get(bucket)
+        if times is None:
+            self._times[bucket] = deque(maxlen=WINDOW)
+            return
+        if context and bucket in self._typical:
+            usual_context = sum(context for _, _, context in times) / len(times)
+            usual = self._typical[bucket] + self._slope_used * usual_context
+            self._slope.observe(context - usual_context, seconds - usual, usual)
+        times.append((self._observations, seconds, context))
+        while len(times) > ENOUGH and self._observations - times[0][0] > STALE_AFTER:
+            times.popleft()
+        if len(times) == ENOUGH and bucket not in self._typical:
+            insort(self._known, bucket)
+            self.news += 1
+        if len(times) >= ENOUGH:
+            self._settle(bucket)
+        if self._observations >= self._refit_at:
+            self._refit_at = self._observations + REFIT_EVERY
+            self._refit()
+
+    def skip(self, observations: int) -> None:
+        """So many passes ran that nobody timed: what is known gets older all the same."""
+        self._observations += observations
+
+    def at(self, count: int, context: int = 0) -> float:
+        """Expected seconds of a pass."""
+        if count <= 0:
+            return 0.0
+        if not self._expected:
+            self._pool()
+        bucket = self.bucket_of(count)
+        expected = self._expected.get(bucket)
+        if expected is None:
+            expected = self._expected[bucket] = self._guess(bucket)
+        return expected + self._slope_used * context
+
+    def _pool(self) -> None:
+        """Expect what is typical, but never less of a larger pass: where medians fall, they are averaged.
+
+        This is isotonic regression (pool adjacent violators); it keeps true jumps and evens out noise between them.
+        """
+        pools: list[tuple[float, int, int]] = []  # seconds, times, buckets
+        for bucket in self._known:
+            pool = (self._typical[bucket], len(self._times[bucket]), 1)
+            while pools and pools[-1][0] > pool[0]:
+                seconds, times, buckets = pools.pop()
+                both = times + pool[1]
+                pool = ((seconds * times + pool[0] * pool[1]) / both, both, buckets + pool[2])
+            pools.append(pool)
+        pooled = [seconds for seconds, _, buckets in pools for _ in range(buckets)]
+        self._expected = dict(zip(self._known, pooled, strict=True))
+
+    def _guess(self, count: int) -> float:
+        known, expected = self._known, self._expected
+        if not known:
+            return inf
+        place = bisect_left(known, count)
+        if place == 0:
+            return expected[known[0]] * (1.0 if self._flat_below else count / known[0])
+        if place < len(known):
+            low, high = known[place - 1], known[place]
+            return expected[low] + (expected[high] - expected[low]) * (count - low) / (high - low)
+        top = known[-1]
+        low = known[max(0, bisect_left(known, top // 2 + 1) - 1)]
+        if top < APART * low or low == top:
+            return expected[top] * count / top
+        slope = max((expected[top] - expected[low]) / (top - low), FLATTEST * expected[top] / top)
+        return expected[top] + slope * (count - top)
+
+    def _settle(self, bucket: int) -> None:
+        times = sorted(seconds - self._slope_used * context for _, seconds, context in self._times[bucket])
+        self._typical[bucket] = max(0.0, times[(len(times) - 1) // 2])
+        self._expected = {}
+
+    def _refit(self) -> None:
+        for bucket in [b for b, at in self._visited.items() if self._observations - at > STALE_AFTER]:
+            del self._times[bucket], self._visited[bucket]
+            if self._typical.pop(bucket, None) is not None:
+                self._known.remove(bucket)
+        self._slope_used = self._slope.value
+        for bucket in self._known:
+            self._settle(bucket)
+
+
+class Slope:
+    """Seconds per token of context: one regression inside all buckets, so that what tokens cost does not enter it.
+
+    What counts is the slope less twice its standard error: a slope that is only noise would let times taken at other
+    contexts look shorter or longer than they were.
+    """
+
+    MEMORY, CLIP = 500, 0.25
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 6
+        """Of 1, x, y, x * x, x * y, y * y, where x is context and y are seconds, both against the usual; fading."""
+
+    @property
+    def value(self) -> float:
+        """The slope that is beyond doubt; never negative."""
+        count, x, y, xx, xy, yy = self._sums
+        if count < 3 or xx - x * x / count <= 0:
+            return 0.0
+        spread = xx - x * x / count
+        slope = (xy - x * y / count) / spread
+        unexplained = max(0.0, yy - y * y / count - slope * slope * spread) / count
+        return max(0.0, slope - 2 * sqrt(unexplained / spread))
+
+    def observe(self, away: float, late: float, usual: float) -> None:
+        """Take a pass that had so much more context than usual, and took so much longer; outliers are cut."""
+        late = min(max(late, -self.CLIP * usual), self.CLIP * usual)
+        terms = (1.0, away, late, away * away, away * late, late * late)
+        fade = 1 - 1 / self.MEMORY
+        self._sums = [fade * old + new for old, new in zip(self._sums, terms, strict=True)]
+
+
+class CostModel:
+    """What the parts of a step cost."""
+
+    def __init__(self) -> None:
+        self.verify = CostCurve(FINE)
+        self.first_draft, self.further_draft, self.pass_of_tree = (CostCurve(COARSE, flat_below=True) for _ in range(3))
+        self.plain_rest, self.drafting_rest = CostCurve(FINE), CostCurve(FINE)
+        self.debt = CostCurve(COARSE, flat_below=True)
+        drafts = self.first_draft, self.further_draft, self.pass_of_tree
+        self._curves = (self.verify, *drafts, self.plain_rest, self.drafting_rest)
+
+    @property
+    def news(self) -> int:
+        """How often something became known of which there was only a guess."""
+        return sum(curve.news for curve in self._curves)
+
+    def observe_draft(
+        self,
+        passes: int,
+        tokens: int,
+        seconds: float,
+        first: tuple[int, float] | None = None,
+        *,
+        trees: bool = False,
+    ) -> None:
+        """Take the time of a step's drafting: so many passes, of so many tokens together.
+
+        `first` has the tokens of the first pass and its seconds; without, all are taken for alike.
+        """
+        if trees:
+            self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
+            return
+        first_tokens, first_seconds = first or (tokens / passes, seconds / passes)
+        self.first_draft.observe(max(1, round(first_tokens)), first_seconds)
+        if passes > 1:
+            further = passes - 1
+            self.further_draft.observe(
+                max(1, round((tokens - first_tokens) / further)), (seconds - first_seconds) / further
+            )
+
+    def observe_rest(self, requests: int, seconds: float, *, drafting: bool) -> None:
+        """Take what a step took beside its passes."""
+        (self.drafting_rest if drafting else self.plain_rest).observe(requests, seconds)
+
+    def rest(self, requests: int, *, drafting: bool) -> float:
+        """Expected seconds of a step beside its passes: none until some were seen; for drafts no less than without."""
+        plain = self.plain_rest.at(requests) if self.plain_rest.known else 0.0
+        return max(plain, self.drafting_rest.at(requests)) if drafting and self.drafting_rest.known else plain
+
+    def draft(self, passes: int, first: float, further: float) -> float:
+        """Expected seconds of so many passes: tokens of the first, and of all others together."""
+        if not passes:
+            return 0.0
+        return self.first_draft.at(max(1, round(first))) + self.further(passes - 1, further)
+
+    def grow(self, passes: int, first: float, further: float) -> float:
+        """The same where trees grow: what was timed, and never less than chains would take."""
+        seconds = self.draft(passes, first, further)
+        if not self.pass_of_tree.known:
+            return seconds
+        return max(seconds, passes * self.pass_of_tree.at(max(1, round((first + further) / passes))))
+
+    def further(self, passes: int, tokens: float) -> float:
+        """Expected seconds of passes behind the first. Until there were any, they are taken for as long as that."""
+        if not passes:
+            return 0.0
+        curve = self.further_draft if self.further_draft.known else self.first_draft
+        return passes * curve.at(max(1, round(tokens / passes)))

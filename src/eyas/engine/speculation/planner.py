@@ -1,0 +1,155 @@
+"""The best depths for the batch at hand: costs and acceptance brought to `plan/shapes.py`, plans kept. No torch.
+
+A plan is made from estimates that move slowly, for batches that come again: it is kept for some steps, by what the
+batch is like. Kept plans speak of levels of acceptance, not of requests, so they fit whoever is in the batch now.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Literal
+
+from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.cost_model import CostModel, bucket_of
+from eyas.engine.speculation.plan_calibration import PlanCalibration
+from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
+
+KEPT_STEPS = 8
+"""Steps that a plan serves at most, unless there is news meanwhile: a pass was timed of which nothing was known."""
+PLAIN_STEPS = 32
+"""The same for a plan that drafts nothing: without drafts there is little to learn, and probes are news."""
+ROUNDS_A_STEP = 16
+"""One that drafts serves a step for every so many rounds that were seen: the first ones change a lot."""
+KEPT_PLANS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFacts:
+    """What the choice needs to know about one decoding request."""
+
+    key: int
+    context: int
+    """Tokens that its newest one attends to."""
+    mode: Literal["auto", "off", "fixed"] = "auto"
+    depth: int | None = None
+    """With `fixed`; at most the controller's `max_depth`."""
+    pending: int = 1
+    """Tokens that the drafter has not read yet."""
+
+
+class Situation:
+    """A batch before depths are chosen."""
+
+    def __init__(self, rows: Sequence[RowFacts], other_tokens: int) -> None:
+        self.rows = len(rows)
+        self.auto = [row for row in rows if row.mode == "auto"]
+        self.fixed = {row.key: row.depth or 0 for row in rows if row.mode == "fixed"}
+        self.tokens = len(rows) + other_tokens
+        """Of the target's pass, without drafts."""
+        self.context = sum(row.context for row in rows)
+
+
+class Planner:
+    """Plans for batches, and what their parts cost."""
+
+    def __init__(self, costs: CostModel, acceptance: Acceptance, *, trees: bool) -> None:
+        self._costs, self._acceptance, self._trees = costs, acceptance, trees
+        self.promises = PlanCalibration()
+        self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
+        self._news = 0
+        self._latest: tuple[Situation, int] | None = None
+        """The batch that was planned for last, and how deep it might draft."""
+
+    def forget(self) -> None:
+        """Something was learnt that all kept plans ignore."""
+        self._kept.clear()
+
+    def prices(self, situation: Situation) -> Prices:
+        """What parts of this step cost. Reading prompts is work of its own: speculation is not charged for it."""
+        verify, rest, auto = self._costs.verify, self._costs.rest, situation.auto
+        tokens, context = situation.tokens, situation.context
+        prompts = max(0.0, verify.at(tokens) - verify.at(situation.rows))
+        # A backlog is a debt, whichever depth follows; what every round adds to it is a cost.
+        round_adds = 1 + round(sum(self._acceptance.survivals(0)))
+        return Prices(
+            verify=cache(
+                lambda drafts: verify.at(tokens + drafts, context) - prompts + rest(situation.rows, drafting=drafts > 0)
+            ),
+            draft=self._costs.draft,
+            grow=self._costs.grow,
+            reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),
+        )
+
+    def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
+        """The best plan for such a batch that drafts no deeper, and the reason for it."""
+        self._latest = situation, deepest
+        return self._plan(situation, step, deepest)
+
+    def renew(self, step: int) -> None:
+        """Make the plan for the next step now, where that is the likes of this one."""
+        if self._latest is not None:
+            self._plan(self._latest[0], step + 1, self._latest[1])
+
+    def _plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
+        fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
+        # Where requests come and go, hardly two steps have as many of them.
+        counts = (situation.rows, len(situation.auto), other_tokens)
+        likeness = (*map(bucket_of, counts), deepest, *fixed)
+        if self._costs.news > self._news or len(self._kept) >= KEPT_PLANS:
+            self._news = self._costs.news
+            self.forget()
+        if likeness in self._kept:
+            until, plan, reason = self._kept[likeness]
+            if step < until:
+                return plan, reason
+        plan, reason = self._make(situation, deepest)
+        steps = PLAIN_STEPS
+        if plan.by_level:
+            steps = max(1, min(KEPT_STEPS, self._acceptance.rounds // ROUNDS_A_STEP))
+        self._kept[likeness] = step + steps, plan, reason
+        return plan, reason
+
+    def _make(self, situation: Situation, deepest: int) -> tuple[Plan, str]:
+        acceptance, fixed = self._acceptance, situation.fixed.values()
+        acceptance.refresh()
+        levels = Counter(acceptance.settle(row.key) for row in situation.auto)
+        batch = Batch(
+            rows=situation.rows,
+            levels=levels,
+            survivals={level: acceptance.survivals(level)[:deepest] for level in levels},
+            fixed=[sum(depth >= at for depth in fixed) for at in range(1, acceptance.max_depth + 1)],
+            fixed_tokens=sum(sum(acceptance.survivals(0)[:depth]) for depth in fixed),
+        )
+        prices = self.prices(situation)
+        plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
+        if self._trees:
+            tree = plan_tree(batch, prices, _chances(batch), acceptance.siblings.shares())
+            worth = self.promises.of_trees / self.promises.of_chains
+            plan = tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan
+        compared = (
+            f"{plan.rate:.3g} tokens/s expected against {plain.rate:.3g} plain, "
+            f"{acceptance.by_depth[0]:.0%} of first drafts accepted"
+        )
+        if plan.rate > MARGIN * plain.rate:
+            return replace(plan, gain=plan.rate / plain.rate), f"{_in_words(plan)}: {compared}"
+        return plain, f"plain, drafts would not pay: {compared}"
+
+
+def _chances(batch: Batch) -> list[float]:
+    """a(1), a(2), ... of the requests at hand, all together: one tree is for all of them."""
+    by_level = [[rows, *(rows * s for s in batch.survivals[level])] for level, rows in batch.levels.items()]
+    survivals = [sum(at_depth) for at_depth in zip(*by_level, strict=True)]
+    return [after / max(before, 1e-9) for before, after in pairwise(survivals)]
+
+
+def _in_words(plan: Plan) -> str:
+    depths = [depth for level in plan.by_level.values() for depth in level]
+    drafting = [depth for depth in depths if depth]
+    least, most = min(drafting), max(drafting)
+    deep = f"{most} deep" if least == most else f"{least} to {most} deep"
+    what = ""
+    if plan.shape.kind == "tree":
+        what = f" in trees {plan.shape.width} wide of at most {plan.shape.budget} tokens"
+    return f"{deep}{what} for {len(drafting)} of {len(depths)} requests"

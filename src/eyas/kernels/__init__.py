@@ -1,0 +1,1 @@
+"""Numbers in, numbers out: plain tensors, no requests."""

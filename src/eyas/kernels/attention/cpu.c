@@ -1,0 +1,360 @@
+/* Attention over blocks in float32: one layer of a whole pass in one call.
+ *
+ * Decoding one token reads all keys and values of its request once and does little with them, so what counts is that
+ * they are read where they lie, by all cores, and that nothing else is done per row and layer.
+ *
+ *     row     the new tokens of one request; all queries of a row, and the F heads that share a key head, are
+ *             "lines": line i is query i / F, head i % F
+ *     unit    up to BLOCK lines of a row
+ *     chunk   CHUNK neighbouring positions. A unit, a chunk and a key head are a task; any core may do it
+ *     part    what a line has of a chunk: its largest score, the sum of weights and of weighted values
+ *
+ * Who ends the last task of a unit puts its parts together: nobody waits for anybody before the end of the layer.
+ *
+ * Invariant: a query's answer is the same to the last bit whatever stands beside it in the pass, whether its path is a
+ * chain or a branch of a tree, wherever its blocks lie and however many threads there are. A query's slots are listed by
+ * position; chunks begin at multiples of CHUNK; scores, sums of a chunk and the sum over chunks are each added up in
+ * one order. Blocks, tiles and threads only choose what is worked on together.
+ *
+ * What a query does not see is never read: it may hold anything.
+ *
+ * Names: N tokens, H query heads, G key heads, F = H / G, C slots of the cache, K size of keys, V of values.
+ */
+
+#include "../vectors.h"
+
+/* Lines of a tile: four slots each, so 16 of 32 registers hold sums or 12 of 16. */
+#if defined(__aarch64__) || defined(__AVX512VL__)
+enum { TILE = 4 };
+#else
+enum { TILE = 3 };
+#endif
+
+enum {
+    CHUNK = 128, /* positions: keys, or values, of a chunk stay in the first-level cache for all lines */
+    BLOCK = 32,  /* lines */
+    LINE = 16,   /* numbers that come from memory at once */
+    AHEAD = 16,  /* slots */
+    WIDE = 4,    /* vectors of a value worked on at once */
+};
+
+/* What is the same for all layers of a pass; paged_native.py has the same fields. */
+struct pass {
+    const int32_t *table; /* [rows][blocks] */
+    const int32_t *base;  /* [rows] */
+    const int32_t *end;   /* [rows]: the slot behind the tail */
+    const int32_t *start; /* [rows]: the first token */
+    const uint64_t *seen; /* [N]: bit t: the token sees tail slot t, where a tail is that short; null: all are chains */
+    const int64_t *slot;  /* [N]: where new keys and values are written */
+    const struct unit *units;
+    const struct task *tasks;
+    float *parts;
+    int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
+    int64_t blocks, page_size, new_tokens, task_count;
+    int64_t window, sinks; /* window 0: none */
+    int64_t shared, key_heads, slots, key_size, value_size; /* F, G, C, K, V */
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides, in floats */
+    int64_t threads;
+};
+
+struct unit {
+    int32_t row, first, lines;       /* lines of the row */
+    int32_t first_chunk, end_chunk;  /* nothing is seen in others */
+    int32_t first_part;              /* parts: [chunk][key head][line] from here on */
+};
+
+struct task {
+    int32_t unit, chunk;
+};
+
+/* A part: the largest score, the sum of weights, the weighted values. */
+enum { MOST = 0, TOTAL = 1, MIXED = 2 };
+
+static long smaller(long a, long b) { return a < b ? a : b; }
+
+static float exponential_of(float x) { return exponential(all(x))[0]; }
+
+INLINE vector hyperbolic_tangent(vector x) {
+    const integers sign = (integers)x & INT32_MIN;
+    const vector e = exponential((vector)((integers)x | INT32_MIN) * 2.0f);
+    return (vector)((integers)((1.0f - e) / (1.0f + e)) | sign);
+}
+
+/* --- lines that see the same slots ------------------------------------------------------------------------------ */
+
+/* scores[r][s] = q[r] . key[s] for a tile: up to TILE lines, four slots. */
+INLINE void score(const int rows, const float *const *q, const float *const *key, long K, float *scores) {
+    vector sum[TILE][4];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int s = 0; s < 4; s++) sum[r][s] = (vector){0};
+    long whole = 0;
+    for (; whole + LANES <= K; whole += LANES) {
+        vector key_k[4];
+        UNROLL for (int s = 0; s < 4; s++) key_k[s] = *(const vector *)(key[s] + whole);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const vector q_k = *(const vector *)(q[r] + whole);
+            UNROLL for (int s = 0; s < 4; s++) sum[r][s] += q_k * key_k[s];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        four total = sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+        for (long k = whole; k < K; k++) total += (four){key[0][k], key[1][k], key[2][k], key[3][k]} * q[r][k];
+        *(four *)(scores + r * CHUNK) = total;
+    }
+}
+
+/* Scores become weights e^(score - most); `part` gets the largest score and the sum of weights. */
+static void weigh(float *scores, long count, float scale, float softcap, float *part) {
+    enum { STEP = 4 * LANES }; /* four vectors at once: each waits for itself only */
+    const long whole = (count + STEP - 1) / STEP * STEP;
+    for (long j = 0; j < whole; j += LANES) {
+        vector *s = (vector *)(scores + j);
+        *s = softcap > 0 ? hyperbolic_tangent(*s * (scale / softcap)) * softcap : *s * scale;
+    }
+    for (long j = count; j < whole; j++) scores[j] = -INFINITY; /* weight 0, which changes no sum */
+    vector high[4], total[4];
+    UNROLL for (int i = 0; i < 4; i++) high[i] = all(-INFINITY), total[i] = (vector){0};
+    for (long j = 0; j < whole; j += STEP) UNROLL for (int i = 0; i < 4; i++) {
+        const vector s = ((const vector *)(scores + j))[i];
+        const integers above = (integers)(s > high[i]);
+        high[i] = (vector)(((integers)s & above) | ((integers)high[i] & ~above));
+    }
+    float most = -INFINITY;
+    for (int i = 0; i < 4; i++)
+        for (int lane = 0; lane < LANES; lane++) most = high[i][lane] > most ? high[i][lane] : most;
+    for (long j = 0; j < whole; j += STEP) {
+        vector *s = (vector *)(scores + j), weight[4];
+        UNROLL for (int i = 0; i < 4; i++) weight[i] = exponential(s[i] - most);
+        UNROLL for (int i = 0; i < 4; i++) s[i] = weight[i], total[i] += weight[i];
+    }
+    const four each = sums(total[0], total[1], total[2], total[3]);
+    part[MOST] = most;
+    part[TOTAL] = (each[0] + each[1]) + (each[2] + each[3]);
+}
+
+/* Four neighbouring weights of a line. ARM multiplies by one lane of a register, so they are loaded at once; x86
+ * spreads a float over a register while loading it, so they are left in memory. */
+#if defined(__aarch64__)
+typedef four weights;
+INLINE weights read_weights(const float *x) { return *(const four *)x; }
+#else
+typedef const float *weights;
+INLINE weights read_weights(const float *x) { return x; }
+#endif
+
+/* mixed[r][:] = sum over j < count of weight[r][j] * values[slot[j]][:] for a tile: up to TILE lines, some vectors. */
+INLINE void mix(const int rows, const int vectors, const float *weight, const float *values, long V,
+                const int32_t *slot, long count, float *mixed, long stride) {
+    vector sum[TILE][WIDE];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int c = 0; c < vectors; c++) sum[r][c] = (vector){0};
+    long j = 0;
+    for (; j + 4 <= count; j += 4) {
+        weights weight_r[TILE];
+        UNROLL for (int r = 0; r < rows; r++) weight_r[r] = read_weights(weight + r * CHUNK + j);
+        UNROLL for (int i = 0; i < 4; i++) {
+            const vector *value = (const vector *)(values + slot[j + i] * V);
+            UNROLL for (int c = 0; c < vectors; c++) {
+                const vector value_c = value[c];
+                UNROLL for (int r = 0; r < rows; r++) sum[r][c] += value_c * weight_r[r][i];
+            }
+        }
+    }
+    for (; j < count; j++) {
+        const vector *value = (const vector *)(values + slot[j] * V);
+        UNROLL for (int c = 0; c < vectors; c++)
+            UNROLL for (int r = 0; r < rows; r++) sum[r][c] += value[c] * weight[r * CHUNK + j];
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int c = 0; c < vectors; c++) ((vector *)(mixed + r * stride))[c] = sum[r][c];
+}
+
+INLINE void mix_all(const int rows, const float *weight, const float *values, long V, const int32_t *slot, long count,
+                    float *mixed, long stride) {
+    long c = 0;
+    for (; c + WIDE * LANES <= V; c += WIDE * LANES)
+        mix(rows, WIDE, weight, values + c, V, slot, count, mixed + c, stride);
+    for (; c + LANES <= V; c += LANES) mix(rows, 1, weight, values + c, V, slot, count, mixed + c, stride);
+    for (; c < V; c++)
+        for (int r = 0; r < rows; r++) {
+            float sum = 0;
+            for (long j = 0; j < count; j++) sum += weight[r * CHUNK + j] * values[slot[j] * V + c];
+            mixed[r * stride + c] = sum;
+        }
+}
+
+INLINE void fetch(const float *x, long size) {
+    for (long i = 0; i < size; i += LINE) __builtin_prefetch(x + i);
+}
+
+/* Told to, it has keys fetched some slots ahead, and values for when all scores are there: blocks lie anywhere, so that
+ * no processor guesses which comes next. */
+INLINE void score_all(const int rows, const int fetches, const float *const *q, const float *keys, const float *values,
+                      long K, long V, const int32_t *slot, long count, float *scores) {
+    for (long j = 0; j < count; j += 4) {
+        const float *key[4];
+        for (long i = j; fetches && i < smaller(j + 4, count); i++) {
+            if (i + AHEAD < count) fetch(keys + slot[i + AHEAD] * K, K);
+            fetch(values + slot[i] * V, V);
+        }
+        UNROLL for (int s = 0; s < 4; s++) key[s] = keys + slot[j + s] * K;
+        score(rows, q, key, K, scores + j);
+    }
+}
+
+/* Call a macro with the number of lines in a tile as a constant. */
+#define TILES(call) \
+    switch (rows) { case 1: call(1); break; case 2: call(2); break; case 3: call(3); break; default: call(TILE); }
+
+/* The parts of up to BLOCK lines, which all see these slots and no others of the chunk; `slot` has room for CHUNK. */
+static void attend(const float *const *q, long lines, const float *keys, const float *values, long K, long V,
+                   int32_t *slot, long count, float scale, float softcap, float *parts) {
+    float weight[BLOCK * CHUNK];
+    const long stride = MIXED + V, tiles = (lines + TILE - 1) / TILE;
+    for (long j = count; j % 4; j++) slot[j] = slot[count - 1]; /* scored in fours; what is too much is dropped */
+    for (long t = 0; t < tiles; t++) { /* as even as can be */
+        const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
+        const int fetches = t == 0 && lines < BLOCK; /* many lines take longer than memory */
+#define SCORE(n) score_all(n, fetches, q + first, keys, values, K, V, slot, count, weight + first * CHUNK)
+        TILES(SCORE)
+    }
+    for (long i = 0; i < lines; i++) weigh(weight + i * CHUNK, count, scale, softcap, parts + i * stride);
+    for (long t = 0; t < tiles; t++) {
+        const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
+#define MIX(n) mix_all(n, weight + first * CHUNK, values, V, slot, count, parts + first * stride + MIXED, stride)
+        TILES(MIX)
+    }
+}
+
+/* --- who sees what ----------------------------------------------------------------------------------------------- */
+
+/* Whether the tail slots that a row's queries see are told by bits; else they are all up to a query's own. */
+static int has_bits(const struct pass *pass, long row) {
+    return pass->seen && pass->end[row] - pass->base[row] <= 64;
+}
+
+static long position_of(const struct pass *pass, long row, long query) {
+    if (!has_bits(pass, row)) return pass->base[row] + query;
+    return pass->base[row] + __builtin_popcountll(pass->seen[pass->start[row] + query]) - 1;
+}
+
+static int32_t place_of(const struct pass *pass, long row, long slot) {
+    return pass->table[row * pass->blocks + slot / pass->page_size] * pass->page_size + slot % pass->page_size;
+}
+
+/* Where the positions of a chunk lie that a query sees, in their order. */
+static long list_slots(const struct pass *pass, long row, long query, long chunk, int32_t *slots) {
+    const long base = pass->base[row], own = position_of(pass, row, query);
+    const long begin = chunk * CHUNK, end = smaller(begin + CHUNK, own + 1);
+    const long nearest = pass->window ? own - pass->window + 1 : 0; /* positions from here on are seen */
+    const int branches = has_bits(pass, row);
+    uint64_t bits = branches ? pass->seen[pass->start[row] + query] : 0;
+    for (long p = base; p < begin; p++) bits &= bits - 1;
+    const int32_t *block = pass->table + row * pass->blocks + begin / pass->page_size; /* that of p, while slots are p */
+    long inside = begin % pass->page_size, count = 0;
+    for (long p = begin; p < end; p++) {
+        if (p < base || !branches) {
+            if (p >= nearest || p < pass->sinks) slots[count++] = *block * pass->page_size + inside;
+            if (++inside == pass->page_size) block++, inside = 0;
+        } else { /* the next node of the path */
+            const long slot = base + __builtin_ctzll(bits);
+            bits &= bits - 1;
+            if (p >= nearest || slot < pass->sinks) slots[count++] = place_of(pass, row, slot);
+        }
+    }
+    return count;
+}
+
+/* Whether all queries of a unit see all positions of a chunk, and those in the same slots. */
+static int is_shared(const struct pass *pass, const struct unit *unit, long chunk) {
+    const long begin = chunk * CHUNK, end = begin + CHUNK, row = unit->row;
+    const long first = unit->first / pass->shared, last = (unit->first + unit->lines - 1) / pass->shared;
+    if (end > (has_bits(pass, row) ? pass->base[row] : position_of(pass, row, first) + 1)) return 0;
+    if (!pass->window || end <= pass->sinks) return 1;
+    for (long query = first; query <= last; query++)
+        if (begin <= position_of(pass, row, query) - pass->window) return 0;
+    return 1;
+}
+
+/* --- a layer ------------------------------------------------------------------------------------------------------ */
+
+struct layer {
+    const float *q, *keys, *values;
+    float *output;
+    float scale, softcap;
+};
+
+static void run_task(const struct pass *pass, const struct layer *layer, long index, long g) {
+    const struct unit *unit = pass->units + pass->tasks[index].unit;
+    const long chunk = pass->tasks[index].chunk, F = pass->shared, K = pass->key_size, V = pass->value_size;
+    const long stride = MIXED + V, lines = unit->lines;
+    float *parts = pass->parts;
+    parts += (unit->first_part + ((chunk - unit->first_chunk) * pass->key_heads + g) * lines) * stride;
+    const float *keys = layer->keys + g * pass->slots * K, *values = layer->values + g * pass->slots * V;
+    const float *q[BLOCK];
+    for (long i = 0; i < lines; i++) {
+        const long query = (unit->first + i) / F, head = (unit->first + i) % F;
+        q[i] = layer->q + (pass->start[unit->row] + query) * pass->q_token + (g * F + head) * pass->q_head;
+    }
+    int32_t slots[CHUNK];
+    const int shared = is_shared(pass, unit, chunk);
+    for (long i = 0, next; i < lines; i = next) {
+        const long query = (unit->first + i) / F;
+        next = shared ? lines : smaller(lines, (query + 1) * F - unit->first);
+        const long count = list_slots(pass, unit->row, query, chunk, slots);
+        if (count > 0)
+            attend(q + i, next - i, keys, values, K, V, slots, count, layer->scale, layer->softcap,
+                   parts + i * stride);
+        else
+            for (long j = i; j < next; j++) parts[j * stride + MOST] = -INFINITY;
+    }
+}
+
+/* Put the parts of a unit's lines together. */
+static void merge(const struct pass *pass, const struct layer *layer, const struct unit *unit, long g) {
+    const long F = pass->shared, V = pass->value_size, stride = MIXED + V, lines = unit->lines;
+    const long next = pass->key_heads * lines * stride, chunks = unit->end_chunk - unit->first_chunk;
+    for (long i = 0; i < lines; i++) {
+        const float *parts = pass->parts + (unit->first_part + g * lines + i) * stride;
+        const long token = pass->start[unit->row] + (unit->first + i) / F, head = g * F + (unit->first + i) % F;
+        float *output = layer->output + (token * pass->key_heads * F + head) * V;
+        float most = -INFINITY, total = 0;
+        for (long c = 0; c < chunks; c++) most = parts[c * next + MOST] > most ? parts[c * next + MOST] : most;
+        memset(output, 0, V * sizeof(float));
+        for (long c = 0; c < chunks; c++) {
+            const float *part = parts + c * next;
+            if (part[MOST] == -INFINITY) continue; /* nothing was seen here */
+            const float weight = exponential_of(part[MOST] - most);
+            total += part[TOTAL] * weight;
+            for (long v = 0; v < V; v++) output[v] += part[MIXED + v] * weight;
+        }
+        for (long v = 0; v < V; v++) output[v] /= total;
+    }
+}
+
+/* What whoever prepares a pass must know. */
+int chunk_positions(void) { return CHUNK; }
+int block_lines(void) { return BLOCK; }
+int pass_bytes(void) { return sizeof(struct pass); }
+
+/* Write the new keys and values [N, G, .] to their slots in keys and values [G, C, .], then answer q [N, H, K] of all
+ * units in output [N, H, V]. `softcap` 0 is none. */
+void attend_blocks(const struct pass *pass, const float *q, const float *k, const float *v, float *keys, float *values,
+                  float *output, float scale, float softcap) {
+    const long G = pass->key_heads, C = pass->slots, K = pass->key_size, V = pass->value_size;
+    for (long n = 0; n < pass->new_tokens; n++)
+        for (long g = 0; g < G; g++) {
+            const long place = g * C + pass->slot[n];
+            memcpy(keys + place * K, k + n * pass->k_token + g * pass->k_head, K * sizeof(float));
+            memcpy(values + place * V, v + n * pass->v_token + g * pass->v_head, V * sizeof(float));
+        }
+    const struct layer layer = {q, keys, values, output, scale, softcap};
+#pragma omp parallel for num_threads(pass->threads) schedule(dynamic)
+    for (long t = 0; t < pass->task_count * G; t++) {
+        const long u = pass->tasks[t / G].unit, g = t % G;
+        run_task(pass, &layer, t / G, g);
+        int32_t *left = pass->left + u * G + g;
+        if (__atomic_sub_fetch(left, 1, __ATOMIC_ACQ_REL) == 0) {
+            merge(pass, &layer, pass->units + u, g);
+            *left = pass->units[u].end_chunk - pass->units[u].first_chunk;
+        }
+    }
+}

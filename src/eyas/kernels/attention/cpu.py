@@ -1,0 +1,240 @@
+"""Attention over blocks on a processor, by code compiled for it (`cpu.c`).
+
+Decoding and verification take a few queries per request against all its keys. Done piece by piece in torch
+(`DenseRead`), a layer costs several operations for every row, which together can take as long as the matrix products.
+Here a layer is one call, whatever the rows; all that is the same for all layers is worked out once per pass.
+
+Invariant: a query's answer depends on its own path alone, to the last bit; not on the rows beside it, on drafts behind
+it, on how a prompt was cut into chunks, on where its blocks lie or on the number of threads. Together with linears that
+have the same property (`linear/packed_linear.py`) greedy decoding gives the same tokens one by one and verified in
+drafts.
+
+Shapes: N tokens of a pass, H query heads, G key heads, C slots of the cache, K size of queries and keys, V of values. A
+unit is up to a block of (query, head) lines of a row that share a key head; it is worked off in chunks of positions.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.native import load_native
+
+SOURCE = Path(__file__).with_name("paged_native.c")
+MOST_PARTS_BYTES = 4 * 2**20
+"""Intermediate results kept at once, unless a single unit has more: they should stay in a processor's cache."""
+WORK_OF_A_THREAD = 1 << 18
+"""Products of numbers below which a second thread costs more than it saves."""
+
+_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left")
+_NUMBERS = (
+    *("blocks", "page_size", "new_tokens", "task_count", "window", "sinks"),
+    *("shared", "key_heads", "slots", "key_size", "value_size"),
+    *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
+)
+
+
+class _Pass(ctypes.Structure):
+    """`struct pass`."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int64) for name in _NUMBERS))
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionKernel:
+    """The compiled attention."""
+
+    library: ctypes.CDLL
+    made_by: str
+
+    def __post_init__(self) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_float
+        self.library.attend_blocks.argtypes = [pointer] * 7 + [number] * 2
+        self.library.attend_blocks.restype = None
+
+    @cached_property
+    def chunk(self) -> int:
+        """Positions in a chunk."""
+        return int(self.library.chunk_positions())
+
+    @cached_property
+    def block(self) -> int:
+        """Lines in a unit, at most."""
+        return int(self.library.block_lines())
+
+
+@cache
+def load_kernel() -> tuple[AttentionKernel | None, str]:
+    """Return the kernel and who compiled it, or None and the reason why there is none."""
+    library, words = load_native(SOURCE)
+    if library is None:
+        return None, words
+    kernel = AttentionKernel(library, words)
+    return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
+
+
+@torch.no_grad()
+def _is_right(kernel: AttentionKernel) -> bool:
+    """Try it: the compiler is one that nobody here has met."""
+    if kernel.library.pass_bytes() != ctypes.sizeof(_Pass):
+        return False
+    size, count, base = 20, 3, kernel.chunk + 5
+    end = base + count
+    layout = AttentionMetadata.of(
+        [AttentionRow(blocks=range(end), base=base, count=count)], block_size=1, device=torch.device("cpu")
+    )
+    x = torch.linspace(-1, 1, end * size).mul(99).sin()
+    keys, values = x.view(1, end, size), x.flip(0).view(1, end, size)
+    q, k, v = keys[0, -count:, None], keys[0, base:, None].clone(), values[0, base:, None].clone()
+    ours = CompiledRead(kernel, layout, 0)(q.contiguous(), k, v, keys.clone(), values.clone(), 0.5, None, None)
+    visible = torch.ones(count, end, dtype=torch.bool).tril(base)
+    weights = (q[:, 0] @ keys[0].T * 0.5).masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.allclose(ours[:, 0], weights @ values[0], rtol=1e-5, atol=1e-5)
+
+
+class _Asked(NamedTuple):
+    """What a layer's plan depends on, beside the rows."""
+
+    window: int | None
+    q_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    slots: int
+
+
+class CompiledRead:
+    """One pass: writes the new keys and values, and answers. Needs a layout whose rows are known on the host."""
+
+    def __init__(self, kernel: AttentionKernel, layout: AttentionMetadata, sinks: int) -> None:
+        assert layout.rows, "native attention needs rows known on the host"
+        self._kernel, self._layout, self._sinks = kernel, layout, sinks
+        self._call = kernel.library.attend_blocks
+        self._plans: dict[_Asked, list[_Wave]] = {}
+        self._q: Tensor | None = None
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+
+    def takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
+        """Whether the kernel can read these."""
+        return (q_NHK is self._q and k_NGK is self._k and v_NGV is self._v) or all(
+            x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1 and not x.requires_grad
+            for x in (q_NHK, k_NGK, v_NGV)
+        )
+
+    def __call__(
+        self,
+        q_NHK: Tensor,
+        k_NGK: Tensor,
+        v_NGV: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Write and answer every query, [N, H, V]. Keys and values are of one cache for all layers."""
+        if q_NHK is not self._q or k_NGK is not self._k or v_NGV is not self._v or window != self._window:
+            assert keys.dtype == values.dtype == torch.float32
+            self._prepare(q_NHK, k_NGK, v_NGV, keys.shape[1], window)
+        output_NHV = torch.empty(self._output_shape, dtype=torch.float32)
+        for wave in self._waves:
+            self._call(
+                *(wave.address, *self._pointers, keys.data_ptr(), values.data_ptr(), output_NHV.data_ptr()),
+                *(scale, softcap or 0.0),
+            )
+        return output_NHV
+
+    def waves(
+        self, q_shape: Sequence[int], v_shape: Sequence[int], strides: tuple[int, ...], slots: int, window: int | None
+    ) -> list[int]:
+        """For a caller of the kernel: the address of what each call for a layer takes, as long as this object lives.
+
+        `strides` are those of tokens and heads, of queries, keys and values.
+        """
+        return [wave.address for wave in self._planned(_Asked(window, tuple(q_shape), tuple(v_shape), strides, slots))]
+
+    def _prepare(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor, slots: int, window: int | None) -> None:
+        """Most layers bring what the one before brought: new numbers in the same memory, laid out alike."""
+        strides = (*q_NHK.stride()[:2], *k_NGK.stride()[:2], *v_NGV.stride()[:2])
+        self._waves = self._planned(_Asked(window, tuple(q_NHK.shape), tuple(v_NGV.shape), strides, slots))
+        self._window = window
+        self._output_shape = (*q_NHK.shape[:2], v_NGV.shape[-1])
+        self._q, self._k, self._v = q_NHK, k_NGK, v_NGV  # held, so that no others can take their place unnoticed
+        self._pointers = (q_NHK.data_ptr(), k_NGK.data_ptr(), v_NGV.data_ptr())
+
+    def _planned(self, asked: _Asked) -> list["_Wave"]:
+        if asked not in self._plans:
+            self._plans[asked] = list(self._plan(asked))
+        return self._plans[asked]
+
+    def _plan(self, asked: _Asked) -> Iterator["_Wave"]:
+        """What one layer does: almost always a single call."""
+        (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
+        layout, shared, part_bytes = self._layout, heads // key_heads, 4 * (2 + value_size)
+        (widest, rows), seen_N = layout.numbers(), layout.seen_N()
+        new_tokens, left = tokens, [*self._units(asked.window, shared)][::-1]
+        while left:
+            units: list[tuple[int, ...]] = []
+            tasks: list[tuple[int, int]] = []
+            parts = work = 0
+            while left:
+                _, _, lines, begin, end = left[-1]
+                more = (end - begin) * key_heads * lines
+                if units and (parts + more) * part_bytes > MOST_PARTS_BYTES:
+                    break
+                units.append((*left.pop(), parts))
+                tasks += [(len(units) - 1, chunk) for chunk in range(begin, end)]
+                parts += more
+                work += more * self._kernel.chunk * (key_size + value_size)
+            lists = [*rows, [*chain(*units)], [*chain(*tasks)], [x[4] - x[3] for x in units for _ in range(key_heads)]]
+            integers, (base, end, start, table, units_at, tasks_at, left_at) = _side_by_side(lists)
+            parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
+            pointers = (
+                *(table, base, end, start, None if seen_N is None else seen_N.data_ptr(), layout.slot_N.data_ptr()),
+                *(units_at, tasks_at, parts_P.data_ptr(), left_at),
+            )
+            numbers = (
+                *(widest, layout.block_size, new_tokens, len(tasks), asked.window or 0),
+                *(self._sinks, shared, key_heads, asked.slots, key_size, value_size),
+                *asked.strides,
+                min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
+            )
+            made = _Pass(*pointers, *numbers)
+            yield _Wave(address=ctypes.addressof(made), kept=(made, integers, parts_P, seen_N, layout.slot_N))
+            new_tokens = 0
+
+    def _units(self, window: int | None, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """The row, lines from and how many, chunks from and to."""
+        chunk, block = self._kernel.chunk, self._kernel.block
+        for index, row in enumerate(self._layout.rows):
+            positions, lines = row.positions(), row.count * shared
+            for first in range(0, lines, block):
+                count = min(block, lines - first)
+                asking = positions[first // shared : (first + count - 1) // shared + 1]
+                nearest = 0 if window is None else max(0, min(asking) + 1 - window)
+                begin = 0 if self._sinks else nearest // chunk
+                yield index, first, count, begin, max(asking) // chunk + 1
+
+
+def _side_by_side(lists: Sequence[Sequence[int]]) -> "tuple[array[int], list[int]]":
+    """All numbers in one piece of memory, and the address of each list. A tensor takes five times as long to make."""
+    integers = array("i", chain.from_iterable(lists))
+    first, _ = integers.buffer_info()
+    return integers, [first + integers.itemsize * before for before in accumulate(map(len, lists[:-1]), initial=0)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Wave:
+    """One call for a layer: as many units as memory is set aside for."""
+
+    address: int
+    kept: Sequence[object]
+    """What lies at the address, and behind the pointers in it."""

@@ -1,0 +1,309 @@
+"""Attention over blocks: the new keys and values of a pass are written first, then every token reads what it sees.
+
+One law of visibility, for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
+row says (`metadata.py`); with a window it sees of these only positions above p - window, and the first `sinks` slots.
+
+Dense attention, in this file, runs anywhere. A row is worked off in pieces of some queries against the slots they see;
+where those lie side by side in memory they are read in place, and everything that is the same for all layers (slices,
+masks) is worked out at the first one. Kernels read through the block tables instead, on CUDA (`triton.py`) and,
+where there is a C compiler, in float32 on a CPU (`cpu.py`); dense attention is their oracle.
+
+Shapes: N tokens of a pass, Q queries of a piece, S slots that it reads, C slots of the cache, H query heads, G key
+heads, F = H / G heads that share keys, K head dim.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eyas.errors import UserError
+from eyas.kernels.attention.cpu import CompiledRead, load_kernel
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+
+Backend = Literal["dense", "native", "triton"]
+Read = Callable[[Tensor, Tensor, Tensor, float, float | None, int | None], Tensor]
+"""Answers q [N, H, K] from keys and values [G, C, K] with scale, softcap and window."""
+
+Run = tuple[int, int]
+"""Slots side by side in memory: the first one's place, and how many."""
+
+LONGEST_PIECE = 64
+"""Queries of a chain at once: later ones see more slots, and the first need not read those."""
+MOST_RUNS = 16
+"""Stretches of memory copied one by one; a row scattered wider is gathered slot by slot."""
+FEW_QUERIES = 16
+"""Up to here heads that share keys are worth turning into queries of one head."""
+
+
+class PagedAttention:
+    """One pass over a cache: an `Attend` for drafters, and what the registered function calls for targets."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        layout: AttentionMetadata,
+        *,
+        window: int | None = None,
+        sinks: int = 0,
+        backend: Backend | None = None,
+    ) -> None:
+        assert layout.block_size == cache.block_size
+        self.cache, self.layout, self.window = cache, layout, window
+        self.asked: list[tuple[int, int | None]] = []
+        """The layers that have attended, in their order, with the windows that they asked for."""
+        backend = backend or _best(layout)
+        self._native = _native(layout, sinks) if backend == "native" else None
+        self._read = _reader(backend, layout, sinks)
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Write k, v [N, G, K] of the new tokens and answer their queries [N, H, K].
+
+        Scores are scaled by `scale`, K ** -0.5 if none is given, and bent to softcap * tanh(score / softcap).
+        """
+        self.asked.append((layer, window))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        window = self.window if window is None else window
+        if self._native is not None and self._native.takes(q, k, v):
+            pair = self.cache.layers.get(layer) or self.cache.write(layer, self.layout.slot_N, k, v)
+            return self._native(q, k, v, *pair, scale, softcap, window)
+        keys, values = self.cache.write(layer, self.layout.slot_N, k, v)
+        return self._read(q, keys, values, scale, softcap, window)
+
+    def waves(
+        self, q_shape: Sequence[int], v_shape: Sequence[int], *, strides: tuple[int, ...]
+    ) -> Sequence[int] | None:
+        """What compiled code takes to attend for itself, in every layer alike; None where attention is not compiled."""
+        if self._native is None:
+            return None
+        return self._native.waves(q_shape, v_shape, strides, self.cache.slots, self.window)
+
+    def answer(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Answer queries where the caller has written the new keys and values to a layer's memory."""
+        return self._read(q, keys, values, scale, None, self.window)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels can run; torch for CPUs comes without."""
+    return find_spec("triton") is not None
+
+
+def _best(layout: AttentionMetadata) -> Backend:
+    if not layout.slot_N.is_cpu:
+        return "triton" if layout.slot_N.is_cuda and has_triton() else "dense"
+    return "native" if layout.rows and load_kernel()[0] is not None else "dense"
+
+
+def _native(layout: AttentionMetadata, sinks: int) -> CompiledRead:
+    kernel, words = load_kernel()
+    if kernel is None:
+        raise UserError(f"attention by native code needs a C compiler: {words}; install one or use 'dense'")
+    return CompiledRead(kernel, layout, sinks)
+
+
+def _reader(backend: Backend, layout: AttentionMetadata, sinks: int) -> Read:
+    if backend != "triton":  # native code hands on what it does not serve
+        return DenseRead(layout, sinks)
+    if not has_triton():
+        raise UserError("attention by triton needs the package triton; `pip install triton` or use 'dense'")
+    from eyas.kernels.attention.triton import TritonRead  # torch for CPUs comes without triton
+
+    return TritonRead(layout, sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Some queries of a row and the slots that they read."""
+
+    first: int
+    count: int
+    """The queries among the N tokens."""
+    runs: Sequence[Run]
+    """Where the slots lie, in their order."""
+    scattered: Tensor | None
+    """The same as indices, when there are many runs."""
+    mask: Tensor | None
+    """To be added to the scores: [Q, S], or [F * Q, S] when folded."""
+    folded: bool
+
+    def read(self, x_1GCK: Tensor) -> Tensor:
+        """Read [1, G, S, K], in place if possible."""
+        if len(self.runs) == 1:
+            return x_1GCK.narrow(2, *self.runs[0])
+        if self.scattered is not None:
+            return x_1GCK.index_select(2, self.scattered)
+        return torch.cat([x_1GCK.narrow(2, *run) for run in self.runs], dim=2)
+
+
+class DenseRead:
+    """Piece by piece, by torch's own attention. Needs a layout whose rows are known on the host."""
+
+    def __init__(self, layout: AttentionMetadata, sinks: int) -> None:
+        assert layout.rows, "dense attention needs rows known on the host"
+        self._layout, self._sinks = layout, sinks
+        self._plans: dict[tuple[int | None, int], list[_Piece]] = {}
+
+    def __call__(
+        self,
+        q_NHK: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Answer every query."""
+        shared = q_NHK.shape[1] // keys.shape[0]
+        plan = self._plans.get((window, shared))
+        if plan is None:
+            plan = self._plans[window, shared] = self._pieces(window, shared, q_NHK)
+        q, k, v = q_NHK.transpose(0, 1)[None], keys[None], values[None]
+        outputs = [
+            _attend(q.narrow(2, piece.first, piece.count), piece.read(k), piece.read(v), piece, scale, softcap)
+            for piece in plan
+        ]
+        output_1HNK = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return output_1HNK[0].transpose(0, 1)
+
+    def _pieces(self, window: int | None, shared: int, like: Tensor) -> list[_Piece]:
+        """What all layers do that have this window and this many heads to a key."""
+        layout = self._layout
+        masks = _Masks(max(row.end for row in layout.rows), window, self._sinks, like)
+        plan: list[_Piece] = []
+        for row, start in zip(layout.rows, layout.starts, strict=False):
+            for part in _parts(row):
+                folded = shared > 1 and 1 < part.count <= FEW_QUERIES
+                slots = _slots_seen(part, window, self._sinks)
+                runs = [run for some in slots for run in _runs(part.blocks, some, layout.block_size)]
+                plan.append(
+                    _Piece(
+                        first=start + part.base - row.base,
+                        count=part.count,
+                        runs=runs,
+                        scattered=_indices(runs).to(like.device) if len(runs) > MOST_RUNS else None,
+                        mask=masks.of(part, slots, shared if folded else 1),
+                        folded=folded,
+                    )
+                )
+        return plan
+
+
+class _Masks:
+    """What is added to the scores, made once for all layers and, where that is the same, for several rows."""
+
+    def __init__(self, longest: int, window: int | None, sinks: int, like: Tensor) -> None:
+        self._longest, self._window, self._sinks, self._like = longest, window, sinks, like
+        self._chains: dict[int, Tensor] = {}
+
+    def of(self, row: AttentionRow, slots: Sequence[range], fold: int) -> Tensor | None:
+        """The mask [fold * Q, S] over the slots that a row reads; None when every query sees all of them."""
+        if row.ancestors is not None or self._sinks:
+            return self._made(row, slots, fold)
+        if row.count == 1:
+            return None
+        # Equally long chains see the same, but for how far it reaches back: one mask, cut on the left.
+        if row.count not in self._chains:
+            far = replace(row, base=self._longest - row.count)
+            self._chains[row.count] = self._made(far, [range(self._longest)], fold)
+        width = len(slots[0])
+        mask = self._chains[row.count].narrow(1, self._longest - width, width)
+        return mask.contiguous() if mask.is_cuda else mask  # CUDA's kernels ask for aligned lines
+
+    def _made(self, row: AttentionRow, slots: Sequence[range], fold: int) -> Tensor:
+        visible = visible_QS(row, slots, self._window, self._sinks)
+        mask = torch.zeros(visible.shape, dtype=self._like.dtype).masked_fill_(~visible, float("-inf"))
+        return mask.repeat(fold, 1).to(self._like.device)
+
+
+def visible_QS(row: AttentionRow, slots: Sequence[range], window: int | None, sinks: int) -> Tensor:
+    """The law: which of `slots`, some of the prefix and all of the tail, each new token of a row sees."""
+    tail_QT = row.ancestors
+    if tail_QT is None:
+        tail_QT = torch.ones(row.count, row.count, dtype=torch.bool).tril()
+    slot_S = torch.cat([torch.arange(part.start, part.stop) for part in slots])
+    prefix = len(slot_S) - tail_QT.shape[1]
+    visible = torch.cat([torch.ones(row.count, prefix, dtype=torch.bool), tail_QT], dim=1)
+    if window is None:
+        return visible
+    # A path's slots are in order of depth: an ancestor is as far away as there are ancestors behind it.
+    behind_QT = tail_QT.sum(dim=1, keepdim=True) - tail_QT.cumsum(dim=1)
+    position_Q = torch.tensor(row.positions())
+    distance = torch.cat([position_Q[:, None] - slot_S[:prefix], behind_QT], dim=1)
+    return visible & ((distance < window) | (slot_S < sinks))
+
+
+def _parts(row: AttentionRow) -> Iterator[AttentionRow]:
+    """Cut a long chain: what comes first is the prefix of what comes later."""
+    if row.ancestors is not None or row.count <= LONGEST_PIECE:
+        yield row
+        return
+    for first in range(0, row.count, LONGEST_PIECE):
+        yield replace(row, base=row.base + first, count=min(LONGEST_PIECE, row.count - first))
+
+
+def _slots_seen(row: AttentionRow, window: int | None, sinks: int) -> list[range]:
+    """What any query of the row can see."""
+    first = 0 if window is None else row.base + 1 - window
+    if first <= sinks:
+        return [range(row.end)]
+    return [range(sinks), range(first, row.end)] if sinks else [range(first, row.end)]
+
+
+def _runs(blocks: Sequence[int], slots: range, block_size: int) -> list[Run]:
+    """Where slots lie in memory, in as few runs as there are."""
+    first, last = slots[0] // block_size, slots[-1] // block_size
+    used = blocks[first : last + 1]
+    breaks = [i for i in range(1, len(used)) if used[i] != used[i - 1] + 1]
+    runs = []
+    for begin, end in pairwise([0, *breaks, len(used)]):
+        here = (first + begin) * block_size
+        a, b = max(slots[0], here), min(slots[-1] + 1, (first + end) * block_size)
+        runs.append((used[begin] * block_size + a - here, b - a))
+    return runs
+
+
+def _indices(runs: Sequence[Run]) -> Tensor:
+    return torch.cat([torch.arange(place, place + length) for place, length in runs])
+
+
+def _attend(
+    q_1HQK: Tensor, k_1GSK: Tensor, v_1GSK: Tensor, piece: _Piece, scale: float, softcap: float | None
+) -> Tensor:
+    q, groups = q_1HQK, k_1GSK.shape[1]
+    if piece.folded:
+        # Heads that share keys become queries of one head: the keys are read once for all of them.
+        q = q.reshape(1, groups, -1, q.shape[-1])
+    if softcap is None:
+        output = functional.scaled_dot_product_attention(
+            q, k_1GSK, v_1GSK, attn_mask=piece.mask, scale=scale, enable_gqa=q.shape[1] != groups
+        )
+    else:
+        output = _attend_capped(q, k_1GSK, v_1GSK, piece.mask, scale, softcap)
+    return output.reshape(1, -1, piece.count, output.shape[-1]) if piece.folded else output
+
+
+def _attend_capped(
+    q_1HQK: Tensor, k_1GSK: Tensor, v_1GSK: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Attention written out, since torch's own knows no softcap."""
+    k, v = (x.repeat_interleave(q_1HQK.shape[1] // x.shape[1], dim=1) for x in (k_1GSK, v_1GSK))
+    scores = ((q_1HQK @ k.transpose(2, 3)) * (scale / softcap)).tanh() * softcap
+    if mask is not None:
+        scores = scores + mask
+    return scores.float().softmax(dim=-1).to(v.dtype) @ v

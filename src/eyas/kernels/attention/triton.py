@@ -1,0 +1,328 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention over blocks as one Triton kernel, which reads keys through the block tables.
+
+Decoding is bound by reading keys and values, so each is read once: all queries of a row whose heads share keys are one
+tile of the kernel (Q * F lines, padded to a power of 2). One long request alone would keep few processors busy, so
+its keys are split among several programs, and a second kernel merges their partial answers. Rows with more new tokens
+than a tree may hold are prompts being read: there are queries enough, in tiles of their own, and nothing is split.
+
+Everything that changes from step to step is read from device memory; grids depend on shapes and bounds alone, so the
+kernels can be recorded in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
+nothing. float32 is multiplied as float32, never rounded to tf32.
+
+Shapes: N tokens of a pass, R rows, W places for new tokens in a row, H query heads, G key heads, F = H / G heads that
+share keys, K key dim, E value dim, C slots of the cache, S splits.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from eyas.kernels.attention.metadata import MOST_IN_TREE, AttentionMetadata, BlockTables
+
+MOST_SPLITS = 64
+LEAST_KEYS_PER_SPLIT = 128
+
+# Numbers that change from pass to pass; the kernel is not to be compiled anew for special values of them.
+_NUMBERS = ["window", "sinks", "table_row", "rows", "width", "fewest", "most", "tiles", "splits"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS)
+def _attend_kernel(
+    q,
+    keys,
+    values,
+    output,
+    weight,
+    table,
+    base_of,
+    end_of,
+    start_of,
+    position_of,
+    seen_by,
+    scale,
+    softcap,
+    window,
+    sinks,
+    q_token,
+    q_head,
+    key_head,
+    key_slot,
+    value_head,
+    value_slot,
+    table_row,
+    rows,
+    width,
+    fewest,
+    most,
+    tiles,
+    splits,
+    HEADS: tl.constexpr,
+    SHARED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    PAGE: tl.constexpr,
+    LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TREE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """A tile of one row's queries, one key head, one share of the keys.
+
+    Answers go to output [N, H, E]; if keys are split, to output [S, R * W, H, E], and the logarithm (base 2) of what
+    they were divided by to weight [S, R * W, H].
+    """
+    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    group, split = tl.program_id(1), tl.program_id(2)
+    first = tl.load(start_of + row)
+    count = tl.load(start_of + row + 1) - first
+    if (count < fewest) | (count > most) | (tile * LINES >= count * SHARED):
+        return
+
+    line = tile * LINES + tl.arange(0, LINES)
+    place = line // SHARED
+    head = group * SHARED + line % SHARED
+    asked = place < count
+    token = (first + place).to(tl.int64)
+    key_dim, value_dim = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
+    queries = tl.load(
+        q + token[:, None] * q_token + head[:, None] * q_head + key_dim[None, :],
+        mask=asked[:, None] & (key_dim < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    position = tl.load(position_of + token, mask=asked, other=0).to(tl.int32)
+    base, end = tl.load(base_of + row), tl.load(end_of + row)
+    if TREE:
+        seen = tl.load(seen_by + token, mask=asked, other=0)
+        earliest = base
+    else:
+        end = tl.minimum(end, tl.max(position, axis=0) + 1)
+        earliest = tl.min(tl.where(asked, position, end), axis=0)
+    # The slots that some query sees are the sinks and what lies from `begin` on; i counts through both.
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(earliest + 1 - window, sinks)
+    visible_slots = tl.maximum(end - begin, 0) + sinks
+    share = tl.cdiv(tl.cdiv(visible_slots, splits), BLOCK) * BLOCK
+    low = split * share
+    high = tl.minimum(low + share, visible_slots)
+
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    answer = tl.zeros([LINES, VALUE_PADDED], tl.float32)
+    for at in range(low, high, BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        slot = i
+        if WINDOWED:
+            slot = tl.where(i < sinks, i, i - sinks + begin)
+        inside = (i < high) & (slot < end)
+        block = tl.load(table + row * table_row + slot // PAGE, mask=inside, other=0)
+        where = block.to(tl.int64) * PAGE + slot % PAGE
+        k = tl.load(
+            keys + group * key_head + where[:, None] * key_slot + key_dim[None, :],
+            mask=inside[:, None] & (key_dim < KEY_DIM)[None, :],
+            other=0.0,
+        )
+        score = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            # tanh by its definition; an exponential that overflows gives 1, as it should.
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * 1.4426950408889634 * scale / softcap)) + 1.0))
+            score *= 1.4426950408889634
+        else:
+            score *= scale * 1.4426950408889634
+        if TREE:
+            bit = tl.minimum(tl.maximum(slot - base, 0), 63).to(tl.int64)
+            visible = (slot < base)[None, :] | (((seen[:, None] >> bit[None, :]) & 1) != 0)
+        else:
+            visible = slot[None, :] <= position[:, None]
+        if WINDOWED:
+            near = (slot[None, :] > position[:, None] - window) | (slot < sinks)[None, :]
+            if TREE:  # in the tail a slot is no position: the bits know about the window
+                near = near | (slot >= base)[None, :]
+            visible = visible & near
+        score = tl.where(visible & inside[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(score - safe[:, None])
+        fade = tl.exp2(top - safe)
+        total = total * fade + tl.sum(weights, axis=1)
+        v = tl.load(
+            values + group * value_head + where[:, None] * value_slot + value_dim[None, :],
+            mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        answer = tl.dot(weights.to(v.dtype), v, answer * fade[:, None], input_precision="ieee")
+        top = new_top
+
+    answer = answer / tl.where(total == 0.0, 1.0, total)[:, None]
+    written = asked[:, None] & (value_dim < VALUE_DIM)[None, :]
+    if not SPLIT:
+        to = output + (token * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+        tl.store(to, answer.to(output.dtype.element_ty), mask=written)
+    else:
+        at_head = ((split * rows + row).to(tl.int64) * width + place) * HEADS + head
+        tl.store(output + at_head[:, None] * VALUE_DIM + value_dim[None, :], answer, mask=written)
+        tl.store(weight + at_head, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)), mask=asked)
+
+
+@triton.jit(do_not_specialize=["rows", "width", "fewest", "most"])
+def _merge_kernel(
+    partial,
+    weight,
+    output,
+    start_of,
+    rows,
+    width,
+    fewest,
+    most,
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+):
+    """The answer of one token and head from those of all splits."""
+    line, head = tl.program_id(0), tl.program_id(1)
+    row, place = line // width, line % width
+    first = tl.load(start_of + row)
+    count = tl.load(start_of + row + 1) - first
+    if (count < fewest) | (count > most) | (place >= count):
+        return
+    at_head = (tl.arange(0, SPLITS).to(tl.int64) * rows * width + line) * HEADS + head
+    value_dim = tl.arange(0, VALUE_PADDED)
+    size = tl.load(weight + at_head)
+    top = tl.max(size, axis=0)
+    share = tl.exp2(size - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(share, axis=0)
+    real = (value_dim < VALUE_DIM)[None, :]
+    answer = tl.load(partial + at_head[:, None] * VALUE_DIM + value_dim[None, :], mask=real, other=0.0)
+    answer = tl.sum(answer * share[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    to = output + ((first + place).to(tl.int64) * HEADS + head) * VALUE_DIM + value_dim
+    tl.store(to, answer.to(output.dtype.element_ty), mask=value_dim < VALUE_DIM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launch:
+    """The rows with fewest..most new tokens."""
+
+    fewest: int
+    most: int
+    tree: bool
+    split: bool
+
+
+class TritonRead:
+    """Answers the queries of one pass by kernels."""
+
+    def __init__(self, layout: AttentionMetadata, sinks: int) -> None:
+        self._layout, self._tables, self._sinks = layout, layout.tables, sinks
+        counts = self._tables.counts
+        tree = self._tables.seen_N is not None
+        few = [count for count in counts if count <= MOST_IN_TREE]
+        many = [count for count in counts if count > MOST_IN_TREE]
+        self._launches = []
+        if few:
+            self._launches.append(_Launch(fewest=1, most=max(few), tree=tree, split=True))
+        if many:
+            self._launches.append(_Launch(fewest=MOST_IN_TREE + 1, most=max(many), tree=False, split=False))
+        self._seen: dict[int | None, Tensor | None] = {None: self._tables.seen_N}
+
+    def __call__(
+        self,
+        q_NHK: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Answer every query."""
+        tables, layout, (heads, size) = self._tables, self._layout, q_NHK.shape[1:]
+        rows, groups, value_size = len(tables.base_R), keys.shape[0], values.shape[2]
+        shared = heads // groups
+        key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (size, value_size))
+        if q_NHK.stride(2) != 1:
+            q_NHK = q_NHK.contiguous()
+        output_NHE = q_NHK.new_empty(len(q_NHK), heads, value_size)
+        if window not in self._seen:
+            assert window is not None
+            self._seen[window] = _seen_within(tables, window, self._sinks)
+        seen_N = self._seen[window]
+        for launch in self._launches:
+            lines, block, warps = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
+            tiles = triton.cdiv(launch.most * shared, lines)
+            splits = _splits(rows * tiles * groups, tables.longest, q_NHK.device) if launch.split else 1
+            answer, weight = output_NHE, output_NHE
+            if splits > 1:
+                answer = q_NHK.new_empty(splits, rows * launch.most, heads, value_size, dtype=torch.float32)
+                weight = q_NHK.new_empty(splits, rows * launch.most, heads, dtype=torch.float32)
+            bounds = rows, launch.most, launch.fewest, launch.most
+            _attend_kernel[rows * tiles, groups, splits](
+                *(q_NHK, keys, values, answer, weight),
+                *(tables.table_RP, tables.base_R, tables.end_R, tables.start_R, layout.position_N),
+                seen_N if launch.tree else layout.position_N,
+                *(scale, softcap or 0.0, window or 0, 0 if window is None else self._sinks),
+                *(*q_NHK.stride()[:2], *keys.stride()[:2], *values.stride()[:2], tables.table_RP.stride(0)),
+                *(*bounds, tiles, splits),
+                HEADS=heads,
+                SHARED=shared,
+                KEY_DIM=size,
+                VALUE_DIM=value_size,
+                KEY_PADDED=key_padded,
+                VALUE_PADDED=value_padded,
+                PAGE=layout.block_size,
+                LINES=lines,
+                BLOCK=block,
+                SPLIT=splits > 1,
+                TREE=launch.tree,
+                WINDOWED=window is not None,
+                CAPPED=softcap is not None,
+                num_warps=warps,
+                num_stages=2,
+            )
+            if splits > 1:
+                sizes = {"HEADS": heads, "VALUE_DIM": value_size, "VALUE_PADDED": value_padded}
+                _merge_kernel[rows * launch.most, heads](
+                    answer, weight, output_NHE, tables.start_R, *bounds, SPLITS=splits, **sizes
+                )
+        return output_NHE
+
+
+def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Lines and keys of a tile, and warps: as much as registers and shared memory hold without spilling (sm_90)."""
+    if dtype == torch.float32:  # no tensor cores
+        return 16, 32, 8
+    lines = min(max(16, triton.next_power_of_2(lines)), 128)
+    return lines, 64 if padded_dim <= 128 else 32, 4 if lines <= 64 else 8
+
+
+def _splits(programs: int, longest: int, device: torch.device) -> int:
+    """Shares of the keys, a power of 2, so that every processor has some two programs to run."""
+    wanted = min(triton.cdiv(2 * _processors(device), programs), longest // LEAST_KEYS_PER_SPLIT, MOST_SPLITS)
+    return 1 << max(0, int(wanted).bit_length() - 1)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    # Only Triton's interpreter runs without a GPU; there a few splits are enough to try merging.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def _seen_within(tables: BlockTables, window: int, sinks: int) -> Tensor | None:
+    """Who sees whom in the tails, less what a window hides: ancestors with `window` or more on the path behind them."""
+    if tables.seen_N is None or window >= MOST_IN_TREE:
+        return tables.seen_N
+    bit_T = torch.arange(MOST_IN_TREE, device=tables.seen_N.device)
+    seen_NT = (tables.seen_N[:, None] >> bit_T) & 1
+    behind_NT = seen_NT.sum(dim=1, keepdim=True) - seen_NT.cumsum(dim=1)
+    token_N = torch.arange(len(seen_NT), dtype=torch.int32, device=bit_T.device)
+    row_N = torch.searchsorted(tables.start_R[1:], token_N, right=True)
+    sink_NT = tables.base_R[row_N][:, None] + bit_T < sinks
+    return ((seen_NT * ((behind_NT < window) | sink_NT)) << bit_T).sum(dim=1)

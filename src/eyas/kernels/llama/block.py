@@ -1,0 +1,247 @@
+"""The plain Llama block in as few torch operations as it takes, over the weights of a loaded model.
+
+    x += output(attention(rotate(q, k), v))      q, k, v of norm(x)
+    x += down(silu(gate) * up)                   gate, up of norm(x)
+
+Where a pass is short, running a model's own code costs more than its matrix products. So linears that read the same
+input are one product here, queries and keys are rotated together, and the memory that a layer's results go to is
+the same for all layers and cut into its parts once per pass.
+
+Invariant: every number is rounded where transformers rounds it, up to the order of sums and, in float32, of factors.
+Which targets are this block, and that they are, is for `recognise.py` to tell.
+
+Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
+heads, B = H + G both, K head dim, E outputs of a product, X concatenated auxiliary states.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.linear.packed_linear import PackedLinear, joined
+from eyas.kernels.llama.cpu import Layers, LlamaSizes, Norm, Parts, load_layers
+from eyas.kernels.llama.elementwise import elementwise_for
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+"""What a linear makes of rows; written to the second argument, if there is one."""
+
+
+class FusedRMSNorm:
+    """As transformers computes it: statistics in float32, rounded to the stream's type before the weight."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        self._size, self._weight = weight.shape[-1:], weight
+        # CPUs have no kernel for it; weight * x / sqrt(|x|^2 / D + eps) as (sqrt(D) weight) * x / hypot(|x|, c) takes
+        # four operations.
+        self._written_out = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._glue = elementwise_for(weight) if weight.ndim == 1 else None
+        if self._written_out and self._glue is None:
+            self._weight = weight * self._size[0] ** 0.5
+            self._least = torch.tensor((self._size[0] * eps) ** 0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm the last dimension."""
+        if self._glue is not None:
+            return self._glue.norm(x, self.weight, self.eps)
+        if self._written_out:
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
+            return x.div(length).mul_(self._weight)
+        return functional.rms_norm(x, self._size, None, self.eps).mul_(self._weight)
+
+
+def join(linears: Sequence[Any]) -> Product | None:
+    """One product for linears that read the same input; their outputs lie side by side, in their order.
+
+    The joined weight takes the place of its parts, which become views of it: the modules go on working, and no
+    memory is taken. None for linears that are neither plain nor packed, or not alike.
+    """
+    if all(type(linear) is PackedLinear for linear in linears):
+        packed = joined(linears)
+        return None if packed is None else PackedProduct(packed)
+    if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
+        return None
+    weight_DE = _merge([linear.weight for linear in linears]).t()
+    if linears[0].bias is None:
+        return partial(_product, weight_DE)
+    return partial(_product_plus, _merge([linear.bias for linear in linears]), weight_DE)
+
+
+def _product(weight_DE: Tensor, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+    return torch.mm(x_ND, weight_DE, out=out_NE)
+
+
+def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+    return torch.addmm(bias_E, x_ND, weight_DE, out=out_NE)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedProduct:
+    """The product of packed linears."""
+
+    packed: PackedLinear
+
+    def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `Product`."""
+        return self.packed.kernel.linear(x_ND, self.packed, out_NE)
+
+
+def _merge(parts: Sequence[Tensor]) -> Tensor:
+    """The parts as one tensor whose views they are from now on; nothing is moved if they are already."""
+    first, ends = parts[0], list(accumulate((len(part) for part in parts), initial=0))
+    if len(parts) == 1:
+        return first.detach()
+    row, places = first[0].numel(), [(part.untyped_storage().data_ptr(), part.storage_offset()) for part in parts]
+    if places == [(places[0][0], places[0][1] + begin * row) for begin in ends[:-1]]:
+        return first.detach().as_strided((ends[-1], *first.shape[1:]), first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, (begin, end) in zip(parts, pairwise(ends), strict=True):
+        part.data = whole[begin:end]
+    return whole
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderLayer:
+    """One decoder layer."""
+
+    attention_norm: FusedRMSNorm
+    qkv: Product
+    qk_norm: FusedRMSNorm | None
+    """Of every query and key head, with a weight for each."""
+    output: Product
+    scale: float
+    mlp_norm: FusedRMSNorm
+    gate_up: Product
+    down: Product
+
+
+def packed_parts(
+    *,
+    attention_norm: Norm | None,
+    mlp_norm: Norm,
+    scale: float,
+    qkv: Product,
+    output: Product,
+    gate_up: Product,
+    down: Product,
+) -> Parts | None:
+    """A layer's parts as compiled code runs them; None if a product is not packed."""
+    products = {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
+    packed = {name: product.packed for name, product in products.items() if isinstance(product, PackedProduct)}
+    if len(packed) < len(products):
+        return None
+    return Parts(attention_norm=attention_norm, mlp_norm=mlp_norm, scale=scale, **packed)
+
+
+def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes) -> Layers | None:
+    """The blocks as compiled code runs them; None where a step of theirs is not compiled."""
+    compiled = load_layers()
+    several = [
+        None
+        if block.qk_norm is not None
+        else packed_parts(
+            attention_norm=block.attention_norm,
+            mlp_norm=block.mlp_norm,
+            scale=block.scale,
+            qkv=block.qkv,
+            output=block.output,
+            gate_up=block.gate_up,
+            down=block.down,
+        )
+        for block in blocks
+    ]
+    parts = [part for part in several if part is not None]
+    return None if compiled is None or len(parts) < len(blocks) else Layers(parts, sizes, compiled)
+
+
+class Rotation:
+    """Turns the halves a, b of every query and key, in memory [N, B, K]: a cos - b sin, b cos + a sin."""
+
+    def __init__(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> None:
+        self._glue, self._cos_NK, self._sin_NK = elementwise_for(qk_NBK), cos_NK, sin_NK
+        self._qk, self._cos = qk_NBK, cos_NK.unsqueeze(1)
+        self.turned_NBK = torch.empty_like(qk_NBK, memory_format=torch.contiguous_format)
+        (self._a, self._b), (sin_a, sin_b) = qk_NBK.chunk(2, dim=-1), sin_NK.unsqueeze(1).chunk(2, dim=-1)
+        self._sin_a, self._sin_b = -sin_a, sin_b
+        self._crossed = torch.empty_like(qk_NBK)
+        self._crossed_a, self._crossed_b = self._crossed.chunk(2, dim=-1)
+
+    def __call__(self) -> None:
+        """Turn what was written to the queries and keys since."""
+        if self._glue is not None:
+            self._glue.rotate(self._qk, self._cos_NK, self._sin_NK, self.turned_NBK)
+            return
+        torch.mul(self._qk, self._cos, out=self.turned_NBK)
+        torch.mul(self._b, self._sin_a, out=self._crossed_a)
+        torch.mul(self._a, self._sin_b, out=self._crossed_b)
+        self.turned_NBK.add_(self._crossed)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FusedLlama:
+    """Runs a target over blocks."""
+
+    embedding_VD: Tensor
+    rotary: nn.Module
+    blocks: Sequence[DecoderLayer]
+    norm: FusedRMSNorm
+    head: Product
+    sizes: LlamaSizes
+    layers: Layers | None = None
+    """All blocks in one call, where every step of theirs is compiled."""
+
+    def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
+        """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
+        x_ND = functional.embedding(ids_N, self.embedding_VD)
+        if not aux_layer_ids:
+            return x_ND, None, {}
+        tokens, width = x_ND.shape
+        aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width)
+        return x_ND, aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
+
+    def forward(
+        self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None, aux_layer_ids: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [M, V] behind the tokens `keep_M`, or all, and the states `aux_layer_ids` (`capture.py`) of all."""
+        x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
+        cos_TNK, sin_TNK = self.rotary(x_ND, position_ids=attention.layout.position_N[None])
+        cos_NK, sin_NK = cos_TNK[0].contiguous(), sin_TNK[0].contiguous()
+        if self.layers is None or not self.layers.run(x_ND, cos_NK, sin_NK, attention, states):
+            self._run(x_ND, cos_NK, sin_NK, attention, states)
+        if keep_M is not None:
+            x_ND = x_ND.index_select(0, keep_M)
+        return self.head(self.norm(x_ND), None), aux_NX
+
+    def _run(
+        self, x_ND: Tensor, cos_NK: Tensor, sin_NK: Tensor, attention: PagedAttention, states: Mapping[int, Tensor]
+    ) -> None:
+        """Take x_ND through all blocks, in place, step by step."""
+        tokens, sizes, both = len(x_ND), self.sizes, self.sizes.heads + self.sizes.key_heads
+        qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)
+        qk, v = torch.split(qkv_NE.view(tokens, -1, sizes.head_dim), [both, sizes.key_heads], dim=1)
+        rotate = Rotation(qk, cos_NK, sin_NK)
+        q, k = torch.split(rotate.turned_NBK, [sizes.heads, sizes.key_heads], dim=1)
+        gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
+        gate, up = gate_up.chunk(2, dim=1)
+        glue = elementwise_for(x_ND)
+
+        for layer, block in enumerate(self.blocks):
+            if layer in states:
+                states[layer].copy_(x_ND)
+            block.qkv(block.attention_norm(x_ND), qkv_NE)
+            if block.qk_norm is not None:
+                qk.copy_(block.qk_norm(qk))
+            rotate()
+            x_ND += block.output(attention(layer, q, k, v, block.scale).reshape(tokens, -1), None)
+            block.gate_up(block.mlp_norm(x_ND), gate_up)
+            gated = functional.silu(gate).mul_(up) if glue is None else glue.gate(gate_up)
+            x_ND += block.down(gated, None)
+        if len(self.blocks) in states:
+            states[len(self.blocks)].copy_(x_ND)

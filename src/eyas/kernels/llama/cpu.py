@@ -1,0 +1,235 @@
+"""The layers of a pass in one call of compiled code (`llama/cpu.c`), where each of their steps is compiled anyway.
+
+Step by step, Python takes longer between the products of a small model than it looks: it finds the processor's caches
+full of weights. What is computed is what `block.py` and `fused_drafter.py` compute step by step, to the last bit.
+
+Shapes: N tokens, D hidden size, G key heads, K head dim, X concatenated auxiliary states, E inputs of a product.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from eyas.kernels.attention.cpu import AttentionKernel, load_kernel
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.metadata import KVCache
+from eyas.kernels.linear.packed_linear import PackedLinear
+from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
+from eyas.kernels.native import load_native
+
+SOURCE = Path(__file__).with_name("layers.c")
+
+
+class Norm(Protocol):
+    """A root-mean-square norm."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[D]."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean of squares."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes:
+    """Of every layer."""
+
+    heads: int
+    key_heads: int
+    head_dim: int
+    intermediate: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """What a layer is made of."""
+
+    attention_norm: Norm | None
+    """None for a layer whose products are always given their input."""
+    qkv: PackedLinear
+    output: PackedLinear
+    mlp_norm: Norm
+    gate_up: PackedLinear
+    down: PackedLinear
+    scale: float
+
+
+_STEPS = ("norm", "product", "rotate", "attend", "gate")
+
+
+class _Steps(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _STEPS)
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "halved")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "keys", "values")),
+        *((name, _Product) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "scale")),
+    )
+
+
+_POINTERS = ("steps", "layers", "waves", "states", "cos", "sin", "input", "x", "memory")
+_NUMBERS = (
+    *("layer_count", "wave_count", "state_stride"),
+    *("tokens", "hidden", "heads", "key_heads", "head_dim", "intermediate", "threads"),
+)
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in _POINTERS), *((name, ctypes.c_int64) for name in _NUMBERS))
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """The compiled loop, and the compiled steps that it calls."""
+
+    library: ctypes.CDLL
+    glue: Elementwise
+    attention: AttentionKernel
+
+    def steps_with(self, parts: Sequence[Parts]) -> _Steps:
+        """The steps of such layers."""
+        product = parts[0].qkv.kernel.library.packed_linear
+        glue, attend = self.glue.library, self.attention.library.attend_blocks
+        functions = (glue.rms_norm, product, glue.rotate, attend, glue.gated)
+        return _Steps(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
+
+
+@cache
+def load_layers() -> Compiled | None:
+    """What runs layers in one call; None where there is no compiler, or one of the steps cannot be trusted."""
+    library, _ = load_native(SOURCE)
+    glue, (attention, _) = load_elementwise(), load_kernel()
+    if library is None or glue is None or attention is None:
+        return None
+    if library.run_bytes() != ctypes.sizeof(_Call) or library.layer_bytes() != ctypes.sizeof(_Layer):
+        return None
+    library.numbers_per_token.argtypes = [ctypes.c_long] * 5
+    library.numbers_per_token.restype = ctypes.c_long
+    for function, pointers in ((library.run_layers, 1), (library.run_depth, 2)):
+        function.argtypes = [ctypes.c_void_p] * pointers
+        function.restype = None
+    return Compiled(library, glue, attention)
+
+
+class Layers:
+    """Layers of one model, over whose weights they run."""
+
+    def __init__(self, parts: Sequence[Parts], sizes: LlamaSizes, compiled: Compiled) -> None:
+        self._parts, self.sizes, self.library, self._steps = parts, sizes, compiled.library, compiled.steps_with(parts)
+        self._hidden = parts[0].down.out_features
+        self._layers = (_Layer * len(parts))(*map(_layer, parts))
+        self._boundaries = range(len(parts) + 1)
+        self.numbers_per_token = compiled.library.numbers_per_token(
+            *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
+        )
+        self._cache: KVCache | None = None
+        qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
+        self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
+
+    def run(
+        self,
+        x_ND: Tensor,
+        cos_NK: Tensor,
+        sin_NK: Tensor,
+        attention: PagedAttention,
+        states: Mapping[int, Tensor],
+    ) -> bool:
+        """Take x_ND through all layers, in place; False, and nothing is done, where the attention is not compiled.
+
+        `states` is where x goes before the layers named, or behind the last: parts [N, D] of one memory [N, X].
+        """
+        assert all(x.is_contiguous() for x in (x_ND, cos_NK, sin_NK))
+        waves = self.waves(attention, len(x_ND))
+        if waves is None:
+            return False
+        memory = torch.empty(len(x_ND) * self.numbers_per_token, dtype=torch.float32)
+        places = [None if (state := states.get(layer)) is None else state.data_ptr() for layer in self._boundaries]
+        noted = (ctypes.c_void_p * len(places))(*places)
+        run = self.prepared(
+            waves,
+            tokens=len(x_ND),
+            x=x_ND.data_ptr(),
+            cos=cos_NK.data_ptr(),
+            sin=sin_NK.data_ptr(),
+            memory=memory.data_ptr(),
+            states=ctypes.addressof(noted),
+            state_stride=next((state.stride(0) for state in states.values()), 0),
+        )
+        self.library.run_layers(ctypes.addressof(run))
+        return True
+
+    def waves(self, attention: PagedAttention, tokens: int) -> "ctypes.Array[ctypes.c_void_p] | None":
+        """How compiled code attends in this pass; the cache's memory is made known to all layers."""
+        if attention.cache is not self._cache:
+            self._take(attention.cache)
+        sizes = self.sizes
+        q_shape, v_shape = ((tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.key_heads))
+        waves = attention.waves(q_shape, v_shape, strides=self._strides)
+        return None if waves is None else (ctypes.c_void_p * len(waves))(*waves)
+
+    def prepared(
+        self,
+        waves: "ctypes.Array[ctypes.c_void_p]",
+        *,
+        tokens: int,
+        x: int,
+        cos: int,
+        sin: int,
+        memory: int,
+        first_input: int | None = None,
+        states: int | None = None,
+        state_stride: int = 0,
+    ) -> _Call:
+        """A run over these addresses, which must stay what they are until it is over."""
+        sizes = self.sizes
+        return _Call(
+            *(ctypes.addressof(self._steps), ctypes.addressof(self._layers), ctypes.addressof(waves), states),
+            *(cos, sin, first_input, x, memory, len(self._parts), len(waves), state_stride, tokens, self._hidden),
+            *(sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate, torch.get_num_threads()),
+        )
+
+    def _take(self, cache: KVCache) -> None:
+        """Write to the memory of this cache from now on; a layer's is taken once and for good."""
+        like = torch.empty(0, self.sizes.key_heads, self.sizes.head_dim, dtype=torch.float32)
+        for number, layer in enumerate(self._layers):
+            layer.keys, layer.values = (x.data_ptr() for x in cache.memory(number, like, like))
+        self._cache = cache
+
+
+def _layer(parts: Parts) -> _Layer:
+    attention, mlp = parts.attention_norm, parts.mlp_norm
+    return _Layer(
+        attention_norm=None if attention is None else attention.weight.data_ptr(),
+        mlp_norm=mlp.weight.data_ptr(),
+        **{name: _product(getattr(parts, name)) for name in ("qkv", "output", "gate_up", "down")},
+        attention_eps=0.0 if attention is None else attention.eps,
+        mlp_eps=mlp.eps,
+        scale=parts.scale,
+    )
+
+
+def _product(packed: PackedLinear) -> _Product:
+    return _Product(
+        panels=packed.panels_PKC.data_ptr(),
+        bias=None if packed.bias is None else packed.bias.data_ptr(),
+        inputs=packed.in_features,
+        outputs=packed.out_features,
+        halved=packed.halved,
+    )

@@ -1,0 +1,119 @@
+"""What stands between the matrix products of a block and behind the last, each in one call of compiled code
+(`elementwise.c`).
+
+Little is computed here, but torch takes several operations for each step, and its silu on some processors takes longer
+than the attention beside it. All is float32 on the processor; rows lie densely unless it says
+otherwise.
+
+Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, V logits.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from eyas.kernels.native import load_native
+
+SOURCE = Path(__file__).with_name("glue.c")
+
+
+@dataclass(frozen=True, eq=False)
+class Elementwise:
+    """The compiled steps."""
+
+    library: ctypes.CDLL
+
+    def __post_init__(self) -> None:
+        pointer, size, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+        library = self.library
+        library.rms_norm.argtypes = [pointer, size, size, size, pointer, ctypes.c_float, pointer, size, threads]
+        library.gated.argtypes = [pointer, size, size, pointer, threads]
+        library.rotate.argtypes = [pointer, size, size, size, size, pointer, pointer, pointer, threads]
+        library.most_likely.argtypes = [pointer, size, size, pointer, pointer, threads]
+        for function in (library.rms_norm, library.gated, library.rotate, library.most_likely):
+            function.restype = None
+
+    def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None = None) -> Tensor:
+        """The root-mean-square norm of every row; a row's numbers lie side by side, rows may lie apart."""
+        y_ND = x_ND.new_empty(x_ND.shape) if out_ND is None else out_ND
+        (tokens, width), (x_stride, x_step), (y_stride, y_step) = x_ND.shape, x_ND.stride(), y_ND.stride()
+        assert x_step == y_step == 1
+        self.library.rms_norm(
+            *(x_ND.data_ptr(), x_stride, tokens, width, weight_D.data_ptr(), eps),
+            *(y_ND.data_ptr(), y_stride, torch.get_num_threads()),
+        )
+        return y_ND
+
+    def gate(self, gate_up_NI: Tensor) -> Tensor:
+        """Multiply the second half of every row, up, by silu of the first."""
+        tokens, both = gate_up_NI.shape
+        y_NI = gate_up_NI.new_empty(tokens, both // 2)
+        self.library.gated(gate_up_NI.data_ptr(), tokens, both // 2, y_NI.data_ptr(), torch.get_num_threads())
+        return y_NI
+
+    def rotate(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor, turned_NBK: Tensor) -> None:
+        """Turn queries and keys; a token's heads lie side by side, tokens may lie apart."""
+        self.library.rotate(
+            *(qk_NBK.data_ptr(), *qk_NBK.shape, qk_NBK.stride(0), cos_NK.data_ptr(), sin_NK.data_ptr()),
+            *(turned_NBK.data_ptr(), torch.get_num_threads()),
+        )
+
+    def most_likely(self, logits_NV: Tensor) -> Tensor:
+        """The place of the largest logit of each row [N], the first of equals."""
+        place_N = torch.empty(len(logits_NV), dtype=torch.int64)
+        self._most_likely(logits_NV, place_N, None)
+        return place_N
+
+    def most_likely_and_chance(self, logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and its probability by a softmax [N]."""
+        place_N, chance_N = torch.empty(len(logits_NV), dtype=torch.int64), torch.empty(len(logits_NV))
+        self._most_likely(logits_NV, place_N, chance_N)
+        return place_N, chance_N
+
+    def _most_likely(self, logits_NV: Tensor, place_N: Tensor, chance_N: Tensor | None) -> None:
+        assert logits_NV.is_contiguous()
+        chance = None if chance_N is None else chance_N.data_ptr()
+        threads = torch.get_num_threads()
+        self.library.most_likely(logits_NV.data_ptr(), *logits_NV.shape, place_N.data_ptr(), chance, threads)
+
+
+def elementwise_for(like: Tensor) -> Elementwise | None:
+    """Compiled steps, if there are any for tensors like this one."""
+    return load_elementwise() if like.is_cpu and like.dtype == torch.float32 else None
+
+
+@cache
+def load_elementwise() -> Elementwise | None:
+    """The compiled steps, tried; None where there is no compiler or it cannot be trusted."""
+    library, _ = load_native(SOURCE)
+    if library is None:
+        return None
+    glue = Elementwise(library)
+    return glue if _is_right(glue) else None
+
+
+@torch.no_grad()
+def _is_right(glue: Elementwise) -> bool:
+    """Try it: the compiler is one that nobody here has met."""
+    x_ND = torch.linspace(-9, 9, 3 * 44).mul(7).sin().mul(5).view(3, 44)
+    weight_D, halves = x_ND[1] + 1, x_ND.view(3, 2, 22)
+    cos, sin = x_ND[:, :22].cos(), x_ND[:, :22].sin()
+    turned, crossed = torch.empty(3, 2, 22), torch.cat([-halves[..., 11:], halves[..., :11]], dim=-1)
+    glue.rotate(halves, cos.contiguous(), sin.contiguous(), turned)
+    wide_ND = torch.zeros(3, 88)
+    glue.norm(x_ND, weight_D, 1e-5, wide_ND[:, 44:])
+    place_N, chance_N = glue.most_likely_and_chance(x_ND)
+    pairs = (
+        (wide_ND[:, 44:], functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
+        (place_N, x_ND.argmax(dim=-1)),
+        (chance_N, x_ND.softmax(dim=-1).amax(dim=-1)),
+        (glue.norm(x_ND, weight_D, 1e-5), functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
+        (glue.gate(x_ND), functional.silu(x_ND[:, :22]) * x_ND[:, 22:]),
+        (turned, halves * cos.unsqueeze(1) + crossed * sin.unsqueeze(1)),
+    )
+    return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5) for ours, theirs in pairs)

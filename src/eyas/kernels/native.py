@@ -1,0 +1,141 @@
+"""C compiled for this very processor at first use, running on torch's own threads.
+
+A wheel that carries machine code serves either every processor slowly or one of them well; a C compiler on the user's
+machine does better in two seconds, once. Where there is none, the caller learns why and goes on with torch.
+
+OpenMP libraries keep a pool of threads each, and two pools on the same cores fight. So the code is linked against none
+and bound to the one that torch has loaded.
+Invariants: a library in the cache was made from this source by this compiler for this processor and is whole, or it is
+made anew; nothing here raises, whatever is missing comes back as a sentence.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from platformdirs import user_cache_path
+
+from eyas.atomic import new_folder
+from eyas.errors import UserError
+from eyas.target.checksum import sha256_of
+
+LIBRARY = "library.so"
+CHECKSUM = "library.sha256"
+# Contracted, a product and a sum round once: in every loop alike, whatever the compiler's default. Scheduling before
+# registers are given out moves loads up until the sums no longer fit into registers.
+FLAGS = ["-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-fno-schedule-insns"]
+# x86 compilers hold back from AVX-512 by default and would split each of its vectors in two. GCC also holds back from
+# contracting sums of a single chain on some of them: then a row alone would round otherwise than one among others.
+FLAGS_OF_ARM = ["-mcpu=native"]
+FLAGS_OF_X86 = ["-march=native", "-mprefer-vector-width=512", "--param=avoid-fma-max-bits=0"]
+COMPILE_SECONDS = 60
+
+
+class _UnavailableError(Exception):
+    """Why there is no native code here; never leaves this module."""
+
+
+def load_native(source: Path, *, cache: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
+    """Return the compiled `source` and who compiled it, or None and the reason why there is none."""
+    folder = (cache or user_cache_path("eyas")) / "native"
+    reasons = []
+    try:
+        _share_openmp()
+        for compiler in _compilers():
+            try:
+                return _load(source, compiler, folder), f"{_version(compiler)}, for this processor"
+            except (OSError, UserError, subprocess.SubprocessError, _UnavailableError) as error:
+                reasons.append(f"{shlex.join(compiler)}: {error}")
+    except (OSError, _UnavailableError) as error:
+        reasons.append(str(error))
+    return None, "; ".join(reasons) or "no C compiler found (looked for $CC, cc, gcc and clang)"
+
+
+def _load(source: Path, compiler: list[str], folder: Path) -> ctypes.CDLL:
+    flags = FLAGS + (FLAGS_OF_ARM if platform.machine() == "aarch64" else FLAGS_OF_X86)
+    # A header beside it or above it may be a part of it.
+    parts = [source, *sorted(source.parent.glob("*.h")), *sorted(source.parent.parent.glob("*.h"))]
+    identity = [part.read_text() for part in parts]
+    identity += [*flags, *compiler, _version(compiler), platform.machine(), _processor()]
+    key = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
+    made = folder / f"{source.stem}-{key}"
+    if not _is_whole(made):
+        folder.mkdir(parents=True, exist_ok=True)
+        # Processes that start together: the second waits and finds the library.
+        with FileLock(folder / f".{made.name}.lock"):
+            if not _is_whole(made):
+                with new_folder(made, replace=True) as staging:
+                    _compile(source, compiler, flags, staging)
+    return ctypes.CDLL(str(made / LIBRARY))
+
+
+def _compile(source: Path, compiler: list[str], flags: list[str], folder: Path) -> None:
+    compiled, library = folder / "compiled.o", folder / LIBRARY
+    _call([*compiler, *flags, "-c", str(source), "-o", str(compiled)])
+    _call([*compiler, "-shared", str(compiled), "-o", str(library)])  # no -fopenmp: that would bring its own library
+    compiled.unlink()
+    (folder / CHECKSUM).write_text(sha256_of(library))
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the library is as it was written; loading a torn one would kill the process."""
+    try:
+        return sha256_of(folder / LIBRARY) == (folder / CHECKSUM).read_text()
+    except (OSError, UserError, ValueError):
+        return False
+
+
+def _compilers() -> Iterator[list[str]]:
+    """The commands to try; `cc` is often one of the others under a second name."""
+    seen = set()
+    for command in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
+        words = shlex.split(command)
+        program = shutil.which(words[0]) if words else None
+        if program is not None:
+            found = (Path(program).resolve(), *words[1:])
+            if found not in seen:
+                seen.add(found)
+                yield [program, *words[1:]]
+
+
+def _version(compiler: list[str]) -> str:
+    return _call([*compiler, "--version"]).partition("\n")[0]
+
+
+def _call(command: list[str]) -> str:
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    if finished.returncode != 0:
+        lines = finished.stderr.splitlines() or [f"ended with status {finished.returncode}"]
+        raise _UnavailableError(next((line for line in lines if "error" in line), lines[0]))
+    return finished.stdout
+
+
+def _processor() -> str:
+    """What tells this processor from another one: a cache may be shared by machines that differ."""
+    telling = re.compile(r"(vendor_id|cpu family|model|stepping|flags|CPU \w+|Features)\b")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if telling.match(line)}))
+
+
+def _share_openmp() -> None:
+    """Make the symbols of torch's OpenMP library visible to libraries loaded later."""
+    if sys.platform != "linux":
+        raise _UnavailableError(f"native code is made on Linux only, this is {sys.platform}")
+    loaded = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+    openmp = sorted(path for path in loaded if re.match(r"lib(gomp|omp|iomp5)\b", Path(path).name))
+    # Other packages may have loaded more of them; torch's own lies with torch, in torch/lib or torch.libs.
+    beside_torch = str(Path(torch.__file__).parent)
+    own = [path for path in openmp if path.startswith(beside_torch)] or openmp
+    if len(own) != 1:
+        raise _UnavailableError(f"torch's OpenMP library was not found among the loaded ones ({openmp or 'none'})")
+    ctypes.CDLL(own[0], mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,312 @@
+"""Steps in fixed shapes give what ordinary steps give, tried here without recording them; tests/gpu records them."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
+from eyas.drafter.model import Drafter
+from eyas.engine import graphs, paged_attention
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY
+from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.kernels.attention.dense import DenseRead
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.target.model import Target
+
+
+class PaddedRead:
+    """Dense attention over a padded layout, whose numbers are no secret on a CPU. Dead tokens get nothing."""
+
+    def __init__(self, layout: AttentionMetadata, sinks: int) -> None:
+        tables = layout.tables
+        count = tables.counts[0]
+        ends, bases = tables.end_R.tolist(), tables.base_R.tolist()
+        blocks: list[list[int]] = tables.table_RP.tolist()
+        rows = [
+            (r, AttentionRow(blocks=blocks[r], base=bases[r], count=ends[r] - bases[r]))
+            for r in range(len(ends))
+            if ends[r]
+        ]
+        self._live = [r * count + q for r, row in rows for q in range(row.count)]
+        self._read = None
+        if rows:
+            made = AttentionMetadata.of(
+                [row for _, row in rows], block_size=layout.block_size, device=layout.slot_N.device
+            )
+            assert made.slot_N.tolist() == layout.slot_N[self._live].tolist()
+            assert made.position_N.tolist() == layout.position_N[self._live].tolist()
+            self._read = DenseRead(made, sinks)
+
+    def __call__(self, q_NHK: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+        output = q_NHK.new_zeros(*q_NHK.shape[:2], values.shape[2])
+        if self._read is not None:
+            output[self._live] = self._read(q_NHK[self._live], keys, values, *rest)
+        return output
+
+
+@pytest.fixture(autouse=True)
+def _dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = paged_attention._reader
+    monkeypatch.setattr(
+        paged_attention,
+        "_reader",
+        lambda backend, layout, sinks: (
+            PaddedRead(layout, sinks) if layout.on_device is not None else reader(backend, layout, sinks)
+        ),
+    )
+
+
+def fixed_engine(
+    target: Target,
+    drafter: Drafter | None,
+    engine_options: EngineConfig,
+    *,
+    clock: Callable[[], float] = perf_counter,
+) -> Engine:
+    """An engine that decodes in fixed shapes."""
+    engine = Engine(target, drafter, options=engine_options, clock=clock)
+    engine.recorded = engine._recorded_steps(GraphCapture(device=torch.device("cpu"), records=False))
+    engine.controller.thinks_later = True
+    return engine
+
+
+def both(
+    target: Target, drafter: Drafter | None, asked: Sequence[Request], **changes: Any
+) -> tuple[Engine, list[Any], list[Any]]:
+    fixed = fixed_engine(target, drafter, options(**changes))
+    ours = run(fixed, asked)
+    theirs = run(Engine(target, drafter, options=options(**changes)), asked)
+    return fixed, ours, theirs
+
+
+@pytest.mark.parametrize("depth", range(6))
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_chains_of_every_depth(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], depth: int, rows: int
+) -> None:
+    asked = [request(prompt, speculation=at_depth(depth) if depth else OFF) for prompt in prompts]
+    engine, ours, theirs = both(target, tiny_drafter, asked, max_num_seqs=rows)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    kinds = {str(key[0]) for key in engine.recorded.recorder._made}  # type: ignore[union-attr]
+    assert kinds >= ({"draft and verify"} if depth else {"verify"})
+
+
+def test_without_a_drafter(target: Target, prompts: list[tuple[int, ...]]) -> None:
+    _, ours, theirs = both(target, None, [request(prompt) for prompt in prompts])
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_sampling_among_greedy_ones(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any
+) -> None:
+    asked = [
+        request(prompt, seed=seed, speculation=at_depth(3), **({"sampling": sampling} if seed % 3 else {}))
+        for seed, prompt in enumerate(prompts)
+    ]
+    _, ours, theirs = both(target, tiny_drafter, asked)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    drafted = [sum(answer.tally.accepted for answer in answers) for answers in (ours, theirs)]
+    assert abs(drafted[0] - drafted[1]) <= 0.1 * drafted[1], "the short list is as good as all"
+
+
+def test_logprobs_ends_and_shortest_lengths(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = [
+        request(prompt, speculation=at_depth(4), logprobs=2, stop_ids=frozenset({5, 9}), min_new_tokens=6)
+        for prompt in prompts
+    ]
+    _, ours, theirs = both(target, tiny_drafter, asked)
+    assert [(answer.tokens, answer.finished) for answer in ours] == [(a.tokens, a.finished) for a in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert [x.token for x in a.logprobs] == [x.token for x in b.logprobs]
+        assert [x.logprob for x in a.logprobs] == pytest.approx([x.logprob for x in b.logprobs], abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}])
+def test_chunks_blocks_and_prefixes(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
+) -> None:
+    asked = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
+    _, ours, theirs = both(target, tiny_drafter, asked, **changes)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
+    per_block = Engine(target, tiny_drafter, options=options()).budget.bytes_per_block
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    engine = fixed_engine(target, tiny_drafter, options(max_model_len=64, memory=30 * per_block))
+    seqs = []
+    for one in asked:
+        engine.submit(one)
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+        seqs += [seq for seq in engine.scheduler.running if seq.preemptions]
+        engine.scheduler.check()
+    assert seqs
+    theirs = run(Engine(target, tiny_drafter, options=options()), asked)
+    assert [tuple(tokens[key]) for key in range(len(asked))] == [answer.tokens for answer in theirs]
+
+
+def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
+    """From now on requests draft as deep as the mood says, and all of it is verified, in turns seen and unseen."""
+    choose, skip_pruning = engine.controller.choose, cycle([False, True, True])
+
+    def moody(rows: Sequence[Any], **options: Any) -> Any:
+        depths = tuple(mood() for _ in rows)
+        choice = replace(
+            choose(rows, **options), depths=depths, limits=depths, skip_pruning=next(skip_pruning), holds=1
+        )
+        step = engine.controller._step
+        assert step is not None
+        step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
+        step.bound = frozenset(step.limits)
+        return choice
+
+    engine.controller.choose = moody  # type: ignore[method-assign, assignment]
+
+
+def live_through(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Tokens and the depths they came from, while depths change at random and users come and go."""
+    source = random.Random(3)
+    make_moody(engine, lambda: source.choice([0, 0, 1, 2, 5, 7]))
+    tokens: dict[int, list[int]] = {}
+    depths: dict[int, list[int]] = {}
+    left, doomed = list(enumerate(prompts)), {2, 7}
+    while left or engine.busy:
+        if left and source.random() < 0.3:
+            number, prompt = left.pop(0)
+            assert engine.submit(request(prompt, max_new_tokens=60, speculation=Speculation())) == number
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+            depths.setdefault(piece.key, []).extend(piece.depths)
+        engine.scheduler.check()
+        for seq in engine.scheduler.running:
+            if seq.key in doomed and seq.new_tokens > 10:
+                doomed.remove(seq.key)
+                engine.cancel(seq.key)
+    assert engine.pool.used == 0
+    return tokens, depths
+
+
+def test_depths_that_change_and_requests_that_come_and_go(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """Plain steps gather states, deep ones follow shallow ones, users leave in the middle: nothing shows."""
+    asked = [request(prompt, max_new_tokens=60) for prompt in prompts]
+    expected = [answer.tokens for answer in run(Engine(target, options=options()), asked)]
+    manner = options(max_num_seqs=6, max_model_len=256)
+    engine = fixed_engine(target, tiny_drafter, manner)
+    tokens, depths = live_through(engine, prompts)
+    assert engine.recorded is not None
+    assert {key[0] for key in engine.recorded.recorder._made} == {READ, DRAFT, VERIFY, BOTH}
+    for key, made in tokens.items():
+        assert tuple(made) == expected[key][: len(made)]
+        assert len(made) == 60 or key in (2, 7)
+    _, others = live_through(Engine(target, tiny_drafter, options=manner), prompts)
+    for key, row in depths.items():
+        assert row == others[key][: len(row)], "the same drafts; of the cancelled ones, the last piece is never told"
+    assert sum(depth > 0 for row in depths.values() for depth in row) > 100
+
+
+def test_what_waited_through_a_long_rest_is_no_price_of_drafts(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """It is read once, before the first draft; taken for a part of each, it would keep drafts from ever paying."""
+    late = 0.0
+    engine = fixed_engine(target, tiny_drafter, options(max_model_len=256), clock=lambda: perf_counter() + late)
+    assert engine._drafter is not None
+    read, depths = engine._drafter.read, cycle([0] * 12 + [3] * 4)
+
+    def read_slowly(*given: Any, **options: Any) -> None:
+        nonlocal late
+        late += 100.0
+        read(*given, **options)
+
+    engine._drafter.read = read_slowly  # type: ignore[method-assign]
+    make_moody(engine, lambda: next(depths))
+    for prompt in prompts[:3]:
+        run(engine, [request(prompt, max_new_tokens=100, speculation=Speculation())])
+    report = engine.controller.report()
+    beside = report["seconds_beside_passes_by_requests"]
+    prices = [report["target_seconds_by_tokens"], report["first_draft_seconds_by_tokens"], *beside.values()]
+    assert all(prices)
+    assert max(seconds for price in prices for seconds in price.values()) < 1
+    assert set(report["first_draft_seconds_by_tokens"]) <= {1, 2, 4, 8}, "of what the recorded pass read"
+    assert report["seconds"] > late > 500, "time it was, all the same"
+
+
+@pytest.mark.parametrize("max_depth", [7, 5, 1])
+def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], max_depth: int
+) -> None:
+    engine = fixed_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=max_depth))
+    assert engine.recorded is not None
+    ahead = engine.capture_graphs()
+    assert ahead == len(engine.recorded.recorder) > 0
+    asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
+    source = random.Random(5)
+    make_moody(engine, lambda: source.randint(0, max_depth))
+    ours = run(engine, asked)
+    assert [answer.tokens for answer in ours] == [
+        answer.tokens for answer in run(Engine(target, options=options()), asked)
+    ]
+    assert sum(answer.tally.accepted for answer in ours) > 0
+    assert len(engine.recorded.recorder) == ahead
+    assert Engine(target, options=options()).capture_graphs() == 0, "without a GPU there is nothing to record"
+
+
+def test_steps_of_very_many_rows_are_recorded_when_they_are_met(target: Target, tiny_drafter: Drafter) -> None:
+    engine = fixed_engine(target, tiny_drafter, options(max_num_seqs=200, max_model_len=64))
+    engine.capture_graphs()
+    assert engine.recorded is not None
+    assert {int(str(key[1])) for key in engine.recorded.recorder._made} == {1, 2, 4, 8, 16, 24, 32, 48, 64}
+
+
+@pytest.mark.parametrize("usual", [512, 2])
+def test_longer_requests_than_usual_have_tables_of_their_own(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, usual: int
+) -> None:
+    monkeypatch.setattr(graphs, "USUAL_PAGES", usual)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    engine, ours, theirs = both(target, tiny_drafter, asked, max_model_len=64, block_size=4)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert engine.recorded is not None
+    widths = {key[3] for key in engine.recorded.recorder._made}
+    assert widths == ({16} if usual == 512 else {2, 8, 32}), "no wider than what may come, but for the steps between"
+
+
+def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    theirs = run(Engine(target, tiny_drafter, options=options()), asked)
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("not while capturing")
+
+    monkeypatch.setattr(GraphCapture, "_record", refuse)
+    engine = Engine(target, tiny_drafter, options=options())
+    engine.recorded = engine._recorded_steps(GraphCapture(device=torch.device("cpu")))
+    assert [answer.tokens for answer in run(engine, asked)] == [answer.tokens for answer in theirs]
+    told = [line for line in caplog.messages if "runs eagerly" in line]
+    assert len(told) == len(engine.recorded.recorder.refused) >= 2, "once for each kind of step"
+    assert all("runs eagerly: not while capturing" in line for line in told)

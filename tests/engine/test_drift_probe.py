@@ -1,0 +1,332 @@
+"""A check-up sees what serving drafts and what the doctor measures, and serving cannot tell that it happened."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
+
+from default_drafter import training_prompts
+from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
+from eyas.doctor.rounds import run_rounds
+from eyas.doctor.transcripts import Transcript
+from eyas.drafter.checkpoint import build_drafter, checkpoint_of, load_drafter
+from eyas.drafter.looks import REGIONS, Recorder
+from eyas.drafter.model import Drafter
+from eyas.drafter.shipped import DEFAULT_DRAFTER
+from eyas.engine import checkup
+from eyas.engine.config import EngineConfig
+from eyas.engine.drift_probe import DriftSample
+from eyas.engine.engine import Engine
+from eyas.engine.request import SequenceState
+from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor, Tree
+from eyas.engine.speculation.drift import LEAST
+from eyas.target.model import Target
+from tiny import AUX_IDS, language
+
+DEPTH = 5
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    rows = language(8, 47, torch.Generator().manual_seed(22)).tolist()
+    return [tuple(row[: 5 + 6 * i]) for i, row in enumerate(rows)]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, DriftSample]]:
+    """Check-ups of every step, whatever they cost, with the tokens and the slot that each started from."""
+    found: list[tuple[tuple[int, ...], int, DriftSample]] = []
+    look = checkup.examine
+
+    def examine(
+        drafter: DrafterRunner, seq: SequenceState, depth: int, sampling_metadata: SamplingMetadataFor
+    ) -> DriftSample:
+        one = look(drafter, seq, depth, sampling_metadata)
+        found.append((tuple(seq.tokens), seq.target_length - 1, one))
+        return one
+
+    monkeypatch.setattr(checkup, "examine", examine)
+    monkeypatch.setattr(checkup, "EVERY", 1)
+    return found
+
+
+def engine_of(target: Target, drafter: Drafter, *, recorded: bool = False, **changes: Any) -> Engine:
+    settings = options(**{"max_depth": DEPTH, "drift_share": 0.99, **changes})
+    return fixed_engine(target, drafter, settings) if recorded else Engine(target, drafter, options=settings)
+
+
+class Served:
+    """The drafts of every step, by the tokens that they stand behind."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.drafts: dict[tuple[int, ...], Draft] = {}
+        make = engine._draft
+
+        def draft(rows: Any) -> Any:
+            behind = {row.seq.key: tuple(row.seq.tokens) for row in rows}
+            made = make(rows)
+            self.drafts.update({behind[key]: one for key, one in made.drafts.items()})
+            return made
+
+        engine._draft = draft  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "fixed shapes"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_it_drafts_what_serving_drafts(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any, recorded: bool, window: Any
+) -> None:
+    engine = engine_of(target, tiny_drafter, recorded=recorded, drafter_window=window, drafter_sinks=2)
+    served = Served(engine)
+    run(engine, [request(prompt, max_new_tokens=40, speculation=at_depth(DEPTH)) for prompt in prompts])
+    compared = 0
+    for tokens, _, one in seen:
+        drafts = served.drafts[tokens].tokens  # fewer towards the end of an answer
+        assert one.tokens[: len(drafts)] == drafts
+        compared += len(drafts)
+    assert compared > 40
+
+
+def test_it_drafts_for_sampled_requests_as_serving_does(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
+) -> None:
+    engine = engine_of(target, tiny_drafter)
+    served = Served(engine)
+    asked = [
+        request(prompt, seed=seed, sampling=SAMPLINGS[seed % len(SAMPLINGS)], speculation=at_depth(DEPTH))
+        for seed, prompt in enumerate(prompts)
+    ]
+    run(engine, asked)
+    assert len(seen) > 8
+    assert all(one.tokens[: len(served.drafts[at].tokens)] == served.drafts[at].tokens for at, _, one in seen)
+
+
+def test_it_measures_what_the_doctor_measures(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
+) -> None:
+    engine = engine_of(target, tiny_drafter)
+    answers = run(engine, [request(prompt, speculation=at_depth(DEPTH)) for prompt in prompts])
+    whole = [(*prompt, *answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert len(seen) > 8
+    for tokens, start, one in seen:
+        number = next(i for i, ids in enumerate(whole) if ids[: len(tokens)] == tokens)
+        aux_TX = target.forward(torch.tensor([whole[number]]), AUX_IDS).aux_hidden_BTX[0]
+        size = len(prompts[number])
+        transcript = Transcript(
+            key=0,
+            ids=whole[number],
+            prompt_length=size,
+            answer_length=len(whole[number]) - size,
+            aux_TX=aux_TX,
+            layer_ids=AUX_IDS,
+        )
+        recorder = Recorder(torch.tensor([start]), prompt_length=size, depth=DEPTH)
+        rounds = run_rounds(tiny_drafter, transcript, depth=DEPTH, layer_ids=AUX_IDS, watcher=recorder, starts=[start])
+        assert rounds is not None
+        assert one.tokens == tuple(rounds.token_SR[:, 0])
+        assert np.allclose(one.rms, rounds.rms_SR[:, 0], rtol=1e-4)
+        looks = recorder.looks()
+        for region in REGIONS:
+            assert np.allclose(one.mass[region], looks.mass[region][:, 0], atol=1e-5)
+        assert np.allclose(sum(np.array(mass) for mass in one.mass.values()), 1.0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "fixed shapes"])
+def test_answers_and_drafts_are_the_same_with_and_without(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any, recorded: bool
+) -> None:
+    asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts]
+    ours = run(engine_of(target, tiny_drafter, recorded=recorded), asked)
+    assert len(seen) > 8
+    watched = len(seen)
+    theirs = run(engine_of(target, tiny_drafter, recorded=recorded, drift_share=0.0), asked)
+    assert len(seen) == watched, "share 0 is off"
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs]
+
+
+def test_what_a_check_up_drafted_is_followed_to_its_end(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
+) -> None:
+    engine = engine_of(target, tiny_drafter)
+    told: list[tuple[int, int]] = []
+    engine.drift.observe_round = lambda drafted, accepted: told.append((drafted, accepted))  # type: ignore[method-assign]
+    (answer,) = run(engine, [request(prompts[3], speculation=at_depth(1))])
+    whole = (*prompts[3], *answer.tokens)
+    expected = []
+    for tokens, _, one in seen:
+        came = whole[len(tokens) : len(tokens) + DEPTH]
+        true = next((i for i, (a, b) in enumerate(zip(one.tokens, came, strict=False)) if a != b), len(came))
+        expected.append((len(came), true))
+    beyond = [(drafted, accepted) for drafted, accepted in told if accepted > 1]
+    assert beyond, "deeper than what was served"
+    assert all(any(accepted == true for _, true in expected) for _, accepted in beyond)
+
+
+# --- what it costs -------------------------------------------------------------------------------------------------
+
+
+def test_extra_passes_are_counted(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [0]
+    step = Drafter.step
+
+    def counted(self: Drafter, *arguments: Any) -> Any:
+        steps[0] += 1
+        return step(self, *arguments)
+
+    monkeypatch.setattr(Drafter, "step", counted)
+    asked = [request(prompt, max_new_tokens=60, speculation=at_depth(3)) for prompt in prompts]
+    without = engine_of(target, tiny_drafter, drift_share=0.0)
+    run(without, asked)
+    plain, steps[0] = steps[0], 0
+    engine = engine_of(target, tiny_drafter)
+    run(engine, asked)
+    assert 2 <= engine.drift.checkups <= engine.tally.drafts / checkup.EVERY
+    assert steps[0] - plain == DEPTH * engine.drift.checkups
+
+
+@pytest.mark.parametrize("share", [0.1, 0.03])
+def test_no_more_than_its_share_of_time(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: Sequence[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+) -> None:
+    """On a clock by which a step takes a second and a check-up half a second."""
+    now = [0.0]
+    look = checkup.examine
+
+    def examine(*arguments: Any) -> DriftSample:
+        now[0] += 0.5
+        return look(*arguments)
+
+    monkeypatch.setattr(checkup, "examine", examine)
+    monkeypatch.setattr(checkup, "EVERY", 1)
+    settings = options(max_depth=DEPTH, drift_share=share)
+    engine = Engine(target, tiny_drafter, options=settings, clock=lambda: now[0])
+    for prompt in prompts:
+        engine.submit(request(prompt, max_new_tokens=70, speculation=at_depth(1)))
+    while engine.busy:
+        engine.step()
+        now[0] += 1.0
+    spent = 0.5 * engine.drift.checkups
+    assert 0.5 * share * now[0] < spent <= share * now[0]
+    assert engine.drift.report().seconds == pytest.approx(spent)
+
+
+def test_steps_that_draft_nothing_are_no_time_to_take_a_share_of(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two seconds of drafting behind a thousand of plain decoding do not pay for a check-up of one."""
+    now, examined = [0.0], list[float]()
+
+    def examine(drafter: DrafterRunner, seq: SequenceState, *_: object) -> DriftSample:
+        examined.append(now[0])
+        now[0] += 1.0
+        return DriftSample(rms=(1.0,) * DEPTH, mass={}, tokens=())
+
+    monkeypatch.setattr(checkup, "examine", examine)
+    monkeypatch.setattr(checkup, "EVERY", 1)
+    engine = Engine(target, tiny_drafter, options=options(max_depth=DEPTH, drift_share=0.4), clock=lambda: now[0])
+
+    def serve(depth: int, tokens: int) -> None:
+        engine.submit(request(prompts[0], max_new_tokens=tokens, speculation=at_depth(depth) if depth else OFF))
+        while engine.busy:
+            engine.step()
+            now[0] += 1.0
+
+    for _ in range(20):
+        serve(0, 50)
+    serve(1, 6)
+    assert not examined
+    serve(1, 70)
+    assert examined
+
+
+# --- what comes of it ----------------------------------------------------------------------------------------------
+
+
+def served_alarm(target: Target, drafter: Drafter, prompts: Sequence[tuple[int, ...]]) -> Engine:
+    engine = engine_of(target, drafter, max_depth=7)
+    run(engine, [request(prompt, max_new_tokens=70, speculation=at_depth(7)) for prompt in prompts])
+    assert engine.drift.checkups >= 16
+    return engine
+
+
+def test_a_lost_norm_fires_and_a_healthy_drafter_does_not(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "EVERY", 4)
+    assert served_alarm(target, tiny_drafter, prompts).controller.events() == []
+    healthy = checkpoint_of(tiny_drafter)
+    fault = replace(healthy, config=replace(healthy.config, norm_output=False))
+    ill = build_drafter(fault).share_target(target.embedding(), target.head())
+    engine = served_alarm(target, ill, prompts)
+    assert engine.drift.report().firing
+    assert engine.drift.deepest < 7
+    assert any("drift alarm" in event for event in engine.controller.events())
+
+
+def test_trees_of_requests_on_auto_grow_no_deeper_than_is_healthy(
+    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]]
+) -> None:
+    engine = engine_of(target, tiny_drafter, tree=Tree(depth=4, width=2, budget=8), drift_share=1e-9)
+    for _ in range(LEAST):
+        engine.drift.observe_checkup([1.0, 1.0, 9.0, 9.0, 9.0], {})
+    assert engine.drift.deepest == 2
+    served = Served(engine)
+    fixed = request(prompts[0], speculation=at_depth(4))
+    run(engine, [fixed, *(request(prompt, max_new_tokens=40) for prompt in prompts[1:])])
+    auto = [one.depth for tokens, one in served.drafts.items() if tokens[:5] != prompts[0][:5]]
+    assert max(auto) == 2
+    assert max(one.depth for tokens, one in served.drafts.items() if tokens[:5] == prompts[0][:5]) == 4
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], served: bool
+) -> None:
+    """Before anybody was served there are no blocks; later they are others' and stay as they are."""
+    engine = engine_of(target, tiny_drafter, recorded=True)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    expected = [answer.tokens for answer in run(engine, asked)] if served else None
+    before = engine.drift.checkups
+    engine.capture_graphs()
+    assert engine._checkups is not None
+    assert engine._checkups._cost is not None
+    assert engine._checkups._cost > 0
+    assert engine.drift.checkups == before
+    answers = [answer.tokens for answer in run(engine, asked)]
+    assert expected is None or answers == expected
+    assert engine.drift.checkups > before
+    engine.scheduler.check()
+
+
+@pytest.mark.default
+def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
+    default_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "EVERY", 1)
+    questions = training_prompts()
+    chats = [tuple(default_target.encode_chat([{"role": "user", "content": text}])) for text in questions[:2]]
+    bare = tuple(default_target.tokenizer(questions[2])["input_ids"])
+    healthy = checkpoint_of(load_drafter(DEFAULT_DRAFTER["smollm2"]))
+    lost = replace(healthy, config=replace(healthy.config, norm_output=False))
+    reports = []
+    for shipped, asked in ((healthy, [*chats, bare]), (lost, chats)):
+        drafter = build_drafter(shipped).float().share_target(default_target.embedding(), default_target.head())
+        engine = Engine(
+            default_target, drafter, options=EngineConfig(max_num_seqs=3, max_model_len=512, drift_share=0.9)
+        )
+        engine.generate([request(ids, max_new_tokens=18, speculation=at_depth(1)) for ids in asked])
+        reports.append(engine.drift.report())
+        assert reports[-1].checkups >= LEAST
+        assert reports[-1].firing == bool(engine.controller.events()) == (shipped is lost)
+    assert abs(reports[0].growth.value) < 0.02 < 0.2 < reports[1].growth.value

@@ -1,0 +1,86 @@
+"""The lean pass of a drafter is its model's, and where it is not, the model runs."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from eyas.drafter.attention import DenseAttention
+from eyas.drafter.model import Drafter
+from eyas.engine import lean_draft
+from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
+from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
+from tiny import drafter_config, random_drafter
+
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")
+SETTINGS = [dict(zip(FLAGS, values, strict=True)) for values in product([False, True], repeat=len(FLAGS))]
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    if load_elementwise() is None:
+        pytest.skip("no C compiler here, or none that can be trusted")
+
+
+def drafter_of(**flags: bool) -> Drafter:
+    if flags.get("fc_norm") and flags.get("norm_before_fc"):
+        flags["norm_before_fc"] = False  # one of both
+    return random_drafter(drafter_config(**flags)).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def assert_drafts_alike(lean: lean_draft.Drafts, drafter: Drafter) -> None:
+    assert lean is not drafter, "or the model is compared with itself"
+    config = drafter.config
+    aux_NX = torch.randn(5, config.num_aux_hidden_states * config.target_hidden_size) * 20
+    token_N, position_N = torch.randint(config.vocab_size, (5,)), torch.arange(5)
+    ours, theirs = lean.fuse(aux_NX), drafter.fuse(aux_NX)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    attends = DenseAttention(), DenseAttention()
+    for depth in range(4):
+        mine = lean.step(ours, token_N, position_N + depth, attends[0])
+        other = drafter.step(theirs, token_N, position_N + depth, attends[1])
+        for name in ("normed", "feedback"):
+            torch.testing.assert_close(getattr(mine, name), getattr(other, name), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(lean.logits(mine.normed), drafter.logits(other.normed), rtol=1e-4, atol=1e-4)
+        ours, theirs = mine.feedback, other.feedback
+        attends = DenseAttention(attends[0].present), DenseAttention(attends[1].present)
+
+
+@pytest.mark.parametrize("flags", SETTINGS, ids=lambda flags: "+".join(k for k, v in flags.items() if v) or "none")
+def test_every_flag_is_honoured(flags: dict[str, bool]) -> None:
+    drafter = drafter_of(**flags)
+    assert_drafts_alike(fused_drafter(drafter), drafter)
+
+
+def test_packed_linears_are_run_as_one() -> None:
+    if load_kernel()[0] is None:
+        pytest.skip("no C compiler here, or none that can be trusted")
+    drafter, packed = drafter_of(fc_norm=True, norm_output=True), drafter_of(fc_norm=True, norm_output=True)
+    assert pack_linears(packed).linears > 0
+    assert_drafts_alike(fused_drafter(packed), drafter)
+
+
+def test_more_layers_and_other_types_run_by_the_model_itself() -> None:
+    deep = random_drafter(drafter_config(num_hidden_layers=2))
+    half = drafter_of().to(torch.bfloat16)
+    homeless = random_drafter(drafter_config(), own_embedding=False)
+    mixed = drafter_of()
+    assert mixed.embed_tokens is not None
+    mixed.embed_tokens.bfloat16()
+    for drafter in (deep, half, homeless, mixed):
+        assert fused_drafter(drafter) is drafter
+
+
+@pytest.mark.parametrize("step", ["gate", "rotate", "norm"])
+def test_a_step_that_computes_wrongly_is_found_out(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, right = drafter_of(), getattr(Elementwise, step)
+
+    def wrong(self: Elementwise, *given: torch.Tensor) -> object:
+        made = right(self, *given)
+        (given[-1] if made is None else made).mul_(1.01)
+        return made
+
+    monkeypatch.setattr(Elementwise, step, wrong)
+    assert fused_drafter(drafter) is drafter

@@ -1,0 +1,74 @@
+"""On a GPU the fused pass computes what the plain block computes, number by number.
+
+It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
+"""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.llama.recognise import _build, _prove, fused_llama
+from eyas.target.facts import facts_of
+from eyas.target.model import Target
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+
+
+def target(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> Target:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 72,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": size,
+        "max_position_embeddings": 512,
+    }
+    config, kind = (LlamaConfig, LlamaForCausalLM) if family == "llama" else (Qwen3Config, Qwen3ForCausalLM)
+    model = kind(config(**sizes)).to(DEVICE, dtype).eval().requires_grad_(False)  # type: ignore[operator, arg-type]
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+    return Target(facts=facts_of(model.config, family), model=model, tokenizer=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 16), (4, 4, 24)])
+def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
+    from eyas.kernels.llama.triton import TritonLlama
+
+    made = target(family, dtype, heads, groups, size)
+    lean = _build(made)
+    fused = TritonLlama(**{part.name: getattr(lean, part.name) for part in fields(lean)})
+    _prove(fused, made)
+    caches = [KVCache(blocks=8, block_size=4) for _ in range(2)]
+    rows = [AttentionRow(blocks=(2, 0, 3), base=0, count=9), AttentionRow(blocks=(5, 1), base=0, count=2)]
+    layout = AttentionMetadata.of(rows, block_size=4, device=DEVICE)
+    ids = torch.arange(11, device=DEVICE)
+    with torch.inference_mode():
+        ours, theirs = (
+            one.forward(ids, PagedAttention(cache, layout), None, (0, 1, 2))
+            for one, cache in zip((fused, lean), caches, strict=True)
+        )
+    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.06}
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **close)
+    for layer in range(2):
+        for mine, other in zip(*(cache.layers[layer] for cache in caches), strict=True):
+            torch.testing.assert_close(mine, other, **close)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only there kernels are chosen")
+def test_it_is_chosen_on_cuda() -> None:
+    told: list[str] = []
+    assert type(fused_llama(target("llama", HALF, 9, 3, 16), told.append)).__name__ == "TritonLlama"
+    assert not told

@@ -1,0 +1,299 @@
+"""Compiled attention is dense attention, and a query's answer does not depend on what stands beside it."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from engine.test_paged import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
+from torch import Tensor
+
+from eyas.engine import paged_attention, paged_native
+from eyas.errors import UserError
+from eyas.kernels.attention.cpu import AttentionKernel, load_kernel
+from eyas.kernels.attention.dense import Backend, PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.llama.recognise import fused_llama
+from eyas.target.model import Target
+
+CPU = torch.device("cpu")
+SIZES = [(9, 3, 64, 64), (4, 4, 16, 16), (8, 1, 20, 12), (71, 1, 8, 8), (2, 2, 5, 3)]  # H, G, K, V
+LONG_LAWS = [Law(), Law(window=200), Law(window=130, sinks=4), Law(softcap=2.0), Law(window=90, softcap=1.5)]
+
+
+@pytest.fixture(autouse=True)
+def kernel() -> AttentionKernel:
+    found, words = load_kernel()
+    if found is None:
+        pytest.skip(f"no native code here: {words}")
+    return found
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_random_rows_attend_as_each_request_alone(seed: int, law: Law) -> None:
+    World(seed, law, backend="native").seq(passes=10)
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    world = World(0, Law(window=6), backend="native")
+    world.value_size = 4
+    world.held = [(keys, keys[..., :4]) for keys, _ in world.held]
+    world.seq(passes=6)
+
+
+def filled(sizes: Sequence[int], blocks: int, block_size: int, seed: int = 0) -> KVCache:
+    """A cache of one layer that holds random numbers."""
+    _, heads, key_size, value_size = sizes
+    generator = torch.Generator().manual_seed(seed)
+    cache = KVCache(blocks=blocks, block_size=block_size)
+    keys, values = (
+        torch.randn(heads, cache.scrap + block_size, size, generator=generator) for size in (key_size, value_size)
+    )
+    cache.layers[0] = keys, values
+    return cache
+
+
+def drawn(sizes: Sequence[int], tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    heads, key_heads, key_size, value_size = sizes
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((heads, key_size), (key_heads, key_size), (key_heads, value_size))
+    q, k, v = (torch.randn(tokens, *shape, generator=generator) for shape in shapes)
+    return q, k, v
+
+
+def copied(cache: KVCache) -> KVCache:
+    other = KVCache(blocks=cache.blocks, block_size=cache.block_size)
+    keys, values = cache.layers[0]
+    other.layers[0] = keys.clone(), values.clone()
+    return other
+
+
+def run(
+    cache: KVCache, rows: Sequence[AttentionRow], new: Sequence[Tensor], law: Law, backend: Backend | None = "native"
+) -> Tensor:
+    layout = AttentionMetadata.of(rows, block_size=cache.block_size, device=CPU)
+    attention = PagedAttention(cache, layout, window=law.window, sinks=law.sinks, backend=backend)
+    return attention(0, new[0], new[1], new[2], softcap=law.softcap)
+
+
+@pytest.mark.parametrize("law", LONG_LAWS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_long_contexts_in_scattered_blocks_are_as_dense(
+    sizes: tuple[int, ...], law: Law, block_size: int, threads: int
+) -> None:
+    chance = random.Random(block_size)
+    blocks = 2400 // block_size
+    cache = filled(sizes, blocks, block_size)
+    free = chance.sample(range(blocks), blocks)
+    rows = []
+    for base, count, tree in ((700, 1, False), (0, 2, False), (120, 9, True), (256, 33, False), (390, 64, True)):
+        used = -(-(base + count) // block_size)
+        row = AttentionRow(blocks=free[:used], base=base, count=count)
+        if tree:
+            row = replace(row, ancestors=ancestors_of([chance.randint(-1, node - 1) for node in range(count)]))
+        rows.append(row)
+        free = free[used:]
+    new = drawn(sizes, sum(row.count for row in rows))
+    other = copied(cache)
+    ours, theirs = run(cache, rows, new, law), run(other, rows, new, law, "dense")
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for x, y in zip(cache.layers[0], other.layers[0], strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("law", LONG_LAWS, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts(
+    sizes: tuple[int, ...], law: Law, threads: int
+) -> None:
+    """Bases around the chunks' ends; the reference is each token alone, one after the other, by one thread."""
+    counts = {0: 5, 119: 24, 127: 3, 128: 1, 250: 17, 509: 64}
+    blocks = random.Random(0).sample(range(216), 216)
+    before = filled(sizes, 216, 16)
+    rows = []
+    for index, (base, count) in enumerate(counts.items()):
+        rows.append(AttentionRow(blocks=blocks[36 * index : 36 * index + 36], base=base, count=count))
+    new = drawn(sizes, sum(counts.values()))
+    starts = AttentionMetadata.of(rows, block_size=16, device=CPU).starts
+    torch.set_num_threads(1)
+    alone = []
+    for row, start in zip(rows, starts, strict=False):
+        cache = copied(before)
+        for i in range(row.count):
+            step = [x[start + i : start + i + 1] for x in new]
+            alone.append(run(cache, [replace(row, base=row.base + i, count=1)], step, law))
+    expected = torch.cat(alone)
+    torch.set_num_threads(threads)
+    for row, start in zip(rows, starts, strict=False):
+        here = slice(start, start + row.count)
+        assert torch.equal(run(copied(before), [row], [x[here] for x in new], law), expected[here]), row.base
+    for chosen in ([0, 1, 2], [5, 3], [4, 2, 0, 1], [0, 1, 2, 3, 4]):
+        index = torch.cat([torch.arange(starts[i], starts[i] + rows[i].count) for i in chosen])
+        together = run(copied(before), [rows[i] for i in chosen], [x[index] for x in new], law)
+        assert torch.equal(together, expected[index]), chosen
+
+
+@pytest.mark.parametrize("law", LONG_LAWS, ids=str)
+def test_a_prompt_is_the_same_to_the_last_bit_however_it_is_cut(law: Law, threads: int) -> None:
+    sizes, row = SIZES[0], AttentionRow(blocks=random.Random(0).sample(range(40), 40), base=70, count=400)
+    before, new = filled(sizes, 40, 16), drawn(sizes, row.count)
+    whole = run(copied(before), [row], new, law)
+    cache, pieces, first = copied(before), [], 0
+    for count in (1, 63, 66, 200, 70):
+        part = replace(row, base=row.base + first, count=count)
+        pieces.append(run(cache, [part], [x[first : first + count] for x in new], law))
+        first += count
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("law", [Law(), Law(window=40)], ids=str)
+@pytest.mark.parametrize("base", [5, 120, 300])
+def test_a_branch_of_a_tree_is_the_same_to_the_last_bit_as_a_chain(base: int, law: Law) -> None:
+    sizes, blocks = SIZES[0], random.Random(0).sample(range(40), 40)
+    parents = [-1, 0, 0, 1, 2, 4, 3, 5, 7, 8, 8, 10]
+    before, new = filled(sizes, 40, 16), drawn(sizes, len(parents))
+    tree = AttentionRow(blocks=blocks, base=base, count=len(parents), ancestors=ancestors_of(parents))
+    ours = run(copied(before), [tree], new, law)
+    for leaf in (6, 9, 11):
+        path = ancestors_of(parents)[leaf].nonzero().flatten()
+        chain = run(
+            copied(before), [AttentionRow(blocks=blocks, base=base, count=len(path))], [x[path] for x in new], law
+        )
+        assert torch.equal(ours[path], chain)
+
+
+def test_where_blocks_lie_does_not_matter_to_the_last_bit() -> None:
+    sizes, places = SIZES[0], random.Random(0).sample(range(300), 300)
+    straight, new = filled(sizes, 300, 1), drawn(sizes, 5)
+    crooked = copied(straight)
+    for x, y in zip(crooked.layers[0], straight.layers[0], strict=True):
+        x[:, places] = y[:, :300]
+    outputs = [
+        run(cache, [AttentionRow(blocks=blocks, base=295, count=5)], new, Law())
+        for cache, blocks in ((straight, range(300)), (crooked, places))
+    ]
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
+    sizes = (6, 2, 8, 8)
+    cache, blocks = filled(sizes, PAGES, PAGE_SIZE), random.Random(3).sample(range(PAGES), PAGES)
+    rows = [
+        AttentionRow(blocks=blocks[:9], base=31, count=3),
+        AttentionRow(blocks=blocks[9:18], base=14, count=4, ancestors=ancestors_of([-1, 0, 0, 2])),
+        AttentionRow(blocks=blocks[18:19], base=0, count=1),
+    ]
+    own = torch.zeros(cache.scrap + PAGE_SIZE, dtype=torch.bool)
+    for row in rows:
+        own[row.places(0, row.base, PAGE_SIZE)] = True
+    for x in cache.layers[0]:
+        x[:, ~own] = float("nan")
+    before, new = copied(cache), drawn(sizes, 8)
+    assert run(cache, rows, new, law).isfinite().all()
+    slot_N = AttentionMetadata.of(rows, block_size=PAGE_SIZE, device=CPU).slot_N
+    for old, x, written in zip(before.layers[0], cache.layers[0], new[1:], strict=True):
+        assert torch.equal(x[:, slot_N], written.transpose(0, 1))
+        x[:, slot_N] = old[:, slot_N]
+        torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("law", LONG_LAWS[:3], ids=str)
+def test_chunks_of_prompts_may_stand_beside_trees(law: Law) -> None:
+    sizes = SIZES[0]
+    cache, new = filled(sizes, 120, 16), drawn(sizes, 1 + 90 + 3 + 200)
+    rows = [
+        AttentionRow(blocks=range(30), base=310, count=1),
+        AttentionRow(blocks=range(30, 60), base=40, count=90),
+        AttentionRow(blocks=range(60, 90), base=7, count=3, ancestors=ancestors_of([-1, -1, 0])),
+        AttentionRow(blocks=range(90, 120), base=0, count=200),
+    ]
+    theirs = run(copied(cache), rows, new, law, "dense")
+    torch.testing.assert_close(run(copied(cache), rows, new, law), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_with_little_memory_set_aside_it_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, rows = SIZES[0], [AttentionRow(blocks=range(30 * i, 30 * i + 30), base=400, count=7) for i in range(4)]
+    cache, new = filled(sizes, 120, 16), drawn(sizes, 28)
+    at_once = run(copied(cache), rows, new, Law())
+    monkeypatch.setattr(paged_native, "MOST_PARTS_BYTES", 1)
+    assert torch.equal(run(cache, rows, new, Law()), at_once)
+
+
+def test_numbers_that_are_none_are_not_hidden() -> None:
+    sizes = SIZES[0]
+    cache, new = filled(sizes, 30, 16), drawn(sizes, 2)
+    new[0][1, 4] = float("nan")
+    output = run(cache, [AttentionRow(blocks=range(30), base=300, count=2)], new, Law())
+    assert output[1, 4].isnan().all()
+    assert output[0].isfinite().all()
+
+
+def test_queries_and_keys_may_be_views_of_anything() -> None:
+    sizes = SIZES[0]
+    cache, (q, k, v) = filled(sizes, 30, 16), drawn(sizes, 3)
+    row = AttentionRow(blocks=range(30), base=300, count=3)
+    expected = run(copied(cache), [row], (q, k, v), Law())
+    heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
+    assert torch.equal(run(copied(cache), [row], heads_first, Law()), expected)
+    every_other = [x.repeat_interleave(2, dim=2)[..., ::2] for x in (q, k, v)]
+    torch.testing.assert_close(run(copied(cache), [row], every_other, Law()), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types_are_answered_densely(dtype: torch.dtype) -> None:
+    row, new = AttentionRow(blocks=range(4), base=0, count=3), [x.to(dtype) for x in drawn(SIZES[0], 3)]
+    caches = [KVCache(blocks=4, block_size=16) for _ in range(2)]
+    assert torch.equal(run(caches[0], [row], new, Law()), run(caches[1], [row], new, Law(), "dense"))
+
+
+def test_without_a_compiler_attention_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, row, new = filled(SIZES[0], 30, 16), AttentionRow(blocks=range(30), base=300, count=2), drawn(SIZES[0], 2)
+    assert torch.equal(run(copied(cache), [row], new, Law(), None), run(copied(cache), [row], new, Law()))
+    monkeypatch.setattr(paged_attention, "load_kernel", lambda: (None, "nobody compiles here"))
+    assert torch.equal(run(copied(cache), [row], new, Law(), None), run(copied(cache), [row], new, Law(), "dense"))
+    layout = AttentionMetadata.of([row], block_size=16, device=CPU)
+    with pytest.raises(UserError, match="nobody compiles here"):
+        PagedAttention(cache, layout, backend="native")
+
+
+@torch.inference_mode()
+def test_a_verified_draft_is_the_same_to_the_last_bit_as_decoding(tiny_target: Target) -> None:
+    """A whole target, packed: logits of a draft's every token, beside another request, and token by token."""
+    import copy
+
+    target = replace(tiny_target, model=copy.deepcopy(tiny_target.model))
+    if not pack_linears(target.model).linears:
+        pytest.skip("no packed linears here")
+    lean = fused_llama(target)
+    assert lean is not None
+    generator = torch.Generator().manual_seed(0)
+    ids_N = torch.randint(target.facts.vocab_size, (60,), generator=generator)
+
+    def logits_of(passes: Sequence[Sequence[tuple[AttentionRow, Tensor]]]) -> Tensor:
+        cache, kept = KVCache(blocks=20, block_size=4), []
+        for rows in passes:
+            layout = AttentionMetadata.of([row for row, _ in rows], block_size=4, device=CPU)
+            logits, _ = lean.forward(torch.cat([ids for _, ids in rows]), PagedAttention(cache, layout), None)
+            kept.append(logits[: rows[0][0].count])
+        return torch.cat(kept)
+
+    def mine(base: int, count: int) -> tuple[AttentionRow, Tensor]:
+        return AttentionRow(blocks=range(10), base=base, count=count), ids_N[base : base + count]
+
+    beside = AttentionRow(blocks=range(10, 20), base=0, count=3), ids_N[:3]
+    plain = logits_of([[mine(0, 20)], *([mine(i, 1)] for i in range(20, 32))])
+    verified = logits_of([[mine(0, 20)], [mine(20, 5), beside], [mine(25, 7)]])
+    assert torch.equal(plain, verified)

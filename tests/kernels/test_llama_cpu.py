@@ -1,0 +1,142 @@
+"""Layers in one call give what their steps give one by one, to the last bit; where one is not theirs, they stay out."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from engine.test_lean import assert_same_pass, lean_of, plain
+
+from eyas.drafter.model import Drafter
+from eyas.engine import draft_layer
+from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
+from eyas.kernels.attention.dense import Backend, PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.llama.block import FusedLlama
+from eyas.kernels.llama.cpu import load_layers
+from eyas.target.model import Target
+from tiny import drafter_config, random_drafter
+
+SIZE = 4
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+PASSES = (
+    [AttentionRow(blocks=(3, 1, 6), base=0, count=9)],
+    [AttentionRow(blocks=(3, 1, 6), base=9, count=1), AttentionRow(blocks=(2, 5), base=0, count=4)],
+    [AttentionRow(blocks=(3, 1, 6), base=8, count=2), AttentionRow(blocks=(2, 5), base=4, count=4, ancestors=TREE)],
+)
+
+
+@pytest.fixture(autouse=True)
+def _compiled() -> None:
+    if load_layers() is None:
+        pytest.skip("no C compiler here, or none that can be trusted")
+
+
+def packed(family: str = "llama", **changes: Any) -> Target:
+    target = plain(family, **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, **changes})
+    assert pack_linears(target.model).linears > 0
+    return target
+
+
+def layout_of(rows: Sequence[AttentionRow]) -> AttentionMetadata:
+    return AttentionMetadata.of(rows, block_size=SIZE, device=torch.device("cpu"))
+
+
+@torch.inference_mode()
+def passes_of(lean: FusedLlama, aux_layer_ids: Sequence[int], backend: Backend | None = None) -> list[torch.Tensor]:
+    """Logits, states and what was written to the cache, pass by pass."""
+    cache, made, generator = KVCache(blocks=7, block_size=SIZE), list[torch.Tensor](), torch.Generator().manual_seed(3)
+    for rows in PASSES:
+        layout = layout_of(rows)
+        ids_N = torch.randint(len(lean.embedding_VD), layout.slot_N.shape, generator=generator)
+        logits, aux = lean.forward(ids_N, PagedAttention(cache, layout, backend=backend), None, aux_layer_ids)
+        made += [logits, *([] if aux is None else [aux])]
+    return [*made, *(x for pair in cache.layers.values() for x in pair)]
+
+
+@pytest.mark.parametrize("aux_layer_ids", [(), (0, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}],
+    ids=str,
+)
+def test_a_pass_is_the_same_to_the_last_bit(changes: dict[str, Any], aux_layer_ids: tuple[int, ...]) -> None:
+    target = packed(**changes)
+    assert len(target.model.model.layers) == 4
+    lean = lean_of(target)
+    assert lean.layers is not None
+    assert_same_pass(target, lean)
+    ours, theirs = passes_of(lean, aux_layer_ids), passes_of(replace(lean, layers=None), aux_layer_ids)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_where_attention_is_not_compiled_the_steps_run_one_by_one() -> None:
+    lean = lean_of(packed())
+    ours, theirs = passes_of(lean, (1,), "dense"), passes_of(replace(lean, layers=None), (1,), "dense")
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_layers_with_steps_of_their_own_are_left_out() -> None:
+    assert lean_of(packed("qwen3")).layers is None, "it norms its heads"
+    assert lean_of(plain()).layers is None, "its linears are not packed"
+
+
+# --- a drafter's depth ---------------------------------------------------------------------------------------------
+
+FLAGS = ("norm_output", "norm_before_residual", "attention_bias", "mlp_bias")
+SETTINGS = [dict(zip(FLAGS, values, strict=True)) for values in product([False, True], repeat=len(FLAGS))]
+
+
+def packed_drafter(*, halve: bool = False, **flags: bool) -> Drafter:
+    drafter = random_drafter(drafter_config(hidden_size=64, head_dim=32, **flags)).eval().requires_grad_(False)
+    if halve:
+        drafter = drafter.bfloat16().float()
+    assert pack_linears(drafter, halve=halve).linears > 0
+    return drafter
+
+
+@torch.inference_mode()
+def depths_of(lean: _FusedDrafter, *, far: int = 0) -> list[torch.Tensor]:
+    """What two depths give, the first over some tokens and the second over as many behind them."""
+    config, cache, generator = lean._config, KVCache(blocks=7, block_size=SIZE), torch.Generator().manual_seed(3)
+    hidden = torch.randn(9, config.hidden_size, generator=generator)
+    made = list[torch.Tensor]()
+    for base in (0, 9):
+        layout = layout_of([AttentionRow(blocks=(3, 1, 6, 0, 2), base=base, count=9)])
+        token_N = torch.randint(config.vocab_size, (9,), generator=generator)
+        output = lean.step(hidden, token_N, layout.position_N + far, PagedAttention(cache, layout))
+        hidden = output.feedback
+        made += [output.normed, output.feedback]
+    return [*made, *cache.layers[0]]
+
+
+@pytest.mark.parametrize("halve", [False, True])
+@pytest.mark.parametrize("flags", SETTINGS, ids=lambda flags: "+".join(k for k, v in flags.items() if v) or "none")
+def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool) -> None:
+    lean = fused_drafter(packed_drafter(halve=halve, **flags))
+    assert isinstance(lean, _FusedDrafter)
+    assert lean._in_one_call is not None
+    far = 3 * draft_layer.FIRST_POSITIONS  # the table of turns has to grow
+    ours = [depths_of(lean), depths_of(lean, far=far)]
+    lean._in_one_call = None
+    theirs = [depths_of(lean), depths_of(lean, far=far)]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    assert not torch.equal(ours[0][2], ours[1][2]), "or positions do not matter"
+
+
+def test_a_depth_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = draft_layer.DraftLayer.run_depth
+
+    def wrong(self: draft_layer.DraftLayer, *given: Any) -> Any:
+        made = right(self, *given)
+        assert made is not None
+        made[1].mul_(1.01)
+        return made
+
+    drafter = packed_drafter()
+    monkeypatch.setattr(draft_layer.DraftLayer, "run_depth", wrong)
+    assert fused_drafter(drafter) is drafter

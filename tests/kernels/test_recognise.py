@@ -1,0 +1,363 @@
+"""A lean pass computes what the model's own code computes, and is handed out for no other model."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from engine.test_paged_target import built
+from torch import Tensor, nn
+
+from eyas.engine.runner.target import TargetRunner
+from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.llama.block import FusedLlama, FusedRMSNorm, Product, join
+from eyas.kernels.llama.recognise import NotLlamaError, _build, _prove, fused_llama
+from eyas.target.capture import capture
+from eyas.target.model import Target, _computes
+
+CPU = torch.device("cpu")
+LAYERS = 4
+PAGE_SIZE = 4
+TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
+PASSES = (
+    [AttentionRow(blocks=(5, 1, 7), base=0, count=6), AttentionRow(blocks=(2, 0), base=0, count=3)],
+    [AttentionRow(blocks=(5, 1, 7), base=6, count=3, ancestors=TREE), AttentionRow(blocks=(2, 0), base=3, count=1)],
+    [AttentionRow(blocks=(2, 0), base=4, count=4)],
+)
+
+
+def plain(family: str = "llama", **changes: Any) -> Target:
+    if family == "mistral":
+        changes = {"sliding_window": None, **changes}
+    return built(family, **changes)
+
+
+def lean_of(target: Target) -> FusedLlama:
+    reasons: list[str] = []
+    lean = fused_llama(target, reasons.append)
+    assert lean is not None, reasons
+    return lean
+
+
+def reason_against(target: Target) -> str:
+    reasons: list[str] = []
+    assert fused_llama(target, reasons.append) is None
+    (reason,) = reasons
+    return reason
+
+
+@torch.inference_mode()
+def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: tuple[int, ...] = (1, 3), **close: float) -> None:
+    own, cache = TargetRunner(target, KVCache(blocks=8, block_size=PAGE_SIZE)), KVCache(blocks=8, block_size=PAGE_SIZE)
+    generator = torch.Generator().manual_seed(4)
+    for rows in PASSES:
+        layout = AttentionMetadata.of(rows, block_size=PAGE_SIZE, device=CPU)
+        ids_N = torch.randint(80, layout.slot_N.shape, generator=generator)
+        keep_M = torch.arange(len(ids_N)).flip(0)[::2]
+        with capture(target.model, aux_layer_ids) as captured:
+            theirs = own.forward(ids_N, layout, keep_M)
+        ours, aux = lean.forward(ids_N, PagedAttention(cache, layout), keep_M, aux_layer_ids)
+        tolerances = close or {"rtol": 1e-4, "atol": 2e-4}
+        torch.testing.assert_close(ours, theirs, **tolerances)
+        torch.testing.assert_close(aux, captured.aux_hidden()[0], **tolerances)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_a_lean_pass_equals_the_models_own(family: str, tied: bool) -> None:
+    target = plain(family, tie_word_embeddings=tied)
+    assert_same_pass(target, lean_of(target))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 4},
+        {"num_key_value_heads": 1, "head_dim": 16},
+        {"rms_norm_eps": 0.5},
+    ],
+)
+def test_shapes_biases_and_epsilons_of_llama_are_followed(changes: dict[str, Any]) -> None:
+    target = plain(**changes)
+    assert_same_pass(target, lean_of(target))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_are_the_models_own(rope: dict[str, Any]) -> None:
+    target = plain(rope_parameters={"rope_theta": 100.0, **rope}, max_position_embeddings=64)
+    assert_same_pass(target, lean_of(target))
+
+
+def test_half_precision_rounds_where_the_model_does() -> None:
+    if not _computes(torch.bfloat16, CPU):
+        pytest.skip("this processor computes bfloat16 slowly")
+    target = plain("qwen3")
+    target = replace(target, model=target.model.bfloat16())
+    assert_same_pass(target, lean_of(target), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_round_before_the_weight(dtype: torch.dtype) -> None:
+    target = plain()
+    norm: Any = target.model.model.norm.to(dtype)
+    x = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    ours, theirs = FusedRMSNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
+    if dtype == torch.float32:
+        torch.testing.assert_close(ours, theirs)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+def test_states_of_every_depth_are_those_that_are_captured() -> None:
+    target = plain()
+    lean = lean_of(target)
+    assert_same_pass(target, lean, (0, LAYERS))
+    assert_same_pass(target, lean, (LAYERS,))
+
+
+def test_logits_are_made_for_the_tokens_asked_for() -> None:
+    lean = lean_of(plain())
+    layout = AttentionMetadata.of(PASSES[0], block_size=PAGE_SIZE, device=CPU)
+    ids_N = torch.arange(len(layout.slot_N))
+
+    def run(keep_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return lean.forward(ids_N, PagedAttention(KVCache(blocks=8, block_size=PAGE_SIZE), layout), keep_M)
+
+    everything, aux = run(None)
+    assert everything.shape == (9, 80)
+    assert aux is None
+    assert run(torch.tensor([], dtype=torch.int64))[0].shape == (0, 80)
+    torch.testing.assert_close(run(torch.tensor([7, 2]))[0], everything[[7, 2]])
+
+
+def test_joined_weights_take_the_place_of_their_parts() -> None:
+    target = plain("qwen2", tie_word_embeddings=True)
+    model: Any = target.model
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    first, second = lean_of(target), lean_of(target)
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, before[name]), name
+    attention = model.model.layers[1].self_attn
+    storages = {getattr(attention, name).weight.untyped_storage().data_ptr() for name in ("q_proj", "k_proj", "v_proj")}
+    assert len(storages) == 1
+    for lean in (first, second):
+        qkv: Any = lean.blocks[1].qkv
+        bias, weight = qkv.args
+        assert weight.data_ptr() == attention.q_proj.weight.data_ptr()
+        assert bias.data_ptr() == attention.q_proj.bias.data_ptr()
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+def test_packed_linears_are_joined_where_they_lie() -> None:
+    target = plain(hidden_size=64, head_dim=32, intermediate_size=96)
+    model: Any = target.model
+    if not pack_linears(model).linears:
+        pytest.skip("there is no compiler")
+    lean = lean_of(target)
+    assert_same_pass(target, lean)
+    qkv: Any = lean.blocks[1].qkv
+    assert qkv.packed.panels_PKC.data_ptr() == model.model.layers[1].self_attn.q_proj.panels_PKC.data_ptr()
+
+
+@torch.no_grad()
+def amplifying(left: float) -> Target:
+    """A model in which a quarter of the tokens lose all but a little of one number and grow a hundredfold by the rest.
+
+    By hand, and so that all else stays what it is: of the first two layers only one gate is open, and as far for all.
+    """
+    target = plain(mlp_bias=True)
+    model: Any = target.model.model
+    embedding = model.embed_tokens.weight
+    embedding[:, 0] = 0
+    embedding.copy_(nn.functional.normalize(embedding))
+    embedding[:20, 0] = 1
+    for layer, squares, goes_to, by in zip(model.layers, (2, 1), (0, 1), (left - 1, 100 / left), strict=False):
+        layer.self_attn.o_proj.weight.zero_()
+        layer.post_attention_layernorm.weight.fill_(1)
+        for part in layer.mlp.parameters():
+            part.zero_()
+        layer.mlp.gate_proj.bias[0] = 9.0
+        layer.mlp.up_proj.weight[0, 0] = 1.0
+        root = (squares / 32 + layer.post_attention_layernorm.variance_epsilon) ** 0.5
+        layer.mlp.down_proj.weight[goes_to, 0] = by * root / nn.functional.silu(torch.tensor(9.0))
+    return target
+
+
+def wrong_at(product: Product, factor: float, only: Callable[[int], slice] = slice) -> Product:
+    """A product of which some rows are off."""
+
+    def product_(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        made_NE = product(x_ND, out_NE)
+        made_NE[only(len(x_ND))] *= factor
+        return made_NE
+
+    return product_
+
+
+def first_of_two(count: int) -> slice:
+    return slice(1 if count == 2 else 0)
+
+
+def with_block(lean: FusedLlama, number: int, **parts: Any) -> FusedLlama:
+    blocks = list(lean.blocks)
+    blocks[number] = replace(blocks[number], **parts)
+    return replace(lean, blocks=blocks)
+
+
+def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
+    target = amplifying(left=1e-4)
+    lean = _build(target)
+    rounded = with_block(lean, 0, down=wrong_at(lean.blocks[0].down, 1 + 1e-6))
+    layout = AttentionMetadata.of(PASSES[0], block_size=PAGE_SIZE, device=CPU)
+    ids_N = torch.arange(len(layout.slot_N))
+    aux = [
+        one.forward(ids_N, PagedAttention(KVCache(blocks=8, block_size=PAGE_SIZE), layout), None, (1, 2))[1]
+        for one in (rounded, lean)
+    ]
+    (before, behind), (their_before, theirs) = (x.chunk(2, dim=-1) for x in aux if x is not None)
+    assert (theirs.norm(dim=-1) > 80 * their_before.norm(dim=-1)).all()
+    assert ((before - their_before).norm(dim=-1) < 1e-5 * their_before.norm(dim=-1)).all()
+    assert ((behind - theirs).norm(dim=-1) > 5e-3 * theirs.norm(dim=-1)).all()
+    _prove(rounded, target)
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) -> None:
+    target = plain()
+    lean = _build(target)
+    wrong = with_block(lean, layer, down=wrong_at(lean.blocks[layer].down, factor, first_of_two))
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+        _prove(wrong, target)
+
+
+def test_one_wrong_token_of_the_head_is_found_out() -> None:
+    target = plain()
+    lean = _build(target)
+    with pytest.raises(NotLlamaError, match="each layer alone gave other logits"):
+        _prove(replace(lean, head=wrong_at(lean.head, 1.01, lambda count: slice(count - 1, count))), target)
+
+
+class SharedCache(PagedAttention):
+    """All layers write to the same memory."""
+
+    def __call__(self, layer: int, *given: Any) -> Tensor:
+        return super().__call__(0, *given)
+
+
+def nothing(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+    return torch.zeros(len(x_ND), 32)
+
+
+@pytest.mark.parametrize("wrongly", ["in another order", "without one", "over one cache"])
+def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str) -> None:
+    class Wrong(FusedLlama):
+        def forward(self, ids_N: Tensor, attention: PagedAttention, *asked: Any) -> tuple[Tensor, Tensor | None]:
+            lean: FusedLlama = self
+            if len(self.blocks) == LAYERS and wrongly == "in another order":
+                lean = replace(self, blocks=[self.blocks[layer] for layer in (0, 2, 1, 3)])
+            elif len(self.blocks) == LAYERS and wrongly == "without one":
+                lean = with_block(self, 1, output=nothing, down=nothing)
+            elif wrongly == "over one cache":
+                attention = SharedCache(attention.cache, attention.layout)
+            return FusedLlama.forward(lean, ids_N, attention, *asked)
+
+    target = plain()
+    lean = _build(target)
+    wrong = Wrong(**{part.name: getattr(lean, part.name) for part in fields(lean)})
+    with pytest.raises(NotLlamaError, match="all layers gave other states"):
+        _prove(wrong, target)
+
+
+def test_linears_that_are_not_alike_are_not_joined() -> None:
+    assert join([nn.Linear(3, 2), nn.Linear(3, 2, bias=False)]) is None
+    assert join([nn.Linear(3, 2), nn.Bilinear(3, 3, 2)]) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("gemma", {}, "embeddings are"),
+        ("gemma2", {}, "embeddings are"),
+        ("gemma3_text", {}, "embeddings are"),
+        ("mixtral", {}, "does not consist of"),
+        ("qwen3_moe", {}, "does not consist of"),
+        ("phi", {}, "does not consist of"),
+        ("phi3", {}, "does not consist of"),
+        ("gpt2", {}, "does not consist of"),
+        ("olmo2", {}, "does not consist of"),
+        ("llama", {"hidden_act": "gelu"}, "activation"),
+        ("mistral", {"sliding_window": 5}, "window"),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}, "window"),
+        ("granite", {"residual_multiplier": 0.9}, "behind 1 layers"),
+        ("granite", {"embedding_multiplier": 1.1}, "behind 0 layers"),
+        ("granite", {"logits_scaling": 1.1}, "logits"),
+        ("cohere", {}, "does not consist of"),
+        ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}, "behind 2 layers"),
+    ],
+)
+def test_other_models_are_refused_with_a_reason(family: str, changes: dict[str, Any], reason: str) -> None:
+    assert reason in reason_against(built(family, **changes))
+
+
+def test_a_model_whose_code_does_more_than_its_parts_tell_is_found_out() -> None:
+    target = plain()
+    layer: Any = target.model.model.layers[2]
+    own_forward = layer.forward
+    layer.forward = MethodType(lambda self, *args, **kwargs: own_forward(*args, **kwargs) + 0.01, layer)
+    assert "states behind 3 layers" in reason_against(target)
+
+
+def test_what_a_model_does_to_far_positions_only_is_found_out() -> None:
+    target = plain(max_position_embeddings=4096)
+    layer: Any = target.model.model.layers[0]
+    own_forward = layer.forward
+
+    def forward(self: nn.Module, hidden_states: Tensor, *, position_ids: Tensor, **kwargs: Any) -> Tensor:
+        output: Tensor = own_forward(hidden_states, position_ids=position_ids, **kwargs)
+        return output * torch.where(position_ids > 2048, 1.1, 1.0)[..., None]
+
+    layer.forward = MethodType(forward, layer)
+    assert "states behind 1 layers" in reason_against(target)
+
+
+def test_a_part_of_a_head_that_is_not_rotated_is_a_reason() -> None:
+    target = plain()
+    rotary: Any = target.model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq[:2]
+    assert "rotates 4 of 8" in reason_against(target)
+
+
+def test_weights_of_several_types_and_foreign_linears_are_refused() -> None:
+    target = plain()
+    mixed: Any = target.model
+    mixed.model.norm.double()
+    assert "several types" in reason_against(target)
+
+    class Quantised(nn.Linear):
+        pass
+
+    target = plain()
+    foreign: Any = target.model
+    foreign.model.layers[0].mlp.down_proj = Quantised(48, 32, bias=False).requires_grad_(False)
+    assert "Quantised" in reason_against(target)
