@@ -195,7 +195,7 @@ def test_ends_shortest_lengths_and_logprobs(
         assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"token_budget": 9}, {"page_size": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{"max_num_batched_tokens": 9}, {"block_size": 1}], ids=str)
 def test_a_tree_is_cut_where_slots_are_short(
     target: Target,
     tiny_drafter: Drafter,
@@ -207,7 +207,7 @@ def test_a_tree_is_cut_where_slots_are_short(
     per_block = Engine(target, tiny_drafter, options=options(**changes)).budget.bytes_per_block
     blocks = 120 // options(**changes).block_size
     engine = engine_with_trees(
-        target, tiny_drafter, TREES[1], **{"max_length": 64, "memory": blocks * per_block, **changes}
+        target, tiny_drafter, TREES[1], **{"max_model_len": 64, "memory": blocks * per_block, **changes}
     )
     answers = run(engine, [request(prompt) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected

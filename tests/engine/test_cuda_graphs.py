@@ -135,7 +135,9 @@ def test_logprobs_ends_and_shortest_lengths(
         assert [x.logprob for x in a.logprobs] == pytest.approx([x.logprob for x in b.logprobs], abs=1e-4)
 
 
-@pytest.mark.parametrize("changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}])
+@pytest.mark.parametrize(
+    "changes", [{"prefix_cache": False}, {"max_num_batched_tokens": 9}, {"block_size": 1}, {"block_size": 64}]
+)
 def test_chunks_blocks_and_prefixes(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
 ) -> None:

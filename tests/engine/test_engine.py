@@ -40,7 +40,13 @@ def request(prompt: Sequence[int], **changes: Any) -> Request:
 
 
 def options(**changes: Any) -> EngineConfig:
-    values: dict[str, Any] = {"max_rows": 8, "max_length": 128, "token_budget": 64, "page_size": 4, "memory": 2**22}
+    values: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "memory": 2**22,
+    }
     return EngineConfig(**{**values, **changes})
 
 
@@ -102,7 +108,9 @@ def test_trees_give_the_same_answers(
     assert engine.tally.accepted > 0
 
 
-@pytest.mark.parametrize("changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}])
+@pytest.mark.parametrize(
+    "changes", [{"prefix_cache": False}, {"max_num_batched_tokens": 9}, {"block_size": 1}, {"block_size": 64}]
+)
 def test_chunks_blocks_and_prefixes_do_not_show(
     target: Target,
     tiny_drafter: Drafter,
@@ -360,7 +368,7 @@ def test_a_refused_request_takes_the_others_of_its_call_with_it(
 def test_more_memory_than_there_is_is_refused_with_the_numbers(target: Target) -> None:
     with pytest.raises(UserError, match=r"GiB.*free"):
         Engine(target, options=options(memory=2**50))
-    with pytest.raises(UserError, match=r"one request of 128 tokens needs .* lower max_length"):
+    with pytest.raises(UserError, match=r"one request of 128 tokens needs .* lower max_model_len"):
         Engine(target, options=options(memory=2**10))
 
 

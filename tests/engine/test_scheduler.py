@@ -16,7 +16,7 @@ OFF = Speculation(mode="off")
 
 
 def scheduler(blocks: int = 64, **changes: Any) -> Scheduler:
-    limits = {"max_rows": 8, "token_budget": 64, "max_length": 128, "prefill_chunk": None} | changes
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "prefill_chunk": None} | changes
     return Scheduler(BlockManager(blocks, SIZE), **limits)
 
 
@@ -61,7 +61,7 @@ def finish_all(made: Scheduler, most_steps: int = 1000) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_rows", 0), ("token_budget", 0), ("max_length", 1), ("prefill_chunk", 0)]
+    ("name", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", 1), ("prefill_chunk", 0)]
 )
 def test_limits_that_let_nothing_run_are_refused(name: str, value: int) -> None:
     with pytest.raises(UserError, match=f"{name} is {value}"):

@@ -208,10 +208,10 @@ class FakeEngine:
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {},
-    {"blocks": 18, "max_rows": 8, "chunk": 7},
-    {"blocks": 18, "budget": 5, "max_rows": 4},
+    {"blocks": 18, "max_num_seqs": 8, "chunk": 7},
+    {"blocks": 18, "budget": 5, "max_num_seqs": 4},
     {"blocks": 72, "size": 1, "budget": 40, "chunk": 16},
-    {"blocks": 8, "size": 16, "max_rows": 10, "budget": 64, "chunk": 16},
+    {"blocks": 8, "size": 16, "max_num_seqs": 10, "budget": 64, "chunk": 16},
     {"blocks": 18, "prefix_cache": False},
 ]
 STEPS = [2500, 2500, 2000, 1000, 1500, 500]

@@ -46,7 +46,7 @@ MANNERS = {
     "plain, 32 users": Manner(users=32, depth=None),
     "chain, 1 user": Manner(users=1),
     "chain, 7 users, no prefix cache": Manner(users=7, options={"prefix_cache": False}),
-    "chain, 32 users, chunks of 48": Manner(users=32, options={"token_budget": 80}),
+    "chain, 32 users, chunks of 48": Manner(users=32, options={"max_num_batched_tokens": 80}),
     "chain, 32 users, preempted": Manner(users=32, blocks=SHORT_OF_PAGES),
     "tree, 1 user": Manner(users=1, options={"tree": Tree(depth=4, width=3, budget=12)}),
     "tree, 7 users": Manner(users=7, options={"tree": Tree(depth=4, width=3, budget=12)}),

@@ -107,7 +107,14 @@ def test_every_sampling_among_greedy_ones(
 
 
 @pytest.mark.parametrize(
-    "changes", [{"prefix_cache": False}, {"token_budget": 9}, {"page_size": 1}, {"page_size": 64}, {"max_rows": 2}]
+    "changes",
+    [
+        {"prefix_cache": False},
+        {"max_num_batched_tokens": 9},
+        {"block_size": 1},
+        {"block_size": 64},
+        {"max_num_seqs": 2},
+    ],
 )
 def test_chunks_blocks_and_prefixes(
     target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], changes: dict[str, Any]
@@ -116,7 +123,7 @@ def test_chunks_blocks_and_prefixes(
     asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts for _ in range(3)]
     engine, ours, theirs = both(target, drafter, asked, **changes)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    assert engine.pool.hits > 0 or not engine.options.prefix_cache or "page_size" in changes
+    assert engine.pool.hits > 0 or not engine.options.prefix_cache or "block_size" in changes
 
 
 def test_trees_stay_eager(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:

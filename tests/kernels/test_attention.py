@@ -376,10 +376,10 @@ def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
         PagedAttention(KVCache(blocks=1, block_size=4), layout, backend="triton")
 
 
-@pytest.mark.parametrize("name", ["blocks", "page_size"])
+@pytest.mark.parametrize("name", ["blocks", "block_size"])
 def test_a_cache_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is 0"):
-        KVCache(**{"blocks": 4, "page_size": 4, name: 0})
+        KVCache(**{"blocks": 4, "block_size": 4, name: 0})
 
 
 @pytest.mark.parametrize(

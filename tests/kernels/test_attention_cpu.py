@@ -89,7 +89,7 @@ def run(
 
 @pytest.mark.parametrize("law", LONG_LAWS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_long_contexts_in_scattered_blocks_are_as_dense(
     sizes: tuple[int, ...], law: Law, block_size: int, threads: int
 ) -> None:

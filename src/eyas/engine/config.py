@@ -50,7 +50,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.drift_share < 1:
             raise UserError(f"drift_share is {self.drift_share}; it must be 0 or more and below 1")
-        for name, least in (("max_rows", 1), ("token_budget", 1), ("max_depth", 1), ("drafter_sinks", 0)):
+        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_depth", 1), ("drafter_sinks", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
 
@@ -62,7 +62,7 @@ def choose_length(asked: int | None, target: Target) -> int:
         return min(LONGEST, most or LONGEST)
     if most is not None and asked > most:
         raise UserError(
-            f"max_length {asked} is above the {most} tokens that {target.facts.source} was made for; lower it"
+            f"max_model_len {asked} is above the {most} tokens that {target.facts.source} was made for; lower it"
         )
     return asked
 

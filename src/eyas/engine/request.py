@@ -116,7 +116,7 @@ class SequenceState:
     drafter_length: int = 0
     """Tokens that have keys and values of the drafter."""
     blocks: list[int] = field(default_factory=list)
-    """Where both caches keep token i: in block number i // page_size of this list."""
+    """Where both caches keep token i: in block number i // block_size of this list."""
     finished: FinishReason | None = None
     preemptions: int = 0
     """How often it lost its blocks to an earlier request."""

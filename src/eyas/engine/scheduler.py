@@ -67,15 +67,15 @@ class Scheduler:
         drafter: bool = True,
     ) -> None:
         for name, value, least in (
-            ("max_rows", max_num_seqs, 1),
-            ("token_budget", max_num_batched_tokens, 1),
-            ("max_length", max_model_len, 2),
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("max_model_len", max_model_len, 2),
             ("prefill_chunk", prefill_chunk, 1),
         ):
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; it must be {least} or more")
         self._pool, self._drafter = pool, drafter
-        self._max_rows = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
         self._budget, self._max_length = max_num_batched_tokens, max_model_len
         self._chunk = max_num_batched_tokens if prefill_chunk is None else prefill_chunk
         self._lives: dict[int, SequenceState] = {}
@@ -144,7 +144,7 @@ class Scheduler:
         decoding = [seq for seq in self._running if seq.pending == 1]
         reading = [seq for seq in self._running if seq.pending > 1]
         left = self._budget - len(decoding)
-        prompts_want = bool(reading or (self._waiting and len(self._running) < self._max_rows))
+        prompts_want = bool(reading or (self._waiting and len(self._running) < self._max_num_seqs))
         useful = [min(wanted_drafts.get(seq.key, 0), self.limit(seq) - len(seq.tokens) - 1) for seq in decoding]
         assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit is finished"
         drafts = _share(useful, left // 2 if prompts_want else left)
@@ -201,7 +201,7 @@ class Scheduler:
         queue = [*self._running, *self._waiting]
         assert {seq.key: seq for seq in queue} == self._lives
         assert [seq.arrival for seq in queue] == sorted({seq.arrival for seq in queue}), "not in arrival order"
-        assert len(self._running) <= self._max_rows
+        assert len(self._running) <= self._max_num_seqs
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
             assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq)
@@ -243,7 +243,7 @@ class Scheduler:
         """Let the first waiting request run, if a row and the blocks of all its tokens are there."""
         # One free block for each of the others, or the newcomer would soon be preempted.
         spare = len(self._running)
-        if not self._waiting or len(self._running) == self._max_rows or self._pool.free <= spare:
+        if not self._waiting or len(self._running) == self._max_num_seqs or self._pool.free <= spare:
             return None
         seq = self._waiting[0]
         followed = self._drafter and seq.speculates

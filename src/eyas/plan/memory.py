@@ -6,7 +6,7 @@
     recorded              what recorded steps (CUDA graphs) keep for good
     blocks                 keys and values of requests; they get what is left, or what is granted
 
-A block holds `page_size` positions of one request in every layer of the target and, with it, of the drafter.
+A block holds `block_size` positions of one request in every layer of the target and, with it, of the drafter.
 """
 
 from dataclasses import dataclass
@@ -89,13 +89,13 @@ def plan_blocks(
     memory: int | None = None,
     share: float = SHARE_OF_FREE,
 ) -> BlockBudget:
-    """Blocks for `max_rows` requests of `max_length`, or as many as memory allows; refused if not even one fits.
+    """Blocks for `max_num_seqs` requests of `max_model_len`, or as many as memory allows; refused if not even one fits.
 
     `free_bytes` is what is free once the weights are loaded; running takes its part of that first. `memory` is what
     the user grants to blocks; without it, they may have a `share` of what is left.
     """
     if block_size < 1:
-        raise UserError(f"page_size is {block_size}; it must be 1 or more")
+        raise UserError(f"block_size is {block_size}; it must be 1 or more")
     left = max(0, free_bytes - footprint.beside_weights)
     if memory is not None and memory > left:
         raise UserError(
@@ -109,7 +109,7 @@ def plan_blocks(
     if blocks < per_request:
         raise UserError(
             f"one request of {max_model_len:,} tokens needs {size(per_request * bytes_per_block)} of blocks, above the "
-            f"{size(granted)} granted ({size(free_bytes)} are free); lower max_length to "
+            f"{size(granted)} granted ({size(free_bytes)} are free); lower max_model_len to "
             f"{longest(granted, footprint.per_token, block_size):,} or grant more"
         )
     return BlockBudget(

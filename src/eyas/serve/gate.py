@@ -24,7 +24,7 @@ class Gate:
         self.places = max_num_seqs + queue
         self.taken = 0
         self.draining = False
-        self._max_rows, self._clock = max_num_seqs, clock
+        self._max_num_seqs, self._clock = max_num_seqs, clock
         self._mean_seconds = 1.0
 
     def require_room(self, count: int = 1) -> None:
@@ -43,7 +43,7 @@ class Gate:
     @property
     def retry_after(self) -> int:
         """Seconds until about half of those under way are done."""
-        rounds = self.taken / self._max_rows
+        rounds = self.taken / self._max_num_seqs
         return max(1, min(LONGEST_WAIT, ceil(self._mean_seconds * rounds / 2)))
 
     @contextmanager

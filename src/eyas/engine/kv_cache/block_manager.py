@@ -1,6 +1,6 @@
 """Who owns which block of the caches, and which blocks hold what a later request may want.
 
-A block is room for `page_size` tokens in the target's cache and in the drafter's alike. It is used (someone refers to
+A block is room for `block_size` tokens in the target's cache and in the drafter's alike. It is used (someone refers to
 it) or free, and a free block is blank or idle: an idle one still holds a prefix that a request may take up again, until
 room is short and the least recently used go.
 

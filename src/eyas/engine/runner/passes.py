@@ -57,8 +57,8 @@ def read(
     Numbers: `ids` [1, Q], `base` and `live` [1], `table` [1, P].
     """
     ids_1Q = numbers["ids"]
-    table, base, seq = (numbers[name].int() for name in ("table", "base", "live"))
-    layout = AttentionMetadata.padded(table, base, seq, count=ids_1Q.shape[1], cache=cache)
+    table, base, count = (numbers[name].int() for name in ("table", "base", "live"))
+    layout = AttentionMetadata.padded(table, base, count, count=ids_1Q.shape[1], cache=cache)
     newest_1V, aux_NX = run(ids_1Q.flatten(), layout, (numbers["live"] - 1).clamp(min=0))
     logits_1V.copy_(newest_1V)
     if states_CX is not None and aux_NX is not None:
@@ -66,7 +66,7 @@ def read(
         if remember is not None:
             drafter, its_cache = remember
             layout = AttentionMetadata.padded(
-                table, base, (seq - 1).clamp(min=0), count=ids_1Q.shape[1], cache=its_cache
+                table, base, (count - 1).clamp(min=0), count=ids_1Q.shape[1], cache=its_cache
             )
             hidden_ND = drafter.fuse(aux_NX.to(drafter.fc.weight.dtype))
             # A slot takes a state beside the token behind it.
@@ -82,8 +82,8 @@ def verify(
 
     Numbers: `ids` [R, Q], `base` and `live` [R], `table` [R, P].
     """
-    table, base, seq = (numbers[name].int() for name in ("table", "base", "live"))
-    return _verify(numbers["ids"], table, base, seq, run, cache, logits_SV, states_SX)
+    table, base, count = (numbers[name].int() for name in ("table", "base", "live"))
+    return _verify(numbers["ids"], table, base, count, run, cache, logits_SV, states_SX)
 
 
 def _verify(
@@ -119,10 +119,10 @@ def draft_and_verify(
     """
     drafted_2RK = draft(numbers, mark)
     ids_RQ = torch.cat([numbers["newest"][:, None], drafted_2RK[0]], dim=1)
-    table, read, seq, limit = (numbers[name].int() for name in ("table", "base", "live", "limit"))
+    table, read, count, limit = (numbers[name].int() for name in ("table", "base", "live", "limit"))
     # A row has something to read, or it is not real.
-    verified_R = torch.where(seq > 0, 1 + limit, 0)
-    largest_RQ = _verify(ids_RQ, table, read + seq, verified_R, run, cache, logits_SV, states_SX)
+    verified_R = torch.where(count > 0, 1 + limit, 0)
+    largest_RQ = _verify(ids_RQ, table, read + count, verified_R, run, cache, logits_SV, states_SX)
     return torch.cat([drafted_2RK.flatten(), largest_RQ.flatten()])
 
 

@@ -50,7 +50,7 @@ struct pass {
     const struct task *tasks;
     float *parts;
     int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
-    int64_t blocks, page_size, new_tokens, task_count;
+    int64_t blocks, block_size, new_tokens, task_count;
     int64_t window, sinks; /* window 0: none */
     int64_t shared, key_heads, slots, key_size, value_size; /* F, G, C, K, V */
     int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides, in floats */
@@ -237,7 +237,7 @@ static long position_of(const struct pass *pass, long row, long query) {
 }
 
 static int32_t place_of(const struct pass *pass, long row, long slot) {
-    return pass->table[row * pass->blocks + slot / pass->page_size] * pass->page_size + slot % pass->page_size;
+    return pass->table[row * pass->blocks + slot / pass->block_size] * pass->block_size + slot % pass->block_size;
 }
 
 /* Where the positions of a chunk lie that a query sees, in their order. */
@@ -248,12 +248,12 @@ static long list_slots(const struct pass *pass, long row, long query, long chunk
     const int branches = has_bits(pass, row);
     uint64_t bits = branches ? pass->seen[pass->start[row] + query] : 0;
     for (long p = base; p < begin; p++) bits &= bits - 1;
-    const int32_t *block = pass->table + row * pass->blocks + begin / pass->page_size; /* that of p, while slots are p */
-    long inside = begin % pass->page_size, count = 0;
+    const int32_t *block = pass->table + row * pass->blocks + begin / pass->block_size; /* that of p, while slots are p */
+    long inside = begin % pass->block_size, count = 0;
     for (long p = begin; p < end; p++) {
         if (p < base || !branches) {
-            if (p >= nearest || p < pass->sinks) slots[count++] = *block * pass->page_size + inside;
-            if (++inside == pass->page_size) block++, inside = 0;
+            if (p >= nearest || p < pass->sinks) slots[count++] = *block * pass->block_size + inside;
+            if (++inside == pass->block_size) block++, inside = 0;
         } else { /* the next node of the path */
             const long slot = base + __builtin_ctzll(bits);
             bits &= bits - 1;

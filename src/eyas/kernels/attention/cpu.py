@@ -36,7 +36,7 @@ WORK_OF_A_THREAD = 1 << 18
 
 _POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left")
 _NUMBERS = (
-    *("blocks", "page_size", "new_tokens", "task_count", "window", "sinks"),
+    *("blocks", "block_size", "new_tokens", "task_count", "window", "sinks"),
     *("shared", "key_heads", "slots", "key_size", "value_size"),
     *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
 )

@@ -1,7 +1,7 @@
 """Keys and values of all requests in blocks, and the layout of one pass over them.
 
-Memory is a row of blocks of `page_size` slots. A request owns a list of blocks, its block table; slot s of the request
-lies in block `table[s // page_size]`. Blocks come from anywhere, so memory is never moved to make room and requests
+Memory is a row of blocks of `block_size` slots. A request owns a list of blocks, its block table; slot s of the request
+lies in block `table[s // block_size]`. Blocks come from anywhere, so memory is never moved to make room and requests
 that begin alike can share their first blocks.
 
 One pass takes new tokens of several requests, flattened into one line. A row is one request's share of it:
@@ -44,7 +44,7 @@ class KVCache:
     """
 
     def __init__(self, *, blocks: int, block_size: int) -> None:
-        for name, value in (("blocks", blocks), ("page_size", block_size)):
+        for name, value in (("blocks", blocks), ("block_size", block_size)):
             if value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more")
         self.blocks, self.block_size = blocks, block_size
