@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from eyas.cli.pair import load_drafter_for
+from eyas.loading import load_drafter_for
 from eyas.cli.speculation import read_tree
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig

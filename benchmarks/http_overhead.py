@@ -95,7 +95,8 @@ async def ask_when_told(arguments: argparse.Namespace) -> None:
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both ways in turn."""
     # Only here: the process of the clients needs none of it.
-    from eyas.cli.pair import choose_drafter, load_pair
+    from eyas.drafter.shipped import choose_drafter
+    from eyas.loading import load_pair
     from eyas.engine.async_engine import AsyncEngine
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine

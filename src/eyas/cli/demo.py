@@ -35,11 +35,12 @@ def demo(
     cache: Cache = None,
 ) -> None:
     """Answer prompts plainly and with a drafter, one at a time, and compare speed and text."""
-    from eyas.cli.pair import choose_drafter, load_pair
     from eyas.cli.speculation import read_depth
+    from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.errors import UserError
+    from eyas.loading import load_pair
 
     name = choose_drafter(drafter, target)
     if name is None:

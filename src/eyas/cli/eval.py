@@ -73,8 +73,8 @@ def evaluate(
 
     Ctrl-C prints what was measured until then.
     """
-    from eyas.cli.pair import load_drafter_for
     from eyas.errors import UserError
+    from eyas.loading import load_drafter_for
     from eyas.target.model import Target
     from eyas.train.evaluate import Group, estimate_corpus, record_estimates, record_groups
     from eyas.train.evaluate import evaluate as run

@@ -51,12 +51,13 @@ def generate(
 
     A drafter changes how fast answers come, never what they are: the same seed gives the same text without it.
     """
-    from eyas.cli.pair import choose_drafter, load_pair
     from eyas.cli.speculation import read_depth, read_tree
+    from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.engine.request import Request
     from eyas.errors import UserError
+    from eyas.loading import load_pair
     from eyas.sampling import Sampling
 
     if (prompt is None) == (file is None):

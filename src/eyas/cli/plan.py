@@ -139,7 +139,7 @@ def plan(
 
 def _drafter(asked: str | None, target: str, decoder: "Decoder") -> "tuple[str | None, DrafterShape | None]":
     """What drafts: the name a server would be told, and its shape."""
-    from eyas.cli.pair import NO_DRAFTER, choose_drafter
+    from eyas.drafter.shipped import NO_DRAFTER, choose_drafter
     from eyas.plan.resolve import drafter_shape, require_match, usual_drafter
 
     if asked == NO_DRAFTER:

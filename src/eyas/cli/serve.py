@@ -63,10 +63,10 @@ def serve(
 
     Without arguments it serves the default target with the drafter that comes with eyas, on this machine alone.
     """
-    from eyas.cli.pair import load_another, load_pair
     from eyas.cli.speculative_config import read_speculative_config
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
+    from eyas.loading import load_another, load_pair
     from eyas.serve.app import Application
     from eyas.serve.host import Host
     from eyas.serve.log import warn

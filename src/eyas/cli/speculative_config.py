@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from eyas.cli.pair import NO_DRAFTER, choose_drafter
+from eyas.drafter.shipped import NO_DRAFTER, choose_drafter
 from eyas.errors import UserError
 
 if TYPE_CHECKING:

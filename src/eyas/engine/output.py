@@ -76,6 +76,16 @@ class RequestOutput:
     tally: SpecDecodeStats
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended, in OpenAI's words: stop, length, or error."""
+        return self.finished.value
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per verified draft; 1 without drafts."""
+        return self.tally.acceptance_length
+
     @classmethod
     def of(cls, pieces: Sequence[OutputDelta], tally: SpecDecodeStats) -> "RequestOutput":
         """Join the pieces of a request, the last of which is its end."""

@@ -12,6 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from eyas.drafter.model import Drafter
+from eyas.drafter.shipped import NO_DRAFTER
 from eyas.engine.request import Speculation
 from eyas.serve.failure import ApiError, failure_of
 from eyas.serve.host import Host
@@ -20,8 +21,6 @@ from eyas.serve.metrics import Meters
 from eyas.serve.protocol import Count, Wire
 from eyas.serve.reading import parse, read_body
 from eyas.serve.served import Limits, Served
-
-NO_DRAFTER = "none"
 
 
 class DrafterWish(Wire):

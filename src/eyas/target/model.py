@@ -45,7 +45,7 @@ DTYPES: Mapping[str, torch.dtype | str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOutput:
+class ForwardOutput:
     """What one forward pass gives."""
 
     logits_BTV: torch.Tensor
@@ -73,7 +73,8 @@ class Target:
         """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
         `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
-        torch is some fifty times slower than in float32, so float32 it is.
+        torch is some fifty times slower than in float32, so float32 it is. A device of `auto` is the first GPU, if
+        there is one.
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -128,11 +129,11 @@ class Target:
 
     # no_grad, not inference_mode: drafters are trained on these states and inference tensors refuse backward.
     @torch.no_grad()
-    def forward(self, ids_BT: torch.Tensor, aux_layer_ids: Sequence[int]) -> TargetOutput:
+    def forward(self, ids_BT: torch.Tensor, aux_layer_ids: Sequence[int]) -> ForwardOutput:
         """Run whole, equally long sequences (no padding) and return logits and the states `aux_layer_ids`."""
         with capture(self.model, aux_layer_ids) as captured:
             logits_BTV = self.model(input_ids=ids_BT.to(self.device), use_cache=False).logits
-        return TargetOutput(logits_BTV=logits_BTV, aux_hidden_BTX=captured.aux_hidden())
+        return ForwardOutput(logits_BTV=logits_BTV, aux_hidden_BTX=captured.aux_hidden())
 
     def embedding(self) -> torch.Tensor:
         """Return the table of input embeddings, [V, D].
@@ -202,6 +203,8 @@ def _attention_of(config: Any) -> str | None:
 
 
 def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
