@@ -12,7 +12,7 @@ from engine.simulated import CPU, GPU, KIND_CPU, RANDOM, TWO_CORES, best_rate, c
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from engine.test_engine import expected as expected  # a fixture
 from eyas.drafter.model import Drafter
-from eyas.engine import checkup
+from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
 from eyas.engine.runner.drafter import DrafterRunner, Tree
 from eyas.engine.speculation.controller import Controller
@@ -248,7 +248,7 @@ def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
     monkeypatch: pytest.MonkeyPatch,
     grown: Any,
 ) -> None:
-    monkeypatch.setattr(checkup, "EVERY", 1)
+    monkeypatch.setattr(drift_probe, "EVERY", 1)
     engine = engine_with_trees(target, tiny_drafter, TREES[0], drift_share=0.99)
     for _ in range(2):
         answers = run(engine, [request(prompt) for prompt in prompts])

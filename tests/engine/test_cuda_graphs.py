@@ -13,12 +13,13 @@ from torch import Tensor
 
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
-from eyas.engine import graphs, paged_attention
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
+from eyas.engine.runner import cuda_graphs
 from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY
 from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.kernels.attention import dense
 from eyas.kernels.attention.dense import DenseRead
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.target.model import Target
@@ -56,9 +57,9 @@ class PaddedRead:
 
 @pytest.fixture(autouse=True)
 def _dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = paged_attention._reader
+    reader = dense._reader
     monkeypatch.setattr(
-        paged_attention,
+        dense,
         "_reader",
         lambda backend, layout, sinks: (
             PaddedRead(layout, sinks) if layout.on_device is not None else reader(backend, layout, sinks)
@@ -283,7 +284,7 @@ def test_steps_of_very_many_rows_are_recorded_when_they_are_met(target: Target, 
 def test_longer_requests_than_usual_have_tables_of_their_own(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, usual: int
 ) -> None:
-    monkeypatch.setattr(graphs, "USUAL_PAGES", usual)
+    monkeypatch.setattr(cuda_graphs, "USUAL_PAGES", usual)
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     engine, ours, theirs = both(target, tiny_drafter, asked, max_model_len=64, block_size=4)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]

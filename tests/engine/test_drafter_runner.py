@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.engine import lean_draft
 from eyas.engine.request import Request, SequenceState
+from eyas.engine.runner import fused_drafter
 from eyas.engine.runner.drafter import MANY, Draft, DrafterRunner, States
 from eyas.engine.sampler import SamplingMetadata
 from eyas.kernels.attention.metadata import KVCache
@@ -76,7 +76,7 @@ def test_nothing_but_keys_and_values_is_computed_for_a_prompt(monkeypatch: pytes
         ran.append(len(hidden))
         return step(self, hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(lean_draft, "_is_right", lambda *_: True)  # a trial takes steps of its own
+    monkeypatch.setattr(fused_drafter, "_is_right", lambda *_: True)  # a trial takes steps of its own
     monkeypatch.setattr(type(draft), "step", counted)
     read_in(drafter, [75], but_last=True)
     assert ran == [2, 2, 2], "a token of each request, then two further depths"

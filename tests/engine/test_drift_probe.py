@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 
 from default_drafter import training_prompts
+from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.doctor.rounds import run_rounds
 from eyas.doctor.transcripts import Transcript
@@ -17,7 +17,7 @@ from eyas.drafter.checkpoint import build_drafter, checkpoint_of, load_drafter
 from eyas.drafter.looks import REGIONS, Recorder
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
-from eyas.engine import checkup
+from eyas.engine import drift_probe
 from eyas.engine.config import EngineConfig
 from eyas.engine.drift_probe import DriftSample
 from eyas.engine.engine import Engine
@@ -40,7 +40,7 @@ def prompts() -> list[tuple[int, ...]]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, DriftSample]]:
     """Check-ups of every step, whatever they cost, with the tokens and the slot that each started from."""
     found: list[tuple[tuple[int, ...], int, DriftSample]] = []
-    look = checkup.examine
+    look = drift_probe.examine
 
     def examine(
         drafter: DrafterRunner, seq: SequenceState, depth: int, sampling_metadata: SamplingMetadataFor
@@ -49,8 +49,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, Dr
         found.append((tuple(seq.tokens), seq.target_length - 1, one))
         return one
 
-    monkeypatch.setattr(checkup, "examine", examine)
-    monkeypatch.setattr(checkup, "EVERY", 1)
+    monkeypatch.setattr(drift_probe, "examine", examine)
+    monkeypatch.setattr(drift_probe, "EVERY", 1)
     return found
 
 
@@ -187,7 +187,7 @@ def test_extra_passes_are_counted(
     plain, steps[0] = steps[0], 0
     engine = engine_of(target, tiny_drafter)
     run(engine, asked)
-    assert 2 <= engine.drift.checkups <= engine.tally.drafts / checkup.EVERY
+    assert 2 <= engine.drift.checkups <= engine.tally.drafts / drift_probe.EVERY
     assert steps[0] - plain == DEPTH * engine.drift.checkups
 
 
@@ -201,14 +201,14 @@ def test_no_more_than_its_share_of_time(
 ) -> None:
     """On a clock by which a step takes a second and a check-up half a second."""
     now = [0.0]
-    look = checkup.examine
+    look = drift_probe.examine
 
     def examine(*arguments: Any) -> DriftSample:
         now[0] += 0.5
         return look(*arguments)
 
-    monkeypatch.setattr(checkup, "examine", examine)
-    monkeypatch.setattr(checkup, "EVERY", 1)
+    monkeypatch.setattr(drift_probe, "examine", examine)
+    monkeypatch.setattr(drift_probe, "EVERY", 1)
     settings = options(max_depth=DEPTH, drift_share=share)
     engine = Engine(target, tiny_drafter, options=settings, clock=lambda: now[0])
     for prompt in prompts:
@@ -232,8 +232,8 @@ def test_steps_that_draft_nothing_are_no_time_to_take_a_share_of(
         now[0] += 1.0
         return DriftSample(rms=(1.0,) * DEPTH, mass={}, tokens=())
 
-    monkeypatch.setattr(checkup, "examine", examine)
-    monkeypatch.setattr(checkup, "EVERY", 1)
+    monkeypatch.setattr(drift_probe, "examine", examine)
+    monkeypatch.setattr(drift_probe, "EVERY", 1)
     engine = Engine(target, tiny_drafter, options=options(max_depth=DEPTH, drift_share=0.4), clock=lambda: now[0])
 
     def serve(depth: int, tokens: int) -> None:
@@ -263,7 +263,7 @@ def served_alarm(target: Target, drafter: Drafter, prompts: Sequence[tuple[int, 
 def test_a_lost_norm_fires_and_a_healthy_drafter_does_not(
     target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "EVERY", 4)
+    monkeypatch.setattr(drift_probe, "EVERY", 4)
     assert served_alarm(target, tiny_drafter, prompts).controller.events() == []
     healthy = checkpoint_of(tiny_drafter)
     fault = replace(healthy, config=replace(healthy.config, norm_output=False))
@@ -313,7 +313,7 @@ def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
 def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
     default_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkup, "EVERY", 1)
+    monkeypatch.setattr(drift_probe, "EVERY", 1)
     questions = training_prompts()
     chats = [tuple(default_target.encode_chat([{"role": "user", "content": text}])) for text in questions[:2]]
     bare = tuple(default_target.tokenizer(questions[2])["input_ids"])

@@ -10,12 +10,12 @@ import torch
 from scipy import stats
 
 from eyas.drafter.model import Drafter
-from eyas.engine import draft
 from eyas.engine.batch import answer_plainly
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
 from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.engine.runner import drafter
 from eyas.engine.runner.drafter import Tree
 from eyas.errors import UserError
 from eyas.sampling import Sampling, SeededDraws, probabilities, shape_logits
@@ -406,7 +406,7 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not patient:
-        monkeypatch.setattr(draft, "PATIENCE_BYTES", 0)  # a lump of states, then
+        monkeypatch.setattr(drafter, "PATIENCE_BYTES", 0)  # a lump of states, then
     engine = Engine(target, tiny_drafter, options=options(max_model_len=256))
     monkeypatch.setattr(
         engine.controller, "choose", lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1)

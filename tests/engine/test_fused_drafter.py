@@ -7,8 +7,7 @@ import torch
 
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
-from eyas.engine import lean_draft
-from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.engine.runner.fused_drafter import Drafts, fused_drafter
 from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
 from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
 from tiny import drafter_config, random_drafter
@@ -30,7 +29,7 @@ def drafter_of(**flags: bool) -> Drafter:
 
 
 @torch.inference_mode()
-def assert_drafts_alike(lean: lean_draft.Drafts, drafter: Drafter) -> None:
+def assert_drafts_alike(lean: Drafts, drafter: Drafter) -> None:
     assert lean is not drafter, "or the model is compared with itself"
     config = drafter.config
     aux_NX = torch.randn(5, config.num_aux_hidden_states * config.target_hidden_size) * 20

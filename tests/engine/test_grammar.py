@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from engine.test_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 
 from chat_tokenizer import letter_tokenizer
 from engine.test_auto_trees import engine_with_trees
+from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 from engine.test_engine import OFF, at_depth, options
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig

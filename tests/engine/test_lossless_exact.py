@@ -20,8 +20,8 @@ from engine.scripted import (
     random_table,
 )
 from eyas import sampling as sampling_module
-from eyas.engine import reference
 from eyas.sampling import Candidate, Draws, Sampling, one_hot, probabilities, residual, try_candidates
+from oracle import reference
 from oracle.reference import Chain, Node, Tree, decode_plainly, decode_speculatively
 
 PROMPT = (0, 1)

@@ -8,8 +8,8 @@ from scipy import stats
 from torch import Tensor
 
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
-from eyas.engine import reference
 from eyas.sampling import Candidate, Draws, Sampling, SeededDraws, probabilities
+from oracle import reference
 from oracle.reference import Chain, Tree, decode_speculatively
 
 VOCAB = 6

@@ -8,10 +8,10 @@ from transformers import GenerationConfig
 
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
 from eyas.drafter.model import Drafter
-from eyas.engine import reference
 from eyas.errors import UserError
 from eyas.sampling import Sampling, SeededDraws
 from eyas.target.model import Target
+from oracle import reference
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.plain import generate_plainly
 from oracle.reference import Chain, Generation, Node, Tree, decode_plainly, decode_speculatively

@@ -10,10 +10,11 @@ from scipy import stats
 from torch import Tensor
 
 from engine.scripted import random_table
-from eyas.engine import noise, verify
+from eyas.engine import sampler
 from eyas.engine.runner.drafter import Draft
 from eyas.engine.sampler import SamplingMetadata, accept_tree, choose, draw, draw_many, log_probabilities
 from eyas.engine.verify import accepted_nodes
+from eyas.kernels import noise
 from eyas.sampling import Candidate, Sampling, SeededDraws, probabilities, shape_logits, try_candidates
 
 RARE, CERTAIN = 1e-4, 1e-6
@@ -150,12 +151,12 @@ def test_a_batch_of_all_kinds_chooses_as_each_alone(monkeypatch: pytest.MonkeyPa
     ]
     together = choose(logits_NV, wanted)
     assert together.tolist() == [int(choose(logits_NV[i : i + 1], [one])) for i, one in enumerate(wanted)]
-    monkeypatch.setattr(verify, "MOST_AT_ONCE", 900)
+    monkeypatch.setattr(sampler, "MOST_AT_ONCE", 900)
     assert torch.equal(choose(logits_NV, wanted), together), "in portions"
 
 
 def test_plainly_greedy_rows_cost_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_alike", None)
+    monkeypatch.setattr(sampler, "_alike", None)
     logits_NV = torch.stack([random_logits(20, seed) for seed in range(6)]).bfloat16()
     wanted = [SamplingMetadata(sampling=Sampling(top_p=0.5 + row % 2 / 2), position=row) for row in range(6)]
     assert torch.equal(choose(logits_NV, wanted), logits_NV.argmax(-1))

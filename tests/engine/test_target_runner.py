@@ -275,6 +275,6 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Tensor], me
     layout = AttentionMetadata.of([AttentionRow(blocks=[0], base=0, count=3)], block_size=4, device=CPU)
     attention = PagedAttention(KVCache(blocks=1, block_size=4), layout)
     x = torch.zeros(1, 2, 3, 8)
-    arguments: dict[str, Any] = {"attention_mask": None, "eyas_pages": attention, "eyas_windows": {}, **given}
+    arguments: dict[str, Any] = {"attention_mask": None, "eyas_blocks": attention, "eyas_windows": {}, **given}
     with pytest.raises(UserError, match=f"Linear attends with {message}"):
         _attend_for_transformers(torch.nn.Linear(1, 1), x, x, x, **arguments)

@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
-from engine.test_paged import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
-from engine.test_paged_target import ALWAYS, WINDOW, assert_serves, built
 from torch import Tensor
 
+from engine.test_target_runner import ALWAYS, WINDOW, assert_serves, built
 from eyas.kernels.attention.dense import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from kernels.test_attention import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

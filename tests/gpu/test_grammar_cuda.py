@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from engine.test_swapping import run_with_swaps
 
 from chat_tokenizer import letter_tokenizer
 from engine.test_engine import options
 from engine.test_grammar import SHORT, requests
+from engine.test_swap import run_with_swaps
 from eyas.engine.engine import Engine
 from eyas.engine.grammar.llguidance import LlGuidance
 from tiny import drafter_config, random_drafter

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eyas.train.sources.seq import LiveSource
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
@@ -15,6 +14,7 @@ from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, runs_in_one_pass
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
 from eyas.train.newborn import config_for, newborn
+from eyas.train.sources.live import LiveSource
 from eyas.train.stream import CorpusPacks
 from eyas.train.trainee import Trainee
 from eyas.train.unroll import depth_weights

@@ -149,7 +149,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 @pytest.mark.parametrize("law", [Law(), Law(window=50), Law(window=70, sinks=4)], ids=str)
 def test_a_long_prompt_is_read_in_pieces(law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.paged_attention.LONGEST_PIECE", 16)
+    monkeypatch.setattr("eyas.kernels.attention.dense.LONGEST_PIECE", 16)
     world = World(0, law)
     blocks = random.Random(1).sample(range(PAGES), PAGES)
     for base, count in ((0, 75), (75, 1), (76, 90), (166, 33)):
@@ -370,7 +370,7 @@ def test_memory_is_counted_and_taken_before_it_is_needed() -> None:
 
 
 def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.engine.paged_attention.has_triton", lambda: False)
+    monkeypatch.setattr("eyas.kernels.attention.dense.has_triton", lambda: False)
     layout = AttentionMetadata.of([AttentionRow(blocks=[0], base=0, count=1)], block_size=4, device=CPU)
     with pytest.raises(UserError, match="needs the package triton"):
         PagedAttention(KVCache(blocks=1, block_size=4), layout, backend="triton")

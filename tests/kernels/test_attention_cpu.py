@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine.test_paged import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
 from torch import Tensor
 
-from eyas.engine import paged_attention, paged_native
 from eyas.errors import UserError
+from eyas.kernels.attention import cpu, dense
 from eyas.kernels.attention.cpu import AttentionKernel, load_kernel
 from eyas.kernels.attention.dense import Backend, PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.llama.recognise import fused_llama
 from eyas.target.model import Target
+from kernels.test_attention import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
 
 CPU = torch.device("cpu")
 SIZES = [(9, 3, 64, 64), (4, 4, 16, 16), (8, 1, 20, 12), (71, 1, 8, 8), (2, 2, 5, 3)]  # H, G, K, V
@@ -228,7 +228,7 @@ def test_with_little_memory_set_aside_it_takes_several_calls(monkeypatch: pytest
     sizes, rows = SIZES[0], [AttentionRow(blocks=range(30 * i, 30 * i + 30), base=400, count=7) for i in range(4)]
     cache, new = filled(sizes, 120, 16), drawn(sizes, 28)
     at_once = run(copied(cache), rows, new, Law())
-    monkeypatch.setattr(paged_native, "MOST_PARTS_BYTES", 1)
+    monkeypatch.setattr(cpu, "MOST_PARTS_BYTES", 1)
     assert torch.equal(run(cache, rows, new, Law()), at_once)
 
 
@@ -262,7 +262,7 @@ def test_other_types_are_answered_densely(dtype: torch.dtype) -> None:
 def test_without_a_compiler_attention_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, row, new = filled(SIZES[0], 30, 16), AttentionRow(blocks=range(30), base=300, count=2), drawn(SIZES[0], 2)
     assert torch.equal(run(copied(cache), [row], new, Law(), None), run(copied(cache), [row], new, Law()))
-    monkeypatch.setattr(paged_attention, "load_kernel", lambda: (None, "nobody compiles here"))
+    monkeypatch.setattr(dense, "load_kernel", lambda: (None, "nobody compiles here"))
     assert torch.equal(run(copied(cache), [row], new, Law(), None), run(copied(cache), [row], new, Law(), "dense"))
     layout = AttentionMetadata.of([row], block_size=16, device=CPU)
     with pytest.raises(UserError, match="nobody compiles here"):

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_lean import assert_same_pass, lean_of, plain
 
 from eyas.drafter.model import Drafter
-from eyas.engine import draft_layer
 from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
 from eyas.kernels.attention.dense import Backend, PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.llama import eagle
 from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.cpu import load_layers
 from eyas.target.model import Target
+from kernels.test_recognise import assert_same_pass, lean_of, plain
 from tiny import drafter_config, random_drafter
 
 SIZE = 4
@@ -119,7 +119,7 @@ def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool
     lean = fused_drafter(packed_drafter(halve=halve, **flags))
     assert isinstance(lean, _FusedDrafter)
     assert lean._in_one_call is not None
-    far = 3 * draft_layer.FIRST_POSITIONS  # the table of turns has to grow
+    far = 3 * eagle.FIRST_POSITIONS  # the table of turns has to grow
     ours = [depths_of(lean), depths_of(lean, far=far)]
     lean._in_one_call = None
     theirs = [depths_of(lean), depths_of(lean, far=far)]
@@ -129,14 +129,14 @@ def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool
 
 
 def test_a_depth_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = draft_layer.DraftLayer.run_depth
+    right = eagle.DraftLayer.run_depth
 
-    def wrong(self: draft_layer.DraftLayer, *given: Any) -> Any:
+    def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
         made = right(self, *given)
         assert made is not None
         made[1].mul_(1.01)
         return made
 
     drafter = packed_drafter()
-    monkeypatch.setattr(draft_layer.DraftLayer, "run_depth", wrong)
+    monkeypatch.setattr(eagle.DraftLayer, "run_depth", wrong)
     assert fused_drafter(drafter) is drafter

@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from eyas.engine import noise
+from eyas.kernels import noise
 from eyas.kernels.noise import exponential, race, uniform
 
 WRAP = 2**64 - 1

@@ -402,7 +402,7 @@ def test_a_damaged_library_is_made_anew(kernel, cache, tmp_path, damage):
 
 def test_another_compiler_or_processor_means_another_library(kernel, cache, monkeypatch, tmp_path):
     shutil.copytree(cache / "native", tmp_path / "native")
-    monkeypatch.setattr("eyas.target.native._processor", lambda: "another one")
+    monkeypatch.setattr("eyas.kernels.native._processor", lambda: "another one")
     found, words = load_kernel(cache=tmp_path)
     assert found is not None, words
     assert len(list((tmp_path / "native").glob(f"*/{LIBRARY}"))) == 2

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_paged_target import built
 from torch import Tensor, nn
 
+from engine.test_target_runner import built
 from eyas.engine.runner.target import TargetRunner
 from eyas.kernels.attention.dense import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache

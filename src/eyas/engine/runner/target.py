@@ -25,7 +25,7 @@ from eyas.kernels.attention.dense import Backend, PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
 from eyas.target.model import Target
 
-IMPLEMENTATION = "eyas_pages"
+IMPLEMENTATION = "eyas_paged"
 
 
 class TargetRunner:
