@@ -160,8 +160,8 @@ class TossedEngine(Engine):
         self._chance, self._coin = chance_of(length, depth), random.Random(0)
         self.seconds = {"draft": 0.0, "verify": 0.0, "all": 0.0}
         self.steps = 0
-        if self.recorded is not None:
-            self.recorded.recorder = TimedRecorder(device=self.target.device)
+        if self.graphs is not None:
+            self.graphs.capture = TimedRecorder(device=self.target.device)
 
     def step(self) -> Any:
         """Time steps that only decode, and record nothing."""
@@ -178,7 +178,7 @@ class TossedEngine(Engine):
         return pieces
 
     def _graphs(self) -> int:
-        return 0 if self.recorded is None else len(self.recorded.recorder)
+        return 0 if self.graphs is None else len(self.graphs.capture)
 
     def _draft(self, rows: Any) -> Any:
         return self._timed("draft", super()._draft, rows)
@@ -282,7 +282,7 @@ def measure(
 
     for _ in range(2):
         engine.generate(requests())  # records what is to be recorded
-    recorder = engine.recorded.recorder if engine.recorded is not None else None
+    recorder = engine.graphs.capture if engine.graphs is not None else None
     if isinstance(recorder, TimedRecorder):
         recorder.events.clear()
     engine.steps, engine.seconds = 0, dict.fromkeys(engine.seconds, 0.0)
@@ -311,7 +311,7 @@ def measure(
         "both_device_ms": recorder.milliseconds("draft and verify") if timed else 0.0,
         "verify_device_ms": recorder.milliseconds("verify") if timed else 0.0,
         "graphs": len(recorder) if recorder is not None else 0,
-        "graph_mebibytes": engine.recorded.bytes >> 20 if engine.recorded is not None else 0,
+        "graph_mebibytes": engine.graphs.bytes >> 20 if engine.graphs is not None else 0,
     }
 
 

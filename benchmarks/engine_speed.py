@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from eyas.loading import load_drafter_for
 from eyas.cli.speculation import read_tree
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
@@ -36,6 +35,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.drafter import Tree
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.loading import load_drafter_for
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from eyas.train.conversations import read_conversations

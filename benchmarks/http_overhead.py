@@ -96,11 +96,11 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both ways in turn."""
     # Only here: the process of the clients needs none of it.
     from eyas.drafter.shipped import choose_drafter
-    from eyas.loading import load_pair
     from eyas.engine.async_engine import AsyncEngine
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.engine.request import Request
+    from eyas.loading import load_pair
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
     from eyas.serve.host import Host

@@ -14,7 +14,8 @@ from typing import Any, Literal, Protocol
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
 from eyas.engine.speculation.sibling_acceptance import RANKS
-from eyas.engine.verify import VerifyResult, accepted_nodes, ranking
+from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport, TargetTiming
+from eyas.engine.verify import VerifyResult, accepted_nodes, outcome_of
 from eyas.plan.shapes import CHAIN
 
 LUMP = 64
@@ -226,6 +227,7 @@ class Engine:
                 self.chosen_at, self.until = self.step, self.step + choice.holds
                 self.chosen_for = {r.number for r in self.requests}
             self.throw_dice()
+            self.report = StepReport()
             if choice.shape.kind == "tree":
                 self.grow(choice)
             else:
@@ -233,6 +235,8 @@ class Engine:
             self.verify()
             gained = self.accept()
             self.host(drafting=any(r.made for r in self.requests))
+            if self.controller:
+                self.controller.observe(self.report)
             self.read_lumps()
             self.run.tokens.append(self.run.tokens[-1] + gained)
             self.run.seconds.append(self.now)
@@ -286,8 +290,7 @@ class Engine:
         rested = [r for r in everyone if r.pending > MAX_DEPTH + 1]
         if rested and self.machine.wake:
             woken = self.take_time(self.machine.wake)
-            if self.controller:
-                self.controller.observe_debt(len(rested), woken)
+            self.report.catch_up = CatchUpTiming(requests=len(rested), seconds=woken)
             for r in rested:
                 r.pending = 1
         tokens = reads = sum(r.pending for r in everyone)
@@ -309,10 +312,11 @@ class Engine:
                 seconds += self.machine.deepen(len(drafting))
         seen = self.take_time(seconds)
         kept = [r.made for r in everyone]
-        if self.controller:
-            self.controller.observe_draft(depth, tokens, seen, (reads, seen * first / seconds))
-            if self.sees:
-                kept = self.controller.keeps([r.number for r in everyone], [r.sure[: r.made] for r in everyone])
+        self.report.draft = DraftTiming(
+            passes=depth, tokens=tokens, seconds=seen, first=(reads, seen * first / seconds)
+        )
+        if self.controller and self.sees:
+            kept = self.controller.keeps([r.number for r in everyone], [r.sure[: r.made] for r in everyone])
         for r, count in zip(everyone, kept, strict=True):
             noted = {place - 1: self.candidates(r.sure[place]) for place in range(r.made)} if look > 1 else {}
             line = tuple(range(-1, r.made - 1))
@@ -345,7 +349,7 @@ class Engine:
             r.draft, r.made, r.pending = growth.offered(), shape.depth, 0
         seen = self.take_time(seconds)
         assert self.controller is not None
-        self.controller.observe_draft(shape.depth, tokens, seen, trees=True)
+        self.report.draft = DraftTiming(passes=shape.depth, tokens=tokens, seconds=seen, trees=True)
         if self.sees:
             drafts = [r.draft for r in growing]
             kept = self.controller.prunes(
@@ -363,7 +367,7 @@ class Engine:
         if self.controller and self.controller.thinks_later:
             self.controller.think()
         if self.controller and not self.held:
-            self.controller.observe_target(tokens, context, seen)
+            self.report.target = TargetTiming(tokens=tokens, context=context, seconds=seen)
 
     def host(self, *, drafting: bool) -> None:
         """What is done beside all passes, where there is anything."""
@@ -371,7 +375,7 @@ class Engine:
         if seconds:
             self.take_time(seconds)
         if seconds and self.controller and not self.held:
-            self.controller.observe_step(self.seen)
+            self.report.seconds = self.seen
         self.seen = 0.0
 
     def accept(self) -> int:
@@ -379,11 +383,7 @@ class Engine:
         for r in self.requests:
             verdict = self.judge(r)
             accepted = len(verdict.nodes)
-            if self.controller:
-                known = ranking(verdict)
-                sure = known.firsts or (r.draft.confidences if r.draft.is_chain else ())
-                told = (r.draft.depth, accepted, sure, known.ranks, known.candidates)
-                self.controller.observe_round(r.number, *told)
+            self.report.rounds.append(outcome_of(r.number, verdict))
             r.left -= 1 + accepted
             r.context += 1 + accepted
             r.pending += 1 + accepted

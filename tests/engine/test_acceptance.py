@@ -3,19 +3,25 @@
 import random
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
 import pytest
 
 from eyas.engine.speculation.acceptance import FIRST_GUESS, LATEST, Acceptance
+from eyas.engine.speculation.step_report import RoundOutcome
 
 TRUE = [0.8, 0.7, 0.6, 0.5]
+
+
+def told(drafted: int, accepted: int, *, key: int = 0, **more: Any) -> RoundOutcome:
+    return RoundOutcome(key=key, drafted=drafted, accepted=accepted, **more)
 
 
 def play(acceptance: Acceptance, chances: list[float], rounds: int, chance: random.Random, key: int = 0) -> None:
     """Rounds of full depth with these chances."""
     for _ in range(rounds):
         accepted = next((depth for depth, p in enumerate(chances) if chance.random() >= p), len(chances))
-        acceptance.observe(key, len(chances), accepted)
+        acceptance.observe(told(len(chances), accepted, key=key))
         acceptance.end_steps(1, probe=False)
     acceptance.refresh()
 
@@ -44,7 +50,7 @@ def test_estimates_approach_the_truth_at_every_depth(seed: int) -> None:
 def test_drafts_behind_a_refused_one_are_not_counted() -> None:
     acceptance = Acceptance(4)
     for _ in range(100):
-        acceptance.observe(0, 4, 1)
+        acceptance.observe(told(4, 1))
     acceptance.refresh()
     assert acceptance.by_depth[0] > 0.95
     assert acceptance.by_depth[1] < 0.1
@@ -88,7 +94,7 @@ def test_probes_count_for_more_than_what_was_before_them() -> None:
     play(acceptance, [0.0], 1000, random.Random(0))
     for _ in range(6):
         acceptance.end_steps(1, probe=True)
-        acceptance.observe(0, 1, 1)
+        acceptance.observe(told(1, 1))
     acceptance.refresh()
     assert acceptance.by_depth[0] > 0.3
 
@@ -98,7 +104,7 @@ def test_a_drafter_that_is_too_sure_of_itself_is_corrected() -> None:
     assert acceptance.chances_of([0.95, 0.35]) == pytest.approx([0.95, 0.35]), "at first it is taken at its word"
     for _ in range(400):
         sure = chance.choice((0.95, 0.35))
-        acceptance.observe(0, 1, int(chance.random() < (0.5 if sure > 0.9 else 0.1)), [sure])
+        acceptance.observe(told(1, int(chance.random() < (0.5 if sure > 0.9 else 0.1)), confidences=[sure]))
     acceptance.refresh()
     high, low = acceptance.chances_of([0.95])[0], acceptance.chances_of([0.35])[0]
     assert high == pytest.approx(0.5, abs=0.1)
@@ -109,9 +115,9 @@ def test_drafts_withheld_for_being_unlikely_do_not_flatter_the_drafter() -> None
     acceptance, chance = Acceptance(4), random.Random(0)
     for _ in range(500):
         if chance.random() < 0.5:
-            acceptance.observe(0, 1, int(chance.random() < 0.9), [0.9])
+            acceptance.observe(told(1, int(chance.random() < 0.9), confidences=[0.9]))
         else:
-            acceptance.observe(0, 0, 0, withheld=0.1)
+            acceptance.observe(told(0, 0), withheld=0.1)
     acceptance.refresh()
     assert acceptance.by_depth[0] == pytest.approx(0.5, abs=0.07)
 
@@ -119,7 +125,8 @@ def test_drafts_withheld_for_being_unlikely_do_not_flatter_the_drafter() -> None
 def test_ranks_tell_how_often_a_sibling_would_have_been_right() -> None:
     acceptance = Acceptance(4)
     for number in range(1000):
-        acceptance.observe(0, 1, int(number % 10 < 5), ranks=[(1, 1, 1, 1, 1, 2, 2, 3, 0, 0)[number % 10]])
+        rank = (1, 1, 1, 1, 1, 2, 2, 3, 0, 0)[number % 10]
+        acceptance.observe(told(1, int(number % 10 < 5), ranks=[rank]))
     acceptance.refresh()
     assert acceptance.by_depth[0] == pytest.approx(0.5, abs=0.02)
     assert acceptance.siblings.shares()[:3] == pytest.approx([0.4, 0.2, 0.0], abs=0.02)
@@ -128,7 +135,7 @@ def test_ranks_tell_how_often_a_sibling_would_have_been_right() -> None:
 def test_in_a_tree_ranks_alone_tell_how_first_candidates_fared() -> None:
     acceptance = Acceptance(4)
     for _ in range(300):
-        acceptance.observe(0, 3, 2, ranks=[2, 1, 0])  # by a sibling, by a first candidate, not at all
+        acceptance.observe(told(3, 2, ranks=[2, 1, 0]))  # by a sibling, by a first candidate, not at all
     acceptance.refresh()
     assert acceptance.by_depth[0] < 0.05
     assert acceptance.by_depth[1] > 0.95

@@ -14,13 +14,15 @@ from engine.test_engine import expected as expected  # a fixture
 from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
+from eyas.engine.proposer import Proposer
 from eyas.engine.runner.drafter import DrafterRunner, Tree
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.draft import Candidates, Draft
 from eyas.engine.speculation.drift import LEAST
 from eyas.engine.speculation.planner import Situation
 from eyas.engine.speculation.sibling_acceptance import RANKS, SiblingAcceptance
-from eyas.engine.verify import VerifyResult, ranking
+from eyas.engine.speculation.step_report import StepReport, TargetTiming
+from eyas.engine.verify import VerifyResult, outcome_of
 from eyas.errors import UserError
 from eyas.plan.shapes import Plan, Shape
 from eyas.sampling import Sampling
@@ -112,7 +114,8 @@ def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: A
     engine = Engine(target, drafter, options=options(**changes), clock=count(0.0, 1e-3).__next__)
     controller = engine.controller
     for tokens in (1, 2, 1, 2, 1, 2):
-        controller.observe_target(tokens, 10, 1e-3 * tokens)
+        timing = TargetTiming(tokens=tokens, context=10, seconds=1e-3 * tokens)
+        controller.observe(StepReport(target=timing))
 
     def plan(situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
         depth = min(tree.depth, deepest)
@@ -265,10 +268,11 @@ def test_the_costs_are_told_what_really_ran(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[0], max_num_seqs=3, drift_share=0.0)
-    assert engine._drafter is not None
+    assert isinstance(engine.proposer, Proposer)
+    drafter = engine.proposer.drafter
     read: list[int] = []
     passes: list[int] = []
-    fuse, step = engine._drafter._run.fuse, engine._drafter._run.step
+    fuse, step = drafter._run.fuse, drafter._run.step
 
     def fused(aux: Any) -> Any:
         read.append(len(aux))
@@ -280,15 +284,18 @@ def test_the_costs_are_told_what_really_ran(
 
     told: list[tuple[int, int, bool]] = []
 
-    def observe(number: int, tokens: int, seconds: float, first: Any = None, *, trees: bool = False) -> None:
-        assert (number, tokens) == (len(passes), sum(read) + sum(passes[1:])), "the first pass reads what was fused"
-        told.append((number, tokens, trees))
+    def observe(report: StepReport) -> None:
+        draft = report.draft
+        if draft is not None:
+            ran = len(passes), sum(read) + sum(passes[1:])
+            assert (draft.passes, draft.tokens) == ran, "the first pass reads what was fused"
+            told.append((draft.passes, draft.tokens, draft.trees))
 
-    draft = engine._draft
-    monkeypatch.setattr(engine._drafter._run, "fuse", fused)
-    monkeypatch.setattr(engine._drafter._run, "step", counted)
-    monkeypatch.setattr(engine.controller, "observe_draft", observe)
-    monkeypatch.setattr(engine, "_draft", lambda rows: (read.clear(), passes.clear(), draft(rows))[2])
+    launch = engine._launch
+    monkeypatch.setattr(drafter._run, "fuse", fused)
+    monkeypatch.setattr(drafter._run, "step", counted)
+    monkeypatch.setattr(engine.controller, "observe", observe)
+    monkeypatch.setattr(engine, "_launch", lambda *given: (read.clear(), passes.clear(), launch(*given))[2])
     run(engine, [request(prompt) for prompt in prompts])
     assert len(told) > 20
     assert all(trees for _, _, trees in told)
@@ -301,10 +308,10 @@ class Verdicts:
         self.found: dict[tuple[int, int], VerifyResult] = {}
         commit = engine._commit
 
-        def watched(verdict: VerifyResult, said: Any) -> None:
+        def watched(verdict: VerifyResult, *rest: Any) -> None:
             if verdict.draft.tokens:
                 self.found[verdict.row.seq.key, len(verdict.row.seq.tokens)] = verdict
-            commit(verdict, said)
+            commit(verdict, *rest)
 
         engine._commit = watched  # type: ignore[method-assign]
 
@@ -328,7 +335,7 @@ def test_a_rank_says_which_trees_would_have_had_the_token(
         wide = Verdicts(engine)
         run(engine, [replace(one, speculation=at_depth(1)) for one in asked])
         compared = [
-            (ranking(ranked.found[place]).ranks[0], len(verdict.nodes))
+            (outcome_of(0, ranked.found[place]).ranks[0], len(verdict.nodes))
             for place, verdict in wide.found.items()
             if place in ranked.found and len(verdict.draft.tokens) == width
         ]
@@ -341,18 +348,17 @@ def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[1], max_num_seqs=2)
-    told = engine.controller.observe_round
+    told = engine.controller.observe
     heard: list[tuple[int, Sequence[int], Sequence[Any]]] = []
 
-    def observe(
-        key: int, drafted: int, accepted: int, sure: Sequence[float], ranks: Sequence[int], candidates: Sequence[Any]
-    ) -> None:
-        if drafted:
-            heard.append((accepted, ranks, candidates))
-            assert list(sure) == [some[0] for some in candidates]
-        told(key, drafted, accepted, sure, ranks, candidates)
+    def observe(report: StepReport) -> None:
+        for one in report.rounds:
+            if one.drafted:
+                heard.append((one.accepted, one.ranks, one.candidates))
+                assert list(one.confidences) == [some[0] for some in one.candidates]
+        told(report)
 
-    monkeypatch.setattr(engine.controller, "observe_round", observe)
+    monkeypatch.setattr(engine.controller, "observe", observe)
     run(engine, [request(prompt) for prompt in prompts])
     assert len(heard) > 30
     assert all(max(1, accepted) <= len(ranks) <= accepted + 1 for accepted, ranks, _ in heard)
@@ -374,9 +380,10 @@ def test_ranks_end_where_no_candidates_were_noted() -> None:
         (draft.only(range(1)), [0], [5, 8], [1, 2]),
         (draft.only(range(0)), [], [6], [2]),
     ):
-        told = ranking(VerifyResult(row=row, draft=draft_kept, nodes=nodes, tokens=tokens, token_at=0, logits_at=0))
+        result = VerifyResult(row=row, draft=draft_kept, nodes=nodes, tokens=tokens, token_at=0, logits_at=0)
+        told = outcome_of(0, result)
         assert told.ranks == ranks
-        assert told.firsts == [0.6, 0.5][: len(ranks)]
+        assert told.confidences == [0.6, 0.5][: len(ranks)]
 
 
 def test_a_tree_with_no_room_in_the_kernels_is_refused() -> None:

@@ -30,6 +30,7 @@ from engine.simulated import (
     serve,
 )
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
 
 MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
 WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST, "fast gpu": SMALL_ON_FAST_GPU}
@@ -337,11 +338,13 @@ def test_trees_only_where_they_were_asked_for_and_pay() -> None:
         controller, chance = Controller(trees=trees), random.Random(0)
         for tokens in (1, 2, 4, 8, 16, 32, 64):
             for _ in range(5):
-                controller.observe_target(tokens, 100, 4.9e-3)
-                controller.observe_draft(3, 6, 1.5e-3)
+                timing = TargetTiming(tokens=tokens, context=100, seconds=4.9e-3)
+                draft = DraftTiming(passes=3, tokens=6, seconds=1.5e-3)
+                controller.observe(StepReport(target=timing, draft=draft))
         for _ in range(300):
             rank = chance.choices((1, 2, 3, 0), (0.4, 0.3, 0.15, 0.15))[0]
-            controller.observe_round(0, 1, int(rank == 1), ranks=[rank])
+            outcome = RoundOutcome(key=0, drafted=1, accepted=int(rank == 1), ranks=[rank])
+            controller.observe(StepReport(rounds=[outcome]))
         choice = controller.choose(rows_of(1))
         assert choice.shape.kind == kind, choice.reason
         assert choice.depths[0] > 0
@@ -350,7 +353,7 @@ def test_trees_only_where_they_were_asked_for_and_pay() -> None:
 def test_what_a_request_taught_is_forgotten_with_it() -> None:
     controller = told(Controller(), GPU, users=4, acceptance=0.7)
     for number in range(10_000):
-        controller.observe_round(number, 3, 1)
+        controller.observe(StepReport(rounds=[RoundOutcome(key=number, drafted=3, accepted=1)]))
         controller.forget(number)
     assert len(controller.acceptance._requests) < 10
 

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 
 from eyas.engine.speculation.cost_model import STALE_AFTER, WINDOW, CostCurve, CostModel, bucket_of
+from eyas.engine.speculation.step_report import DraftTiming
 
 
 def curve_of(times: dict[int, float]) -> CostCurve:
@@ -144,7 +145,7 @@ def test_a_bucket_that_nobody_visits_is_forgotten_and_its_neighbours_speak_for_i
 def test_a_draft_costs_its_passes_also_at_depths_that_never_ran(depth: int) -> None:
     costs = CostModel()
     for _ in range(30):
-        costs.observe_draft(passes=4, tokens=4 * 16, seconds=4 * 0.005)
+        costs.observe_draft(DraftTiming(passes=4, tokens=4 * 16, seconds=4 * 0.005))
     assert costs.draft(depth, 16, (depth - 1) * 16) == pytest.approx(depth * 0.005)
     assert costs.draft(depth, 1, depth - 1) == pytest.approx(depth * 0.005), "fewer tokens are not taken to be cheaper"
     assert costs.draft(0, 0, 0) == 0.0
@@ -153,7 +154,7 @@ def test_a_draft_costs_its_passes_also_at_depths_that_never_ran(depth: int) -> N
 def test_a_first_pass_that_was_timed_by_itself_is_told_apart() -> None:
     costs = CostModel()
     for _ in range(8):
-        costs.observe_draft(passes=3, tokens=5, seconds=0.009, first=(3, 0.005))
+        costs.observe_draft(DraftTiming(passes=3, tokens=5, seconds=0.009, first=(3, 0.005)))
     assert costs.further(1, 1) == pytest.approx(0.002)
     assert costs.draft(1, 3, 0) == pytest.approx(0.005)
     assert costs.draft(3, 3, 2) == pytest.approx(0.009)
@@ -162,10 +163,10 @@ def test_a_first_pass_that_was_timed_by_itself_is_told_apart() -> None:
 def test_a_first_pass_has_to_do_for_others_until_there_were_any() -> None:
     costs = CostModel()
     for _ in range(4):
-        costs.observe_draft(passes=1, tokens=2, seconds=0.005)
+        costs.observe_draft(DraftTiming(passes=1, tokens=2, seconds=0.005))
     assert costs.draft(2, 2, 2) == pytest.approx(0.010)
     for _ in range(4):
-        costs.observe_draft(passes=2, tokens=4, seconds=0.007, first=(2, 0.005))
+        costs.observe_draft(DraftTiming(passes=2, tokens=4, seconds=0.007, first=(2, 0.005)))
     assert costs.draft(2, 2, 2) == pytest.approx(0.007)
 
 

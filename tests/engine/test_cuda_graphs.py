@@ -15,6 +15,7 @@ from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
+from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import cuda_graphs
 from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY
@@ -76,8 +77,7 @@ def fixed_engine(
 ) -> Engine:
     """An engine that decodes in fixed shapes."""
     engine = Engine(target, drafter, options=engine_options, clock=clock)
-    engine.recorded = engine._recorded_steps(GraphCapture(device=torch.device("cpu"), records=False))
-    engine.controller.thinks_later = True
+    engine.use_graphs(GraphCapture(device=torch.device("cpu"), captures=False))
     return engine
 
 
@@ -99,7 +99,7 @@ def test_chains_of_every_depth(
     engine, ours, theirs = both(target, tiny_drafter, asked, max_num_seqs=rows)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
-    kinds = {str(key[0]) for key in engine.recorded.recorder._made}  # type: ignore[union-attr]
+    kinds = {str(key[0]) for key in engine.graphs.capture._made}  # type: ignore[union-attr]
     assert kinds >= ({"draft and verify"} if depth else {"verify"})
 
 
@@ -215,8 +215,8 @@ def test_depths_that_change_and_requests_that_come_and_go(
     manner = options(max_num_seqs=6, max_model_len=256)
     engine = fixed_engine(target, tiny_drafter, manner)
     tokens, depths = live_through(engine, prompts)
-    assert engine.recorded is not None
-    assert {key[0] for key in engine.recorded.recorder._made} == {READ, DRAFT, VERIFY, BOTH}
+    assert engine.graphs is not None
+    assert {key[0] for key in engine.graphs.capture._made} == {READ, DRAFT, VERIFY, BOTH}
     for key, made in tokens.items():
         assert tuple(made) == expected[key][: len(made)]
         assert len(made) == 60 or key in (2, 7)
@@ -232,15 +232,15 @@ def test_what_waited_through_a_long_rest_is_no_price_of_drafts(
     """It is read once, before the first draft; taken for a part of each, it would keep drafts from ever paying."""
     late = 0.0
     engine = fixed_engine(target, tiny_drafter, options(max_model_len=256), clock=lambda: perf_counter() + late)
-    assert engine._drafter is not None
-    read, depths = engine._drafter.read, cycle([0] * 12 + [3] * 4)
+    assert isinstance(engine.proposer, Proposer)
+    read, depths = engine.proposer.read, cycle([0] * 12 + [3] * 4)
 
     def read_slowly(*given: Any, **options: Any) -> None:
         nonlocal late
         late += 100.0
         read(*given, **options)
 
-    engine._drafter.read = read_slowly  # type: ignore[method-assign]
+    engine.proposer.read = read_slowly  # type: ignore[method-assign]
     make_moody(engine, lambda: next(depths))
     for prompt in prompts[:3]:
         run(engine, [request(prompt, max_new_tokens=100, speculation=Speculation())])
@@ -258,9 +258,9 @@ def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], max_depth: int
 ) -> None:
     engine = fixed_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=max_depth))
-    assert engine.recorded is not None
+    assert engine.graphs is not None
     ahead = engine.capture_graphs()
-    assert ahead == len(engine.recorded.recorder) > 0
+    assert ahead == len(engine.graphs.capture) > 0
     asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
     source = random.Random(5)
     make_moody(engine, lambda: source.randint(0, max_depth))
@@ -269,15 +269,15 @@ def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
         answer.tokens for answer in run(Engine(target, options=options()), asked)
     ]
     assert sum(answer.tally.accepted for answer in ours) > 0
-    assert len(engine.recorded.recorder) == ahead
+    assert len(engine.graphs.capture) == ahead
     assert Engine(target, options=options()).capture_graphs() == 0, "without a GPU there is nothing to record"
 
 
 def test_steps_of_very_many_rows_are_recorded_when_they_are_met(target: Target, tiny_drafter: Drafter) -> None:
     engine = fixed_engine(target, tiny_drafter, options(max_num_seqs=200, max_model_len=64))
     engine.capture_graphs()
-    assert engine.recorded is not None
-    assert {int(str(key[1])) for key in engine.recorded.recorder._made} == {1, 2, 4, 8, 16, 24, 32, 48, 64}
+    assert engine.graphs is not None
+    assert {int(str(key[1])) for key in engine.graphs.capture._made} == {1, 2, 4, 8, 16, 24, 32, 48, 64}
 
 
 @pytest.mark.parametrize("usual", [512, 2])
@@ -288,8 +288,8 @@ def test_longer_requests_than_usual_have_tables_of_their_own(
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     engine, ours, theirs = both(target, tiny_drafter, asked, max_model_len=64, block_size=4)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    assert engine.recorded is not None
-    widths = {key[3] for key in engine.recorded.recorder._made}
+    assert engine.graphs is not None
+    widths = {key[3] for key in engine.graphs.capture._made}
     assert widths == ({16} if usual == 512 else {2, 8, 32}), "no wider than what may come, but for the steps between"
 
 
@@ -306,10 +306,10 @@ def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
     def refuse(*_: object) -> None:
         raise RuntimeError("not while capturing")
 
-    monkeypatch.setattr(GraphCapture, "_record", refuse)
+    monkeypatch.setattr(GraphCapture, "_capture", refuse)
     engine = Engine(target, tiny_drafter, options=options())
-    engine.recorded = engine._recorded_steps(GraphCapture(device=torch.device("cpu")))
+    engine.use_graphs(GraphCapture(device=torch.device("cpu")))
     assert [answer.tokens for answer in run(engine, asked)] == [answer.tokens for answer in theirs]
     told = [line for line in caplog.messages if "runs eagerly" in line]
-    assert len(told) == len(engine.recorded.recorder.refused) >= 2, "once for each kind of step"
+    assert len(told) == len(engine.graphs.capture.refused) >= 2, "once for each kind of step"
     assert all("runs eagerly: not while capturing" in line for line in told)

@@ -21,6 +21,7 @@ from eyas.engine import drift_probe
 from eyas.engine.config import EngineConfig
 from eyas.engine.drift_probe import DriftSample
 from eyas.engine.engine import Engine
+from eyas.engine.proposer import Proposer
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor, Tree
 from eyas.engine.speculation.drift import LEAST
@@ -299,9 +300,9 @@ def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
     expected = [answer.tokens for answer in run(engine, asked)] if served else None
     before = engine.drift.checkups
     engine.capture_graphs()
-    assert engine._checkups is not None
-    assert engine._checkups._cost is not None
-    assert engine._checkups._cost > 0
+    assert isinstance(engine.proposer, Proposer)
+    assert engine.proposer.drift_probe._cost is not None
+    assert engine.proposer.drift_probe._cost > 0
     assert engine.drift.checkups == before
     answers = [answer.tokens for answer in run(engine, asked)]
     assert expected is None or answers == expected

@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.scripted import random_table
 from eyas.engine import sampler
 from eyas.engine.runner.drafter import Draft
-from eyas.engine.sampler import SamplingMetadata, accept_tree, choose, draw, draw_many, log_probabilities
-from eyas.engine.verify import accepted_nodes
+from eyas.engine.sampler import SamplingMetadata, choose, draw, draw_many, log_probabilities
+from eyas.engine.verify import accept_tree, accepted_nodes
 from eyas.kernels import noise
 from eyas.sampling import Candidate, Sampling, SeededDraws, probabilities, shape_logits, try_candidates
 

@@ -98,11 +98,11 @@ def test_recorded_steps_are_made_anew(
 ) -> None:
     engine = fixed_engine(target, tiny_drafter, options())
     assert run_with_swaps(engine, asked, {3: other, 6: None, 9: tiny_drafter}) == expected
-    first = engine.recorded
+    first = engine.graphs
     assert first is not None
     engine.swap_drafter(other)
-    assert engine.recorded is not first
-    assert len(engine.recorded.recorder) == 0  # type: ignore[union-attr]
+    assert engine.graphs is not first
+    assert len(engine.graphs.capture) == 0  # type: ignore[union-attr]
 
 
 def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]) -> None:
@@ -131,10 +131,10 @@ def test_a_drafter_that_does_not_fit_changes_nothing(
     reason: str,
 ) -> None:
     engine = Engine(target, tiny_drafter, options=options())
-    kept = engine._drafter, engine.controller, engine.recorded
+    kept = engine.proposer, engine.controller, engine.graphs
     with pytest.raises(UserError, match=reason):
         engine.swap_drafter(wrong())
-    assert (engine._drafter, engine.controller, engine.recorded) == kept
+    assert (engine.proposer, engine.controller, engine.graphs) == kept
     assert run_with_swaps(engine, asked, {}) == expected
 
 
@@ -142,8 +142,8 @@ def test_a_drafter_without_room_is_refused(
     target: Target, tiny_drafter: Drafter, other: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(target, tiny_drafter, options=options())
-    kept = engine._drafter
+    kept = engine.proposer
     monkeypatch.setattr(swap, "free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"MiB.*free"):
         engine.swap_drafter(other)
-    assert engine._drafter is kept
+    assert engine.proposer is kept

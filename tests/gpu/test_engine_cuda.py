@@ -62,10 +62,10 @@ def both(
 ) -> tuple[Engine, list[Any], list[Any]]:
     """Answers with and without graphs."""
     recorded = Engine(target, drafter, options=options(**changes))
-    assert recorded.recorded is not None
+    assert recorded.graphs is not None
     ours = run(recorded, asked)
     theirs = run(Engine(target, drafter, options=options(**changes, graphs=False)), asked)
-    assert len(recorded.recorded.recorder) > 0
+    assert len(recorded.graphs.capture) > 0
     return recorded, ours, theirs
 
 

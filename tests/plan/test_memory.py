@@ -13,6 +13,7 @@ import pytest
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
 from eyas.engine.engine import Engine
+from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.graph_capture import GraphCapture
@@ -60,8 +61,8 @@ def allocated(engine: Engine, target: Target, drafter: Drafter) -> int:
         prompt=(5, 6, 7, 8), sampling=Sampling(), max_new_tokens=6, speculation=Speculation(mode="fixed", depth=2)
     )
     engine.generate([ask])
-    assert engine._drafter is not None
-    caches = engine._model.cache.bytes + engine._drafter.cache.bytes
+    assert isinstance(engine.proposer, Proposer)
+    caches = engine.runner.cache.bytes + engine.proposer.drafter.cache.bytes
     return weight_bytes(target.model) + weight_bytes(drafter, beside=target.model) + caches
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from eyas.engine.speculation.step_report import RoundOutcome, StepReport
 from eyas.serve.server import Server, listen, url_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -246,7 +247,7 @@ def test_the_dashboard_shows_what_happens(page: Browser, client: Any) -> None:
 def test_an_alarm_shows(browser: Browser, new_server: Any) -> None:
     with new_server() as client, running(client) as url:
         for _ in range(100):
-            client.engine.controller.observe_round(0, 3, 0)
+            client.engine.controller.observe(StepReport(rounds=[RoundOutcome(key=0, drafted=3, accepted=0)]))
         browser.open(url + "#dashboard")
         browser.wait("return document.querySelector('#alarm-list .raised')")
         assert "collapsed" in browser.text("#alarm-list")

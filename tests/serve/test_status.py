@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eyas.engine.speculation.acceptance import LATEST
+from eyas.engine.speculation.step_report import RoundOutcome, StepReport
 
 
 def fits(value: Any, schema: Mapping[str, Any], at: str = "status") -> None:
@@ -75,7 +76,7 @@ def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(new_
         assert [(alarm["name"], alarm["raised"]) for alarm in alarms] == [("collapsed", False), ("drift", False)]
         controller = client.engine.controller
         for _ in range(2 * LATEST):
-            controller.observe_round(0, 3, 0)
+            controller.observe(StepReport(rounds=[RoundOutcome(key=0, drafted=3, accepted=0)]))
         for _ in range(2):
             told = client.get("/status").json
             assert told["alarms"][0]["raised"]

@@ -21,7 +21,8 @@ from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.looks import REGIONS, Recorder, rms
 from eyas.drafter.round_attention import RoundAttention
 from eyas.engine.request import Request, SequenceState
-from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor, States
+from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor
+from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.sampler import draw
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.kernels.attention.metadata import AttentionRow
@@ -50,7 +51,7 @@ def examine(
     drafter: DrafterRunner, seq: SequenceState, depth: int, sampling_metadata: SamplingMetadataFor
 ) -> DriftSample:
     """Draft `depth` tokens behind a request's newest one. Some of its states must wait for the drafter."""
-    waiting = drafter.waiting(seq)
+    waiting = drafter.states.of(seq)
     assert waiting, "the drafter has read all there is; what it starts a round from is gone"
     model, start = drafter.model, seq.target_length - 1
     device = model.fc.weight.device
@@ -83,7 +84,7 @@ class DriftProbe:
 
     Requests take turns, the one that was looked at longest ago first. Time is an account: nothing is looked at that
     would bring check-ups above `share` of the time of steps that draft. So they cost no more than that on any machine,
-    and next to nothing where drafts do not pay.
+    and next to nothing where drafts do not pay. A share of 0 looks at nothing, and there is no alarm.
     """
 
     def __init__(
@@ -108,13 +109,15 @@ class DriftProbe:
 
     def rehearse(self) -> None:
         """Examine a request that nobody made: a first check-up takes many times what the others take."""
+        if not self._share:
+            return
         drafter, size = self._drafter, self._drafter.cache.block_size
         asked = Request(prompt=(0,) * (size + 2), sampling=Sampling(), max_new_tokens=1)
         read = size if drafter.cache.layers else 0  # as if it had read the first block, if there are blocks yet
         seq = SequenceState(key=-1, arrival=-1, request=asked, drafter_length=read, target_length=read + 1, blocks=[0])
         width, weight = drafter.model.fc.in_features, drafter.model.fc.weight
         for _ in range(2):
-            drafter.take(seq, States(weight.new_zeros(1, width), 0, 1))
+            drafter.states.add(seq, HiddenStates(weight.new_zeros(1, width), 0, 1))
             started = self._clock()
             examine(drafter, seq, self._alarm.max_depth, self._wanted_at)
             self._cost = self._clock() - started
@@ -122,6 +125,8 @@ class DriftProbe:
 
     def look(self, seqs: Sequence[SequenceState]) -> None:
         """Examine one of the requests that are about to be drafted for, if it is time to."""
+        if not self._share:
+            return
         now = self._clock()
         if self._last is not None:
             # Time in which nobody is served is no time to take a share of.
@@ -135,7 +140,7 @@ class DriftProbe:
         cost = self._total / self._steps if self._cost is None else self._cost
         if self._alarm.seconds + cost > self._share * self._total:
             return
-        seqs = [seq for seq in seqs if self._drafter.waiting(seq)]
+        seqs = [seq for seq in seqs if self._drafter.states.of(seq)]
         if not seqs:
             return
         seq = min(seqs, key=lambda seq: self._looked_at.get(seq.key, -1))
@@ -151,6 +156,8 @@ class DriftProbe:
 
         Trees tell nothing here: a path may end because nothing was offered behind it.
         """
+        if not self._share:
+            return
         if draft.tokens and draft.is_chain:
             self._alarm.observe_round(len(draft.tokens), accepted)
         if seq.key not in self._open:

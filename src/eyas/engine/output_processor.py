@@ -32,7 +32,7 @@ class _Note:
     """What a request got in a step, before it is put into words."""
 
     key: int
-    heard: StopCheck
+    stop: StopCheck
     drafted: int
     accepted: int
     logprobs: tuple[TokenLogprobs, ...] | None
@@ -50,7 +50,7 @@ class OutputProcessor:
         self._streams: dict[int, TextStream] = {}
         self._tallies: dict[int, SpecDecodeStats] = {}
         self._notes: list[_Note] = []
-        self._told: list[OutputDelta] = []
+        self._ready: list[OutputDelta] = []
 
     @property
     def behind(self) -> bool:
@@ -70,58 +70,58 @@ class OutputProcessor:
     def drop(self, key: int) -> None:
         """Forget an answer that nobody wants any more."""
         self._notes = [note for note in self._notes if note.key != key]
-        self._told = [piece for piece in self._told if piece.key != key]
+        self._ready = [piece for piece in self._ready if piece.key != key]
         self.close(key)
 
     def tally_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request under way; the object goes on counting."""
         return self._tallies[key]
 
-    def hear(self, seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
+    def check_stop(self, seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
         """How many of these new tokens belong to the answer, which may come to `limit` tokens, and whether it ends."""
         if seq.walk is not None and seq.walk.failure is not None and tokens:
             return StopCheck(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
-        heard = _until_the_end(seq, tokens, limit)
+        stop = _until_the_end(seq, tokens, limit)
         if seq.request.stop_strings:
-            heard.texts, heard.finished = _words(self._streams[seq.key], heard.tokens, heard.finished)
-            heard.tokens = heard.tokens[: len(heard.texts)]
-        return heard
+            stop.texts, stop.finished = _words(self._streams[seq.key], stop.tokens, stop.finished)
+            stop.tokens = stop.tokens[: len(stop.texts)]
+        return stop
 
-    def note(
-        self, key: int, heard: StopCheck, *, drafted: int, accepted: int, logprobs: tuple[TokenLogprobs, ...] | None
+    def add(
+        self, key: int, stop: StopCheck, *, drafted: int, accepted: int, logprobs: tuple[TokenLogprobs, ...] | None
     ) -> None:
         """Take down what a request got of a step that verified so many drafts."""
         stream, tally = self._streams[key], self._tallies[key]
         note = _Note(
-            key=key, heard=heard, drafted=drafted, accepted=accepted, logprobs=logprobs, stream=stream, tally=tally
+            key=key, stop=stop, drafted=drafted, accepted=accepted, logprobs=logprobs, stream=stream, tally=tally
         )
         self._notes.append(note)
 
-    def tell(self) -> None:
+    def process(self) -> None:
         """Put into words and count what was noted."""
         for note in self._notes:
-            heard, count = note.heard, len(note.heard.tokens)
-            texts = heard.texts
+            stop, count = note.stop, len(note.stop.tokens)
+            texts = stop.texts
             if texts is None:
-                texts, _ = _words(note.stream, heard.tokens, heard.finished)
+                texts, _ = _words(note.stream, stop.tokens, stop.finished)
             for tally in (self.tally, note.tally):
                 tally.count(drafted=note.drafted, accepted=note.accepted, tokens=count)
-            self._told.append(
+            self._ready.append(
                 OutputDelta(
                     key=note.key,
-                    tokens=tuple(heard.tokens),
+                    tokens=tuple(stop.tokens),
                     texts=tuple(texts),
                     depths=(*range(1, note.accepted + 1), 0)[:count],
                     logprobs=note.logprobs,
-                    finished=heard.finished,
+                    finished=stop.finished,
                 )
             )
         self._notes = []
 
     def take(self) -> list[OutputDelta]:
-        """Everything told since the last time."""
-        told, self._told = self._told, []
-        return told
+        """Everything processed since the last time."""
+        ready, self._ready = self._ready, []
+        return ready
 
 
 def _until_the_end(seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:

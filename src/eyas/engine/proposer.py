@@ -1,34 +1,132 @@
-"""The drafting half of a step: what is asked of the drafter, for whom and by which means, and what is learnt of it.
+"""The drafting half of a step: what is asked of the drafter, for whom and by which means.
 
-wanted    how many tokens behind each request there should be room for, by the controller's choice
-propose   the drafter reads what the target has seen since, and drafts: chains or trees, recorded or not. Of what it
-          drafts, the controller keeps what is worth verifying, and grammars what is lawful
-catch_up  what else the drafter reads, so that nobody waits for it later
+draft_slots  how many tokens behind each request there should be room for, by the controller's choice
+propose      the drafter reads what the target has seen since, and drafts: chains or trees, captured or eager. Of what
+             it drafts, the controller keeps what is worth verifying, and grammars what they allow
+settle       what the target said about the drafts of a row
+catch_up     what else the drafter reads, so that nobody waits for it later
+
+An engine without a drafter has a `NoProposer`, which proposes nothing.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
+from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.cuda_graphs import CUDAGraphRunner, Spent
-from eyas.engine.runner.drafter import LUMP, Draft, DrafterRunner, Tree
+from eyas.engine.runner.cuda_graphs import CUDAGraphRunner, DraftSeconds
+from eyas.engine.runner.drafter import LUMP, DrafterRunner
+from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
-from eyas.engine.verify import TargetOutput, sampling_metadata
+from eyas.engine.speculation.draft import Draft, Tree
+from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport
+from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectedPass:
+    """What came of a pass."""
+
+    drafts: Mapping[int, Draft]
+    """What it verified, by request; those without drafts are left out."""
+    output: TargetOutput
+    draft_seconds: float = 0.0
+    """What of its time was drafting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
     """What the target is asked about."""
 
-    drafts: dict[int, Draft]
+    drafts: Mapping[int, Draft] = field(default_factory=dict)
     """By request; those without drafts are left out."""
-    seconds: float = 0.0
-    """What drafting took, a long rest made up for included; where the target has read the drafts already, of the device
-    alone."""
-    said: TargetOutput | None = None
-    """What came of it, if it has."""
+    launched: Callable[[], CollectedPass] | None = None
+    """Waits for the pass, if a captured graph drafts and verifies in one go; `drafts` is empty then."""
+
+
+class Proposes(Protocol):
+    """What the engine asks of a proposer."""
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers of the target whose states are needed."""
+
+    @property
+    def chosen(self) -> bool:
+        """Whether this step was chosen for; if not, it is like the one that was, and tells nothing new."""
+
+    def follows(self, seq: SequenceState) -> bool:
+        """Whether the drafter reads along."""
+
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+        """How many drafts there should be room for behind each request that decodes."""
+
+    def probe_drift(self, rows: Sequence[ScheduledRow]) -> None:
+        """Look at one of the rounds of a step, if it is time to."""
+
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
+        """Drafts for the rows of a pass, as far as they have room for some."""
+
+    def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
+        """Keep the states of what a row has read, the accepted drafts `nodes` included, until they are read."""
+
+    def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
+        """Take what the target said about a row's drafts, now that its tokens are committed."""
+
+    def note_chunk(self, row: ScheduledRow) -> None:
+        """A captured chunk of a prompt was read and committed."""
+
+    def catch_up(self, rows: Sequence[ScheduledRow]) -> None:
+        """Read what would make somebody wait later."""
+
+    def rehearse(self) -> None:
+        """Do for the first time what takes longer then."""
+
+    def forget(self, key: int, *, ended: bool = True) -> None:
+        """Drop what is kept for a request that ended, or lost its blocks."""
+
+
+class NoProposer:
+    """Drafts nothing, for an engine without a drafter."""
+
+    layer_ids: tuple[int, ...] = ()
+    chosen = False
+
+    def follows(self, seq: SequenceState) -> bool:
+        """Nobody reads along."""
+        return False
+
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+        """No room for drafts."""
+        return {}
+
+    def probe_drift(self, rows: Sequence[ScheduledRow]) -> None:
+        """Nothing drifts."""
+
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
+        """Nothing."""
+        return Proposal()
+
+    def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
+        """None are needed."""
+
+    def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
+        """There were no drafts."""
+
+    def note_chunk(self, row: ScheduledRow) -> None:
+        """Nobody read along."""
+
+    def catch_up(self, rows: Sequence[ScheduledRow]) -> None:
+        """Nothing waits."""
+
+    def rehearse(self) -> None:
+        """Nothing to rehearse."""
+
+    def forget(self, key: int, *, ended: bool = True) -> None:
+        """Nothing is kept."""
 
 
 class Proposer:
@@ -40,9 +138,14 @@ class Proposer:
         controller: Controller,
         scheduler: Scheduler,
         *,
+        layer_ids: tuple[int, ...],
+        drift_probe: DriftProbe,
         tree: Tree | None,
         clock: Callable[[], float],
     ) -> None:
+        self.layer_ids, self.drafter, self.drift_probe = layer_ids, drafter, drift_probe
+        self.graphs: CUDAGraphRunner | None = None
+        """Captured passes, where there are any."""
         self._drafter, self._controller, self._scheduler = drafter, controller, scheduler
         self._forced_tree, self._clock = tree, clock
         self._choice: Choice | None = None
@@ -50,13 +153,19 @@ class Proposer:
         self._steps = 0
         """Since that choice."""
 
+    def follows(self, seq: SequenceState) -> bool:
+        """Whether the drafter reads along."""
+        return seq.speculates
+
     @property
     def chosen(self) -> bool:
         """Whether this step was chosen for; if not, it is like the one that was, and tells nothing new."""
         return self._steps == 1
 
-    def wanted(self, decoding: Sequence[SequenceState], *, recorded: bool) -> dict[int, int]:
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
+        if not decoding:
+            return {}
         keys = [seq.key for seq in decoding]
         if self._choice is not None and self._steps < self._choice.holds and keys == self._chosen_for:
             self._steps += 1
@@ -64,74 +173,79 @@ class Proposer:
         facts = [_facts(seq) for seq in decoding]
         self._choice = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._chosen_for, self._steps = keys, 1
-        # Nobody looks on the way while a recorded chain is drafted.
-        limits = choice.depths if recorded and self._forced_tree is None else choice.limits
+        # Nobody looks on the way while a captured chain is drafted.
+        limits = choice.depths if self.graphs is not None and self._forced_tree is None else choice.limits
         slots = {}
         for seq, limit in zip(decoding, limits, strict=True):
             tree = self._tree(seq) if limit else None
             slots[seq.key] = limit if tree is None else tree.slots
         return slots
 
-    def propose(
-        self, rows: Sequence[ScheduledRow], recorded: CUDAGraphRunner | None, meanwhile: Callable[[], None]
-    ) -> Proposal:
-        """Drafts for the rows of a step, as far as they have room for some.
+    def probe_drift(self, rows: Sequence[ScheduledRow]) -> None:
+        """Look at one of the rounds of a step, if it is time to."""
+        self.drift_probe.look([row.seq for row in rows if row.drafts])
 
-        If all of them only decode and nobody needs to look at the drafts first, a recorded step verifies them at once.
-        While a device is busy, `meanwhile` is done.
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
+        """Drafts for the rows of a pass, as far as they have room for some.
+
+        If all of them only decode and nobody needs to look at the drafts first, a captured graph verifies them at once.
         """
         drafting = [row for row in rows if row.drafts]
         if not drafting:
-            return Proposal(drafts={})
+            return Proposal()
         shapes = self._shapes(drafting)
-        if recorded is not None and shapes is None:
-            if self._skip_pruning(rows) and recorded.drafts([row.seq for row in rows]):
-                proposal = self._propose_unseen(rows, recorded, meanwhile)
-                if proposal is not None:
-                    return proposal
-            proposal = self._propose_recorded(drafting, recorded, meanwhile)
+        if self.graphs is not None and shapes is None:
+            proposal = None
+            if self._skip_pruning(rows) and self.graphs.drafts([row.seq for row in rows]):
+                proposal = self._launch_unpruned(rows, self.graphs, report)
+            proposal = proposal or self._propose_captured(drafting, self.graphs, report)
             if proposal is not None:
                 return proposal
-        return self._propose_eagerly(drafting, shapes)
+        return self._propose_eagerly(drafting, shapes, report)
 
     def _skip_pruning(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether nobody needs to look at drafts, and behind every row there could be some."""
         choice = self._choice
         return choice is not None and choice.skip_pruning and all(_can_draft(row) for row in rows)
 
-    def _propose_unseen(
-        self, rows: Sequence[ScheduledRow], recorded: CUDAGraphRunner, meanwhile: Callable[[], None]
+    def _launch_unpruned(
+        self, rows: Sequence[ScheduledRow], graphs: CUDAGraphRunner, report: StepReport
     ) -> Proposal | None:
-        """Chains for all rows, verified already. Some may break a grammar's law; then what the target said shows it."""
+        """Chains for all rows, verified at once. What a grammar forbids among them the target does not say."""
         seqs, limits = [row.seq for row in rows], [row.drafts for row in rows]
-        late = self._stage_states(seqs, recorded)
+        late = self._stage_states(seqs, graphs, report)
         reads = _unread(seqs)
-        made = recorded.draft_and_verify(seqs, limits, meanwhile)
-        if made is None:
+        launched = graphs.launch_draft_and_verify(seqs, limits)
+        if launched is None:
             return None
-        drafts, spent, said = made
-        self._note_drafts(seqs, reads, limits, spent)
-        offered = {seq.key: draft for seq, draft in zip(seqs, drafts, strict=True) if draft.tokens}
-        return Proposal(drafts=offered, seconds=late + spent.first + spent.further, said=said)
 
-    def _propose_recorded(
-        self, rows: Sequence[ScheduledRow], recorded: CUDAGraphRunner, meanwhile: Callable[[], None]
+        def collect() -> CollectedPass:
+            drafts, spent, output = launched()
+            self._note_drafts(seqs, reads, limits, spent, report)
+            offered = {seq.key: draft for seq, draft in zip(seqs, drafts, strict=True) if draft.tokens}
+            return CollectedPass(drafts=offered, output=output, draft_seconds=late + spent.first + spent.further)
+
+        return Proposal(launched=collect)
+
+    def _propose_captured(
+        self, rows: Sequence[ScheduledRow], graphs: CUDAGraphRunner, report: StepReport
     ) -> Proposal | None:
         """Chains for rows that have room for drafts."""
         seqs, limits = [row.seq for row in rows], [row.drafts for row in rows]
-        if not recorded.drafts(seqs):
+        if not graphs.drafts(seqs):
             return None
-        late = self._stage_states(seqs, recorded)
+        self._stage_states(seqs, graphs, report)
         reads = _unread(seqs)
-        made = recorded.draft(seqs, limits, meanwhile)
+        made = graphs.draft(seqs, limits)
         if made is None:
             return None
         drafts, spent = made
-        self._note_drafts(seqs, reads, limits, spent)
-        offered = self._filter_by_grammar(seqs, self._kept(rows, drafts))
-        return Proposal(drafts=offered, seconds=late + spent.first + spent.further)
+        self._note_drafts(seqs, reads, limits, spent, report)
+        return Proposal(drafts=self._allowed(seqs, self._kept(rows, drafts)))
 
-    def _propose_eagerly(self, rows: Sequence[ScheduledRow], shapes: Sequence[Tree] | None) -> Proposal:
+    def _propose_eagerly(
+        self, rows: Sequence[ScheduledRow], shapes: Sequence[Tree] | None, report: StepReport
+    ) -> Proposal:
         """Chains, or trees of these shapes, for rows that have room for drafts, every operation launched by itself."""
         seqs, keys = [row.seq for row in rows], [row.seq.key for row in rows]
         controller, started, reads = self._controller, self._clock(), _unread(seqs)
@@ -159,32 +273,47 @@ class Proposer:
             offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
             deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
         seconds = self._clock() - started
-        controller.observe_draft(deepest, reads + deeper, seconds, first, trees=shapes is not None)
-        return Proposal(drafts=self._filter_by_grammar(seqs, offered), seconds=seconds)
+        report.draft = DraftTiming(
+            passes=deepest, tokens=reads + deeper, seconds=seconds, first=first, trees=shapes is not None
+        )
+        return Proposal(drafts=self._allowed(seqs, offered))
 
-    def _stage_states(self, seqs: Sequence[SequenceState], recorded: CUDAGraphRunner) -> float:
-        """Let all that waits for the drafter lie where recorded steps read it; too much of it is read at once.
+    def _stage_states(self, seqs: Sequence[SequenceState], graphs: CUDAGraphRunner, report: StepReport) -> float:
+        """Let all that waits for the drafter lie where captured graphs read it; too much of it is read at once.
 
         The seconds of that reading come back. They are told apart: taken for a part of every such pass, they would keep
         drafts from paying for as long as all that is drafted are probes, each after a rest.
         """
-        unstaged, seconds = recorded.unstaged(seqs), 0.0
-        rested = [seq for seq in unstaged if _unread([seq]) > recorded.most_read]
+        states, seconds = self._drafter.states, 0.0
+        unstaged = states.unstaged(seqs)
+        rested = [seq for seq in unstaged if _unread([seq]) > graphs.most_read]
         if rested:
             started = self._clock()
             self.read(rested, but_last=True)
             seconds = self._clock() - started
-            self._controller.observe_debt(len(rested), seconds)
+            report.catch_up = CatchUpTiming(requests=len(rested), seconds=seconds)
         if unstaged:
-            recorded.adopt(unstaged)
+            states.stage(unstaged)
         return seconds
 
-    def _note_drafts(self, seqs: Sequence[SequenceState], reads: int, limits: Sequence[int], spent: Spent) -> None:
-        """Take note of a recorded draft: all is read, and the device took so long."""
+    def _note_drafts(
+        self,
+        seqs: Sequence[SequenceState],
+        reads: int,
+        limits: Sequence[int],
+        spent: DraftSeconds,
+        report: StepReport,
+    ) -> None:
+        """Take note of a captured draft: all is read, and the device took so long."""
         for seq in seqs:
             self._scheduler.note_read(seq, seq.target_length)
         deeper = sum(max(0, limit - 1) for limit in limits)
-        self._controller.observe_draft(spent.passes, reads + deeper, spent.first + spent.further, (reads, spent.first))
+        report.draft = DraftTiming(
+            passes=spent.passes,
+            tokens=reads + deeper,
+            seconds=spent.first + spent.further,
+            first=(reads, spent.first),
+        )
 
     def _kept(self, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> dict[int, Draft]:
         """Of each row's chain what the controller finds worth verifying."""
@@ -192,7 +321,7 @@ class Proposer:
         kept = self._controller.keeps(keys, [draft.confidences for draft in drafts])
         return {key: draft.only(range(count)) for key, draft, count in zip(keys, drafts, kept, strict=True)}
 
-    def _filter_by_grammar(self, seqs: Sequence[SequenceState], offered: dict[int, Draft]) -> dict[int, Draft]:
+    def _allowed(self, seqs: Sequence[SequenceState], offered: dict[int, Draft]) -> dict[int, Draft]:
         """Of each draft what the request's grammar allows."""
         laws = {
             seq.key: filter_by_grammar(offered[seq.key], seq.walk, seq.tokens) for seq in seqs if seq.walk is not None
@@ -217,11 +346,40 @@ class Proposer:
         if due:
             self.read(due, but_last=True)
 
+    def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
+        """Keep the states of what a row has read, accepted drafts `nodes` included, until the drafter reads them."""
+        row, aux_NX = result.row, output.aux_NX
+        if aux_NX is None or not row.seq.speculates:
+            return
+        first, size = result.token_at, row.count + len(nodes)
+        states = HiddenStates(aux_NX, first, size)
+        if not result.draft.is_chain:
+            places = [*range(first, first + row.count), *(first + row.count + node for node in nodes)]
+            states = HiddenStates(aux_NX[places], 0, size)
+        self._drafter.states.add(row.seq, states)
+
+    def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
+        """Take what the target said about a row's drafts, now that its tokens are committed."""
+        seq = result.row.seq
+        if result.row.drafts:
+            report.rounds.append(outcome_of(seq.key, result))
+        self.drift_probe.follow(seq, result.draft, len(result.nodes), ended=ended)
+
+    def rehearse(self) -> None:
+        """A first check-up takes many times what the others take."""
+        self.drift_probe.rehearse()
+
+    def forget(self, key: int, *, ended: bool = True) -> None:
+        """Drop what is kept for a request that ended, or lost its blocks."""
+        self._drafter.forget(key)
+        if ended:
+            self.drift_probe.forget(key)
+
     def note_chunk(self, row: ScheduledRow) -> None:
-        """Take note of a recorded chunk: if nothing waited before it, the drafter has read all but its last state."""
+        """Take note of a captured chunk: if nothing waited before it, the drafter has read all but its last state."""
         seq = row.seq
         if self._drafter.remembers and seq.finished is None and seq.speculates and seq.drafter_length == row.start:
-            self._drafter.keep_last(seq)
+            self._drafter.states.keep_last(seq)
             self._scheduler.note_read(seq, row.start + row.count - 1)
 
     def read(self, seqs: Sequence[SequenceState], *, but_last: bool = False) -> None:

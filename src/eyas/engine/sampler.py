@@ -235,22 +235,3 @@ def _draw_alike(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W
         # The cuts may leave fewer than there are siblings; then those come that they took out, by their own race.
         q_RW = q_RW + FAINT * q_logits_RW.softmax(dim=-1)
     return race(q_RW, *_counters(wanted, q_RW.device), token_W, width=width)
-
-
-def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int]) -> list[int]:
-    """The accepted drafts of one request's tree, as indices, from the first depth down.
-
-    A draft's parent is an earlier one, or -1: the newest token, the root. `own` are the target's tokens behind the
-    root and behind each draft, so own[1 + i] follows draft i. Beside the accepted drafts, the one that follows the
-    last of them is new.
-    """
-    assert len(own) == 1 + len(drafts), "one token behind the root and one behind each draft"
-    assert all(-1 <= parent < index for index, parent in enumerate(parents)), "a parent precedes its children"
-    child: dict[tuple[int, int], int] = {}
-    for index, place in enumerate(zip(parents, drafts, strict=True)):
-        child.setdefault(place, index)
-    path, node = list[int](), -1
-    while (following := child.get((node, own[1 + node]))) is not None:
-        path.append(following)
-        node = following
-    return path

@@ -1,18 +1,22 @@
-"""What the target said in a pass, and what that means for each row: which drafts are accepted, which tokens are new.
+"""What the target said in a pass, and what that means for drafts: which are accepted, which are rejected, what is new.
+
+The token of every position is the target's own (`sampler.py`). A draft is accepted if it is that token and all drafts
+before it were; everything behind the first that is not is rejected. Verification is comparison.
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated auxiliary states, R rows, Q tokens of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.drafter import Draft
-from eyas.engine.sampler import SamplingMetadata, accept_tree
+from eyas.engine.sampler import SamplingMetadata, choose
 from eyas.engine.scheduler import ScheduledRow
+from eyas.engine.speculation.draft import NO_DRAFT, Draft
+from eyas.engine.speculation.step_report import RoundOutcome
 from eyas.kernels.attention.metadata import AttentionRow
 
 
@@ -23,11 +27,11 @@ class TargetOutput:
     logits_MV: Tensor
     aux_NX: Tensor | None
     largest_RQ: Tensor | None = None
-    """The most likely tokens, if the pass was recorded."""
+    """The most likely tokens, if the pass was a captured graph."""
     stride: int = 0
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
     of_chunk: bool = False
-    """Whether that was a recorded chunk of a prompt."""
+    """Whether that was a captured chunk of a prompt."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +51,7 @@ class VerifyResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranking:
+class _Ranking:
     """What a round tells of the drafter's candidates, for the accepted depths and the one after them."""
 
     ranks: list[int]
@@ -61,16 +65,73 @@ class Ranking:
         return [some[0] for some in self.candidates]
 
 
-def ranking(verdict: VerifyResult) -> Ranking:
+def _ranking(result: VerifyResult) -> _Ranking:
     """Where the target's tokens stand among the candidates, as far as these were noted."""
-    made = Ranking(ranks=[], candidates=[])
-    for node, token in zip((-1, *verdict.nodes), verdict.tokens, strict=True):
-        seen = verdict.draft.candidates.get(node)
+    made = _Ranking(ranks=[], candidates=[])
+    for node, token in zip((-1, *result.nodes), result.tokens, strict=True):
+        seen = result.draft.candidates.get(node)
         if seen is None:
             break
         made.ranks.append(seen.tokens.index(token) + 1 if token in seen.tokens else 0)
         made.candidates.append(seen.confidences)
     return made
+
+
+def outcome_of(key: int, result: VerifyResult) -> RoundOutcome:
+    """A row's round as the controller learns of it."""
+    draft, ranking = result.draft, _ranking(result)
+    return RoundOutcome(
+        key=key,
+        drafted=draft.depth,
+        accepted=len(result.nodes),
+        confidences=ranking.firsts or (draft.confidences if draft.is_chain else ()),
+        ranks=ranking.ranks,
+        candidates=ranking.candidates,
+    )
+
+
+def verify(rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], output: TargetOutput) -> list[VerifyResult]:
+    """The target's own token behind every position, along the drafts as far as they equal it."""
+    offered = [(row, drafts.get(row.seq.key, NO_DRAFT)) for row in rows]
+    own_M = _own_tokens(offered, output)
+    results, first_n, first_m = [], 0, 0
+    for row, draft in offered:
+        own = own_M[first_m : first_m + 1 + len(draft.tokens)] if row.samples else []
+        nodes = accepted_nodes(draft, own) if row.samples else []
+        results.append(
+            VerifyResult(
+                row=row,
+                draft=draft,
+                nodes=nodes,
+                tokens=[own[1 + node] for node in (-1, *nodes)] if row.samples else [],
+                token_at=first_n,
+                logits_at=first_m,
+            )
+        )
+        first_n += output.stride or row.count + len(draft.tokens)
+        first_m += output.stride or len(own)
+    return results
+
+
+def _own_tokens(offered: Sequence[tuple[ScheduledRow, Draft]], output: TargetOutput) -> list[int]:
+    """The target's own tokens, each at the place of its logits."""
+    if output.largest_RQ is not None and all(_takes_most_likely(row.seq) for row, _ in offered):
+        largest: list[int] = output.largest_RQ.flatten().tolist()
+        return largest
+    metadata, places = list[SamplingMetadata](), list[int]()
+    for number, (row, draft) in enumerate(offered):
+        if row.samples:
+            metadata += [sampling_metadata(row.seq, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
+            places += range(number * output.stride, number * output.stride + 1 + len(draft.tokens))
+    if not metadata:
+        return []
+    logits_MV = output.logits_MV
+    if not output.stride:
+        chosen: list[int] = choose(logits_MV, metadata).tolist()
+        return chosen
+    token_M = choose(logits_MV[torch.tensor(places, device=logits_MV.device)], metadata)
+    at = dict(zip(places, token_M.tolist(), strict=True))
+    return [at.get(place, 0) for place in range(len(offered) * output.stride)]
 
 
 def accepted_nodes(draft: Draft, own: Sequence[int]) -> list[int]:
@@ -83,7 +144,26 @@ def accepted_nodes(draft: Draft, own: Sequence[int]) -> list[int]:
     return list(range(same))
 
 
-def is_plainly_greedy(seq: SequenceState) -> bool:
+def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int]) -> list[int]:
+    """The accepted drafts of one request's tree, as indices, from the first depth down.
+
+    A draft's parent is an earlier one, or -1: the newest token, the root. `own` are the target's tokens behind the
+    root and behind each draft, so own[1 + i] follows draft i. Beside the accepted drafts, the one that follows the
+    last of them is new.
+    """
+    assert len(own) == 1 + len(drafts), "one token behind the root and one behind each draft"
+    assert all(-1 <= parent < index for index, parent in enumerate(parents)), "a parent precedes its children"
+    child: dict[tuple[int, int], int] = {}
+    for index, place in enumerate(zip(parents, drafts, strict=True)):
+        child.setdefault(place, index)
+    path, node = list[int](), -1
+    while (following := child.get((node, own[1 + node]))) is not None:
+        path.append(following)
+        node = following
+    return path
+
+
+def _takes_most_likely(seq: SequenceState) -> bool:
     """Whether the largest logit is the answer, here and behind drafts."""
     sampling = seq.request.sampling
     shaped = sampling.shapes_logits or seq.walk is not None

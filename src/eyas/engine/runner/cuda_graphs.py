@@ -1,7 +1,7 @@
 """CUDA graphs of read, draft and verify: a step of decoding is two copies in, two replays and two copies out.
 
 Launching their kernels one by one takes the host longer than running them takes the device. So the padded passes of
-`passes.py` are recorded once for each bucket of shapes, when it is first met, and replayed with other numbers.
+`passes.py` are captured once for each bucket of shapes, when it is first met, and replayed with other numbers.
 
     rows     rounded up to one of ROWS
     tokens   the newest and the deepest draft of any row, rounded up to one of TOKENS; shorter rows are cut by their own
@@ -10,17 +10,17 @@ Launching their kernels one by one takes the host longer than running them takes
              costs what is read by it, so that most engines have one width
     chunks   of one prompt each, rounded up to one of CHUNKS
 
-A recording takes as long as dozens of replays. So there are few buckets, and `capture_graphs` goes through the usual
+Capturing takes as long as dozens of replays. So there are few buckets, and `capture_graphs` goes through the usual
 ones before anybody waits for them.
 
-All recordings share one pool of memory, and the memory for states and logits: what a replay leaves there holds until
-the next. Waiting states that still lie there when the next pass begins are copied first (`DrafterRunner.save`).
+All graphs share one pool of memory, and the memory for states and logits: what a replay leaves there holds until
+the next. Waiting states that still lie there when the next pass begins are copied first (`HiddenStateBuffer.preserve`).
 
-Where no draft is withheld whatever it is, draft and verify are one recording: one copy in and one out. What drafting
+Where no draft is withheld whatever it is, draft and verify are one graph: one copy in and one out. What drafting
 took of it is told by marks inside, which are times of the device.
 
 Nothing depends on it: whatever is not served here (long chunks, trees, passes above the token budget) is answered by
-None, and the engine runs the pass eagerly. A shape that cannot be recorded is told about, and its kind of pass stays
+None, and the engine runs the pass eagerly. A shape that cannot be captured is told about, and its kind of pass stays
 eager from then on.
 
 Shapes: R rows, Q tokens of a row, P blocks of a row, V vocabulary, X concatenated auxiliary states, S and C rows of
@@ -40,6 +40,7 @@ from eyas.engine.request import SequenceState
 from eyas.engine.runner import passes
 from eyas.engine.runner.drafter import Draft, DrafterRunner
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.verify import TargetOutput
 from eyas.kernels.attention.metadata import KVCache
@@ -51,15 +52,15 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
 USUAL_PAGES = 512
 """8,192 tokens in blocks of 16."""
 ROWS_AHEAD = 64
-"""Steps of more rows are recorded when they are met: there are many of them, and each takes time and memory."""
+"""Steps of more rows are captured when they are met: there are many of them, and each takes time and memory."""
 CHUNKS = (32, 64, 128, 256, 512, LONGEST_CHUNK)
-"""Tokens of a prompt that are read by a recording."""
+"""Tokens of a prompt that are read by a graph."""
 READ, DRAFT, VERIFY, BOTH = "read", "draft", "verify", "draft and verify"
-"""Kinds of recordings."""
+"""Kinds of graphs."""
 
 
-class Spent(NamedTuple):
-    """What a recorded draft took of the device."""
+class DraftSeconds(NamedTuple):
+    """What a captured draft took of the device."""
 
     passes: int
     first: float
@@ -77,7 +78,7 @@ class CUDAGraphRunner:
         cache: KVCache,
         drafter: DrafterRunner | None,
         *,
-        recorder: GraphCapture,
+        capture: GraphCapture,
         max_num_seqs: int,
         most_tokens: int,
         longest_chunk: int,
@@ -87,32 +88,38 @@ class CUDAGraphRunner:
         dtype: torch.dtype,
         logits_dtype: torch.dtype,
     ) -> None:
-        self._run, self._cache, self._drafter, self.recorder = run, cache, drafter, recorder
+        self._run, self._cache, self._drafter, self.capture = run, cache, drafter, capture
         self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
         self._deepest = max_depth + 1
         self._most_tokens = most_tokens
         self._usual_blocks = min(USUAL_PAGES, 1 << (most_blocks - 1).bit_length())
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
-        self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=recorder.device)
+        self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=capture.device)
         self.chunk_logits_1V = self.logits_SV.new_empty(1, vocab_size)
-        self.states_SX: Tensor | None = None
-        self.chunk_states_CX: Tensor | None = None
+        self._nothing = HiddenStateBuffer()
         if drafter is not None:
             config = drafter.model.config
             width = config.num_aux_hidden_states * config.target_hidden_size
-            # Behind those of a pass, what rows bring that come from elsewhere.
-            rows = most_tokens + max_num_seqs * self._deepest
-            self.states_SX = torch.zeros(rows, width, dtype=dtype, device=recorder.device)
-            self.chunk_states_CX = self.states_SX.new_zeros(self._chunks[-1], width)
+            drafter.states.reserve(
+                torch.empty(width, dtype=dtype, device=capture.device),
+                pass_tokens=most_tokens,
+                staged_tokens=max_num_seqs * self._deepest,
+                chunk_tokens=self._chunks[-1],
+            )
+
+    @property
+    def _states(self) -> HiddenStateBuffer:
+        """Where passes leave states; one of nothing without a drafter."""
+        return self._nothing if self._drafter is None else self._drafter.states
 
     @property
     def bytes(self) -> int:
         """Memory taken beside weights and blocks."""
-        own = (self.logits_SV, self.chunk_logits_1V, self.states_SX, self.chunk_states_CX)
-        return self.recorder.bytes + sum(x.nbytes for x in own if x is not None)
+        states = 0 if self._drafter is None else self._drafter.states.bytes
+        return self.capture.bytes + self.logits_SV.nbytes + self.chunk_logits_1V.nbytes + states
 
     def capture_graphs(self) -> int:
-        """Record chunks, and steps of not too many requests, of usual lengths; how many recordings there are then."""
+        """Capture chunks, and steps of not too many requests, of usual lengths; how many graphs there are then."""
         for chunk in self._chunks:
             self._reading(chunk, self._usual_blocks)
         counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
@@ -124,8 +131,8 @@ class CUDAGraphRunner:
             self._verifying(rows, count, self._usual_blocks)
             if count > 1:
                 for kind, reads, sampled in product((DRAFT, BOTH), {count, self._deepest}, (False, True)):
-                    self._recorded_draft(kind, rows, reads, self._usual_blocks, count - 1, sampled=sampled)
-        return len(self.recorder)
+                    self._captured_draft(kind, rows, reads, self._usual_blocks, count - 1, sampled=sampled)
+        return len(self.capture)
 
     # --- draft -------------------------------------------------------------------------------------------------
 
@@ -136,69 +143,54 @@ class CUDAGraphRunner:
 
     def drafts(self, seqs: Sequence[SequenceState]) -> bool:
         """Whether chains for these requests can be drafted here."""
-        return len(seqs) <= self._rows[-1] and DRAFT not in self.recorder.refused
+        return len(seqs) <= self._rows[-1] and DRAFT not in self.capture.refused
 
-    def unstaged(self, seqs: Sequence[SequenceState]) -> list[SequenceState]:
-        """Requests whose waiting states do not lie in the shared memory."""
-        assert self._drafter is not None
-        waits = [(seq, self._drafter.waiting(seq)) for seq in seqs]
-        return [seq for seq, waiting in waits if len(waiting) != 1 or waiting[0].pass_NX is not self.states_SX]
-
-    def adopt(self, seqs: Sequence[SequenceState]) -> None:
-        """Bring what waits for strangers, no more than `most_read` of each, to the shared memory."""
-        assert self._drafter is not None
-        assert self.states_SX is not None
-        self._drafter.move(seqs, self.states_SX, self._most_tokens)
-
-    def draft(
-        self, seqs: Sequence[SequenceState], depths: Sequence[int], meanwhile: Callable[[], None]
-    ) -> tuple[list[Draft], Spent] | None:
-        """Read what waits, all of it in the shared memory, and draft a chain for each request.
-
-        While the device is busy, `meanwhile` is done.
-        """
+    def draft(self, seqs: Sequence[SequenceState], depths: Sequence[int]) -> tuple[list[Draft], DraftSeconds] | None:
+        """Read what waits, all of it staged, and draft a chain for each request."""
         deepest = self._token_bucket(max(depths) + 1) - 1
-        recording = self._drafting(DRAFT, seqs, depths, deepest)
-        if recording is None:
+        graph = self._drafting(DRAFT, seqs, depths, deepest)
+        if graph is None:
             return None
-        recording.sheet.send()
-        both_2RK = recording.run()
-        meanwhile()
-        both_2RK = both_2RK.cpu()
-        self._hand_over(seqs)
-        return _chains(both_2RK, depths), Spent(deepest, *recording.seconds())
+        graph.inputs.send()
+        both_2RK = graph.run().cpu()
+        self._states.release(seqs)
+        return _chains(both_2RK, depths), DraftSeconds(deepest, *graph.seconds())
 
-    def draft_and_verify(
-        self, seqs: Sequence[SequenceState], depths: Sequence[int], meanwhile: Callable[[], None]
-    ) -> tuple[list[Draft], Spent, TargetOutput] | None:
+    def launch_draft_and_verify(
+        self, seqs: Sequence[SequenceState], depths: Sequence[int]
+    ) -> Callable[[], tuple[list[Draft], DraftSeconds, TargetOutput]] | None:
         """Draft a chain for each request, perhaps an empty one, and verify it, without looking at it in between.
 
-        What the target says comes back as from `verify`, its tokens on the host already.
+        Returns as soon as it is under way. What comes back waits for it: the drafts, what they took, and what the
+        target says as from `launch_verify`, its tokens on the host already.
         """
-        # What all ask for, or they would need other recordings towards their end.
+        # What all ask for, or they would need other graphs towards their end.
         asked = [seq.request.speculation.depth for seq in seqs]
         deepest = max(depth or 0 for depth in asked) if all(asked) else self._token_bucket(max(depths) + 1) - 1
         count = 1 + deepest
         largest = self._row_bucket(seqs) * count
         if largest > self._most_tokens:
             return None
-        recording = self._drafting(BOTH, seqs, depths, deepest)
-        if recording is None:
+        graph = self._drafting(BOTH, seqs, depths, deepest)
+        if graph is None:
             return None
-        self._hand_over(seqs)
-        self.save()
-        recording.sheet.write("newest", [seq.tokens[-1] for seq in seqs])
-        recording.sheet.send()
-        flat = recording.run()
-        meanwhile()
-        flat = flat.cpu()
-        drafts = _chains(flat[:-largest].view(2, -1, deepest), depths)
-        return drafts, Spent(deepest, *recording.seconds()), self._said(flat[-largest:].view(-1, count))
+        self._states.release(seqs)
+        self._states.preserve()
+        graph.inputs.write("newest", [seq.tokens[-1] for seq in seqs])
+        graph.inputs.send()
+        output = graph.run()
+
+        def collect() -> tuple[list[Draft], DraftSeconds, TargetOutput]:
+            flat = output.cpu()
+            drafts = _chains(flat[:-largest].view(2, -1, deepest), depths)
+            return drafts, DraftSeconds(deepest, *graph.seconds()), self._output(flat[-largest:].view(-1, count))
+
+        return collect
 
     def _drafting(
         self, kind: str, seqs: Sequence[SequenceState], depths: Sequence[int], deepest: int
     ) -> CapturedGraph | None:
-        """What drafts chains for these requests, and perhaps verifies them; its sheet is filled but for `newest`."""
+        """What drafts chains for these requests, and perhaps verifies them; its inputs are filled but for `newest`."""
         drafter = self._drafter
         assert drafter is not None
         samplings = [seq.request.sampling for seq in seqs]
@@ -206,33 +198,33 @@ class CUDAGraphRunner:
         # A round of this depth adds no more than so many states; after a deeper one there is a larger bucket.
         waiting = max(seq.target_length - seq.drafter_length for seq in seqs)
         rows, count, blocks = self._bucket(seqs, deepest + 1 if waiting <= deepest + 1 else self._deepest)
-        recording = self._recorded_draft(kind, rows, count, blocks, deepest, sampled=sampled)
-        if recording is None:
+        graph = self._captured_draft(kind, rows, count, blocks, deepest, sampled=sampled)
+        if graph is None:
             return None
-        sheet = recording.sheet
+        inputs = graph.inputs
         places, ids = list[int](), list[int]()
         blank = [0] * count
         for seq in seqs:
-            _, first, size = drafter.waiting(seq)[0]
+            ((_, first, size),) = drafter.states.of(seq)
             places += [*range(first, first + size), *blank[size:]]
             ids += [*seq.tokens[seq.drafter_length + 1 : seq.target_length + 1], *blank[size:]]
-        sheet.write("from", places)
-        sheet.write("ids", ids)
-        sheet.write("base", [seq.drafter_length for seq in seqs])
-        sheet.write("live", [seq.target_length - seq.drafter_length for seq in seqs])
-        sheet.write("limit", depths)
+        inputs.write("from", places)
+        inputs.write("ids", ids)
+        inputs.write("base", [seq.drafter_length for seq in seqs])
+        inputs.write("live", [seq.target_length - seq.drafter_length for seq in seqs])
+        inputs.write("limit", depths)
         if sampled:
-            sheet.write("seed", [seq.request.seed for seq in seqs])
+            inputs.write("seed", [seq.request.seed for seq in seqs])
             for name in ("temperature", "top_k", "top_p", "min_p"):
-                sheet.write_reals(name, [getattr(sampling, name) for sampling in samplings])
-        sheet.write_blocks(seqs, drafter.cache.block_size)
-        return recording
+                inputs.write_reals(name, [getattr(sampling, name) for sampling in samplings])
+        inputs.write_blocks(seqs, drafter.cache.block_size)
+        return graph
 
-    def _recorded_draft(
+    def _captured_draft(
         self, kind: str, rows: int, count: int, blocks: int, deepest: int, *, sampled: bool
     ) -> CapturedGraph | None:
-        """The recording of a bucket: up to `count` states of each row are read."""
-        drafter, states_SX = self._drafter, self.states_SX
+        """The graph of a bucket: up to `count` states of each row are read."""
+        drafter, states_SX = self._drafter, self._states.pass_SX
         assert drafter is not None
         assert states_SX is not None
 
@@ -260,46 +252,45 @@ class CUDAGraphRunner:
                 logits_SV=self.logits_SV,
                 states_SX=states_SX,
             )
-        return self.recorder.get(kind, (rows, count, blocks, deepest, sampled), shapes, function, states_SX)
-
-    def _hand_over(self, seqs: Sequence[SequenceState]) -> None:
-        assert self._drafter is not None
-        for seq in seqs:
-            self._drafter.hand_over(seq)
+        return self.capture.get(kind, (rows, count, blocks, deepest, sampled), shapes, function, states_SX)
 
     # --- read --------------------------------------------------------------------------------------------------
 
     def reads(self, row: ScheduledRow) -> bool:
         """Whether a row is a chunk of a prompt that can be read here."""
-        return 1 < row.count <= self._chunks[-1] and READ not in self.recorder.refused
+        return 1 < row.count <= self._chunks[-1] and READ not in self.capture.refused
 
-    def read(self, row: ScheduledRow, meanwhile: Callable[[], None]) -> TargetOutput | None:
+    def launch_read(self, row: ScheduledRow) -> Callable[[], TargetOutput] | None:
         """Run the target over a row's part of its prompt: what it says behind that, its token on the host.
 
         A drafter that remembers has keys and values of all its tokens but the last then.
         """
-        if self._drafter is not None and self.states_SX is not None and self.chunk_states_CX is not None:
-            self._drafter.save(self.chunk_states_CX)
-            self._drafter.save(self.states_SX, [row.seq])  # others' stay where they are
+        self._states.preserve(chunk_of=row.seq)
         (_, _, blocks), seq = self._bucket([row.seq], 1), row.seq
         chunk = self._chunks[bisect_left(self._chunks, row.count)]
-        recording = self._reading(chunk, blocks)
-        if recording is None:
+        graph = self._reading(chunk, blocks)
+        if graph is None:
             return None
-        sheet = recording.sheet
-        sheet.write("ids", seq.tokens[row.start : row.start + row.count])
-        sheet.write("base", [row.start])
-        sheet.write("live", [row.count])
-        sheet.write_blocks([seq], self._cache.block_size)
-        sheet.send()
-        largest_1 = recording.run()
-        meanwhile()
-        largest_1 = largest_1.cpu()  # also where nobody asks for it: the sheet may be written again
-        logits_1V, states_CX = self.chunk_logits_1V, self.chunk_states_CX
-        return TargetOutput(logits_MV=logits_1V, aux_NX=states_CX, largest_RQ=largest_1, of_chunk=True)
+        inputs = graph.inputs
+        inputs.write("ids", seq.tokens[row.start : row.start + row.count])
+        inputs.write("base", [row.start])
+        inputs.write("live", [row.count])
+        inputs.write_blocks([seq], self._cache.block_size)
+        inputs.send()
+        largest_1 = graph.run()
+
+        def collect() -> TargetOutput:
+            return TargetOutput(
+                logits_MV=self.chunk_logits_1V,
+                aux_NX=self._states.chunk_CX,
+                largest_RQ=largest_1.cpu(),  # also where nobody asks for it: the inputs may be written again
+                of_chunk=True,
+            )
+
+        return collect
 
     def _reading(self, chunk: int, blocks: int) -> CapturedGraph | None:
-        """The recording of a bucket."""
+        """The graph of a bucket."""
 
         def shapes() -> Mapping[str, tuple[int, ...]]:
             return {"ids": (1, chunk), "base": (1,), "live": (1,), "table": (1, blocks)}
@@ -309,25 +300,16 @@ class CUDAGraphRunner:
             run=self._run,
             cache=self._cache,
             logits_1V=self.chunk_logits_1V,
-            states_CX=self.chunk_states_CX,
+            states_CX=self._states.chunk_CX,
             remember=(self._drafter.model, self._drafter.cache) if self._drafter and self._drafter.remembers else None,
         )
-        return self.recorder.get(READ, (1, chunk, blocks), shapes, function, self.chunk_states_CX)
+        return self.capture.get(READ, (1, chunk, blocks), shapes, function, self._states.chunk_CX)
 
     # --- verify ------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Copy states that wait in the shared memory; to be called before a pass over decoding requests.
-
-        A recorded pass overwrites them; behind an eager one, later states would hide them.
-        """
-        if self._drafter is not None:
-            for memory in (self.states_SX, self.chunk_states_CX):
-                if memory is not None:
-                    self._drafter.save(memory)
-
-    def verify(self, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> TargetOutput | None:
+    def launch_verify(self, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> Callable[[], TargetOutput] | None:
         """Run the target over one token of each row, the newest or one of a prompt, and the drafts behind it."""
+        self._states.preserve()
         if any(row.count != 1 for row in rows) or not all(draft.is_chain for draft in drafts):
             return None
         seqs = [row.seq for row in rows]
@@ -339,35 +321,40 @@ class CUDAGraphRunner:
             count = longest
         if many * count > self._most_tokens:
             return None
-        recording = self._verifying(many, count, blocks)
-        if recording is None:
+        graph = self._verifying(many, count, blocks)
+        if graph is None:
             return None
-        sheet = recording.sheet
+        inputs = graph.inputs
         ids, blank = list[int](), [0] * count
         for row, draft in zip(rows, drafts, strict=True):
             ids += [row.seq.tokens[row.start], *draft.tokens, *blank[1 + len(draft.tokens) :]]
-        sheet.write("ids", ids)
-        sheet.write("base", [row.start for row in rows])
-        sheet.write("live", [1 + len(draft.tokens) for draft in drafts])
-        sheet.write_blocks(seqs, self._cache.block_size)
-        sheet.send()
-        return self._said(recording.run())
+        inputs.write("ids", ids)
+        inputs.write("base", [row.start for row in rows])
+        inputs.write("live", [1 + len(draft.tokens) for draft in drafts])
+        inputs.write_blocks(seqs, self._cache.block_size)
+        inputs.send()
+        largest_RQ = graph.run()
+        return lambda: self._output(largest_RQ)
 
-    def _said(self, largest_RQ: Tensor) -> TargetOutput:
+    def _output(self, largest_RQ: Tensor) -> TargetOutput:
         """What a pass says of token q of row r lies at r * Q + q of logits and states."""
-        logits_SV, states_SX, count = self.logits_SV, self.states_SX, largest_RQ.shape[1]
-        return TargetOutput(logits_MV=logits_SV, aux_NX=states_SX, largest_RQ=largest_RQ, stride=count)
+        return TargetOutput(
+            logits_MV=self.logits_SV,
+            aux_NX=self._states.pass_SX,
+            largest_RQ=largest_RQ,
+            stride=largest_RQ.shape[1],
+        )
 
     def _verifying(self, rows: int, count: int, blocks: int) -> CapturedGraph | None:
-        """The recording of a bucket."""
+        """The graph of a bucket."""
 
         def shapes() -> Mapping[str, tuple[int, ...]]:
             return {"ids": (rows, count), "base": (rows,), "live": (rows,), "table": (rows, blocks)}
 
         function = partial(
-            passes.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self.states_SX
+            passes.verify, run=self._run, cache=self._cache, logits_SV=self.logits_SV, states_SX=self._states.pass_SX
         )
-        return self.recorder.get(VERIFY, (rows, count, blocks), shapes, function)
+        return self.capture.get(VERIFY, (rows, count, blocks), shapes, function)
 
     # --- buckets -----------------------------------------------------------------------------------------------
 
@@ -378,7 +365,7 @@ class CUDAGraphRunner:
         return self._row_bucket(seqs), count, blocks
 
     def _token_bucket(self, count: int) -> int:
-        """Tokens of a row that are recorded together with so many."""
+        """Tokens of a row that are captured together with so many."""
         return min(self._deepest, next((tokens for tokens in TOKENS if tokens >= count), count))
 
     def _row_bucket(self, seqs: Sequence[SequenceState]) -> int:

@@ -17,7 +17,6 @@ Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary s
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +24,13 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.sampler import SamplingMetadata, draw, draw_many
 from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
 from eyas.kernels.attention.dense import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache, integers
 
-__all__ = ["LUMP", "ContinueDrafting", "Draft", "DrafterRunner", "SamplingMetadataFor", "States", "Tree"]
+__all__ = ["LUMP", "ContinueDrafting", "Draft", "DrafterRunner", "SamplingMetadataFor", "Tree"]
 
 LUMP = 64
 """States of a prompt that are worth a pass of their own; fewer wait for company."""
@@ -38,27 +38,12 @@ MANY = 32
 """Tokens whose queries and outputs, which nobody needs, take longer than a pass of its own for the last one."""
 PATIENCE_BYTES = 2**26
 """What may wait behind prompts while nothing is drafted. A request that ends before that never costs the reading."""
-MOSTLY_OTHERS = 8
-"""A pass this many times as large as a request's part of it is not kept for that part's sake."""
 
 ContinueDrafting = Callable[[Sequence[int], Sequence[Sequence[float]]], Sequence[bool]]
 """Given the keys of requests still drafting and how sure the drafter was of each draft: which go one deeper."""
 
 SamplingMetadataFor = Callable[[SequenceState, Sequence[int]], SamplingMetadata]
 """How a request's token behind its tokens and these drafts is to be chosen."""
-
-
-class States(NamedTuple):
-    """The target's states of some tokens of a request: a few rows of a pass."""
-
-    pass_NX: Tensor
-    first: int
-    size: int
-
-    @property
-    def aux_TX(self) -> Tensor:
-        """They alone."""
-        return self.pass_NX[self.first : self.first + self.size]
 
 
 class DrafterRunner:
@@ -72,15 +57,10 @@ class DrafterRunner:
         self.window, self.sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
         self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-        self._waiting: dict[int, list[States]] = {}
+        self.states = HiddenStateBuffer()
+        """What the target has read and this drafter has not."""
         self._normed_D: dict[int, Tensor] = {}
         self._feedback_D: dict[int, Tensor] = {}
-
-    def take(self, seq: SequenceState, states: States) -> None:
-        """Keep the target's states of the tokens it has just read, until the drafter reads them."""
-        if states.pass_NX.is_cpu and states.size * MOSTLY_OTHERS < len(states.pass_NX):
-            states = States(states.aux_TX.clone(), 0, states.size)
-        self._waiting.setdefault(seq.key, []).append(states)
 
     def patience(self, requests: int) -> int:
         """States of each of so many requests that may wait."""
@@ -88,61 +68,23 @@ class DrafterRunner:
         size = config.num_aux_hidden_states * config.target_hidden_size * self._dtype.itemsize
         return max(LUMP, PATIENCE_BYTES // (size * max(1, requests)))
 
-    def waiting(self, seq: SequenceState) -> Sequence[States]:
-        """What the drafter has not read yet."""
-        return self._waiting.get(seq.key, ())
-
-    def hand_over(self, seq: SequenceState) -> None:
-        """Someone else reads what waits."""
-        self._waiting.pop(seq.key, None)
-
-    def save(self, memory_SX: Tensor, seqs: Sequence[SequenceState] | None = None) -> None:
-        """Copy states that still wait in memory which the next pass overwrites, all or those of some requests.
-
-        Only the latest can lie there.
-        """
-        everyone = self._waiting.values() if seqs is None else [self._waiting.get(seq.key, []) for seq in seqs]
-        lying = [waiting for waiting in everyone if waiting and waiting[-1].pass_NX is memory_SX]
-        if lying:
-            copy_NX = memory_SX[: max(waiting[-1].first + waiting[-1].size for waiting in lying)].clone()
-            for waiting in lying:
-                waiting[-1] = waiting[-1]._replace(pass_NX=copy_NX)
-
-    def keep_last(self, seq: SequenceState) -> None:
-        """Someone else has read all that waits but the last state."""
-        memory, first, size = self._waiting[seq.key][-1]
-        self._waiting[seq.key] = [States(memory, first + size - 1, 1)]
-
-    def move(self, seqs: Sequence[SequenceState], memory_SX: Tensor, first: int) -> None:
-        """Bring all that waits for these requests to rows of `memory_SX`, one request behind the other."""
-        moved_NX = torch.cat([states.aux_TX for seq in seqs for states in self._waiting[seq.key]])
-        memory_SX[first : first + len(moved_NX)] = moved_NX
-        for seq in seqs:
-            size = sum(states.size for states in self._waiting[seq.key])
-            self._waiting[seq.key] = [States(memory_SX, first, size)]
-            first += size
-
     def forget(self, key: int) -> None:
         """Drop what is kept for a request that ended or lost its blocks."""
-        for kept in (self._waiting, self._normed_D, self._feedback_D):
-            kept.pop(key, None)
+        self.states.forget(key)
+        self._normed_D.pop(key, None)
+        self._feedback_D.pop(key, None)
 
     @torch.inference_mode()
     def read(self, seqs: Sequence[SequenceState], *, but_last: bool = False) -> None:
         """Read what waits, perhaps all but the last state; the caller records the new `drafter_length` of each."""
         left = int(but_last)
-        seqs = [seq for seq in seqs if sum(states.size for states in self.waiting(seq)) > left]
+        seqs = [seq for seq in seqs if sum(states.size for states in self.states.of(seq)) > left]
         if not seqs:
             return
         aux, tokens, rows = list[Tensor](), list[int](), []
         for seq in seqs:
             start, end = seq.drafter_length, seq.target_length - left
-            waiting = self._waiting.pop(seq.key)
-            if but_last:
-                memory, first, size = waiting.pop()
-                waiting.append(States(memory, first, size - 1))
-                self._waiting[seq.key] = [States(memory, first + size - 1, 1)]
-            aux += [states.aux_TX for states in waiting]
+            aux += self.states.take(seq, but_last=but_last)
             tokens += seq.tokens[start + 1 : end + 1]
             rows.append(AttentionRow(blocks=seq.blocks, base=start, count=end - start))
         aux_NX = torch.cat(aux) if len(aux) > 1 else aux[0]

@@ -1,6 +1,6 @@
-"""CUDA graphs of functions of sheets: recorded once for each bucket of shapes, replayed with other numbers.
+"""CUDA graphs of functions of input buffers: captured once for each bucket of shapes, replayed with other numbers.
 
-All recordings share one pool of memory: what a replay leaves there holds until the next.
+All graphs share one pool of memory: what a replay leaves there holds until the next.
 """
 
 import logging
@@ -23,9 +23,9 @@ Function = Callable[[Numbers, Mark], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """A function of a sheet."""
+    """A function of a inputs."""
 
-    sheet: InputBuffers
+    inputs: InputBuffers
     run: Callable[[], Tensor]
     seconds: Callable[[], list[float]]
     """What the parts of the last run took, from mark to mark; to be asked when its output is on the host."""
@@ -33,15 +33,15 @@ class CapturedGraph:
 
 @dataclass(kw_only=True, eq=False)
 class GraphCapture:
-    """Runs functions of sheets, recorded if possible."""
+    """Runs functions of input buffers, captured if possible."""
 
     device: torch.device
-    records: bool = True
+    captures: bool = True
     """Without, functions just run: for trials where there is no CUDA."""
     bytes: int = 0
-    """Memory taken by recording."""
+    """Memory taken by capturing."""
     refused: set[str] = field(default_factory=set)
-    """Kinds of functions that could not be recorded."""
+    """Kinds of functions that could not be captured."""
     _made: dict[tuple[object, ...], CapturedGraph] = field(default_factory=dict)
     _pool: Any = None
 
@@ -56,36 +56,36 @@ class GraphCapture:
         function: Function,
         keep: Tensor | None = None,
     ) -> CapturedGraph | None:
-        """The recording of a bucket, made now if it was not yet; None if that fails.
+        """The graph of a bucket, made now if it was not yet; None if that fails.
 
-        Recording runs the function once, on zeros, and leaves `keep` as it was.
+        Capturing runs the function once, on zeros, and leaves `keep` as it was.
         """
         if kind in self.refused:
             return None
         made = self._made.get((kind, *bucket))
         if made is None:
-            sheet = InputBuffers(shapes(), self.device)
+            inputs = InputBuffers(shapes(), self.device)
             try:
-                made = self._record(sheet, function, keep) if self.records else _unrecorded(sheet, function)
+                made = self._capture(inputs, function, keep) if self.captures else _uncaptured(inputs, function)
             except Exception as error:  # whatever it is, decoding goes on
                 self.refused.add(kind)
                 reason = " ".join(str(error).split())[:300]
                 logger.warning(
-                    f"{kind} of shape {bucket} cannot be recorded as a CUDA graph, it runs eagerly: {reason}"
+                    f"{kind} of shape {bucket} cannot be captured as a CUDA graph, it runs eagerly: {reason}"
                 )
                 return None
             self._made[kind, *bucket] = made
         return made
 
-    def _record(self, sheet: InputBuffers, function: Function, keep: Tensor | None) -> CapturedGraph:
+    def _capture(self, inputs: InputBuffers, function: Function, keep: Tensor | None) -> CapturedGraph:
         before = torch.cuda.memory_reserved(self.device)
-        sheet.clear()
-        # Once without recording: kernels are compiled and libraries take their memory on first use.
+        inputs.clear()
+        # Once without capturing: kernels are compiled and libraries take their memory on first use.
         beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
             kept = None if keep is None else keep.clone()
-            function(sheet.device, lambda: None)
+            function(inputs.device, lambda: None)
             if keep is not None and kept is not None:
                 keep.copy_(kept)
         torch.cuda.current_stream(self.device).wait_stream(beside)
@@ -96,7 +96,7 @@ class GraphCapture:
             marks[-1].record()
 
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = function(sheet.device, mark)
+            output = function(inputs.device, mark)
         self._pool = self._pool or graph.pool()
         self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
 
@@ -105,16 +105,16 @@ class GraphCapture:
             return output
 
         return CapturedGraph(
-            sheet=sheet, run=replay, seconds=lambda: [1e-3 * a.elapsed_time(b) for a, b in pairwise(marks)]
+            inputs=inputs, run=replay, seconds=lambda: [1e-3 * a.elapsed_time(b) for a, b in pairwise(marks)]
         )
 
 
-def _unrecorded(sheet: InputBuffers, function: Function) -> CapturedGraph:
+def _uncaptured(inputs: InputBuffers, function: Function) -> CapturedGraph:
     """The same where there is no CUDA."""
     marks = list[float]()
 
     def run() -> Tensor:
         marks.clear()
-        return function(sheet.device, lambda: marks.append(perf_counter()))
+        return function(inputs.device, lambda: marks.append(perf_counter()))
 
-    return CapturedGraph(sheet=sheet, run=run, seconds=lambda: [b - a for a, b in pairwise(marks)])
+    return CapturedGraph(inputs=inputs, run=run, seconds=lambda: [b - a for a, b in pairwise(marks)])

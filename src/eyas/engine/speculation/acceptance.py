@@ -24,6 +24,7 @@ from math import exp, log, sqrt
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
 from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
+from eyas.engine.speculation.step_report import RoundOutcome
 
 FIRST_GUESS = 0.6
 """Acceptance of a drafter of which nothing is known."""
@@ -114,23 +115,14 @@ class Acceptance:
         self._calibration: list[tuple[float, float]] = []
         """For each bin, the chance as a linear function of confidence: evidence, and belief in the drafter's word."""
 
-    def observe(
-        self,
-        key: int,
-        drafted: int,
-        accepted: int,
-        confidences: Sequence[float] = (),
-        ranks: Sequence[int] = (),
-        candidates: Sequence[Sequence[float]] = (),
-        *,
-        withheld: float | None = None,
-    ) -> None:
-        """Take one round, as `Controller.observe_round` tells it.
+    def observe(self, outcome: RoundOutcome, *, withheld: float | None = None) -> None:
+        """Take one round.
 
         Of the drafts after the first refused one nothing is known, and nothing is counted. A draft that was made and
         not verified, being unlikely, had a chance of `withheld`: that much of it counts as accepted, since otherwise
         only the likely drafts would tell how the drafter fares. Ranks know better, also of such a draft.
         """
+        drafted, accepted, ranks, confidences = outcome.drafted, outcome.accepted, outcome.ranks, outcome.confidences
         outcomes = [float(rank == 1) for rank in ranks] or [1.0] * accepted + [0.0] * (accepted < drafted)
         if withheld is not None and accepted == drafted and not ranks:
             outcomes.append(withheld)
@@ -140,14 +132,14 @@ class Acceptance:
             return
         self._depths.add(range(tries), outcomes)
         self._depths.fade(MEMORY)
-        own = self._requests.setdefault(key, Own())
+        own = self._requests.setdefault(outcome.key, Own())
         own.fade(1 - 1 / REQUEST_MEMORY)
         own.count(tries, sum(outcomes), sum(self.by_depth[:tries]))
         own.since = self._now
         if confidences:
             self._sure.add(map(_bin, range(len(confidences)), confidences), outcomes)
             self._sure.fade(MEMORY)
-        self.siblings.observe(ranks, candidates)
+        self.siblings.observe(ranks, outcome.candidates)
         self.rounds += 1
         self.latest.append(outcomes[0])
         if self.rounds % LOOK_EVERY == 0 and len(self.latest) == LATEST:

@@ -36,6 +36,7 @@ from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.exploration import Exploration
 from eyas.engine.speculation.planner import KEPT_STEPS, Planner, RowFacts, Situation
 from eyas.engine.speculation.sibling_acceptance import RANKS
+from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
@@ -129,6 +130,10 @@ class Controller:
         self._in_trees = 0
         self._depths: Counter[int] = Counter()
         self._reason = "no step yet"
+
+    def runs_graphs(self) -> None:
+        """Steps are CUDA graphs: no trees, since growing one asks the host at every depth, and thinking comes later."""
+        self._trees, self._planner.trees, self.thinks_later = False, False, True
 
     # --- the choice --------------------------------------------------------------------------------------------
 
@@ -316,68 +321,45 @@ class Controller:
 
     # --- what came of it ---------------------------------------------------------------------------------------
 
-    def observe_round(
-        self,
-        key: int,
-        drafted: int,
-        accepted: int,
-        confidences: Sequence[float] = (),
-        ranks: Sequence[int] = (),
-        candidates: Sequence[Sequence[float]] = (),
-    ) -> None:
-        """Tell the fate of a request's drafts.
+    def observe(self, report: StepReport) -> None:
+        """Learn from a step that is over."""
+        if report.catch_up is not None:
+            self.costs.debt.observe(report.catch_up.requests, report.catch_up.seconds)
+            self._take_time(report.catch_up.seconds, 0.0)
+        if report.draft is not None:
+            self._observe_draft(report.draft)
+        if report.target is not None:
+            self._observe_target(report.target)
+        for outcome in report.rounds:
+            self._observe_round(outcome)
+        if report.seconds is not None:
+            self._observe_step(report.seconds)
+        for key in report.ended:
+            self.forget(key)
 
-        `ranks`, where they are known, say for every accepted depth and the one after it which candidate of the drafter
-        (1, 2, ...) was the target's token, 0 if none of those looked at, and `candidates` how sure the drafter was of
-        each of these. In a tree, where second candidates are accepted too, ranks alone tell how the first ones fared;
-        `confidences` are those of first candidates in any case.
-        """
-        verified, chance = self._step.withheld.get(key, (-1, 0.0)) if self._step else (-1, 0.0)
-        withheld = chance if drafted == verified else None
-        told = (key, drafted, accepted, confidences, ranks, candidates)
-        self._take_in(partial(self.acceptance.observe, *told, withheld=withheld))
+    def _observe_draft(self, timing: DraftTiming) -> None:
+        self.costs.observe_draft(timing)
         if self._step is not None:
-            self._step.rounds += 1
-            self._step.accepted += accepted
+            self._step.drafted = True
+        reads = timing.tokens / timing.passes if timing.first is None else timing.first[0]
+        price = self.costs.grow if timing.trees else self.costs.draft
+        self._take_time(timing.seconds, price(timing.passes, reads, timing.tokens - reads))
 
-    def observe_target(self, tokens: int, context: int, seconds: float) -> None:
-        """Tell what a target pass took, until its tokens were known."""
-        self.costs.verify.observe(tokens, seconds, context)
-        self._take_time(seconds, self.costs.verify.at(tokens, context))
+    def _observe_target(self, timing: TargetTiming) -> None:
+        self.costs.verify.observe(timing.tokens, timing.seconds, timing.context)
+        self._take_time(timing.seconds, self.costs.verify.at(timing.tokens, timing.context))
         if self._step is not None:
             self._step.timed = True
 
-    def observe_draft(
-        self,
-        passes: int,
-        tokens: int,
-        seconds: float,
-        first: tuple[int, float] | None = None,
-        *,
-        trees: bool = False,
-    ) -> None:
-        """Tell what drafting took in a step: passes of the drafter, tokens in all of them together.
-
-        `first` has the tokens of the first pass and its seconds; without, all are taken for alike.
-        """
-        self.costs.observe_draft(passes, tokens, seconds, first, trees=trees)
+    def _observe_round(self, outcome: RoundOutcome) -> None:
+        verified, chance = self._step.withheld.get(outcome.key, (-1, 0.0)) if self._step else (-1, 0.0)
+        withheld = chance if outcome.drafted == verified else None
+        self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
         if self._step is not None:
-            self._step.drafted = True
-        reads = tokens / passes if first is None else first[0]
-        price = self.costs.grow if trees else self.costs.draft
-        self._take_time(seconds, price(passes, reads, tokens - reads))
+            self._step.rounds += 1
+            self._step.accepted += outcome.accepted
 
-    def observe_debt(self, requests: int, seconds: float) -> None:
-        """Tell what it took the drafter to read what had waited while nothing was drafted, for so many requests.
-
-        It is time of this step, and a probe is charged for it. But it is no price of drafts: those that follow do not
-        pay it again, and the longer nothing is drafted the surer the next one would.
-        """
-        self.costs.debt.observe(requests, seconds)
-        self._take_time(seconds, 0.0)
-
-    def observe_step(self, seconds: float) -> None:
-        """Tell what a step that only decoded took in all: beside its passes the host has work of its own."""
+    def _observe_step(self, seconds: float) -> None:
         step = self._step
         if step is not None and step.timed:
             rows, rest = step.situation.rows, max(0.0, seconds - step.seconds)

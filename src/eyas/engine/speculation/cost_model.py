@@ -27,6 +27,8 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf, sqrt
 
+from eyas.engine.speculation.step_report import DraftTiming
+
 WINDOW = 21
 """Times of a bucket that its median is taken from."""
 ENOUGH = 2
@@ -239,23 +241,13 @@ class CostModel:
         """How often something became known of which there was only a guess."""
         return sum(curve.news for curve in self._curves)
 
-    def observe_draft(
-        self,
-        passes: int,
-        tokens: int,
-        seconds: float,
-        first: tuple[int, float] | None = None,
-        *,
-        trees: bool = False,
-    ) -> None:
-        """Take the time of a step's drafting: so many passes, of so many tokens together.
-
-        `first` has the tokens of the first pass and its seconds; without, all are taken for alike.
-        """
-        if trees:
+    def observe_draft(self, timing: DraftTiming) -> None:
+        """Take the time of a step's drafting."""
+        passes, tokens, seconds = timing.passes, timing.tokens, timing.seconds
+        if timing.trees:
             self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
             return
-        first_tokens, first_seconds = first or (tokens / passes, seconds / passes)
+        first_tokens, first_seconds = timing.first or (tokens / passes, seconds / passes)
         self.first_draft.observe(max(1, round(first_tokens)), first_seconds)
         if passes > 1:
             further = passes - 1

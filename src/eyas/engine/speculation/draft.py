@@ -103,6 +103,9 @@ class Draft:
         return _path(self.parents, index)
 
 
+NO_DRAFT = Draft()
+"""Of a request that is not drafted for."""
+
 _LINE = tuple(range(-1, MOST_IN_TREE))
 """The parents of a chain."""
 

@@ -55,7 +55,7 @@ class Planner:
     """Plans for batches, and what their parts cost."""
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, *, trees: bool) -> None:
-        self._costs, self._acceptance, self._trees = costs, acceptance, trees
+        self._costs, self._acceptance, self.trees = costs, acceptance, trees
         self.promises = PlanCalibration()
         self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
         self._news = 0
@@ -124,7 +124,7 @@ class Planner:
         )
         prices = self.prices(situation)
         plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
-        if self._trees:
+        if self.trees:
             tree = plan_tree(batch, prices, _chances(batch), acceptance.siblings.shares())
             worth = self.promises.of_trees / self.promises.of_chains
             plan = tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan

@@ -28,7 +28,7 @@ from torch import Tensor
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.native import load_native
 
-SOURCE = Path(__file__).with_name("paged_native.c")
+SOURCE = Path(__file__).with_name("cpu.c")
 MOST_PARTS_BYTES = 4 * 2**20
 """Intermediate results kept at once, unless a single unit has more: they should stay in a processor's cache."""
 WORK_OF_A_THREAD = 1 << 18

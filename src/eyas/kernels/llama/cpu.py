@@ -23,7 +23,7 @@ from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
 from eyas.kernels.native import load_native
 
-SOURCE = Path(__file__).with_name("layers.c")
+SOURCE = Path(__file__).with_name("cpu.c")
 
 
 class Norm(Protocol):

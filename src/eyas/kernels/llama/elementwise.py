@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from eyas.kernels.native import load_native
 
-SOURCE = Path(__file__).with_name("glue.c")
+SOURCE = Path(__file__).with_name("elementwise.c")
 
 
 @dataclass(frozen=True, eq=False)
