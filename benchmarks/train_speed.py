@@ -18,9 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.train.batch import TrainingBatch
-from eyas.train.newborn import config_for, newborn
+from eyas.train.init import config_for, init_drafter
+from eyas.train.recipe import DrafterSettings, TrainSettings
 from eyas.train.sources.live import LiveSource
-from eyas.train.trainee import Regime, Trainee
+from eyas.train.state import TrainState
 
 SHAPES = {
     "8b": {
@@ -105,7 +106,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--checkpoint", action="store_true")
+    parser.add_argument("--activation-checkpointing", action="store_true")
     arguments = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -114,35 +115,24 @@ def main() -> None:
     source = LiveSource(target, target.facts.default_aux_layer_ids(), compiled=arguments.compile, chunk=arguments.chunk)
     kept = torch.arange(arguments.draft_vocab or min(32000, target.facts.vocab_size))
     config = config_for(
-        target,
-        draft_vocab_size=len(kept),
-        fc_norm=True,
-        norm_output=True,
-        dtype="bfloat16" if device == "cuda" else "float32",
+        target, DrafterSettings(draft_vocab_size=len(kept)), dtype="bfloat16" if device == "cuda" else "float32"
     )
-    regime = Regime(
+    settings = TrainSettings(
         depths=arguments.depths,
-        gamma=0.8,
-        loss="cross_entropy",
         lr=1e-4,
-        head_lr_scale=0.3,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.0,
-        clip=1.0,
         chunk=arguments.chunk,
-        checkpointed=arguments.checkpoint,
-        compiled=arguments.compile,
+        activation_checkpointing=arguments.activation_checkpointing,
+        compile=arguments.compile,
     )
-    trainee = Trainee("drafter", newborn(target, config, kept, seed=0), regime)
+    state = TrainState("drafter", init_drafter(target, config, kept, seed=0), settings)
     counts = batch.counts(arguments.depths)
 
     def forward() -> object:
         return source(batch)
 
     def step() -> None:
-        trainee.learn(batch, source(batch), counts)
-        trainee.move(trainee.gradient_norm(), 1.0)
+        state.backward(batch, source(batch), counts)
+        state.optimizer_step(state.gradient_norm(), 1.0)
 
     floor = seconds(forward, arguments.repeats, device)
     whole = seconds(step, arguments.repeats, device)

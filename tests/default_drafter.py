@@ -15,7 +15,7 @@ from torch import Tensor
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
-from eyas.train.newborn import set_vocabulary
+from eyas.train.init import set_vocabulary
 from tiny import unroll_loss
 
 ANSWER_TOKENS = 64

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.target.capture import capture
-from eyas.train.newborn import set_vocabulary
+from eyas.train.init import set_vocabulary
 
 VOCAB = 96
 LAYERS = 4

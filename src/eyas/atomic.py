@@ -55,6 +55,7 @@ def new_file(destination: Path) -> Iterator[Path]:
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         yield staging
+        _flush(staging)
         staging.replace(destination)
     except OSError as error:
         raise UserError(
@@ -86,9 +87,9 @@ def _move_into_place(staging: Path, destination: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _flush(folder: Path) -> None:
-    """Force contents to disk before the rename makes them visible; a rename alone does not."""
-    for path in [*folder.rglob("*"), folder]:
+def _flush(place: Path) -> None:
+    """Force a file or folder to disk before the rename makes it visible; a rename alone does not."""
+    for path in [*place.rglob("*"), place]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

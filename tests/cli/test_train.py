@@ -20,9 +20,9 @@ from eyas.cli.train import _Screen, _StopRequest
 from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.train.recipe import load_recipe
-from eyas.train.run import Outcome
+from eyas.train.run import TrainResult
 from tiny import AUX_IDS, target_config
-from train.test_journal import counts_of, report_at
+from train.test_journal import counts_of, metrics_at
 
 Run = Callable[..., Any]
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there"}]
@@ -51,7 +51,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     return path
 
 
-Fake = Callable[..., Outcome]
+Fake = Callable[..., TrainResult]
 
 
 @pytest.fixture
@@ -81,7 +81,8 @@ def test_several_processes_share_a_run_as_the_documents_say(recipe: Path, tmp_pa
     options = ["train", str(recipe), "--set", "train.packs_per_step=2", "--set", "data.pack_length=64"]
     environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     options += ["--set", "data.max_length=64"]
-    subprocess.run([*command, *options], check=True, env=environment, timeout=300, capture_output=True)
+    done = subprocess.run([*command, *options], check=True, env=environment, timeout=300, capture_output=True)
+    assert done.stderr.count(b"2 steps of 2 x 64 tokens") == 1, "the other process logs nothing"
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["step"], record["processes"]) == (2, 2)
     load_drafter(str(tmp_path / "run" / "drafter"))
@@ -203,11 +204,11 @@ def test_the_first_signal_asks_and_a_later_one_interrupts(
 
 
 def test_a_stopped_run_says_how_to_go_on_and_exits_130(run: Run, recipe: Path, instead: Callable[[Fake], None]) -> None:
-    def interrupted(*_: Any, stop: Callable[[], bool], **__: Any) -> Outcome:
+    def interrupted(*_: Any, stop: Callable[[], bool], **__: Any) -> TrainResult:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()
-        return Outcome(step=2, steps=4, drafters={})
+        return TrainResult(step=2, steps=4, drafters={})
 
     instead(interrupted)
     outcome = run("train", recipe)
@@ -220,7 +221,7 @@ def test_interrupted_twice_it_ends_at_once(
 ) -> None:
     monkeypatch.setattr(_StopRequest, "MOMENT", 0.0)
 
-    def interrupted(*_: Any, **__: Any) -> Outcome:
+    def interrupted(*_: Any, **__: Any) -> TrainResult:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError
@@ -237,16 +238,16 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
 ) -> None:
     record = json.dumps({"held_out": {"old": {"acceptance_length": 1.7}}})
 
-    def trained(_: Any, __: Any, *, observers: list[_Screen], resuming: bool, cache: Path, **___: Any) -> Outcome:
+    def trained(_: Any, __: Any, *, observers: list[_Screen], resuming: bool, cache: Path, **___: Any) -> TrainResult:
         assert resuming
         assert cache == tmp_path
         for observer in observers:
             observer.estimated(1, counts_of("old"))
-            observer.progressed(report_at(2, "old", "new"))
+            observer.progressed(metrics_at(2, "old", "new"))
             observer.saved(2, Path("place"))
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "record.json").write_text(record)
-        return Outcome(step=4, steps=4, drafters={name: tmp_path / "run" / name for name in ("old", "new")})
+        return TrainResult(step=4, steps=4, drafters={name: tmp_path / "run" / name for name in ("old", "new")})
 
     instead(trained)
     outcome = run("train", recipe, "--resume", "--cache", tmp_path)
@@ -272,7 +273,7 @@ def test_on_a_terminal_a_table_is_drawn(monkeypatch: pytest.MonkeyPatch, capfd: 
     monkeypatch.setenv("TERM", "xterm")
     with _Screen(shown=True) as screen:
         screen.estimated(1, counts_of("old"))
-        screen.progressed(report_at(2, "old"))
+        screen.progressed(metrics_at(2, "old"))
         screen.saved(2, Path("place"))
     shown = capfd.readouterr()
     assert shown.out == ""

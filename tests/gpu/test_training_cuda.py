@@ -13,13 +13,14 @@ from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, runs_in_one_pass
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
-from eyas.train.newborn import config_for, newborn
+from eyas.train.epochs import CorpusPacks
+from eyas.train.init import config_for, init_drafter
+from eyas.train.recipe import DrafterSettings
 from eyas.train.sources.live import LiveSource
-from eyas.train.stream import CorpusPacks
-from eyas.train.trainee import Trainee
+from eyas.train.state import TrainState
 from eyas.train.unroll import depth_weights
-from train.lessons import EAGLE_31, batch_of
-from train.test_loop import corpus_of, trainee_of
+from train.batches import batch_of
+from train.test_loop import corpus_of, train_state_of
 
 pytestmark = pytest.mark.gpu
 
@@ -109,37 +110,37 @@ def test_one_pass_over_all_documents_equals_each_document_alone(compiled: bool) 
     assert distance(leaking[0], alone[0]) > 0.05
 
 
-def losses(target: Target, trainee: Trainee, *, steps: int, compiled: bool) -> list[float]:
+def losses(target: Target, state: TrainState, *, steps: int, compiled: bool) -> list[float]:
     """The loss before each of some steps on one and the same pack."""
     packs = CorpusPacks(corpus=corpus_of(24), length=512, seed=0, device=target.device, padded=compiled)
     batch = packs.epoch(0)[0].build()
     features = LiveSource(target, tiny.AUX_IDS, compiled=compiled)(batch)
-    depths = trainee.regime.depths
+    depths = state.settings.depths
     counts, found = batch.counts(depths), []
     for _ in range(steps):
-        trainee.learn(batch, features, counts)
-        mean_S = trainee.sums_3S[0].cpu() / torch.tensor(counts)
-        found.append(float((mean_S * torch.tensor(depth_weights(depths, trainee.regime.gamma))).sum()))
-        trainee.move(trainee.gradient_norm().cpu(), 1.0)
+        state.backward(batch, features, counts)
+        mean_S = state.metrics_3S[0].cpu() / torch.tensor(counts)
+        found.append(float((mean_S * torch.tensor(depth_weights(depths, state.settings.gamma))).sum()))
+        state.optimizer_step(state.gradient_norm().cpu(), 1.0)
     return found
 
 
-def trainee_in(dtype: str, target: Target, like: Trainee, *, compiled: bool) -> Trainee:
-    config = config_for(target, aux_layer_ids=tiny.AUX_IDS, dtype=dtype, draft_vocab_size=80, **EAGLE_31)
-    drafter = newborn(target, config, torch.arange(80), seed=0)
-    return Trainee("it", drafter, replace(like.regime, compiled=compiled))
+def train_state_in(dtype: str, target: Target, like: TrainState, *, compiled: bool) -> TrainState:
+    config = config_for(target, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80), dtype=dtype)
+    drafter = init_drafter(target, config, torch.arange(80), seed=0)
+    return TrainState("it", drafter, like.settings.model_copy(update={"compile": compiled}))
 
 
-def test_a_compiled_trainee_in_bfloat16_starts_where_float32_starts_and_learns(tiny_target: Target) -> None:
-    exact = trainee_of(tiny_target)
+def test_a_compiled_drafter_in_bfloat16_starts_where_float32_starts_and_learns(tiny_target: Target) -> None:
+    exact = train_state_of(tiny_target)
     (start,) = losses(tiny_target, exact, steps=1, compiled=False)
     target = replace(tiny_target, model=copy.deepcopy(tiny_target.model).to("cuda", torch.bfloat16))
-    trainee = trainee_in("bfloat16", target, exact, compiled=True)
+    state = train_state_in("bfloat16", target, exact, compiled=True)
     assert isinstance(attention_for(batch_of([4], device="cuda"), torch.bfloat16), FlashUnrollAttention)
-    assert {p.dtype for p in trainee.drafter.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in trainee.masters.values()} == {torch.float32}
-    found = losses(target, trainee, steps=30, compiled=True)
+    assert {p.dtype for p in state.drafter.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in state.master_weights.values()} == {torch.float32}
+    found = losses(target, state, steps=30, compiled=True)
     assert found[0] == pytest.approx(start, rel=0.02)
     assert found[-1] < 0.7 * found[0]
-    for name, master in trainee.masters.items():
-        assert torch.equal(trainee.drafter.get_parameter(name), master.bfloat16()), name
+    for name, master in state.master_weights.items():
+        assert torch.equal(state.drafter.get_parameter(name), master.bfloat16()), name

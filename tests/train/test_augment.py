@@ -7,10 +7,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
 from eyas.errors import UserError
-from eyas.train.augment import SYSTEM_PROMPTS, Augmentation, Augmenter
+from eyas.train.augment import SYSTEM_PROMPTS, Augmenter
+from eyas.train.chat import ChatEncoder
 from eyas.train.conversations import Conversation, Message
 from eyas.train.corpus import encode_conversations
-from eyas.train.data import ChatEncoder
+from eyas.train.recipe import Augmentation, read_recipe
 
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML
 WITH_BOS = "<s>" + DEFAULT_SYSTEM
@@ -27,9 +28,9 @@ def rendered(
 ) -> tuple[str, list[str], str | None]:
     """The text, what is masked of it, and what was said to be done."""
     encoder = ChatEncoder(tokenizer, stops)
-    rendering = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0).rendering(0)
-    encoded = rendering.encode(Conversation(messages=messages, where="f:1"))
-    return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), rendering.outcome
+    augmented = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0).encoder_for(0)
+    encoded = augmented.encode(Conversation(messages=messages, where="f:1"))
+    return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), augmented.applied
 
 
 def with_template(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
@@ -133,7 +134,7 @@ def test_an_augmented_conversation_is_cut_at_turns_like_any_other() -> None:
 )
 def test_bad_shares_are_refused(shares: dict[str, float], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        Augmentation(**shares)
+        read_recipe({"data": {"files": ["a.jsonl"], "augment": shares}, "output": {"folder": "runs/a"}})
 
 
 @pytest.mark.default

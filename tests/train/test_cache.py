@@ -1,6 +1,7 @@
 """What a disk remembers of the target teaches what the target would have taught."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,25 +18,25 @@ import tiny
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train.batch import TrainingBatch
-from eyas.train.corpus import Corpus
+from eyas.train.corpus import Corpus, concatenate
+from eyas.train.epochs import CorpusPacks
 from eyas.train.features import Features, FeatureSource
 from eyas.train.loss import LOSSES
 from eyas.train.packing import FitCounts
 from eyas.train.recipe import read_recipe
-from eyas.train.run import Outcome, run
+from eyas.train.run import TrainResult, run
 from eyas.train.sources import cache_writer
 from eyas.train.sources.cache import (
-    BucketLesson,
     CacheKey,
     CacheSource,
+    TopKDistribution,
     fingerprint_vocabulary,
     from_fp8,
     to_fp8,
 )
-from eyas.train.sources.cache_writer import CacheWriter, Sizes, combined, plan_shards
+from eyas.train.sources.cache_writer import CacheSizes, CacheWriter, plan_shards
 from eyas.train.sources.live import LiveSource
-from eyas.train.stream import CorpusPacks
-from train.test_loop import Diary, corpus_of, trainee_of
+from train.test_loop import Diary, corpus_of, train_state_of
 
 KEPT = torch.arange(80)
 
@@ -44,7 +45,9 @@ def uneven_corpus(documents: int = 40, *, seed: int = 0) -> Corpus:
     """Documents of 8 to 40 tokens with answers here and there."""
     chance = np.random.default_rng(seed)
     whole = corpus_of(documents, seed=seed, length=40)
-    pieces = [(whole[i].ids[:n], chance.random(n) < 0.8) for i, n in enumerate(chance.integers(8, 41, documents))]
+    pieces = [
+        (whole.take([i]).ids[:n], chance.random(n) < 0.8) for i, n in enumerate(chance.integers(8, 41, documents))
+    ]
     return Corpus(
         ids=np.concatenate([ids for ids, _ in pieces]),
         mask=np.concatenate([mask for _, mask in pieces]),
@@ -76,7 +79,7 @@ def writer_of(
         folder=folder,
         corpus=documents,
         key=key_of(**changes),
-        kept_W=KEPT,
+        target_ids_W=KEPT,
         hidden_size=tiny.HIDDEN,
         live=live or (lambda: LiveSource(speaker, tiny.AUX_IDS)),
         device=torch.device("cpu"),
@@ -104,33 +107,33 @@ def batches_of(corpus: Corpus, *, padded: bool = False, first_document: int = 0)
     return [planned.build() for planned in packs.epoch(0)]
 
 
-def lessons(features: Features, batch: TrainingBatch) -> Any:
-    return features.teachers(KEPT).lesson(batch.row_M)
+def distributions(features: Features, batch: TrainingBatch) -> Any:
+    return features.teachers(KEPT).distribution(batch.row_M)
 
 
-def bucketed(scores_CW: Tensor, lesson: BucketLesson) -> tuple[Tensor, Tensor]:
+def bucketed(logits_CW: Tensor, distribution: TopKDistribution) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the drafter and p with everything outside the top k summed into one last token."""
-    log_q_CW = scores_CW.log_softmax(dim=-1)
-    outside_CW = log_q_CW.scatter(-1, lesson.ids_CK, float("-inf")).logsumexp(dim=-1, keepdim=True)
-    log_q = torch.cat([log_q_CW.gather(-1, lesson.ids_CK), outside_CW], dim=-1)
-    return log_q, torch.cat([lesson.probability_CK.float(), lesson.rest_C[:, None]], dim=-1)
+    log_q_CW = logits_CW.log_softmax(dim=-1)
+    outside_CW = log_q_CW.scatter(-1, distribution.ids_CK, float("-inf")).logsumexp(dim=-1, keepdim=True)
+    log_q = torch.cat([log_q_CW.gather(-1, distribution.ids_CK), outside_CW], dim=-1)
+    return log_q, torch.cat([distribution.probability_CK.float(), distribution.rest_C[:, None]], dim=-1)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) -> None:
     torch.manual_seed(0)
-    scores_CW = (torch.randn(6, 20) * 2).requires_grad_()
+    logits_CW = (torch.randn(6, 20) * 2).requires_grad_()
     p_CW = (torch.randn(6, 20) * 2).softmax(dim=-1) * 0.9
     probability_CK, ids_CK = p_CW.topk(5)
     rest_C = p_CW.scatter(-1, ids_CK, 0.0).sum(dim=-1)
-    lesson = BucketLesson(ids_CK=ids_CK, probability_CK=probability_CK, rest_C=rest_C, best_C=ids_CK[:, 0])
-    log_q_CW = scores_CW.detach().log_softmax(dim=-1)
-    value_C, gradient_CW = LOSSES[loss](log_q_CW, lesson.probabilities(log_q_CW))
-    log_q, p = bucketed(scores_CW, lesson)
+    distribution = TopKDistribution(ids_CK=ids_CK, probability_CK=probability_CK, rest_C=rest_C, best_C=ids_CK[:, 0])
+    log_q_CW = logits_CW.detach().log_softmax(dim=-1)
+    value_C, gradient_CW = LOSSES[loss](log_q_CW, distribution.probabilities(log_q_CW))
+    log_q, p = bucketed(logits_CW, distribution)
     theirs_C = _by_autograd(loss, log_q, p)
     theirs_C.sum().backward()
-    assert scores_CW.grad is not None
-    torch.testing.assert_close(gradient_CW, scores_CW.grad, rtol=1e-4, atol=1e-6)
+    assert logits_CW.grad is not None
+    torch.testing.assert_close(gradient_CW, logits_CW.grad, rtol=1e-4, atol=1e-6)
     if loss == "cross_entropy":  # reports the entropy of q within the bucket on top
         assert bool((value_C > theirs_C).all())
     else:
@@ -174,28 +177,32 @@ def test_what_is_read_is_what_the_target_said(tiny_target: Target, tmp_path: Pat
         largest = b.view(used, 3, -1).abs().amax(dim=-1).amax()
         assert ours.aux_TX.shape == theirs.aux_TX.shape
         assert bool(((a - b).abs() <= b.abs() * error + largest / 448 * 2**-9).all())
-        mine, live_lesson = lessons(ours, batch), lessons(theirs, batch)
+        mine, live_distribution = distributions(ours, batch), distributions(theirs, batch)
         log_q = torch.zeros(len(batch.row_M), 80).log_softmax(dim=-1)
         torch.testing.assert_close(
-            mine.probabilities(log_q), live_lesson.probabilities(log_q), rtol=2**-11, atol=2**-25
+            mine.probabilities(log_q), live_distribution.probabilities(log_q), rtol=2**-11, atol=2**-25
         )
-        assert torch.equal(mine.best_C, live_lesson.best_C)
+        assert torch.equal(mine.best_C, live_distribution.best_C)
 
 
 def test_the_remainder_is_the_mass_outside_the_likely_tokens(tiny_target: Target, tmp_path: Path) -> None:
     corpus = uneven_corpus()
     cache, live = cache_of(tiny_target, tmp_path, corpus, top_k=4), LiveSource(tiny_target, tiny.AUX_IDS)
     batch = batches_of(corpus)[0]
-    p_MW = lessons(live(batch), batch).probabilities(torch.empty(0))
+    p_MW = distributions(live(batch), batch).probabilities(torch.empty(0))
     outside_M = p_MW.sort(dim=-1).values[:, :-4].sum(dim=-1)
-    torch.testing.assert_close(lessons(cache(batch), batch).rest_C, outside_M, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(distributions(cache(batch), batch).rest_C, outside_M, rtol=1e-4, atol=1e-9)
 
 
 def _learnt(target: Target, source: FeatureSource, batch: TrainingBatch) -> tuple[float, dict[str, Tensor], Tensor]:
-    trainee = trainee_of(target)
-    trainee.learn(batch, source(batch), batch.counts(3))
-    loss = float(trainee.sums_3S[0].sum()) / batch.counts(1)[0]
-    return loss, {name: m.grad.clone() for name, m in trainee.masters.items() if m.grad is not None}, trainee.sums_3S[1]
+    state = train_state_of(target)
+    state.backward(batch, source(batch), batch.counts(3))
+    loss = float(state.metrics_3S[0].sum()) / batch.counts(1)[0]
+    return (
+        loss,
+        {name: m.grad.clone() for name, m in state.master_weights.items() if m.grad is not None},
+        state.metrics_3S[1],
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,22 +224,24 @@ def test_loss_and_gradient_are_close_to_those_of_the_target(
 
 
 def test_the_size_is_known_before_anything_is_written(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, logger="eyas")
     corpus = uneven_corpus(200)
     for dtype in ("bfloat16", "fp8"):
-        folder, said = tmp_path / dtype, list[str]()
+        caplog.clear()
+        folder = tmp_path / dtype
         monkeypatch.setattr(cache_writer, "SHARD_BYTES", 600_000)
         writer = writer_of(tiny_target, folder, corpus, dtype=dtype)
-        sizes = Sizes.of(writer.key, tiny.HIDDEN)
+        sizes = CacheSizes.of(writer.key, tiny.HIDDEN)
         shards = plan_shards(corpus, sizes)
         assert len(shards) > 1
-        writer.write(say=said.append)
+        writer.write()
         found = sum(path.stat().st_size for path in folder.iterdir())
         assert sum(sizes.bytes_of(shard) for shard in shards) == pytest.approx(found, rel=0.02)
         assert max(path.stat().st_size for path in folder.iterdir()) < 610_000
-        assert "the cache needs" in said[0]
-        assert f"states of {corpus.tokens:,} tokens" in said[0]
+        assert "the cache needs" in caplog.messages[0]
+        assert f"states of {corpus.tokens:,} tokens" in caplog.messages[0]
 
 
 def test_a_disk_that_would_not_hold_it_is_refused_before_the_target_runs(
@@ -245,7 +254,7 @@ def test_a_disk_that_would_not_hold_it_is_refused_before_the_target_runs(
         raise AssertionError
 
     writer = writer_of(tiny_target, folder, corpus, live=never)
-    sizes = Sizes.of(writer.key, tiny.HIDDEN)
+    sizes = CacheSizes.of(writer.key, tiny.HIDDEN)
     needed = sum(sizes.bytes_of(shard) for shard in plan_shards(corpus, sizes))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(needed * 1.04)))
     with pytest.raises(UserError, match=r"the cache needs .* are free in .*too little.*features\.folder"):
@@ -314,7 +323,7 @@ def test_an_error_of_the_disk_is_a_line_and_loses_no_finished_shard(
         real(tensors, path, metadata=metadata)
 
     monkeypatch.setattr(cache_writer, "save_file", full)
-    with pytest.raises(UserError, match=r"No space left on device.*what is finished stays"):
+    with pytest.raises(UserError, match=r"cannot write .*shard-00002.*No space left on device"):
         writer_of(tiny_target, tmp_path, uneven_corpus(120)).write()
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-0000{i}.safetensors" for i in (0, 1)]
 
@@ -352,7 +361,7 @@ def test_a_drafter_with_another_vocabulary_is_refused(tiny_target: Target, tmp_p
 
 def test_held_out_documents_are_found_behind_the_others(tiny_target: Target, tmp_path: Path) -> None:
     corpus, held_out = uneven_corpus(20), uneven_corpus(6, seed=5)
-    cache = cache_of(tiny_target, tmp_path, combined([corpus, held_out]))
+    cache = cache_of(tiny_target, tmp_path, concatenate([corpus, held_out]))
     live = LiveSource(tiny_target, tiny.AUX_IDS)
     for batch in batches_of(held_out, first_document=20):
         torch.testing.assert_close(cache(batch).aux_TX.float(), live(batch).aux_TX, rtol=2**-8, atol=1e-6)
@@ -372,7 +381,7 @@ def recipe_of(output: Path, **features: object) -> Any:
     )
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **options: Any) -> tuple[Outcome, Diary]:
+def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **options: Any) -> tuple[TrainResult, Diary]:
     def encoded(files: Sequence[Path], source: str, **_: object) -> tuple[Corpus, FitCounts]:
         return corpus_of(120), FitCounts(kept=120)
 

@@ -11,9 +11,9 @@ import pytest
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.errors import UserError
 from eyas.train import corpus as corpus_module
+from eyas.train.chat import ChatEncoder
 from eyas.train.conversations import Conversation
 from eyas.train.corpus import Corpus, encode_conversations, encode_corpus, pack_arrays, packs, split
-from eyas.train.data import ChatEncoder
 from eyas.train.packing import FitCounts
 
 
@@ -55,13 +55,11 @@ def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
     encoder = ChatEncoder(chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"]))
     expected = [encoder.encode(conversation) for conversation in given]
     assert counts == FitCounts(kept=20)
-    assert [tuple(corpus[i].ids.tolist()) for i in range(len(corpus))] == [e.ids for e in expected]
-    assert [tuple(corpus[i].mask.tolist()) for i in range(len(corpus))] == [e.mask for e in expected]
+    assert [tuple(corpus.take([i]).ids.tolist()) for i in range(len(corpus))] == [e.ids for e in expected]
+    assert [tuple(corpus.take([i]).mask.tolist()) for i in range(len(corpus))] == [e.mask for e in expected]
     assert corpus.tokens == sum(len(e.ids) for e in expected)
     assert corpus.trainable == sum(e.trainable for e in expected)
     assert corpus.longest == max(len(e.ids) for e in expected)
-    with pytest.raises(IndexError):
-        corpus[20]
 
 
 def test_order_and_counts_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +81,7 @@ def test_what_a_process_refuses_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch
 def test_progress_counts_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "CHUNK", 16)
     chosen, done = chat_tokenizer(CHATML), list[int]()
-    encode_conversations(conversations(40), chosen, [], max_length=200, report=done.append)
+    encode_conversations(conversations(40), chosen, [], max_length=200, on_progress=done.append)
     assert done == [16, 32, 40]
 
 
@@ -109,7 +107,7 @@ def test_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
     from eyas.target.tokenizer import load_tokenizer
 
     tokenizer, _ = load_tokenizer("smollm2")
-    spoken = [str(tokenizer.decode(corpus[i].ids[corpus[i].mask].tolist())) for i in range(2)]
+    spoken = [str(tokenizer.decode(corpus.take([i]).ids[corpus.take([i]).mask].tolist())) for i in range(2)]
     assert spoken == ["Paris<|im_end|>", "Rome<|im_end|>"]
 
 
@@ -217,7 +215,7 @@ def test_arrays_of_packs_hold_the_tokens_of_their_documents() -> None:
     corpus = random_corpus(60)
     for pack in packs(corpus, length=4096, seed=0, epoch=0, join_share=0.5, join_length=4096):
         made = pack_arrays(corpus, pack, 4096)
-        members = [corpus[i] for i in chain.from_iterable(pack)]
+        members = [corpus.take([i]) for i in chain.from_iterable(pack)]
         used = sum(len(document.ids) for document in members)
         assert np.array_equal(made.ids[:used], np.concatenate([document.ids for document in members]))
         assert np.array_equal(made.mask[:used], np.concatenate([document.mask for document in members]))

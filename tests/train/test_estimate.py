@@ -7,12 +7,12 @@ from eyas.drafter.model import Drafter
 from eyas.sampling import SeededDraws
 from eyas.target.model import Target
 from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.judge import judge
-from eyas.train.loss import find_loss
+from eyas.train.forward_loss import forward_loss
+from eyas.train.loss import LOSSES
 from eyas.train.sources.live import LiveSource
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, decode_plainly, decode_speculatively
-from train.lessons import batch_of
+from train.batches import batch_of
 
 DEPTHS, NEW = 4, 40
 
@@ -61,14 +61,14 @@ def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Targe
         batch = batch_of([len(text)], mask=[i >= len(prompt) for i in range(len(text))], ids=torch.tensor(text))
         features = source(batch)
         with torch.no_grad():
-            scores = judge(
+            scores = forward_loss(
                 tiny_drafter,
                 batch,
                 features,
-                kept_W=kept,
+                target_ids_W=kept,
                 layer_ids=tiny.AUX_IDS,
                 weights=[1.0] * DEPTHS,
-                row_loss=find_loss("kl"),
+                row_loss=LOSSES["kl"],
                 chunk=64,
             )
         counts = walk_rounds(batch, scores.hit_SM)

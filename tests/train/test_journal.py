@@ -11,15 +11,15 @@ import pytest
 from eyas.errors import UserError
 from eyas.train.estimate import RoundCounts
 from eyas.train.journal import Journal, read_log, write_record, write_text
-from eyas.train.loop import DrafterReport, Report
+from eyas.train.loop import DrafterMetrics, TrainMetrics
 from eyas.train.plot import plot_run
 
 PNG = b"\x89PNG\r\n"
 
 
-def report_at(step: int, *names: str, depths: int = 2) -> Report:
-    own = DrafterReport(loss=2.0, accuracy=(0.5,) * depths, overlap=(0.4,) * depths, gradient_norm=1.5)
-    return Report(
+def metrics_at(step: int, *names: str, depths: int = 2) -> TrainMetrics:
+    own = DrafterMetrics(loss=2.0, accuracy=(0.5,) * depths, overlap=(0.4,) * depths, gradient_norm=1.5)
+    return TrainMetrics(
         step=step,
         steps=9,
         tokens=100 * step,
@@ -37,7 +37,7 @@ def counts_of(*names: str) -> dict[str, RoundCounts]:
 def written(folder: Path, steps: Sequence[int], *names: str) -> Path:
     journal = Journal(folder, from_step=0)
     for step in steps:
-        journal.progressed(report_at(step, *names))
+        journal.progressed(metrics_at(step, *names))
         journal.estimated(step, counts_of(*names))
         journal.saved(step, folder)
     return folder / "log.jsonl"
@@ -71,7 +71,7 @@ def test_a_line_for_every_drafter_and_report(tmp_path: Path) -> None:
 
 def test_a_run_taken_up_again_drops_what_lies_behind_its_checkpoint(tmp_path: Path) -> None:
     log = written(tmp_path, [1, 2, 3, 4])
-    Journal(tmp_path, from_step=2).progressed(report_at(3))
+    Journal(tmp_path, from_step=2).progressed(metrics_at(3))
     assert steps_of(log) == [1, 2, 3]
     assert len(read_log(log)) == 5
     Journal(tmp_path, from_step=0)
@@ -83,7 +83,7 @@ def test_a_torn_last_line_is_dropped_and_never_written_behind(tmp_path: Path, to
     log = written(tmp_path, [1, 2])
     with log.open("a") as file:
         file.write(torn)
-    Journal(tmp_path, from_step=2).progressed(report_at(3))
+    Journal(tmp_path, from_step=2).progressed(metrics_at(3))
     assert [line["step"] for line in read_log(log)] == [1, 1, 2, 2, 3]
     assert all(json.loads(line) for line in log.read_text().splitlines())
 
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_the_file_that_is_there(tmp_path: Path, monkeypatch: 
     journal = Journal(tmp_path, from_step=1)
     monkeypatch.setattr(Path, "open", no_room)
     with pytest.raises(UserError, match=r"cannot write .*log\.jsonl: No space left.*free space"):
-        journal.progressed(report_at(2))
+        journal.progressed(metrics_at(2))
 
 
 def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_run_is_drawn(tmp_path: Path, steps: tuple[int, ...], names: tuple[str
 
 
 def test_a_run_is_drawn_at_any_depth_and_without_estimates(tmp_path: Path) -> None:
-    Journal(tmp_path, from_step=0).progressed(report_at(1, depths=64))
+    Journal(tmp_path, from_step=0).progressed(metrics_at(1, depths=64))
     plot_run(tmp_path / "log.jsonl", tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(PNG)
     with pytest.raises(UserError, match=r"cannot write .*nowhere/training\.png: No such file"):

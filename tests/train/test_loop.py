@@ -17,15 +17,16 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.train.batch import TrainingBatch
 from eyas.train.corpus import Corpus
+from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import Features
-from eyas.train.loop import DivergedError, LoopPlan, Report, train
-from eyas.train.newborn import config_for, newborn
+from eyas.train.init import config_for, init_drafter
+from eyas.train.loop import DivergedError, LoopConfig, TrainMetrics, train
 from eyas.train.ranks import Ranks
+from eyas.train.recipe import DrafterSettings, TrainSettings
 from eyas.train.schedule import learning_rate_share
 from eyas.train.sources.live import LiveSource
-from eyas.train.stream import CorpusPacks
-from eyas.train.trainee import Regime, Trainee
+from eyas.train.state import TrainState
 
 STEPS = 6
 
@@ -34,11 +35,11 @@ class Diary:
     """Writes down what the loop says."""
 
     def __init__(self) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[TrainMetrics] = []
         self.estimates: dict[int, dict[str, RoundCounts]] = {}
         self.places: list[Path] = []
 
-    def progressed(self, report: Report) -> None:
+    def progressed(self, report: TrainMetrics) -> None:
         self.reports.append(report)
 
     def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
@@ -62,29 +63,17 @@ def packs_of(corpus: Corpus, *, length: int = 100) -> CorpusPacks:
     return CorpusPacks(corpus=corpus, length=length, seed=0, device=torch.device("cpu"), padded=False)
 
 
-def trainee_of(target: Target, name: str = "drafter", **flags: bool) -> Trainee:
-    flags = flags or {"fc_norm": True, "norm_output": True}
-    config = config_for(target, aux_layer_ids=tiny.AUX_IDS, dtype="float32", draft_vocab_size=80, **flags)
-    drafter = newborn(target, config, torch.arange(80), seed=0)
-    regime = Regime(
-        depths=3,
-        gamma=0.8,
-        loss="cross_entropy",
-        lr=4e-3,
-        head_lr_scale=0.3,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-        weight_decay=0.01,
-        clip=1.0,
-        chunk=64,
-        checkpointed=False,
-        compiled=False,
+def train_state_of(target: Target, name: str = "drafter", **flags: bool) -> TrainState:
+    flags = {"norm_output": False, **flags} if flags else {}
+    config = config_for(
+        target, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80, **flags), dtype="float32"
     )
-    return Trainee(name, drafter, regime)
+    drafter = init_drafter(target, config, torch.arange(80), seed=0)
+    return TrainState(name, drafter, TrainSettings(depths=3, lr=4e-3, weight_decay=0.01, chunk=64))
 
 
-def plan_of(folder: Path, **changes: object) -> LoopPlan:
-    plan = LoopPlan(
+def loop_config_of(folder: Path, **changes: object) -> LoopConfig:
+    plan = LoopConfig(
         steps=STEPS,
         packs_per_step=2,
         schedule="cosine",
@@ -101,45 +90,45 @@ def plan_of(folder: Path, **changes: object) -> LoopPlan:
 
 
 def run(
-    target: Target, plan: LoopPlan, *, stop: Callable[[], bool] = lambda: False, ranks: Ranks | None = None
-) -> tuple[Diary, Trainee]:
-    diary, trainee = Diary(), trainee_of(target)
+    target: Target, plan: LoopConfig, *, stop: Callable[[], bool] = lambda: False, ranks: Ranks | None = None
+) -> tuple[Diary, TrainState]:
+    diary, state = Diary(), train_state_of(target)
     source = LiveSource(target, tiny.AUX_IDS)
-    train([trainee], packs_of(corpus_of(24)), [], source, plan, observer=diary, stop=stop, ranks=ranks or Ranks())
-    return diary, trainee
+    train([state], packs_of(corpus_of(24)), [], source, plan, observer=diary, stop=stop, ranks=ranks or Ranks())
+    return diary, state
 
 
 def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(tiny_target: Target, tmp_path: Path) -> None:
-    whole, uninterrupted = run(tiny_target, plan_of(tmp_path / "whole"))
+    whole, uninterrupted = run(tiny_target, loop_config_of(tmp_path / "whole"))
     asked = iter([False, False, True])
-    first, _ = run(tiny_target, plan_of(tmp_path / "parts"), stop=lambda: next(asked))
+    first, _ = run(tiny_target, loop_config_of(tmp_path / "parts"), stop=lambda: next(asked))
     assert [report.step for report in first.reports] == [1, 2, 3]
-    second, resumed = run(tiny_target, plan_of(tmp_path / "parts"))
+    second, resumed = run(tiny_target, loop_config_of(tmp_path / "parts"))
     assert [report.step for report in second.reports] == [4, 5, 6]
     assert first.losses() + second.losses() == whole.losses()  # bit for bit
-    for name, master in uninterrupted.masters.items():
-        assert torch.equal(master, resumed.masters[name]), name
+    for name, master in uninterrupted.master_weights.items():
+        assert torch.equal(master, resumed.master_weights[name]), name
 
 
 def test_checkpoints_are_drafters_and_the_newest_two_stay(tiny_target: Target, tmp_path: Path) -> None:
-    _, trainee = run(tiny_target, plan_of(tmp_path, save_every=2))
+    _, state = run(tiny_target, loop_config_of(tmp_path, save_every=2))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
     drafter = load_drafter(str(tmp_path / "checkpoints" / "step-000006" / "drafter"))
-    assert torch.equal(drafter.fc.weight, trainee.drafter.fc.weight)
+    assert torch.equal(drafter.fc.weight, state.drafter.fc.weight)
 
 
 def test_another_run_is_not_taken_up(tiny_target: Target, tmp_path: Path) -> None:
-    run(tiny_target, plan_of(tmp_path, steps=2))
+    run(tiny_target, loop_config_of(tmp_path, steps=2))
     with pytest.raises(Exception, match=r"had seed = 0 and now it is 1.*output.folder"):
-        run(tiny_target, plan_of(tmp_path, steps=3, same={"seed": 1}))
+        run(tiny_target, loop_config_of(tmp_path, steps=3, same={"seed": 1}))
 
 
 def test_drafters_side_by_side_learn_what_they_learn_alone(tiny_target: Target, tmp_path: Path) -> None:
-    alone, _ = run(tiny_target, plan_of(tmp_path / "alone"))
+    alone, _ = run(tiny_target, loop_config_of(tmp_path / "alone"))
     diary = Diary()
-    both = [trainee_of(tiny_target), trainee_of(tiny_target, "eagle3", fc_norm=False)]
+    both = [train_state_of(tiny_target), train_state_of(tiny_target, "eagle3", fc_norm=False)]
     source = LiveSource(tiny_target, tiny.AUX_IDS)
-    train(both, packs_of(corpus_of(24)), [], source, plan_of(tmp_path / "both"), observer=diary)
+    train(both, packs_of(corpus_of(24)), [], source, loop_config_of(tmp_path / "both"), observer=diary)
     assert diary.losses() == alone.losses()
     assert diary.losses("eagle3") != alone.losses()
 
@@ -164,9 +153,9 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_step_and_sample(
     tiny_target: Target, tmp_path: Path
 ) -> None:
     source = PoisonedSource(LiveSource(tiny_target, tiny.AUX_IDS))
-    trainee, diary = trainee_of(tiny_target), Diary()
+    state, diary = train_state_of(tiny_target), Diary()
     with pytest.raises(DivergedError, match=r"step 2, in pack \d of epoch 1 \(conversations \d+.*train\.lr"):
-        train([trainee], packs_of(corpus_of(24)), [], source, plan_of(tmp_path), observer=diary)
+        train([state], packs_of(corpus_of(24)), [], source, loop_config_of(tmp_path), observer=diary)
     kept = load_drafter(str(tmp_path / "checkpoints" / "step-000001" / "drafter"))
     assert bool(kept.fc.weight.isfinite().all())
 
@@ -189,15 +178,15 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 def test_a_tiny_drafter_learns_far_above_chance(tiny_target: Target, tmp_path: Path) -> None:
     """From the target's text to a drafter that is mostly right, in seconds; chance is one in ninety-six."""
-    trainee, diary = trainee_of(tiny_target), Diary()
+    state, diary = train_state_of(tiny_target), Diary()
     source = LiveSource(tiny_target, tiny.AUX_IDS)
     held_out = packs_of(corpus_of(16, seed=9)).epoch(0)
     train(
-        [trainee],
+        [state],
         packs_of(corpus_of(400), length=256),
         held_out,
         source,
-        plan_of(tmp_path, steps=140, packs_per_step=1, eval_every=70),
+        loop_config_of(tmp_path, steps=140, packs_per_step=1, eval_every=70),
         observer=diary,
     )
     before, after = diary.reports[0].drafters["drafter"], diary.reports[-1].drafters["drafter"]
@@ -216,21 +205,21 @@ from eyas.train.ranks import Ranks
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from transformers import LlamaForCausalLM
-from train.test_loop import plan_of, run
+from train.test_loop import loop_config_of, run
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 model = LlamaForCausalLM.from_pretrained(Path(sys.argv[1]) / "target").eval().requires_grad_(False)
 target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=None)
 ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size())
-diary, trainee = run(target, plan_of(Path(sys.argv[1]) / "two"), ranks=ranks)
-if ranks.leads:
+diary, state = run(target, loop_config_of(Path(sys.argv[1]) / "two"), ranks=ranks)
+if ranks.is_main:
     (Path(sys.argv[1]) / "losses.json").write_text(json.dumps(diary.losses()))
 dist.destroy_process_group()
 """
 
 
 def test_two_processes_learn_what_one_does(tiny_target: Target, tmp_path: Path) -> None:
-    alone, _ = run(tiny_target, plan_of(tmp_path / "one"))
+    alone, _ = run(tiny_target, loop_config_of(tmp_path / "one"))
     tiny_target.model.save_pretrained(tmp_path / "target")
     (tmp_path / "worker.py").write_text(WORKER)
     root = Path(__file__).parent.parent

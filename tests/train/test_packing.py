@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from eyas.errors import UserError
+from eyas.train import packing
+from eyas.train.chat import Encoded
 from eyas.train.conversations import Conversation
-from eyas.train.data import Encoded
 from eyas.train.packing import FitCounts, fit, pack
 
 
@@ -74,9 +75,12 @@ def random_sizes(count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("open_packs", [1, 4, 64])
-def test_every_document_is_in_exactly_one_pack_and_no_pack_is_too_full(open_packs: int) -> None:
+def test_every_document_is_in_exactly_one_pack_and_no_pack_is_too_full(
+    open_packs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "OPEN_PACKS", open_packs)
     sizes = random_sizes(300, 50)
-    packs = list(pack(sizes, length=64, open_packs=open_packs))
+    packs = list(pack(sizes, length=64))
     assert sorted(document for p in packs for document in p) == list(range(300))
     assert all(0 < sum(sizes[document] for document in p) <= 64 for p in packs)
 
@@ -85,9 +89,13 @@ def test_a_document_goes_where_it_leaves_least_room() -> None:
     assert list(pack([6, 8, 2, 4, 1], length=10)) == [(0, 3), (1, 2), (4,)]
 
 
-def test_more_open_packs_waste_less() -> None:
+def test_more_open_packs_waste_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    def packed(open_packs: int) -> int:
+        monkeypatch.setattr(packing, "OPEN_PACKS", open_packs)
+        return len(list(pack(sizes, length=64)))
+
     sizes = random_sizes(500, 20)
-    few, many = (len(list(pack(sizes, length=64, open_packs=n))) for n in (1, 64))
+    few, many = (packed(n) for n in (1, 64))
     assert many < few
     assert sum(sizes) / (64 * many) > 0.95
 

@@ -9,7 +9,7 @@ import pytest
 
 from eyas.errors import UserError
 from eyas.train.conversations import Conversation, parse_conversation, read_conversations
-from eyas.train.regenerate import Progress, Question, Reply, regenerate
+from eyas.train.regenerate import ChatPrompt, Progress, Reply, regenerate
 
 ARGUMENTS = {"target": "scripted", "seed": 0}
 
@@ -18,10 +18,10 @@ class Echo:
     """Answers two at a time, the later first, with the last message in capitals; counts what it saw."""
 
     def __init__(self, *, dies_after: int | None = None) -> None:
-        self.asked: list[Question] = []
+        self.asked: list[ChatPrompt] = []
         self._left = dies_after
 
-    def reply(self, question: Question) -> Reply:
+    def reply(self, question: ChatPrompt) -> Reply:
         text = str(question.messages[-1]["content"])
         if text == "long":
             return Reply(id=question.id, text=None, finished=False, tokens=0)
@@ -29,8 +29,8 @@ class Echo:
             return Reply(id=question.id, text=" ", finished=True, tokens=1)
         return Reply(id=question.id, text=text.upper(), finished=text != "ramble", tokens=len(text))
 
-    def __call__(self, pull: Callable[[], Question | None]) -> Iterator[Reply]:
-        held: list[Question] = []
+    def __call__(self, pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
+        held: list[ChatPrompt] = []
         while True:
             while len(held) < 2 and (question := pull()) is not None:
                 held.append(question)
@@ -190,7 +190,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, line: str, reason: 
 def test_two_runs_never_write_one_file(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
-    def answer_while_another_starts(pull: Callable[[], Question | None]) -> Iterator[Reply]:
+    def answer_while_another_starts(pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
         with pytest.raises(UserError, match="another run is writing"):
             regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
         yield from Echo()(pull)

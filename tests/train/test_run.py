@@ -1,6 +1,7 @@
 """From a recipe and a folder of conversations to drafters on disk; stopped, broken and taken up again on the way."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from eyas.target.model import Target
 from eyas.train import resume
 from eyas.train.journal import read_log
 from eyas.train.recipe import read_recipe, to_toml
-from eyas.train.run import Outcome, run
+from eyas.train.run import TrainResult, run
 
 STEPS = 4
 Tables = dict[str, dict[str, Any]]
@@ -57,7 +58,7 @@ def conversations(folder: Path, answer: Callable[[int], str] = lambda i: f"it is
     return str(path)
 
 
-def ran(tables: Tables, target: Target, **options: Any) -> Outcome:
+def ran(tables: Tables, target: Target, **options: Any) -> TrainResult:
     return run(read_recipe(tables), target, **options)
 
 
@@ -76,11 +77,13 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def test_two_drafters_side_by_side_come_out_as_servers_load_them(tables: Tables, target: Target) -> None:
+def test_two_drafters_side_by_side_come_out_as_servers_load_them(
+    tables: Tables, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="eyas")
     tables["drafters"] = {"old": {"fc_norm": False, "norm_output": False}, "new": {"lr": 2e-3, "draft_vocab_size": 260}}
     tables["train"]["eval_every"] = 2
-    said: list[str] = []
-    outcome = ran(tables, target, say=said.append)
+    outcome = ran(tables, target)
     folder = folder_of(tables)
     assert (outcome.step, outcome.steps) == (STEPS, STEPS)
     assert outcome.drafters == {"old": folder / "old", "new": folder / "new"}
@@ -90,7 +93,7 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(tables: Tables,
         assert (report.family, report.config.draft_vocab_size) == (family, draft_vocab_size)
         kept = load_drafter(str(folder / "checkpoints" / "step-000004" / name))
         assert torch.equal(load_drafter(str(folder / name)).fc.weight, kept.fc.weight)
-    assert any("1 held out" in line for line in said)
+    assert any("1 held out" in line for line in caplog.messages)
     files = {"checkpoints", "log.jsonl", "new", "old", "recipe.toml", "record.json", "training.png"}
     assert {path.name for path in folder.iterdir()} - {"encoded"} == files
     assert (folder / "recipe.toml").read_text() == to_toml(read_recipe(tables))

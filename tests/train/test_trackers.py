@@ -2,14 +2,14 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from eyas.errors import UserError
 from eyas.train import trackers
-from eyas.train.recipe import TRACKERS
-from train.test_journal import counts_of, report_at
+from eyas.train.recipe import TrackerName
+from train.test_journal import counts_of, metrics_at
 
 Number = tuple[int, str, float]
 
@@ -34,12 +34,12 @@ class Library:
         self.numbers += [(step, name, value) for name, value in numbers.items()]
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", get_args(TrackerName))
 def test_every_number_reaches_the_tracker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library, asked = Library(), []
     monkeypatch.setattr(trackers, "import_module", lambda module: asked.append(module) or library)
     tracker = trackers.open_tracker(name, Path("runs/first"), {"train": {"lr": 1}})
-    tracker.progressed(report_at(3, "old", "new"))
+    tracker.progressed(metrics_at(3, "old", "new"))
     tracker.estimated(4, counts_of("old"))
     tracker.saved(4, Path("x"))
     assert asked == ["torch.utils.tensorboard" if name == "tensorboard" else name]
@@ -60,7 +60,7 @@ def test_every_number_reaches_the_tracker(name: str, monkeypatch: pytest.MonkeyP
         assert library.started == {"project": "eyas", "name": "first", "config": {"train": {"lr": 1}}}
 
 
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", get_args(TrackerName))
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str) -> None:
         raise ModuleNotFoundError(module)

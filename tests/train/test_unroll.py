@@ -9,15 +9,14 @@ from torch import Tensor
 
 import tiny
 from eyas.drafter.model import Drafter
-from eyas.errors import UserError
 from eyas.train.attention import DenseUnrollAttention, merge_own_slot, split_gradient
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.loss import LOSSES, find_loss
+from eyas.train.loss import LOSSES
 from eyas.train.scoring import Scores, score
 from eyas.train.unroll import depth_weights, unroll
 from oracle.dense import EagleDraft
-from train.lessons import EAGLE_31, ScoreTeacher, batch_of, drafter_of, features_of, gradients
+from train.batches import EAGLE_31, ScoreTeacher, batch_of, drafter_of, features_of, gradients
 
 LENGTH = 14
 
@@ -30,14 +29,16 @@ def scored(
     depths: int,
     loss: str = "cross_entropy",
     chunk: int = 1000,
-    checkpointed: bool = False,
+    activation_checkpointing: bool = False,
     weights: list[float] | None = None,
     attend: DenseUnrollAttention | None = None,
 ) -> Scores:
     """The loss as the loop weighs it: depth weights over predictions that count."""
     kept = drafter.vocab().target_ids_W
     attend = attend or DenseUnrollAttention(batch)
-    normed = unroll(drafter, batch, features.aux_TX, depths=depths, attend=attend, checkpointed=checkpointed)
+    normed = unroll(
+        drafter, batch, features.aux_TX, depths=depths, attend=attend, activation_checkpointing=activation_checkpointing
+    )
     if weights is None:
         weights = [w / max(1, n) for w, n in zip(depth_weights(depths, 0.8), batch.counts(depths), strict=True)]
     assert drafter.lm_head is not None
@@ -46,9 +47,9 @@ def scored(
         drafter.lm_head.weight,
         batch,
         features.teachers(kept),
-        kept_W=kept,
+        target_ids_W=kept,
         weights=weights,
-        row_loss=find_loss(loss),
+        row_loss=LOSSES[loss],
         chunk=chunk,
     )
 
@@ -76,7 +77,7 @@ def test_depth_one_is_the_plain_loss() -> None:
     teacher = features.teachers(torch.arange(tiny.VOCAB))
     assert isinstance(teacher, ScoreTeacher)
     plain = torch.nn.functional.cross_entropy(
-        drafter.logits(normed)[: LENGTH - 2], teacher.scores_TV[1 : LENGTH - 1].softmax(dim=-1)
+        drafter.logits(normed)[: LENGTH - 2], teacher.logits_TV[1 : LENGTH - 1].softmax(dim=-1)
     )
     plain.backward()
     expected = gradients(drafter)
@@ -103,7 +104,7 @@ def test_packed_documents_equal_documents_by_themselves_in_loss_and_gradient() -
     for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
         here = slice(int(start), int(start) + length)
         alone = batch_of([length], ids=packed.ids_T[here])
-        said = teacher.scores_TV[here]
+        said = teacher.logits_TV[here]
         own = replace(features, aux_TX=features.aux_TX[here], teachers=lambda kept, said=said: ScoreTeacher(said, kept))
         total = total + scored(drafter, alone, own, depths=depths, weights=weights).loss
     total.backward()
@@ -141,9 +142,17 @@ def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str) -> N
     drafter, batch = drafter_of(**EAGLE_31, num_hidden_layers=2), batch_of([LENGTH, 5])
     features = features_of(batch)
     results = []
-    for chunk, checkpointed in ((1000, False), (3, False), (1000, True)):
+    for chunk, activation_checkpointing in ((1000, False), (3, False), (1000, True)):
         drafter.zero_grad()
-        scores = scored(drafter, batch, features, depths=3, loss=loss, chunk=chunk, checkpointed=checkpointed)
+        scores = scored(
+            drafter,
+            batch,
+            features,
+            depths=3,
+            loss=loss,
+            chunk=chunk,
+            activation_checkpointing=activation_checkpointing,
+        )
         scores.loss.backward()
         results.append((scores, gradients(drafter)))
     for scores, found in results[1:]:
@@ -192,9 +201,9 @@ def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
         torch.eye(3),
         batch,
         ScoreTeacher(said, kept),
-        kept_W=kept,
+        target_ids_W=kept,
         weights=[1.0],
-        row_loss=find_loss("total_variation"),
+        row_loss=LOSSES["total_variation"],
     )
     assert batch.row_M.tolist() == [1, 2]
     assert found.hit_SM.tolist() == [[False, True]]
@@ -226,11 +235,6 @@ def test_nothing_to_train_on_gives_no_loss_and_says_so_in_the_counts() -> None:
     assert float(scored(drafter, batch, features_of(batch), depths=2).loss) == 0
 
 
-def test_an_unknown_loss_is_refused() -> None:
-    with pytest.raises(UserError, match=r"'mse'.*cross_entropy"):
-        find_loss("mse")
-
-
 def test_merging_the_slots_own_keys_equals_attending_to_all_keys_at_once() -> None:
     """What the flash path adds to flash attention, proved where flash attention does not run."""
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +248,7 @@ def test_merging_the_slots_own_keys_equals_attending_to_all_keys_at_once() -> No
     batch = batch_of([4, 3])
     attend = DenseUnrollAttention(batch)
     for k, v in [(first_k, first_v), *zip(own_k, own_v, strict=True)][:-1]:
-        attend.at(len(attend._memory._kept.get(0, [])))(0, q, k, v)
+        attend.at(len(attend._history._kept.get(0, [])))(0, q, k, v)
     dense = attend.at(depth)(0, q, own_k[-1], own_v[-1])
     d_out = torch.randn(slots, heads, size, generator=generator, dtype=torch.float64)
     expected = torch.autograd.grad(dense, [q, *own_k, *own_v, first_k], d_out)

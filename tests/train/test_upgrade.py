@@ -17,13 +17,13 @@ from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.loop import estimate, train
-from eyas.train.recipe import DrafterChoice, read_recipe
+from eyas.train.recipe import DrafterSettings, read_recipe
 from eyas.train.sources.live import LiveSource
-from eyas.train.trainee import Trainee
+from eyas.train.state import TrainState
 from eyas.train.unroll import unroll
-from eyas.train.upgrade import inherit
+from eyas.train.upgrade import init_from_checkpoint
 from train.test_cache import recipe_of, trained
-from train.test_loop import Diary, corpus_of, packs_of, plan_of, trainee_of
+from train.test_loop import Diary, corpus_of, loop_config_of, packs_of, train_state_of
 
 DEPTHS = 3
 
@@ -33,7 +33,7 @@ def batch_of_text() -> TrainingBatch:
 
 
 def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any) -> Drafter:
-    """The drafter in `folder` after `inherit`; the first token's states may be louder than they are."""
+    """The drafter in `folder` after `init_from_checkpoint`; the first token's states may be louder than they are."""
 
     def read_text(aux_layer_ids: Sequence[int]) -> tuple[TrainingBatch, Tensor]:
         batch = batch_of_text()
@@ -41,7 +41,9 @@ def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any
         aux_TX[batch.position_T == 0] *= louder
         return batch, aux_TX
 
-    return inherit(target, DrafterChoice(init_from=str(folder), **choice), dtype="float32", read_text=read_text)
+    return init_from_checkpoint(
+        target, DrafterSettings(init_from=str(folder), **choice), dtype="float32", read_text=read_text
+    )
 
 
 def stored(folder: Path, *, own_embedding: bool = True, own_head: bool = True, **flags: Any) -> Drafter:
@@ -134,41 +136,41 @@ def _flags_only(drafter: Drafter, **flags: bool) -> Drafter:
     return build_drafter(replace(checkpoint, config=replace(checkpoint.config, **flags), tensors=tensors))
 
 
-def trainee_with(target: Target, drafter: Drafter) -> Trainee:
-    return Trainee("drafter", drafter, trainee_of(target).regime)
+def train_state_with(target: Target, drafter: Drafter) -> TrainState:
+    return TrainState("drafter", drafter, train_state_of(target).settings)
 
 
-def more(target: Target, trainee: Trainee, folder: Path, steps: int) -> Trainee:
+def more(target: Target, state: TrainState, folder: Path, steps: int) -> TrainState:
     """Train it on."""
-    source, plan = LiveSource(target, tiny.AUX_IDS), plan_of(folder, steps=steps, packs_per_step=1)
-    train([trainee], packs_of(corpus_of(200), length=256), [], source, plan, observer=Diary())
-    return trainee
+    source, plan = LiveSource(target, tiny.AUX_IDS), loop_config_of(folder, steps=steps, packs_per_step=1)
+    train([state], packs_of(corpus_of(200), length=256), [], source, plan, observer=Diary())
+    return state
 
 
-def loss_and_length(target: Target, trainee: Trainee) -> tuple[float, float]:
+def loss_and_length(target: Target, state: TrainState) -> tuple[float, float]:
     """On text that is not trained on."""
     source, held_out = LiveSource(target, tiny.AUX_IDS), packs_of(corpus_of(16, seed=9), length=256).epoch(0)
     loss, count = 0.0, 0
     for batch in (planned.build() for planned in held_out):
-        loss += float(trainee.judge(batch, source(batch), depths=DEPTHS).loss_S.sum())
+        loss += float(state.forward_loss(batch, source(batch), depths=DEPTHS).loss_S.sum())
         count += sum(batch.counts(DEPTHS))
-    counts = estimate([trainee], held_out, source, depths=DEPTHS)[trainee.name]
+    counts = estimate([state], held_out, source, depths=DEPTHS)[state.name]
     return loss / count, counts.acceptance_length
 
 
 def test_an_upgraded_drafter_keeps_what_it_knew_and_learns_on(tiny_target: Target, tmp_path: Path) -> None:
-    old = more(tiny_target, trainee_of(tiny_target, fc_norm=False), tmp_path / "old", 60)
+    old = more(tiny_target, train_state_of(tiny_target, fc_norm=False), tmp_path / "old", 60)
     write_checkpoint(checkpoint_of(old.drafter), tmp_path / "drafter")
-    upgraded = trainee_with(tiny_target, taken_up(tiny_target, tmp_path / "drafter"))
+    upgraded = train_state_with(tiny_target, taken_up(tiny_target, tmp_path / "drafter"))
     assert upgraded.drafter.config.family == "EAGLE-3.1"
     naive = _flags_only(old.drafter, fc_norm=True, norm_output=True).requires_grad_(True)
     naive.share_target(tiny_target.embedding(), tiny_target.head())
-    fresh = trainee_of(tiny_target)
+    fresh = train_state_of(tiny_target)
     was, length = loss_and_length(tiny_target, old)
     now, upgraded_length = loss_and_length(tiny_target, upgraded)
     assert now < 1.05 * was
     assert upgraded_length > 0.95 * length
-    assert loss_and_length(tiny_target, trainee_with(tiny_target, naive))[0] > now
+    assert loss_and_length(tiny_target, train_state_with(tiny_target, naive))[0] > now
     assert loss_and_length(tiny_target, fresh)[0] > 1.3 * was
     after, _ = loss_and_length(tiny_target, more(tiny_target, upgraded, tmp_path / "upgraded", 25))
     scratch, _ = loss_and_length(tiny_target, more(tiny_target, fresh, tmp_path / "fresh", 25))

@@ -15,7 +15,8 @@ from eyas.cli.options import AsJson, Cache, Ticker, report
 if TYPE_CHECKING:
     from eyas.sampling import Sampling
     from eyas.target.model import Target
-    from eyas.train.regenerate import Answerer, Progress, Question, Reply
+    from eyas.train.regenerate import Answerer, Progress, Reply
+    from eyas.train.regenerate import ChatPrompt as Question
 
 LONGEST = 2048
 SLOTS_ON_CPU, SLOTS_ELSEWHERE = 16, 256

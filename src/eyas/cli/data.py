@@ -33,8 +33,8 @@ def show(
     """Print one conversation as the target reads it, what is trained on in colour, and counts."""
     from eyas.errors import UserError
     from eyas.target.tokenizer import load_tokenizer
+    from eyas.train.chat import ChatEncoder
     from eyas.train.conversations import read_conversations
-    from eyas.train.data import ChatEncoder
 
     tokenizer, stop_ids = load_tokenizer(target, cache=cache)
     encoder = ChatEncoder(tokenizer, stop_ids)

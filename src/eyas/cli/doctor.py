@@ -180,7 +180,7 @@ def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
 def _questions(conversations: "Sequence[Conversation]", target: "Target", plan: "Plan", limit: int) -> "list[Question]":
     from eyas.doctor.examination import Question
     from eyas.doctor.transcripts import Asked
-    from eyas.train.prompts import Questions
+    from eyas.evaluate.prompts import Questions
 
     longest = (target.facts.max_position_embeddings or 8192) - plan.max_new_tokens - plan.depth
     asked, skipped = Questions(conversations[:limit], target.encode_chat, turns=1, longest=longest).first()

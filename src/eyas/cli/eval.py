@@ -17,10 +17,10 @@ from eyas.cli.options import AsJson, Cache, report
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.engine.batch import Answer, Pull
+    from eyas.evaluate.evaluate import Estimates, GivenAnswer
+    from eyas.evaluate.prompts import Prompt
     from eyas.target.model import Target
     from eyas.train.conversations import Conversation
-    from eyas.train.evaluate import Estimates, GivenAnswer
-    from eyas.train.prompts import Prompt
 
 LONGEST = 8192
 SLOTS_ON_CPU, SLOTS_ELSEWHERE = 16, 256
@@ -74,12 +74,12 @@ def evaluate(
     Ctrl-C prints what was measured until then.
     """
     from eyas.errors import UserError
+    from eyas.evaluate.evaluate import Group, estimate_corpus, record_estimates, record_groups
+    from eyas.evaluate.evaluate import evaluate as run
+    from eyas.evaluate.prompts import PrefixText, Questions
     from eyas.loading import load_drafter_for
     from eyas.target.model import Target
-    from eyas.train.evaluate import Group, estimate_corpus, record_estimates, record_groups
-    from eyas.train.evaluate import evaluate as run
     from eyas.train.journal import versions
-    from eyas.train.prompts import PrefixText, Questions
 
     arguments = {name: _plain(value) for name, value in context.params.items()}
     depths = sorted(set(depth or (3, 5, 7)))
@@ -316,7 +316,7 @@ def _deliver(record: Mapping[str, Any], out: Path | None, *, as_json: bool) -> N
     else:
         print_tables(record)
     if out is not None:
-        from eyas.train.eval_plot import plot_evaluation
+        from eyas.evaluate.plot import plot_evaluation
 
         try:
             (out / "eval.json").write_text(json.dumps(record), encoding="utf-8")

@@ -1,5 +1,6 @@
 """`eyas train`: from a recipe to a drafter that servers load."""
 
+import logging
 import os
 import signal
 import sys
@@ -9,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eyas.cli.log import LOGGER
 from eyas.cli.options import AsJson, Cache, Ticker, report
 
 if TYPE_CHECKING:
     from rich.live import Live
 
     from eyas.train.estimate import RoundCounts
-    from eyas.train.loop import Report
+    from eyas.train.loop import TrainMetrics
     from eyas.train.ranks import Ranks
     from eyas.train.recipe import Recipe
 
@@ -42,7 +44,7 @@ def train(
         typer.echo(to_toml(chosen))
         return
     ranks = _join_ranks()
-    if ranks.leads:
+    if ranks.is_main:
         report(to_toml(chosen))
     try:
         _train(chosen, ranks, resume=resume, as_json=as_json, cache=cache)
@@ -57,7 +59,6 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
     from eyas.train.run import run
     from eyas.train.trackers import open_tracker
 
-    say = report if ranks.leads else _say_nothing
     folder = Path(recipe.output.folder)
     target = Target.load(
         recipe.target.source,
@@ -66,21 +67,20 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
         spread=recipe.target.spread,
         cache=cache,
     )
-    trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.leads]
+    trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.is_main]
     tick = Ticker()
-    with _StopRequest() as stop, _Screen(shown=ranks.leads) as screen:
+    with _StopRequest() as stop, _Screen(shown=ranks.is_main) as screen:
         outcome = run(
             recipe,
             target,
             observers=[screen, *trackers],
             ranks=ranks,
             stop=stop.asked,
-            say=say,
             resuming=resume,
-            encoded=lambda done: tick(f"encoded {done:,} conversations"),
+            on_encoded=lambda done: tick(f"encoded {done:,} conversations"),
             cache=cache,
         )
-    if not ranks.leads:
+    if not ranks.is_main:
         return
     if outcome.step < outcome.steps:
         report(f"stopped at step {outcome.step} of {outcome.steps}; `eyas train ... --resume` goes on from there")
@@ -147,7 +147,7 @@ class _Screen:
         if self._live is not None:
             self._live.stop()
 
-    def progressed(self, progress: "Report") -> None:
+    def progressed(self, progress: "TrainMetrics") -> None:
         left = progress.seconds_left
         head = (
             f"step {progress.step}/{progress.steps}  {progress.tokens_per_second:,.0f} tokens/s  "
@@ -190,7 +190,10 @@ def _join_ranks() -> "Ranks":
     import torch.distributed as dist
 
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return Ranks(rank=dist.get_rank(), world=world)
+    ranks = Ranks(rank=dist.get_rank(), world=world)
+    if not ranks.is_main:  # what all of them would say is said once
+        LOGGER.setLevel(logging.WARNING)
+    return ranks
 
 
 def _leave_ranks(ranks: "Ranks") -> None:
@@ -210,7 +213,3 @@ def _device(asked: str) -> str:
     local = int(os.environ.get("LOCAL_RANK", "0"))
     torch.cuda.set_device(local)
     return f"cuda:{local}"
-
-
-def _say_nothing(message: str) -> None:
-    """The other processes keep quiet."""

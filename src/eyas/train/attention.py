@@ -36,13 +36,13 @@ class UnrollAttention(Protocol):
         ...
 
 
-class _Remembered:
+class _KeyValueHistory:
     """Keys and values of every depth, by layer. A depth that is run again (checkpointing) finds what it left."""
 
     def __init__(self) -> None:
         self._kept: dict[int, list[KeysAndValues]] = {}
 
-    def remember(self, depth: int, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
+    def append(self, depth: int, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
         """What this depth sees: depth 0, and its own slot of every depth from 1 to this one."""
         kept = self._kept.setdefault(layer, [])
         if len(kept) == depth:
@@ -59,7 +59,7 @@ class DenseUnrollAttention:
         slots = len(document_T)
         causal_TT = torch.ones(slots, slots, dtype=torch.bool, device=document_T.device).tril()
         self._visible_TT = causal_TT & (document_T[:, None] == document_T[None, :])
-        self._memory = _Remembered()
+        self._history = _KeyValueHistory()
         self._depth = 0
 
     def at(self, depth: int) -> "DenseUnrollAttention":
@@ -71,7 +71,7 @@ class DenseUnrollAttention:
         """Attend from all slots [T, H, K]."""
         group = q.shape[-2] // k.shape[-2]
         k, v = k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
-        (first_k, first_v), later = self._memory.remember(self._depth, layer, k, v)
+        (first_k, first_v), later = self._history.append(self._depth, layer, k, v)
         scale, slots = q.shape[-1] ** -0.5, len(q)
         first = torch.einsum("thk,shk->hts", q, first_k) * scale
         scores = [first.masked_fill(~self._visible_TT, float("-inf"))]
@@ -89,7 +89,7 @@ class FlashUnrollAttention:
     def __init__(self, batch: TrainingBatch, *, compiled: bool = False) -> None:
         self._starts, self._longest = batch.starts, batch.longest
         self._kernels: tuple[Merge, Split] = _compiled() if compiled else (merge_own_slot, split_gradient)
-        self._memory = _Remembered()
+        self._history = _KeyValueHistory()
         self._depth = 0
 
     def at(self, depth: int) -> "FlashUnrollAttention":
@@ -100,7 +100,7 @@ class FlashUnrollAttention:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from all slots [T, H, K]."""
-        (first_k, first_v), later = self._memory.remember(self._depth, layer, k, v)
+        (first_k, first_v), later = self._history.append(self._depth, layer, k, v)
         own = [tensor for pair in later for tensor in pair]
         out: Tensor = _MergedFlash.apply(  # type: ignore[no-untyped-call]
             q, first_k, first_v, self._starts, self._longest, *self._kernels, *own

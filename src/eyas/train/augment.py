@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eyas.errors import UserError
 from eyas.train.conversations import Conversation, Message
+from eyas.train.recipe import Augmentation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eyas.train.data import ChatEncoder, Encoded
+    from eyas.train.chat import ChatEncoder, Encoded
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -41,49 +41,6 @@ SYSTEM_PROMPTS = (
 _PROBE = "A probe stands here."
 
 
-@dataclass(frozen=True, kw_only=True)
-class Augmentation:
-    """Which share of the conversations is rendered otherwise; the rest as the template has it."""
-
-    no_system: float = 0.0
-    """Without any system turn, also where the template would add one of its own."""
-    no_bos: float = 0.0
-    """Without the token that begins every text."""
-    no_template: float = 0.0
-    """As bare text: the contents, joined by newlines."""
-    varied_system: float = 0.0
-    """With a system prompt drawn from `SYSTEM_PROMPTS`."""
-
-    def __post_init__(self) -> None:
-        for name, share in self.shares.items():
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise UserError(f"data.augment.{name} is {share!r}; it must be a share from 0 to 1")
-        total = sum(self.shares.values())
-        if total > 1 + 1e-9:
-            raise UserError(
-                f"the shares of data.augment sum to {total:g}; they may sum to 1 at most, so lower one of them"
-            )
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Share by kind."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @property
-    def wanted(self) -> bool:
-        """Whether anything is rendered otherwise at all."""
-        return any(self.shares.values())
-
-    def kind(self, chance: random.Random) -> str | None:
-        """Draw what to do to one conversation; None: nothing."""
-        point = chance.random()
-        for name, share in self.shares.items():
-            if point < share:
-                return name
-            point -= share
-        return None
-
-
 class Augmenter:
     """Renders conversations as an `Augmentation` asks."""
 
@@ -96,14 +53,14 @@ class Augmenter:
         self._seed = seed
         self._opening = find_opening(tokenizer)
 
-    def rendering(self, index: int) -> Rendering:
+    def encoder_for(self, index: int) -> AugmentedEncoder:
         """How conversation `index` is rendered."""
         chance = random.Random(f"{self._seed}:{index}")  # a string seeds alike in every process and on every machine
         kind = self._augmentation.kind(chance)
-        return Rendering(kind, chance.choice(SYSTEM_PROMPTS), self._encoder, self._tokenizer, self._opening)
+        return AugmentedEncoder(kind, chance.choice(SYSTEM_PROMPTS), self._encoder, self._tokenizer, self._opening)
 
 
-class Rendering:
+class AugmentedEncoder:
     """An encoder for one conversation, whole or shortened."""
 
     def __init__(
@@ -114,7 +71,7 @@ class Rendering:
         tokenizer: PreTrainedTokenizerBase,
         opening: Opening,
     ) -> None:
-        self.outcome: str | None = None
+        self.applied: str | None = None
         """What was done: the kind, the kind and that it was impossible, or None where nothing was asked."""
         self._kind = kind
         self._system_prompt = system_prompt
@@ -135,7 +92,7 @@ class Rendering:
                 made = self._with_another_system(conversation)
             case _:
                 made = encode_bare(conversation, self._tokenizer)
-        self.outcome = self._kind if made is not None else f"{self._kind} impossible"
+        self.applied = self._kind if made is not None else f"{self._kind} impossible"
         return self._encoder.encode(conversation) if made is None else made
 
     def _without_system(self, conversation: Conversation) -> Encoded | None:
@@ -206,7 +163,7 @@ def find_opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
 
 def encode_bare(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """The contents as lines of bare text, special tokens as the tokenizer adds them; answers are masked."""
-    from eyas.train.data import Encoded
+    from eyas.train.chat import Encoded
 
     text, spans = "", []
     for message in conversation.messages:

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eyas.train.corpus import Corpus, Pack, pack_arrays
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch:
@@ -69,6 +71,23 @@ class TrainingBatch:
             run_M=on_device(run[rows]),
             run_lengths=run[rows],
             documents=documents,
+        )
+
+    @classmethod
+    def from_pack(
+        cls, corpus: Corpus, pack: Pack, length: int | None, *, device: torch.device, first_document: int = 0
+    ) -> "TrainingBatch":
+        """A pack of a corpus, padded to `length` if given; its documents are numbered from `first_document`."""
+        arrays = pack_arrays(corpus, pack, length)
+        alone = all(len(document) == 1 for document in pack)
+        return cls.build(
+            ids=arrays.ids,
+            mask=arrays.mask,
+            position=arrays.position,
+            starts=arrays.starts,
+            # A joined document is none of the corpus: its parts see each other.
+            documents=tuple(first_document + index for (index,) in pack) if alone else None,
+            device=device,
         )
 
     def counts(self, depths: int) -> list[int]:

@@ -18,30 +18,21 @@ from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from transformers import PreTrainedTokenizerBase
 
 from eyas.errors import UserError
-from eyas.train.augment import Augmentation, Augmenter
+from eyas.train.augment import Augmenter
+from eyas.train.chat import ChatEncoder
 from eyas.train.conversations import Conversation, read_conversations
-from eyas.train.data import ChatEncoder
 from eyas.train.packing import FitCounts, fit, pack
-from eyas.train.recipe import SHORTEST_JOINED
+from eyas.train.recipe import MIN_JOIN_LENGTH, Augmentation
 
 CHUNK = 256
 """Conversations that a process is handed at a time: enough to make the handing over cheap."""
 
 Pack = tuple[tuple[int, ...], ...]
 """Documents side by side, each a run of corpus documents: one, or several that are joined and see each other."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Document:
-    """A conversation as the target reads it."""
-
-    ids: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    """Whether the target would have generated this token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,19 +49,24 @@ class Corpus:
         assert self.offsets[0] == 0
         assert (np.diff(self.offsets) > 0).all()
 
+    @classmethod
+    def build(cls, ids: ArrayLike, mask: ArrayLike, lengths: ArrayLike) -> "Corpus":
+        """From documents end to end and how many tokens each has."""
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return cls(ids=np.asarray(ids, dtype=np.int32), mask=np.asarray(mask, dtype=np.bool_), offsets=offsets)
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> Document:
-        if not 0 <= index < len(self):
-            raise IndexError(f"document {index} of {len(self)}")
-        where = slice(self.offsets[index], self.offsets[index + 1])
-        return Document(ids=self.ids[where], mask=self.mask[where])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each document."""
         return np.diff(self.offsets)
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Place of every token within its document."""
+        return np.arange(self.tokens) - np.repeat(self.offsets[:-1], self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -92,7 +88,16 @@ class Corpus:
         chosen = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[chosen]
         places = _runs(self.offsets[chosen], lengths)
-        return Corpus(ids=self.ids[places], mask=self.mask[places], offsets=_offsets(lengths))
+        return Corpus.build(self.ids[places], self.mask[places], lengths)
+
+
+def concatenate(corpora: Sequence[Corpus]) -> Corpus:
+    """Corpora one behind the other."""
+    return Corpus.build(
+        np.concatenate([corpus.ids for corpus in corpora]),
+        np.concatenate([corpus.mask for corpus in corpora]),
+        np.concatenate([corpus.lengths for corpus in corpora]),
+    )
 
 
 def encode_corpus(
@@ -103,7 +108,7 @@ def encode_corpus(
     augmentation: Augmentation | None = None,
     seed: int = 0,
     workers: int = 1,
-    report: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
     cache: Path | None = None,
 ) -> tuple[Corpus, FitCounts]:
     """Read and encode the conversations of `files` with the tokenizer of target `source`."""
@@ -121,7 +126,7 @@ def encode_corpus(
         augmentation=augmentation,
         seed=seed,
         workers=workers,
-        report=report,
+        on_progress=on_progress,
     )
 
 
@@ -134,11 +139,11 @@ def encode_conversations(
     augmentation: Augmentation | None = None,
     seed: int = 0,
     workers: int = 1,
-    report: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> tuple[Corpus, FitCounts]:
     """Encode conversations in order, in `workers` processes (0 or 1: in this one).
 
-    `report` is told how many conversations are done. `seed` and the place of a conversation decide its augmentation.
+    `on_progress` is told how many conversations are done; `seed` and its place decide how one is augmented.
     """
     encoding = _Encoding(tokenizer, stop_ids, max_length, augmentation or Augmentation(), seed)
     counts, parts, done = FitCounts(), [], 0
@@ -146,18 +151,18 @@ def encode_conversations(
         counts += part.counts
         parts.append(part)
         done += part.conversations
-        if report is not None:
-            report(done)
+        if on_progress is not None:
+            on_progress(done)
     if not counts.kept:
         raise UserError(
             f"of {done} conversations none can be trained on: {counts.kept} kept, {counts.cut} cut, {counts.too_long} "
             f"too long for data.max_length {max_length}, {counts.unanswered} unanswered; raise data.max_length for "
             "long ones and let the target answer unanswered ones first"
         )
-    corpus = Corpus(
-        ids=np.concatenate([part.ids for part in parts]),
-        mask=np.concatenate([part.mask for part in parts]),
-        offsets=_offsets(np.concatenate([part.lengths for part in parts])),
+    corpus = Corpus.build(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.mask for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
     )
     return corpus, counts
 
@@ -182,7 +187,7 @@ def packs(
     """Every document once, in packs of at most `length` tokens, in an order of the epoch's own.
 
     Documents that make up `join_share` of the tokens are joined into long ones, up to `join_length` tokens: a drafter
-    that never saw long contexts drafts badly in them. How long each becomes is drawn evenly from `SHORTEST_JOINED` up.
+    that never saw long contexts drafts badly in them. How long each becomes is drawn evenly from `MIN_JOIN_LENGTH` up.
     """
     chance = np.random.default_rng([seed, epoch])
     order = chance.permutation(len(corpus)).tolist()
@@ -191,9 +196,9 @@ def packs(
     if join_share:
         if not 0 < join_share <= 1:
             raise UserError(f"data.join_share is {join_share}; it must be a share from 0 to 1")
-        if not SHORTEST_JOINED <= join_length <= length:
+        if not MIN_JOIN_LENGTH <= join_length <= length:
             raise UserError(
-                f"data.join_length {join_length} is not between {SHORTEST_JOINED} and the pack's {length} tokens; "
+                f"data.join_length {join_length} is not between {MIN_JOIN_LENGTH} and the pack's {length} tokens; "
                 "change it or data.pack_length"
             )
         documents, order = _joined(order, sizes, join_share * corpus.tokens, join_length, chance)
@@ -215,11 +220,12 @@ class PackArrays:
     """Where each document begins, padding included, and last the length."""
 
 
-def pack_arrays(corpus: Corpus, pack: Pack, length: int) -> PackArrays:
-    """Lay out a pack."""
+def pack_arrays(corpus: Corpus, pack: Pack, length: int | None = None) -> PackArrays:
+    """Lay out a pack, padded to `length`; None: as long as its documents are."""
     members = np.fromiter(chain.from_iterable(pack), dtype=np.int64)
     lengths = corpus.offsets[members + 1] - corpus.offsets[members]
     used = int(lengths.sum())
+    length = used if length is None else length
     if used > length:
         raise UserError(f"a pack of {used} tokens does not fit {length}; make packs of that length")
     places = _runs(corpus.offsets[members], lengths)
@@ -238,7 +244,7 @@ def _joined(
     """Join documents from the front of `order` until `tokens` are; return them and the rest of the order."""
     documents, used, place = [], 0, 0
     while used < tokens and place < len(order):
-        goal = int(chance.integers(SHORTEST_JOINED, longest, endpoint=True))
+        goal = int(chance.integers(MIN_JOIN_LENGTH, longest, endpoint=True))
         first, size = place, 0
         while place < len(order) and size < goal and (place == first or size + sizes[order[place]] <= longest):
             size += sizes[order[place]]
@@ -278,11 +284,11 @@ class _Encoding:
         counts = FitCounts()
         encoded = []
         for index, conversation in enumerate(conversations, start=first):
-            rendering = self._augmenter.rendering(index) if self._augmenter else None
-            for kept in fit([conversation], rendering or self._encoder, max_length=self._max_length, counts=counts):
+            augmented = self._augmenter.encoder_for(index) if self._augmenter else None
+            for kept in fit([conversation], augmented or self._encoder, max_length=self._max_length, counts=counts):
                 encoded.append(kept)
-                if rendering is not None and rendering.outcome is not None:
-                    counts.augmented[rendering.outcome] += 1
+                if augmented is not None and augmented.applied is not None:
+                    counts.augmented[augmented.applied] += 1
         return _Part(
             ids=np.fromiter(chain.from_iterable(e.ids for e in encoded), dtype=np.int32),
             mask=np.fromiter(chain.from_iterable(e.mask for e in encoded), dtype=np.bool_),
@@ -348,10 +354,6 @@ def _set_encoding(encoding: _Encoding) -> None:
 def _encode_chunk(first: int, conversations: Sequence[Conversation]) -> _Part:
     assert _encoding is not None
     return _encoding(first, conversations)
-
-
-def _offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], lengths.cumsum()]).astype(np.int64)
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

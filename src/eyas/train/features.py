@@ -17,7 +17,7 @@ from torch import Tensor
 from eyas.train.batch import TrainingBatch
 
 
-class Lesson(Protocol):
+class TargetDistribution(Protocol):
     """The target's distribution for some rows, over one drafter's vocabulary."""
 
     def probabilities(self, log_q_CW: Tensor) -> Tensor:
@@ -31,9 +31,9 @@ class Lesson(Protocol):
 
 
 class Teacher(Protocol):
-    """Gives lessons from one batch, for one draft vocabulary."""
+    """The target's distributions over one batch, for one draft vocabulary."""
 
-    def lesson(self, row_C: Tensor) -> Lesson:
+    def distribution(self, row_C: Tensor) -> TargetDistribution:
         """What the target says behind the tokens `row_C`."""
         ...
 
@@ -58,8 +58,8 @@ class Features:
 class TeacherFactory(Protocol):
     """Draft vocabularies differ from drafter to drafter, what the target said does not."""
 
-    def __call__(self, kept_W: Tensor) -> Teacher:
-        """A teacher over the target ids `kept_W`."""
+    def __call__(self, target_ids_W: Tensor) -> Teacher:
+        """A teacher over the target ids `target_ids_W`."""
         ...
 
 
@@ -72,14 +72,14 @@ class FeatureSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredLesson:
-    """A lesson from the target's scores: exact."""
+class ExactDistribution:
+    """From the target's logits: exact."""
 
-    scores_CW: Tensor
+    logits_CW: Tensor
     normaliser_C: Tensor
     """Log of the sum of exponentials over the whole vocabulary of the target."""
     best_C: Tensor
 
     def probabilities(self, log_q_CW: Tensor) -> Tensor:
         """p as it is."""
-        return (self.scores_CW.float() - self.normaliser_C[:, None]).exp()
+        return (self.logits_CW.float() - self.normaliser_C[:, None]).exp()

@@ -16,32 +16,32 @@ from typing import Any
 from eyas.atomic import new_file
 from eyas.errors import UserError
 from eyas.train.estimate import RoundCounts
-from eyas.train.loop import Report
+from eyas.train.loop import TrainMetrics
 
 Line = dict[str, Any]
 
 
 class Journal:
-    """Writes log.jsonl, one line per drafter and report."""
+    """Writes log.jsonl, one line per drafter and metrics."""
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
         self._path = folder / "log.jsonl"
         kept = [line for line in read_log(self._path) if line["step"] <= from_step]
         write_text(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
-    def progressed(self, report: Report) -> None:
+    def progressed(self, metrics: TrainMetrics) -> None:
         """A line of losses."""
         shared = {
-            "step": report.step,
-            "tokens": report.tokens,
-            "tokens_per_second": round(report.tokens_per_second),
-            "lr_share": report.lr_share,
+            "step": metrics.step,
+            "tokens": metrics.tokens,
+            "tokens_per_second": round(metrics.tokens_per_second),
+            "lr_share": metrics.lr_share,
         }
-        self._write([{"drafter": name, **shared, **asdict(own)} for name, own in report.drafters.items()])
+        self._write([{"drafter": name, **shared, **asdict(own)} for name, own in metrics.drafters.items()])
 
     def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
         """A line of acceptance on held-out text."""
-        self._write([{"drafter": name, "step": step, "held_out": counted(own)} for name, own in counts.items()])
+        self._write([{"drafter": name, "step": step, "held_out": counts_as_json(own)} for name, own in counts.items()])
 
     def saved(self, step: int, place: Path) -> None:
         """Nothing to add: the checkpoint speaks for itself."""
@@ -54,7 +54,7 @@ class Journal:
             raise UserError(f"cannot write {self._path}: {error.strerror}; free space and run again") from error
 
 
-def counted(counts: RoundCounts) -> Line:
+def counts_as_json(counts: RoundCounts) -> Line:
     """Rounds as JSON."""
     return {
         "acceptance_length": counts.acceptance_length,

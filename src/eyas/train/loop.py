@@ -23,8 +23,10 @@ from eyas.train.batch import TrainingBatch
 from eyas.train.estimate import RoundCounts, walk_rounds
 from eyas.train.features import FeatureSource
 from eyas.train.ranks import Ranks
+from eyas.train.recipe import ScheduleName
 from eyas.train.schedule import learning_rate_share
-from eyas.train.trainee import Trainee
+from eyas.train.state import TrainState
+from eyas.train.unroll import depth_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +46,12 @@ class Packs(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopPlan:
+class LoopConfig:
     """How long, how often, where."""
 
     steps: int
     packs_per_step: int
-    schedule: str
+    schedule: ScheduleName
     warmup: float
     decay: float
     final_lr: float
@@ -62,7 +64,7 @@ class LoopPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterReport:
+class DrafterMetrics:
     """How one drafter did over the steps since the last report."""
 
     loss: float
@@ -74,7 +76,7 @@ class DrafterReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class TrainMetrics:
     """Progress at a step."""
 
     step: int
@@ -85,13 +87,13 @@ class Report:
     seconds_left: float
     """At the pace since the last report."""
     lr_share: float
-    drafters: dict[str, DrafterReport]
+    drafters: dict[str, DrafterMetrics]
 
 
 class Observer(Protocol):
     """Who is told how it goes."""
 
-    def progressed(self, report: Report) -> None:
+    def progressed(self, metrics: TrainMetrics) -> None:
         """Every `log_every` steps and at the end."""
         ...
 
@@ -109,116 +111,119 @@ class DivergedError(UserError):
 
 
 def train(
-    trainees: Sequence[Trainee],
+    states: Sequence[TrainState],
     packs: Packs,
     held_out: Sequence[PlannedBatch],
     source: FeatureSource,
-    plan: LoopPlan,
+    config: LoopConfig,
     *,
     observer: Observer,
     ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Train from the newest checkpoint, or from the start, to the last step; return the step reached."""
-    if plan.packs_per_step % ranks.world:
+    if config.packs_per_step % ranks.world:
         raise UserError(
-            f"train.packs_per_step {plan.packs_per_step} cannot be shared by {ranks.world} processes; "
+            f"train.packs_per_step {config.packs_per_step} cannot be shared by {ranks.world} processes; "
             "make it a multiple of their number"
         )
-    checkpoints = plan.folder / "checkpoints"
+    checkpoints = config.folder / "checkpoints"
     start = 0
     if (place := resume.newest(checkpoints)) is not None:
-        start = resume.restore(place, trainees, same=plan.same)
-    device = trainees[0].drafter.fc.weight.device
-    depths = max(trainee.regime.depths for trainee in trainees)
-    window = _Window(trainees, start)
+        start = resume.restore(place, states, same=config.same)
+    device = states[0].drafter.fc.weight.device
+    depths = max(state.settings.depths for state in states)
+    window = _MetricsWindow(states, start)
     with ThreadPoolExecutor(1) as builder:
-        steps = _prefetched(_steps(packs, plan, ranks, start), builder)
+        steps = _prefetched(_steps(packs, config, ranks, start), builder)
         for step, planned, batches in steps:
             counts = _sum(ranks, batches, depths, device)
             for batch in batches:
                 features = source(batch)
-                for trainee in trainees:
-                    trainee.learn(batch, features, counts)
+                for state in states:
+                    state.backward(batch, features, counts)
             share = learning_rate_share(
-                step, plan.steps, schedule=plan.schedule, warmup=plan.warmup, decay=plan.decay, final=plan.final_lr
+                step,
+                config.steps,
+                schedule=config.schedule,
+                warmup=config.warmup,
+                decay=config.decay,
+                final=config.final_lr,
             )
-            norms = _gradient_norms(trainees, ranks)
-            for trainee, norm in zip(trainees, norms, strict=True):
+            norms = _gradient_norms(states, ranks)
+            for state, norm in zip(states, norms, strict=True):
                 if not torch.isfinite(norm):
-                    _stop_diverged(trainees, trainee, planned, source, checkpoints, step, plan, ranks)
-                window.add(trainee, norm, counts)
-                trainee.move(norm, share)
+                    _stop_diverged(states, state, planned, source, checkpoints, step, config, ranks)
+                window.add(state, norm, counts)
+                state.optimizer_step(norm, share)
             done = step + 1
             window.tokens += sum(len(batch.ids_T) for batch in batches) * ranks.world
-            last = done == plan.steps
-            stopping = ranks.agree(stop(), device)
-            if ranks.leads and (last or stopping or done % plan.log_every == 0):
-                observer.progressed(window.report(done, plan.steps, share))
-            if held_out and (last or (plan.eval_every and done % plan.eval_every == 0)):
-                observed = estimate(trainees, held_out, source, depths=depths)
-                if ranks.leads:
+            last = done == config.steps
+            stopping = ranks.any_true(stop(), device)
+            if ranks.is_main and (last or stopping or done % config.log_every == 0):
+                observer.progressed(window.metrics(done, config.steps, share))
+            if held_out and (last or (config.eval_every and done % config.eval_every == 0)):
+                observed = estimate(states, held_out, source, depths=depths)
+                if ranks.is_main:
                     observer.estimated(done, observed)
-            if last or stopping or (plan.save_every and done % plan.save_every == 0):
-                if ranks.leads:
-                    observer.saved(done, resume.save(checkpoints, trainees, step=done, same=plan.same))
-                ranks.wait()
+            if last or stopping or (config.save_every and done % config.save_every == 0):
+                if ranks.is_main:
+                    observer.saved(done, resume.save(checkpoints, states, step=done, same=config.same))
+                ranks.barrier()
             if stopping:
                 return done
-    return plan.steps
+    return config.steps
 
 
 def estimate(
-    trainees: Sequence[Trainee], held_out: Sequence[PlannedBatch], source: FeatureSource, *, depths: int
+    states: Sequence[TrainState], held_out: Sequence[PlannedBatch], source: FeatureSource, *, depths: int
 ) -> dict[str, RoundCounts]:
     """Acceptance length of each drafter on text it does not learn from, walking rounds as decoding does."""
-    found = {trainee.name: RoundCounts(rounds=0, accepted_at=(0,) * depths) for trainee in trainees}
+    found = {state.name: RoundCounts(rounds=0, accepted_at=(0,) * depths) for state in states}
     for planned in held_out:
         batch = planned.build()
         features = source(batch)
-        for trainee in trainees:
-            hit_SM = trainee.judge(batch, features, depths=depths).hit_SM
-            found[trainee.name] += walk_rounds(batch, hit_SM)
+        for state in states:
+            hit_SM = state.forward_loss(batch, features, depths=depths).hit_SM
+            found[state.name] += walk_rounds(batch, hit_SM)
     return found
 
 
-class _Window:
+class _MetricsWindow:
     """Sums over the steps since the last report. They stay on the device until then."""
 
-    def __init__(self, trainees: Sequence[Trainee], start: int) -> None:
-        self._trainees = trainees
+    def __init__(self, states: Sequence[TrainState], start: int) -> None:
+        self._states = states
         self.tokens = 0
         self._last = (time.perf_counter(), 0, start)
         self._clear()
 
     def _clear(self) -> None:
-        self._sums = {t.name: torch.zeros_like(t.sums_3S) for t in self._trainees}
-        self._counts = {t.name: torch.zeros(t.regime.depths, dtype=torch.int64) for t in self._trainees}
+        self._sums = {t.name: torch.zeros_like(t.metrics_3S) for t in self._states}
+        self._counts = {t.name: torch.zeros(t.settings.depths, dtype=torch.int64) for t in self._states}
         self._norms: dict[str, float] = {}
 
-    def add(self, trainee: Trainee, norm: torch.Tensor, counts: Sequence[int]) -> None:
-        self._sums[trainee.name] += trainee.sums_3S
-        self._counts[trainee.name] += torch.tensor(counts[: trainee.regime.depths])
-        self._norms[trainee.name] = float(norm)
+    def add(self, state: TrainState, norm: torch.Tensor, counts: Sequence[int]) -> None:
+        self._sums[state.name] += state.metrics_3S
+        self._counts[state.name] += torch.tensor(counts[: state.settings.depths])
+        self._norms[state.name] = float(norm)
 
-    def report(self, step: int, steps: int, share: float) -> Report:
+    def metrics(self, step: int, steps: int, share: float) -> TrainMetrics:
         now = time.perf_counter()
         (since, tokens, before), self._last = self._last, (now, self.tokens, step)
         seconds = max(1e-9, now - since)
         drafters = {}
-        for trainee in self._trainees:
-            loss_S, hit_S, overlap_S = (
-                self._sums[trainee.name].cpu() / self._counts[trainee.name].clamp(min=1)
-            ).tolist()
-            raw = [trainee.regime.gamma**depth for depth in range(trainee.regime.depths)]
-            drafters[trainee.name] = DrafterReport(
-                loss=sum(w * x for w, x in zip(raw, loss_S, strict=True)) / sum(raw),
+        for state in self._states:
+            loss_S, hit_S, overlap_S = (self._sums[state.name].cpu() / self._counts[state.name].clamp(min=1)).tolist()
+            weights = depth_weights(state.settings.depths, state.settings.gamma)
+            drafters[state.name] = DrafterMetrics(
+                loss=sum(w * x for w, x in zip(weights, loss_S, strict=True)),
                 accuracy=tuple(hit_S),
                 overlap=tuple(overlap_S),
-                gradient_norm=self._norms[trainee.name],
+                gradient_norm=self._norms[state.name],
             )
         self._clear()
-        return Report(
+        return TrainMetrics(
             step=step,
             steps=steps,
             tokens=self.tokens,
@@ -232,7 +237,7 @@ class _Window:
 _PlannedStep = tuple[int, list[PlannedBatch]]
 
 
-def _steps(packs: Packs, plan: LoopPlan, ranks: Ranks, start: int) -> Iterator[_PlannedStep]:
+def _steps(packs: Packs, config: LoopConfig, ranks: Ranks, start: int) -> Iterator[_PlannedStep]:
     """Which packs this process takes at each step, from `start` on."""
 
     def endless() -> Iterator[PlannedBatch]:
@@ -244,9 +249,9 @@ def _steps(packs: Packs, plan: LoopPlan, ranks: Ranks, start: int) -> Iterator[_
             yield from epoch
             number += 1
 
-    stream = islice(endless(), start * plan.packs_per_step, None)
-    for step in range(start, plan.steps):
-        planned = list(islice(stream, plan.packs_per_step))
+    stream = islice(endless(), start * config.packs_per_step, None)
+    for step in range(start, config.steps):
+        planned = list(islice(stream, config.packs_per_step))
         yield step, planned[ranks.rank :: ranks.world]
 
 
@@ -270,37 +275,37 @@ def _sum(ranks: Ranks, batches: Sequence[TrainingBatch], depths: int, device: to
     return ranks.sum_counts([sum(n) for n in zip(*(batch.counts(depths) for batch in batches), strict=True)], device)
 
 
-def _gradient_norms(trainees: Sequence[Trainee], ranks: Ranks) -> list[torch.Tensor]:
+def _gradient_norms(states: Sequence[TrainState], ranks: Ranks) -> list[torch.Tensor]:
     """Norms of the summed gradients, on the host: the one wait of a step."""
-    for trainee in trainees:
-        ranks.sum_tensors([*trainee.gradients(), trainee.sums_3S])
-    return list(torch.stack([trainee.gradient_norm() for trainee in trainees]).cpu())
+    for state in states:
+        ranks.sum_tensors([*state.gradients(), state.metrics_3S])
+    return list(torch.stack([state.gradient_norm() for state in states]).cpu())
 
 
 def _stop_diverged(
-    trainees: Sequence[Trainee],
-    sick: Trainee,
+    states: Sequence[TrainState],
+    diverged: TrainState,
     planned: Sequence[PlannedBatch],
     source: FeatureSource,
     checkpoints: Path,
     step: int,
-    plan: LoopPlan,
+    config: LoopConfig,
     ranks: Ranks,
 ) -> None:
     """Save what was good before this step, find the pack that did it, and say so."""
-    for trainee in trainees:
-        trainee.forget()
+    for state in states:
+        state.zero_grad()
     place = checkpoints / f"step-{step:06d}"
-    if ranks.leads and not place.exists():
-        resume.save(checkpoints, trainees, step=step, same=plan.same)
-    culprits = [p.name for p in planned if not _finite(sick, p.build(), source)] or [p.name for p in planned]
+    if ranks.is_main and not place.exists():
+        resume.save(checkpoints, states, step=step, same=config.same)
+    culprits = [p.name for p in planned if not _finite(diverged, p.build(), source)] or [p.name for p in planned]
     raise DivergedError(
-        f"the loss of {sick.name} is not a number at step {step + 1}, in {'; '.join(culprits)}; the weights before "
+        f"the loss of {diverged.name} is not a number at step {step + 1}, in {'; '.join(culprits)}; the weights before "
         f"that step are in {place}: look at that data, and start from them (drafter.init_from) in another "
-        f"output.folder with a lower train.lr (now {sick.regime.lr:g}) or train.clip"
+        f"output.folder with a lower train.lr (now {diverged.settings.lr:g}) or train.clip"
     )
 
 
-def _finite(trainee: Trainee, batch: TrainingBatch, source: FeatureSource) -> bool:
-    scores = trainee.judge(batch, source(batch), depths=trainee.regime.depths)
+def _finite(state: TrainState, batch: TrainingBatch, source: FeatureSource) -> bool:
+    scores = state.forward_loss(batch, source(batch), depths=state.settings.depths)
     return bool(torch.isfinite(scores.loss_S).all())

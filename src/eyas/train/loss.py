@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from eyas.errors import UserError
+from eyas.train.recipe import LossName
 
 RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From the drafter's log-probabilities and p to the loss of each row [C] and its gradient by the scores [C, W]."""
@@ -43,19 +43,12 @@ def negative_log_acceptance(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Ten
     return -accepted_C.log(), -gradient_CW / accepted_C[:, None]
 
 
-LOSSES: Mapping[str, RowLoss] = {
+LOSSES: Mapping[LossName, RowLoss] = {
     "cross_entropy": cross_entropy,
     "kl": kl_divergence,
     "total_variation": total_variation,
     "acceptance": negative_log_acceptance,
 }
-
-
-def find_loss(name: str) -> RowLoss:
-    """The loss of that name."""
-    if name not in LOSSES:
-        raise UserError(f"loss {name!r} is not one of {', '.join(LOSSES)}; choose one of them")
-    return LOSSES[name]
 
 
 def _acceptance(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:

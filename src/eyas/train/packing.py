@@ -12,8 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from eyas.errors import UserError
+from eyas.train.chat import Encoded
 from eyas.train.conversations import Conversation
-from eyas.train.data import Encoded
+
+OPEN_PACKS = 64
+"""More of them waste less padding and mix documents from further apart."""
 
 
 class Encoder(Protocol):
@@ -77,11 +80,10 @@ def _without_last_answer(conversation: Conversation) -> Conversation:
     return replace(conversation, messages=conversation.messages[:end], finished=True)
 
 
-def pack(sizes: Iterable[int], *, length: int, open_packs: int = 64) -> Iterator[tuple[int, ...]]:
+def pack(sizes: Iterable[int], *, length: int) -> Iterator[tuple[int, ...]]:
     """Put each document where it leaves least room among the packs still open; deterministic, one pass.
 
-    Documents are known by their place in `sizes`. More open packs waste less padding and mix documents from further
-    apart.
+    Documents are known by their place in `sizes`.
     """
     if length < 3:
         raise UserError(f"a pack of {length} tokens holds nothing to predict; use 3 or more")
@@ -95,7 +97,7 @@ def pack(sizes: Iterable[int], *, length: int, open_packs: int = 64) -> Iterator
         if place < len(rooms):
             room, number = rooms.pop(place)
         else:
-            if len(rooms) == open_packs:
+            if len(rooms) == OPEN_PACKS:
                 yield tuple(waiting.pop(rooms.pop(0)[1]))
             room, number = length, started
             started += 1

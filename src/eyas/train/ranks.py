@@ -20,7 +20,7 @@ class Ranks:
     world: int = 1
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this process writes and reports."""
         return self.rank == 0
 
@@ -43,11 +43,11 @@ class Ranks:
             [part.view_as(t) for part, t in zip(torch.split(flat, [t.numel() for t in tensors]), tensors, strict=True)],
         )
 
-    def agree(self, flag: bool, device: torch.device) -> bool:
+    def any_true(self, flag: bool, device: torch.device) -> bool:
         """Whether any process raises the flag."""
         return any(self.sum_counts([int(flag)], device))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Go on together."""
         if self.world > 1:
             dist.barrier()

@@ -1,120 +1,172 @@
 """What a training run is told: a TOML file, a few overrides, defaults for the rest. No torch: bad recipes fail at once.
 
-Several drafters may be trained side by side on the same batches (`[drafters.NAME]`), which is the fair way to compare
-two: same data, same order, same target states. Invariant: a `Recipe` that exists is consistent, its drafters included;
-nothing that runs it validates again. Relative paths are relative to the current directory.
+Each table is a pydantic model; `read_recipe` turns the first thing that pydantic refuses into one line that names the
+key, its value and what is allowed. Several drafters may be trained side by side on the same batches
+(`[drafters.NAME]`), which is the fair way to compare two: same data, same order, same target states. Invariant: a
+`Recipe` that exists is consistent; nothing that runs it validates again. Relative paths are relative to the current
+directory.
 """
 
 import difflib
-import math
 import os
+import random
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from eyas.errors import UserError
-from eyas.train.augment import Augmentation
-from eyas.train.tables import (
-    apply_override,
-    build,
-    check_types,
-    parse_override,
-    plain,
-    read_value,
-    to_text,
-    unknown_key,
-)
+from eyas.train.toml import NONE, apply_override, parse_override, to_text
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOSSES = ("cross_entropy", "kl", "total_variation", "acceptance")
-SCHEDULES = ("cosine", "wsd")
-TRACKERS = ("tensorboard", "wandb", "trackio")
-SHORTEST_JOINED = 2048
+LossName = Literal["cross_entropy", "kl", "total_variation", "acceptance"]
+ScheduleName = Literal["cosine", "wsd"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+MIN_JOIN_LENGTH = 2048
 """Joining documents into something shorter than this teaches nothing about long contexts."""
 ONLY_DRAFTER = "drafter"
 """The name of the drafter of a recipe without [drafters.*]."""
 
-_HUGE = 2**31 - 1
 _TAKEN_NAMES = ("checkpoints", "state", "tensorboard")
+_RENAMED = {"checkpoint": "activation_checkpointing"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TargetChoice:
+def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
+    if not ids or min(ids) < 0 or list(ids) != sorted(set(ids)):
+        raise ValueError("it must be a list of ascending whole numbers from 0, at least one")
+    return ids
+
+
+def _different(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("name each tracker once")
+    return names
+
+
+_Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+_CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_Tokens = Annotated[int, Field(ge=3, le=2**31 - 1)]
+_Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+_PositiveShare = Annotated[float, Field(gt=0, le=1)]
+# TOML has lists and no tuples.
+_LIST = Field(strict=False)
+_MAY_BE_NONE = BeforeValidator(lambda value: None if value == NONE else value)
+
+
+class _Table(BaseModel):
+    """A table of the recipe: values of exactly its types, no other keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TargetSettings(_Table):
     """[target]: whom the drafter drafts for."""
 
-    source: str = "smollm2"
+    source: _Text = "smollm2"
     """The embedded default, a folder, a GGUF file or a hub id."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of its weights; auto: as they are stored."""
-    device: str = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """Where everything runs; auto: on a CUDA device if there is one, otherwise on the CPU."""
     spread: bool = False
     """Lay the target's layers over all GPUs of this machine: for targets that one cannot hold, in one process."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "target")
-        _require_text("target.source", self.source)
-        _require_one_of("target.dtype", self.dtype, DTYPES)
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"target.device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
+
+class Augmentation(_Table):
+    """[data.augment]: which share of the conversations is rendered otherwise; the rest as the template has it."""
+
+    no_system: _Share = 0.0
+    """Without any system turn, also where the template would add one of its own."""
+    no_bos: _Share = 0.0
+    """Without the token that begins every text."""
+    no_template: _Share = 0.0
+    """As bare text: the contents, joined by newlines."""
+    varied_system: _Share = 0.0
+    """With a system prompt drawn from `augment.SYSTEM_PROMPTS`."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        total = sum(self.shares.values())
+        if total > 1 + 1e-9:
+            raise UserError(
+                f"the shares of data.augment sum to {total:g}; they may sum to 1 at most, so lower one of them"
+            )
+        return self
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share by kind."""
+        return self.model_dump()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is rendered otherwise at all."""
+        return any(self.shares.values())
+
+    def kind(self, chance: random.Random) -> str | None:
+        """Draw what to do to one conversation; None: nothing."""
+        point = chance.random()
+        for name, share in self.shares.items():
+            if point < share:
+                return name
+            point -= share
+        return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class DataChoice:
+class DataSettings(_Table):
     """[data]: which conversations, and how they are laid out."""
 
-    files: tuple[str, ...]
+    files: Annotated[tuple[_Text, ...], _LIST, Field(min_length=1)]
     """JSON lines or Parquet."""
-    held_out: str | None = None
+    held_out: Annotated[_Text | None, _MAY_BE_NONE] = None
     """A file of conversations to evaluate on; none: a share of `files` is set aside."""
-    held_out_share: float = 0.01
+    held_out_share: _ShareBelowOne = 0.01
     """Share of the documents that is set aside when there is no `held_out` file; 0: none."""
-    max_length: int = 2048
+    max_length: _Tokens = 2048
     """Tokens of a conversation at most; longer ones are cut at turns."""
-    pack_length: int = 4096
+    pack_length: _Tokens = 4096
     """Tokens of a pack."""
-    join_share: float = 0.0
+    join_share: _Share = 0.0
     """Share of the tokens in documents that are joined into long ones, to teach long contexts."""
-    join_length: int = 0
+    join_length: _CountOrZero = 0
     """Tokens of a joined document at most; needed with `join_share`."""
-    seed: int = 0
+    seed: _Seed = 0
     """Of the split, the augmentation and the order."""
-    workers: int = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that encode conversations; 0: one for every core."""
-    augment: Augmentation = field(default_factory=Augmentation)
+    augment: Augmentation = Augmentation()
 
-    def __post_init__(self) -> None:
-        check_types(self, "data")
-        if not self.files:
-            raise UserError("data.files is empty; name at least one file of conversations")
-        for file in self.files:
-            _require_text("data.files", file)
-        _require_text("data.held_out", self.held_out)
-        _require("data.held_out_share", self.held_out_share, 0 <= self.held_out_share < 1, "from 0 to below 1")
-        _require_between("data.max_length", self.max_length, 3, _HUGE)
-        _require_between("data.pack_length", self.pack_length, 3, _HUGE)
-        _require_between("data.join_share", self.join_share, 0, 1)
-        _require_between("data.join_length", self.join_length, 0, _HUGE)
-        _require_between("data.seed", self.seed, 0, 2**63 - 1)
-        _require_between("data.workers", self.workers, 0, 1024)
-        if self.max_length > self.pack_length:
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, length in (("max_length", self.max_length), ("join_length", self.join_length)):
+            if length > self.pack_length:
+                raise UserError(
+                    f"data.{name} {length} exceeds data.pack_length {self.pack_length}, so a document might fit no "
+                    "pack; lower the one or raise the other"
+                )
+        if self.join_share and self.join_length < MIN_JOIN_LENGTH:
             raise UserError(
-                f"data.max_length {self.max_length} exceeds data.pack_length {self.pack_length}, so a conversation "
-                "might fit no pack; lower the one or raise the other"
-            )
-        if self.join_length > self.pack_length:
-            raise UserError(
-                f"data.join_length {self.join_length} exceeds data.pack_length {self.pack_length}, so a joined "
-                "document might fit no pack; lower the one or raise the other"
-            )
-        if self.join_share and self.join_length < SHORTEST_JOINED:
-            raise UserError(
-                f"data.join_share {self.join_share} needs a data.join_length of at least {SHORTEST_JOINED}, "
+                f"data.join_share {self.join_share} needs a data.join_length of at least {MIN_JOIN_LENGTH}, "
                 f"not {self.join_length}; raise it or set data.join_share to 0"
             )
+        return self
 
     @property
     def processes(self) -> int:
@@ -124,31 +176,26 @@ class DataChoice:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class FeaturesChoice:
+class FeatureSettings(_Table):
     """[features]: where the target's states come from."""
 
-    source: str = "live"
+    source: Literal["live", "cache"] = "live"
     """live: the target runs along; cache: its states are read from `folder`."""
-    folder: str | None = None
+    folder: Annotated[_Text | None, _MAY_BE_NONE] = None
     """Of the cache."""
-    top_k: int = 64
+    top_k: Annotated[int, Field(ge=1, le=65536)] = 64
     """How many of the target's probabilities the cache keeps for each token."""
-    dtype: str = "bfloat16"
+    dtype: Literal["bfloat16", "fp8"] = "bfloat16"
     """Of the states in the cache."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "features")
-        _require_one_of("features.source", self.source, ("live", "cache"))
-        _require_text("features.folder", self.folder)
-        _require_between("features.top_k", self.top_k, 1, 65536)
-        _require_one_of("features.dtype", self.dtype, ("bfloat16", "fp8"))
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.source == "cache" and self.folder is None:
             raise UserError('features.source is "cache" but there is no features.folder; name the folder of the cache')
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class DrafterChoice:
+class DrafterSettings(_Table):
     """[drafter]: what is trained."""
 
     fc_norm: bool = True
@@ -157,160 +204,113 @@ class DrafterChoice:
     """EAGLE 3.1, part two: the next depth is fed the normed state."""
     norm_before_residual: bool = False
     norm_before_fc: bool = False
-    layers: int = 1
-    draft_vocab_size: int | None = None
+    layers: Annotated[int, Field(ge=1, le=256)] = 1
+    draft_vocab_size: Annotated[_Count | None, _MAY_BE_NONE] = None
     """How many tokens it can propose; none: the target's whole vocabulary."""
-    intermediate_size: int | None = None
+    intermediate_size: Annotated[_Count | None, _MAY_BE_NONE] = None
     """Width of its MLP; none: the target's."""
-    aux_layer_ids: tuple[int, ...] | None = None
+    aux_layer_ids: Annotated[Annotated[tuple[int, ...], _LIST, AfterValidator(_ascending)] | None, _MAY_BE_NONE] = None
     """Which target states it reads; none: the target's default."""
-    init_from: str | None = None
+    init_from: Annotated[_Text | None, _MAY_BE_NONE] = None
     """A drafter checkpoint to start from; none: from scratch."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "drafter")
-        _require_between("drafter.layers", self.layers, 1, 256)
-        _require_between("drafter.draft_vocab_size", self.draft_vocab_size, 1, _HUGE)
-        _require_between("drafter.intermediate_size", self.intermediate_size, 1, _HUGE)
-        _require_text("drafter.init_from", self.init_from)
-        ids = self.aux_layer_ids
-        if ids is not None and (not ids or min(ids) < 0 or list(ids) != sorted(set(ids))):
-            raise UserError(
-                f"drafter.aux_layer_ids is {list(ids)}; it must be a list of ascending whole numbers from 0, "
-                "at least one"
-            )
+
+class Hyperparameters(_Table):
+    """What decides how one drafter learns: the keys of [train] that drafters side by side may have each for itself."""
+
+    depths: Annotated[int, Field(ge=1, le=64)] = 5
+    """How many tokens ahead the drafter is unrolled."""
+    gamma: _PositiveShare = 0.8
+    """Weight of a depth relative to the one before it."""
+    loss: LossName = "cross_entropy"
+    lr: _PositiveShare = 1e-3
+    """Peak learning rate."""
+    head_lr_scale: Annotated[float, Field(ge=0, le=100)] = 0.3
+    """Learning rate of the head relative to `lr`; 0: the head stays as it is."""
+    betas: Annotated[tuple[_ShareBelowOne, _ShareBelowOne], _LIST] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    """Largest norm of the gradient."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainChoice:
+class TrainSettings(Hyperparameters):
     """[train]: how it is trained."""
 
-    depths: int = 5
-    """How many tokens ahead the drafter is unrolled."""
-    gamma: float = 0.8
-    """Weight of a depth relative to the one before it."""
-    loss: str = "cross_entropy"
-    lr: float = 1e-3
-    """Peak learning rate."""
-    head_lr_scale: float = 0.3
-    """Learning rate of the head relative to `lr`; 0: the head stays as it is."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    """Largest norm of the gradient."""
-    schedule: str = "cosine"
+    schedule: ScheduleName = "cosine"
     """cosine, or wsd: warm up, stay, decay."""
-    warmup: float = 0.03
+    warmup: _ShareBelowOne = 0.03
     """Share of the steps in which the rate rises."""
-    decay: float = 0.2
+    decay: _Share = 0.2
     """Share of the steps in which the rate falls; wsd only."""
-    final_lr: float = 0.02
+    final_lr: _Share = 0.02
     """Where the rate ends, relative to its peak."""
-    steps: int | None = None
-    """Optimiser steps; none: what `epochs` makes."""
-    epochs: float = 1.0
-    packs_per_step: int = 1
+    steps: Annotated[_Count | None, _MAY_BE_NONE] = None
+    """Optimizer steps; none: what `epochs` makes."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    packs_per_step: _Count = 1
     """Packs that a step sums gradients over."""
     compile: bool = False
-    checkpoint: bool = False
+    activation_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, much less memory for long packs."""
-    precision: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the drafter's computation; its weights are always kept in float32. auto: bfloat16 on CUDA."""
-    chunk: int = 4096
+    chunk: _Count = 4096
     """Rows whose scores over the vocabulary are held at once."""
-    seed: int = 0
+    seed: _Seed = 0
     """Of the drafter's first weights."""
-    log_every: int = 10
-    eval_every: int = 0
+    log_every: _Count = 10
+    eval_every: _CountOrZero = 0
     """Steps between evaluations; 0: only at the end."""
-    eval_packs: int = 8
+    eval_packs: _Count = 8
     """Held-out packs in an evaluation, at most."""
-    save_every: int = 500
+    save_every: _CountOrZero = 500
     """Steps between saves; 0: only at the end."""
 
-    def __post_init__(self) -> None:
-        check_types(self, "train")
-        _require_between("train.depths", self.depths, 1, 64)
-        _require("train.gamma", self.gamma, 0 < self.gamma <= 1, "above 0 and at most 1")
-        _require_one_of("train.loss", self.loss, LOSSES)
-        _require("train.lr", self.lr, 0 < self.lr <= 1, "above 0 and at most 1")
-        _require_between("train.head_lr_scale", self.head_lr_scale, 0, 100)
-        _require("train.betas", list(self.betas), all(0 <= beta < 1 for beta in self.betas), "two from 0 to below 1")
-        _require("train.eps", self.eps, 0 < self.eps < 1, "above 0 and below 1")
-        _require_between("train.weight_decay", self.weight_decay, 0, 10)
-        _require("train.clip", self.clip, 0 < self.clip < math.inf, "above 0")
-        _require_one_of("train.schedule", self.schedule, SCHEDULES)
-        _require("train.warmup", self.warmup, 0 <= self.warmup < 1, "from 0 to below 1")
-        _require_between("train.decay", self.decay, 0, 1)
-        _require_between("train.final_lr", self.final_lr, 0, 1)
-        _require_between("train.steps", self.steps, 1, _HUGE)
-        _require("train.epochs", self.epochs, 0 < self.epochs <= 1e6, "above 0 and at most 1000000")
-        _require_between("train.packs_per_step", self.packs_per_step, 1, _HUGE)
-        _require_one_of("train.precision", self.precision, ("auto", "float32", "bfloat16"))
-        _require_between("train.chunk", self.chunk, 1, _HUGE)
-        _require_between("train.seed", self.seed, 0, 2**63 - 1)
-        for name, least in (("log_every", 1), ("eval_every", 0), ("eval_packs", 1), ("save_every", 0)):
-            _require_between(f"train.{name}", getattr(self, name), least, _HUGE)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise UserError(
                 f"train.warmup {self.warmup} and train.decay {self.decay} exceed all steps together; lower one of them"
             )
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutputChoice:
+class DrafterOverrides(DrafterSettings, Hyperparameters):
+    """[drafters.NAME]: what one drafter has otherwise than [drafter] and [train] say. What is not set is theirs."""
+
+
+class OutputSettings(_Table):
     """[output]: where results go."""
 
-    folder: str
-    trackers: tuple[str, ...] = ()
+    folder: _Text
+    trackers: Annotated[tuple[TrackerName, ...], _LIST, AfterValidator(_different)] = ()
     """Who else is told of the losses: tensorboard, wandb, trackio."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "output")
-        _require_text("output.folder", self.folder)
-        for tracker in self.trackers:
-            _require_one_of("output.trackers", tracker, TRACKERS)
-        if len(set(self.trackers)) < len(self.trackers):
-            raise UserError(f"output.trackers is {list(self.trackers)}; name each tracker once")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class DrafterRecipe:
     """One of the drafters that are trained side by side, with what is its own."""
 
     name: str
-    drafter: DrafterChoice
-    lr: float
-    head_lr_scale: float
-    depths: int
-    gamma: float
-    loss: str
-    weight_decay: float
+    drafter: DrafterSettings
+    train: TrainSettings
 
 
-_OWN_TRAIN_KEYS = tuple(field.name for field in fields(Candidate) if field.name not in ("name", "drafter"))
-_DRAFTER_HINTS = get_type_hints(DrafterChoice)
-_OVERRIDE_HINTS = _DRAFTER_HINTS | {
-    key: hint for key, hint in get_type_hints(TrainChoice).items() if key in _OWN_TRAIN_KEYS
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(_Table):
     """Everything a training run is told."""
 
-    target: TargetChoice = field(default_factory=TargetChoice)
-    data: DataChoice
-    features: FeaturesChoice = field(default_factory=FeaturesChoice)
-    drafter: DrafterChoice = field(default_factory=DrafterChoice)
-    train: TrainChoice = field(default_factory=TrainChoice)
-    drafters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """By name, what a drafter has otherwise than [drafter] and [train] say."""
-    output: OutputChoice
+    target: TargetSettings = TargetSettings()
+    data: DataSettings
+    features: FeatureSettings = FeatureSettings()
+    drafter: DrafterSettings = DrafterSettings()
+    train: TrainSettings = TrainSettings()
+    drafters: Mapping[str, DrafterOverrides] = {}
+    output: OutputSettings
 
-    def __post_init__(self) -> None:
-        for name, table in self.drafters.items():
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in self.drafters:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 raise UserError(
                     f"a drafter cannot be called {name!r}, its folder bears the name; use letters, digits, - and _"
@@ -319,50 +319,40 @@ class Recipe:
                 raise UserError(
                     f"a drafter cannot be called {name!r}, the run has a folder of that name; choose another"
                 )
-            if not isinstance(table, Mapping):
-                raise UserError(f"drafters.{name} is {table!r}; it must be a table: write [drafters.{name}]")
-            for key in table:
-                if key not in _OVERRIDE_HINTS:
-                    raise unknown_key(key, f"[drafters.{name}]", _OVERRIDE_HINTS, _tables_with(key))
-        drafters = {
-            name: {key: read_value(value, _OVERRIDE_HINTS[key], key) for key, value in table.items()}
-            for name, table in self.drafters.items()
-        }
-        object.__setattr__(self, "drafters", drafters)
-        self.candidates()
         if self.features.source == "cache" and self.data.join_share:
             raise UserError(
                 f"data.join_share is {self.data.join_share} and joined documents see each other, which a cache of "
                 'single ones cannot know; set data.join_share to 0 or features.source to "live"'
             )
+        return self
 
-    def candidates(self) -> tuple[Candidate, ...]:
+    def drafter_recipes(self) -> tuple[DrafterRecipe, ...]:
         """The drafters to train, in the order of the recipe."""
-        return tuple(self._candidate(name, own) for name, own in (self.drafters or {ONLY_DRAFTER: {}}).items())
+        recipes = []
+        for name, overrides in (self.drafters or {ONLY_DRAFTER: DrafterOverrides()}).items():
+            own = overrides.model_dump(exclude_unset=True)
+            shape = {key: own.pop(key) for key in DrafterSettings.model_fields if key in own}
+            recipes.append(
+                DrafterRecipe(
+                    name=name, drafter=self.drafter.model_copy(update=shape), train=self.train.model_copy(update=own)
+                )
+            )
+        return tuple(recipes)
 
     def resolved(self) -> dict[str, Any]:
         """Every value, defaults included, as JSON knows them."""
-        tables: dict[str, Any] = plain(self)
-        return tables
-
-    def _candidate(self, name: str, own: Mapping[str, Any]) -> Candidate:
-        shape = {key: value for key, value in own.items() if key in _DRAFTER_HINTS}
-        train = {key: value for key, value in own.items() if key not in _DRAFTER_HINTS}
-        try:
-            drafter = DrafterChoice(**{**vars(self.drafter), **shape})
-            trained = TrainChoice(**{**vars(self.train), **train})
-        except UserError as error:
-            raise UserError(f"in [drafters.{name}]: {error}") from error
-        return Candidate(name=name, drafter=drafter, **{key: getattr(trained, key) for key in _OWN_TRAIN_KEYS})
+        own = {name: overrides.model_dump(mode="json", exclude_unset=True) for name, overrides in self.drafters.items()}
+        return {**self.model_dump(mode="json"), "drafters": own}
 
 
-_SECTIONS: Mapping[str, type[Any]] = {
-    "target": TargetChoice,
-    "data": DataChoice,
-    "features": FeaturesChoice,
-    "drafter": DrafterChoice,
-    "train": TrainChoice,
-    "output": OutputChoice,
+_TABLES: Mapping[str, type[_Table]] = {
+    "target": TargetSettings,
+    "data": DataSettings,
+    "features": FeatureSettings,
+    "drafter": DrafterSettings,
+    "train": TrainSettings,
+    "output": OutputSettings,
+    "data.augment": Augmentation,
 }
 
 
@@ -381,7 +371,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         keys, value = parse_override(override)
         if keys[0] == "drafters" and len(keys) > 2 and keys[1] not in named:  # a new one would be a slip of the pen
             if named:
-                raise unknown_key(keys[1], "[drafters] of the recipe", named)
+                raise _unknown_key(keys[1], "[drafters] of the recipe", named)
             raise UserError(f"the recipe has no [drafters.{keys[1]}]; add it, or set keys of drafter and train")
         apply_override(tables, keys, value)
     return read_recipe(tables)
@@ -389,15 +379,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def read_recipe(tables: Mapping[str, Any]) -> Recipe:
     """Make a recipe of nested tables."""
-    known = [*_SECTIONS, "drafters"]
-    for name in tables:
-        if name not in known:
-            raise unknown_key(name, "the recipe", known, _tables_with(name))
-    sections = {name: build(kind, tables.get(name, {}), name, belongs=_tables_with) for name, kind in _SECTIONS.items()}
-    drafters = tables.get("drafters", {})
-    if not isinstance(drafters, Mapping):
-        raise UserError(f"drafters is {drafters!r}; it must hold a table for every drafter: write [drafters.NAME]")
-    return Recipe(**sections, drafters=drafters)
+    try:
+        # A table that is missing is an empty one: the key that it lacks is then named.
+        return Recipe.model_validate({"data": {}, "output": {}, **tables})
+    except ValidationError as refused:
+        errors = refused.errors(include_url=False)
+        # A key that nobody knows is often the one that is missing elsewhere.
+        raise _refusal(min(errors, key=lambda error: error["type"] != "extra_forbidden")) from refused
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -405,29 +393,71 @@ def to_toml(recipe: Recipe) -> str:
     return to_text(recipe.resolved())
 
 
+def _refusal(error: ErrorDetails) -> UserError:
+    """What pydantic found, in one line with the key, its value and what is allowed."""
+    path = [part for part in error["loc"] if isinstance(part, str)]
+    *tables, name = path
+    table, value, context = ".".join(tables), error["input"], error.get("ctx", {})
+    model = DrafterOverrides if tables[:1] == ["drafters"] else _TABLES.get(table, Recipe)
+    key = ".".join(path)
+    if (item := error["loc"][-1]) != name and error["type"] != "missing":  # one item of a list is wrong
+        key += f"[{item}]"
+    match error["type"]:
+        case "extra_forbidden":
+            return _unknown_key(name, f"[{table}]" if table else "the recipe", model.model_fields, _tables_with(name))
+        case "missing" if item == name:
+            return UserError(f"the recipe does not say {key}; add {name} to [{table}]")
+        case "model_type" | "mapping_type" | "dict_type":
+            header = "drafters.NAME" if key == "drafters" else key
+            return UserError(f"{key} is {value!r}; it must be a table: write [{header}] and its keys below")
+        case "string_too_short" | "too_short":
+            return UserError(f"{key} is empty; give at least one name or path")
+        case "literal_error":
+            known = re.findall(r"'([^']*)'", context["expected"])
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            return UserError(f"{key} is {value!r}; {hint}it must be one of {', '.join(known)}")
+        case "value_error":
+            return UserError(f"{key} is {value!r}; {context['error']}")
+        case kind:
+            optional = item == name and NoneType in get_args(model.model_fields[name].annotation)
+            unset = f' or "{NONE}"' if optional else ""
+            return UserError(f"{key} is {value!r}; it must be {_ALLOWED[kind].format(**context)}{unset}")
+
+
+_ALLOWED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_unicode": "text in UTF-8",
+    "tuple_type": "a list",
+    "greater_than": "above {gt:.15g}",
+    "greater_than_equal": "at least {ge:.15g}",
+    "less_than": "below {lt:.15g}",
+    "less_than_equal": "at most {le:.15g}",
+    # These have one key each: target.device and train.betas.
+    "string_pattern_mismatch": "auto, cpu, cuda or cuda:N",
+    "missing": "a list of 2 numbers",
+    "too_long": "a list of 2 numbers",
+}
+
+
+def _unknown_key(key: str, where: str, known: Collection[str], elsewhere: Collection[str] = ()) -> UserError:
+    """The error for a key that its table does not know."""
+    near = difflib.get_close_matches(key, known, n=1)
+    if key in _RENAMED and _RENAMED[key] in known:
+        hint = f"it is called {_RENAMED[key]!r} now"
+    elif elsewhere:
+        hint = f"it belongs in {' or '.join(f'[{table}]' for table in elsewhere)}"
+    elif near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        hint = f"known are {', '.join(known) or 'none'}"
+    return UserError(f"{where} has no key {key!r}; {hint}")
+
+
 def _tables_with(key: str) -> list[str]:
     """The tables that know a key."""
-    tables = [name for name, kind in _SECTIONS.items() if key in get_type_hints(kind)]
-    return tables + ["data.augment"] * (key in get_type_hints(Augmentation))
-
-
-def _require(name: str, value: object, holds: bool, limit: str) -> None:
-    if not holds:
-        raise UserError(f"{name} is {value!r}; it must be {limit}")
-
-
-def _require_between(name: str, value: float | None, least: float, most: float) -> None:
-    if value is not None:
-        _require(name, value, least <= value <= most, f"from {least} to {most}")
-
-
-def _require_text(name: str, value: str | None) -> None:
-    if value is not None and not value.strip():
-        raise UserError(f"{name} is empty; give a name or a path")
-
-
-def _require_one_of(name: str, value: str, known: Collection[str]) -> None:
-    if value not in known:
-        near = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"{name} is {value!r}; {hint}it must be one of {', '.join(known)}")
+    return [name for name, table in _TABLES.items() if key in table.model_fields]

@@ -6,11 +6,10 @@ a data set. Answers of a conversation are made turn by turn, each behind the ans
 The file grows by whole conversations in the order in which they end, each flushed as it is written. Invariant: what a
 kill leaves is a file in which every line but perhaps the last is a finished conversation; the next run takes a torn
 line off and goes on with the ids that are missing. So that one file never mixes two ways of answering, the arguments
-stand beside it in `<file>.json` and must be the same in every run.
+stand beside it in `<file>.json` and must be the same in every running.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,13 @@ from typing import IO, Protocol
 
 from filelock import FileLock, Timeout
 
+from eyas.atomic import new_file
 from eyas.errors import UserError
 from eyas.train.conversations import Conversation, Message
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ChatPrompt:
     """A conversation up to where the assistant answers."""
 
     id: int
@@ -47,7 +47,7 @@ class Reply:
 class Answerer(Protocol):
     """Answers questions in any order; `pull` gives the next, or None when a reply must come before there is one."""
 
-    def __call__(self, pull: Callable[[], Question | None]) -> Iterator[Reply]:
+    def __call__(self, pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
         """Answer until `pull` has nothing and nothing is unanswered."""
         ...
 
@@ -70,7 +70,7 @@ class Progress:
     unanswerable: int = 0
     """Left out: nobody asks anything."""
     tokens: int = 0
-    """Made by this run."""
+    """Made by this running."""
 
     @property
     def done(self) -> int:
@@ -93,13 +93,13 @@ def regenerate(
     came before is kept. `arguments` are all that decides the answers, as JSON values.
     """
     with _writing(out, arguments) as (stream, ids):
-        run = _Run(conversations, ids, turns, stream, on_progress or (lambda _: None))
-        for reply in answerer(run.pull):
-            run.take(reply)
-        return run.progress
+        running = _Regeneration(conversations, ids, turns, stream, on_progress or (lambda _: None))
+        for reply in answerer(running.pull):
+            running.take(reply)
+        return running.progress
 
 
-class _Run:
+class _Regeneration:
     """Conversations under way, from the first question to the written line."""
 
     def __init__(
@@ -114,12 +114,12 @@ class _Run:
         earlier = written & set(range(len(conversations)))
         self.progress = Progress(total=len(conversations), earlier=len(earlier))
         self._fresh = iter([i for i in range(len(conversations)) if i not in earlier])
-        self._next_turns: list[Question] = []
-        self._asked: dict[int, Question] = {}
+        self._next_turns: list[ChatPrompt] = []
+        self._asked: dict[int, ChatPrompt] = {}
         self._left: dict[int, list[tuple[Message, ...]]] = {}
         on_progress(self.progress)
 
-    def pull(self) -> Question | None:
+    def pull(self) -> ChatPrompt | None:
         """The next question: of a conversation under way, else of the next one."""
         while not self._next_turns:
             number = next(self._fresh, None)
@@ -157,7 +157,7 @@ class _Run:
             del self._left[reply.id]
 
     def _ask_next(self, number: int, said: tuple[Message, ...]) -> None:
-        self._next_turns.append(Question(id=number, messages=(*said, *self._left[number].pop(0))))
+        self._next_turns.append(ChatPrompt(id=number, messages=(*said, *self._left[number].pop(0))))
 
     def _write(self, number: int, messages: Sequence[Message], *, finished: bool) -> None:
         record = {
@@ -261,10 +261,5 @@ def _check_arguments(record: Path, arguments: Mapping[str, object], out: Path, *
                     "use the same or choose another file"
                 )
         return
-    staging = record.with_name(f".{record.name}.partial")
-    with staging.open("w", encoding="utf-8") as stream:
-        json.dump(now, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    staging.replace(record)
+    with new_file(record) as staging:
+        staging.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")

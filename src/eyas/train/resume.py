@@ -1,7 +1,7 @@
 """Checkpoints of a run: every drafter as servers load it, and beside it what training needs to go on exactly.
 
     checkpoints/step-000500/NAME/          config.json, model.safetensors: loads in vLLM as it is
-    checkpoints/step-000500/state/NAME.safetensors   float32 masters and the optimiser's moments
+    checkpoints/step-000500/state/NAME.safetensors   float32 master weights and the optimizer's moments
     checkpoints/step-000500/state.json     step, and what must be the same for the rest of the run
 
 A checkpoint appears whole or not at all, and the newest two are kept.
@@ -19,21 +19,21 @@ from safetensors.torch import load_file, save_file
 from eyas.atomic import new_folder
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.errors import UserError
-from eyas.train.trainee import Trainee
+from eyas.train.state import TrainState
 
 KEPT = 2
 
 
-def save(folder: Path, trainees: Sequence[Trainee], *, step: int, same: Mapping[str, Any]) -> Path:
+def save(folder: Path, states: Sequence[TrainState], *, step: int, same: Mapping[str, Any]) -> Path:
     """Write a checkpoint; `same` is compared when it is taken up again."""
     place = folder / f"step-{step:06d}"
     with new_folder(place, replace=True) as staging:
         (staging / "state").mkdir()
-        for trainee in trainees:
-            write_checkpoint(checkpoint_of(trainee.drafter), staging / trainee.name)
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in trainee.state().items()}
+        for state in states:
+            write_checkpoint(checkpoint_of(state.drafter), staging / state.name)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in state.state_dict().items()}
             try:
-                save_file(tensors, staging / "state" / f"{trainee.name}.safetensors")
+                save_file(tensors, staging / "state" / f"{state.name}.safetensors")
             except SafetensorError as error:  # a full disk, for one
                 raise OSError(str(error)) from error
         (staging / "state.json").write_text(json.dumps({"step": step, "same": same}, indent=1))
@@ -47,15 +47,15 @@ def newest(folder: Path) -> Path | None:
     return next(reversed(_all(folder)), None)
 
 
-def restore(place: Path, trainees: Sequence[Trainee], *, same: Mapping[str, Any]) -> int:
+def restore(place: Path, states: Sequence[TrainState], *, same: Mapping[str, Any]) -> int:
     """Take up a checkpoint and return its step; refuse when the run it belongs to was another one."""
     require_same(place, same)
     try:
-        tensors = {trainee.name: load_file(place / "state" / f"{trainee.name}.safetensors") for trainee in trainees}
+        tensors = {state.name: load_file(place / "state" / f"{state.name}.safetensors") for state in states}
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(place, error) from error
-    for trainee in trainees:
-        trainee.restore(tensors[trainee.name])
+    for state in states:
+        state.load_state_dict(tensors[state.name])
     return step_of(place)
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from eyas.train.batch import TrainingBatch
-from eyas.train.features import Lesson, Teacher
+from eyas.train.features import TargetDistribution, Teacher
 from eyas.train.loss import RowLoss
 
-Compare = Callable[[Tensor, Lesson, Tensor, Tensor, RowLoss], tuple[Tensor, Tensor, Tensor, Tensor]]
+Compare = Callable[[Tensor, TargetDistribution, Tensor, Tensor, RowLoss], tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,15 @@ class Scores:
 
 
 def compare(
-    scores_CW: Tensor, lesson: Lesson, weight_C: Tensor, kept_W: Tensor, row_loss: RowLoss
+    logits_CW: Tensor, distribution: TargetDistribution, weight_C: Tensor, target_ids_W: Tensor, row_loss: RowLoss
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, overlap and hit of each row, and the gradient of the weighted loss by the scores."""
-    log_q_CW = scores_CW.float().log_softmax(dim=-1)
-    p_CW = lesson.probabilities(log_q_CW)
+    log_q_CW = logits_CW.float().log_softmax(dim=-1)
+    p_CW = distribution.probabilities(log_q_CW)
     loss_C, gradient_CW = row_loss(log_q_CW, p_CW)
     overlap_C = torch.minimum(p_CW, log_q_CW.exp()).sum(dim=-1)
-    hit_C = kept_W[scores_CW.argmax(dim=-1)] == lesson.best_C
-    return loss_C, overlap_C, hit_C, (gradient_CW * weight_C[:, None]).to(scores_CW.dtype)
+    hit_C = target_ids_W[logits_CW.argmax(dim=-1)] == distribution.best_C
+    return loss_C, overlap_C, hit_C, (gradient_CW * weight_C[:, None]).to(logits_CW.dtype)
 
 
 class _ScoredHead(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _ScoredHead(torch.autograd.Function):
         head_WD: Tensor,
         batch: TrainingBatch,
         teacher: Teacher,
-        kept_W: Tensor,
+        target_ids_W: Tensor,
         scale: float,
         weights: Sequence[float],
         row_loss: RowLoss,
@@ -75,24 +75,24 @@ class _ScoredHead(torch.autograd.Function):
             if here < chunk < rows:
                 # One shape for every chunk: compiled code is made once. What is added counts at no depth.
                 row_C, run_C = (torch.cat([x, x.new_zeros(chunk - here)]) for x in (row_C, run_C))
-            lesson = teacher.lesson(row_C)
+            distribution = teacher.distribution(row_C)
             for depth, weight in enumerate(weights):
                 counts_C = run_C > depth
                 slot_C = (row_C - 1 - depth).clamp(min=0)
                 state_CD = normed_STD[depth][slot_C]
-                scores_CW = state_CD @ head_WD.T
+                logits_CW = state_CD @ head_WD.T
                 if scale != 1.0:
-                    scores_CW = scores_CW * scale
-                loss_C, overlap_C, hit_C, d_scores_CW = compare(
-                    scores_CW, lesson, counts_C * (weight * scale), kept_W, row_loss
+                    logits_CW = logits_CW * scale
+                loss_C, overlap_C, hit_C, d_logits_CW = compare(
+                    logits_CW, distribution, counts_C * (weight * scale), target_ids_W, row_loss
                 )
                 loss_S[depth] += torch.where(counts_C, loss_C, 0.0).sum()
                 overlap_S[depth] += torch.where(counts_C, overlap_C, 0.0).sum()
                 hits[depth].append((hit_C & counts_C)[:here])
                 if d_normed_STD is not None:
-                    d_normed_STD[depth].index_add_(0, slot_C, d_scores_CW @ head_WD)
+                    d_normed_STD[depth].index_add_(0, slot_C, d_logits_CW @ head_WD)
                 if d_head_WD is not None:
-                    d_head_WD += d_scores_CW.T @ state_CD
+                    d_head_WD += d_logits_CW.T @ state_CD
         ctx.save_for_backward(d_normed_STD, d_head_WD)
         ctx.head_dtype = head_WD.dtype
         hit_SM = torch.stack([torch.cat(h) if h else batch.row_M.new_zeros(0, dtype=torch.bool) for h in hits])
@@ -116,7 +116,7 @@ def score(
     batch: TrainingBatch,
     teacher: Teacher,
     *,
-    kept_W: Tensor,
+    target_ids_W: Tensor,
     weights: Sequence[float],
     row_loss: RowLoss,
     scale: float = 1.0,
@@ -125,6 +125,6 @@ def score(
 ) -> Scores:
     """Score the states of all depths; depth k of the loss is weighted by `weights[k]` per row."""
     loss, loss_S, overlap_S, hit_SM = _ScoredHead.apply(  # type: ignore[no-untyped-call]
-        normed_STD, head_WD, batch, teacher, kept_W, scale, weights, row_loss, chunk, compare
+        normed_STD, head_WD, batch, teacher, target_ids_W, scale, weights, row_loss, chunk, compare
     )
     return Scores(loss=loss, loss_S=loss_S, overlap_S=overlap_S, hit_SM=hit_SM)

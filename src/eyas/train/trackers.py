@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from eyas.errors import UserError
 from eyas.train.estimate import RoundCounts
-from eyas.train.loop import Report
+from eyas.train.loop import TrainMetrics
+from eyas.train.recipe import TrackerName
 
 
 class _Sink(Protocol):
@@ -19,13 +20,13 @@ class Tracker:
     def __init__(self, sink: _Sink) -> None:
         self._sink = sink
 
-    def progressed(self, report: Report) -> None:
+    def progressed(self, metrics: TrainMetrics) -> None:
         """Loss and accuracy by depth of every drafter."""
-        numbers = {"tokens_per_second": report.tokens_per_second, "lr_share": report.lr_share}
-        for name, own in report.drafters.items():
+        numbers = {"tokens_per_second": metrics.tokens_per_second, "lr_share": metrics.lr_share}
+        for name, own in metrics.drafters.items():
             numbers |= {f"{name}/loss": own.loss, f"{name}/gradient_norm": own.gradient_norm}
             numbers |= {f"{name}/accuracy_{depth + 1}": value for depth, value in enumerate(own.accuracy)}
-        self._sink.log(numbers, report.step)
+        self._sink.log(numbers, metrics.step)
 
     def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
         """Acceptance length on held-out text."""
@@ -46,7 +47,7 @@ class _Tensorboard:
         self._writer.flush()
 
 
-class _Run:
+class _Wandb:
     """wandb, and trackio, which speaks the same language."""
 
     def __init__(self, library: str, folder: Path, settings: dict[str, Any]) -> None:
@@ -57,9 +58,9 @@ class _Run:
         self._library.log(numbers, step=step)
 
 
-def open_tracker(name: str, folder: Path, settings: dict[str, Any]) -> Tracker:
+def open_tracker(name: TrackerName, folder: Path, settings: dict[str, Any]) -> Tracker:
     """A tracker by its name in the recipe."""
-    return Tracker(_Tensorboard(folder) if name == "tensorboard" else _Run(name, folder, settings))
+    return Tracker(_Tensorboard(folder) if name == "tensorboard" else _Wandb(name, folder, settings))
 
 
 def _library(module: str, extra: str) -> Any:

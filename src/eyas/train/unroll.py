@@ -27,13 +27,13 @@ def unroll(
     *,
     depths: int,
     attend: UnrollAttention,
-    checkpointed: bool = False,
+    activation_checkpointing: bool = False,
     step: Step | None = None,
 ) -> Tensor:
     """Post-norm states of every depth, [S, T, D].
 
-    `checkpointed` keeps what a depth receives only and computes the rest again in the backward pass: a third more work
-    for a fraction of the memory. `step` is the drafter's own, compiled perhaps.
+    `activation_checkpointing` keeps only what a depth receives and computes the rest again in the backward pass: a
+    third more work for a fraction of the memory. `step` is the drafter's own, compiled perhaps.
     """
     step = step or drafter.step
     hidden_TD = drafter.fuse(aux_TX.to(drafter.fc.weight.dtype))
@@ -44,7 +44,7 @@ def unroll(
             output = step(hidden_TD, shifted(batch.ids_T, 1 + depth), batch.position_T + depth, attend.at(depth))
             return output.normed, output.feedback
 
-        if checkpointed:
+        if activation_checkpointing:
             normed_TD, hidden_TD = checkpoint(run, hidden_TD, use_reentrant=False)
         else:
             normed_TD, hidden_TD = run(hidden_TD)

@@ -38,19 +38,19 @@ from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
-from eyas.train.recipe import DrafterChoice
+from eyas.train.recipe import DrafterSettings
 from eyas.train.unroll import shifted
 
 ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Tensor]]
 """A batch of real text, and the target's states [T, X] behind the layers that are asked for."""
 
 
-def inherit(target: Target, choice: DrafterChoice, *, dtype: str, read_text: ReadText) -> Drafter:
-    """The drafter of `choice.init_from` with the flags of `choice`, ready to train on the target's device."""
-    assert choice.init_from is not None
-    checkpoint = read_checkpoint(choice.init_from)
-    aux_layer_ids = _agreed_layers(checkpoint.config, choice, target)
-    _require_fit(checkpoint.config, choice, target)
+def init_from_checkpoint(target: Target, settings: DrafterSettings, *, dtype: str, read_text: ReadText) -> Drafter:
+    """The drafter of `settings.init_from` with the flags of `settings`, ready to train on the target's device."""
+    assert settings.init_from is not None
+    checkpoint = read_checkpoint(settings.init_from)
+    aux_layer_ids = _agreed_layers(checkpoint.config, settings, target)
+    _require_fit(checkpoint.config, settings, target)
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
     if "lm_head.weight" not in tensors:
         # It drafted with the target's head; from here on it has its own, since training moves it.
@@ -58,8 +58,8 @@ def inherit(target: Target, choice: DrafterChoice, *, dtype: str, read_text: Rea
     checkpoint = replace(
         checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=aux_layer_ids, dtype=dtype)
     )
-    if choice.fc_norm > checkpoint.config.fc_norm or choice.norm_output > checkpoint.config.norm_output:
-        checkpoint = _upgraded(checkpoint, choice, target, read_text)
+    if settings.fc_norm > checkpoint.config.fc_norm or settings.norm_output > checkpoint.config.norm_output:
+        checkpoint = _upgraded(checkpoint, settings, target, read_text)
     drafter = _built(checkpoint, target)
     for name, parameter in drafter.named_parameters():  # embeddings are never trained, its own or the target's
         parameter.requires_grad_(not name.startswith("embed_tokens."))
@@ -72,18 +72,18 @@ def _built(checkpoint: Checkpoint, target: Target) -> Drafter:
     return drafter.share_target(target.embedding().to(dtype), target.head())
 
 
-def _upgraded(checkpoint: Checkpoint, choice: DrafterChoice, target: Target, read_text: ReadText) -> Checkpoint:
+def _upgraded(checkpoint: Checkpoint, settings: DrafterSettings, target: Target, read_text: ReadText) -> Checkpoint:
     """Turn on the flags that are asked for and fold what can be folded."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     assert config.aux_layer_ids is not None
     batch, aux_TX = read_text(config.aux_layer_ids)
-    if choice.norm_output and not config.norm_output:
+    if settings.norm_output and not config.norm_output:
         # Measured before fc_norm comes in: its inputs are then what the drafter was trained with.
         typical = float(_pre_norm_lengths(checkpoint, target, batch, aux_TX).median())
         tensors["lm_head.weight"] = tensors["lm_head.weight"] * tensors["norm.weight"] / typical
         tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], typical)
         config = replace(config, norm_output=True)
-    if choice.fc_norm and not config.fc_norm:
+    if settings.fc_norm and not config.fc_norm:
         aux_TX = aux_TX.float()
         length_T = _rms(aux_TX) if config.norm_before_fc else torch.ones(len(aux_TX), device=aux_TX.device)
         weight_X = tensors.pop("input_norm.weight", torch.ones(aux_TX.shape[-1]))
@@ -108,31 +108,31 @@ def _rms(x_TE: Tensor) -> Tensor:
     return x_TE.float().square().mean(dim=-1).sqrt()
 
 
-def _agreed_layers(config: DrafterConfig, choice: DrafterChoice, target: Target) -> tuple[int, ...]:
+def _agreed_layers(config: DrafterConfig, settings: DrafterSettings, target: Target) -> tuple[int, ...]:
     """The layers that the drafter reads: the checkpoint's word first, then the recipe's, then the target's default."""
-    theirs, ours = config.aux_layer_ids, choice.aux_layer_ids
+    theirs, ours = config.aux_layer_ids, settings.aux_layer_ids
     if theirs is not None and ours is not None and theirs != ours:
         raise UserError(
-            f"drafter.aux_layer_ids is {list(ours)} but {choice.init_from} was trained on layers {list(theirs)}; leave "
-            f"drafter.aux_layer_ids out or set it to {list(theirs)}"
+            f"drafter.aux_layer_ids is {list(ours)} but {settings.init_from} was trained on layers {list(theirs)}; "
+            f"leave drafter.aux_layer_ids out or set it to {list(theirs)}"
         )
     ids = theirs or ours or target.facts.default_aux_layer_ids()
     if len(ids) != config.num_aux_hidden_states:
         raise UserError(
-            f"{choice.init_from} reads {config.num_aux_hidden_states} target states and does not say which; set "
+            f"{settings.init_from} reads {config.num_aux_hidden_states} target states and does not say which; set "
             f"drafter.aux_layer_ids to that many layers (now {list(ids)})"
         )
     if max(ids) > target.facts.num_hidden_layers:
         raise UserError(
-            f"{choice.init_from} reads layer {max(ids)} but {target.facts.source} has "
+            f"{settings.init_from} reads layer {max(ids)} but {target.facts.source} has "
             f"{target.facts.num_hidden_layers}; it drafts for another one: correct target.source or drafter.init_from"
         )
     return tuple(ids)
 
 
-def _require_fit(config: DrafterConfig, choice: DrafterChoice, target: Target) -> None:
+def _require_fit(config: DrafterConfig, settings: DrafterSettings, target: Target) -> None:
     """Refuse a checkpoint of another target, and a recipe that wants another drafter than the checkpoint is."""
-    source, facts = choice.init_from, target.facts
+    source, facts = settings.init_from, target.facts
     for name, theirs, ours in (
         ("channels", config.target_hidden_size, facts.hidden_size),
         ("tokens in its vocabulary", config.vocab_size, facts.vocab_size),
@@ -143,10 +143,10 @@ def _require_fit(config: DrafterConfig, choice: DrafterChoice, target: Target) -
                 "correct target.source or drafter.init_from"
             )
     for key, asked, has in (
-        ("draft_vocab_size", choice.draft_vocab_size, config.draft_vocab_size),
-        ("intermediate_size", choice.intermediate_size, config.intermediate_size),
+        ("draft_vocab_size", settings.draft_vocab_size, config.draft_vocab_size),
+        ("intermediate_size", settings.intermediate_size, config.intermediate_size),
         # One layer is what a recipe says that says nothing.
-        ("layers", None if choice.layers == 1 else choice.layers, config.num_hidden_layers),
+        ("layers", None if settings.layers == 1 else settings.layers, config.num_hidden_layers),
     ):
         if asked is not None and asked != has:
             raise UserError(
@@ -154,18 +154,18 @@ def _require_fit(config: DrafterConfig, choice: DrafterChoice, target: Target) -
                 "from scratch without drafter.init_from"
             )
     for key in ("fc_norm", "norm_output"):
-        if getattr(config, key) and not getattr(choice, key):
+        if getattr(config, key) and not getattr(settings, key):
             raise UserError(
                 f"drafter.{key} is false but {source} was trained with it, and without it would draft garbage; set "
                 f"drafter.{key} to true: flags can be added to a drafter, not taken away"
             )
     for key in ("norm_before_residual", "norm_before_fc"):
-        if getattr(choice, key) and not getattr(config, key):
+        if getattr(settings, key) and not getattr(config, key):
             raise UserError(
                 f"drafter.{key} is true but {source} was trained without it; leave drafter.{key} out: only fc_norm and "
                 "norm_output can be added to a drafter"
             )
-    if choice.norm_before_fc and choice.fc_norm and not config.fc_norm:
+    if settings.norm_before_fc and settings.fc_norm and not config.fc_norm:
         raise UserError(
             f"drafter.norm_before_fc is true but drafter.fc_norm takes the place of that norm of {source}; leave "
             "drafter.norm_before_fc out"

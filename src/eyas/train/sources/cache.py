@@ -62,9 +62,10 @@ class CacheKey:
                 )
 
 
-def fingerprint_vocabulary(kept_W: Tensor) -> str:
+def fingerprint_vocabulary(target_ids_W: Tensor) -> str:
     """Tells one draft vocabulary from another."""
-    return f"{len(kept_W)}-{hashlib.sha256(kept_W.cpu().numpy().astype(np.int64).tobytes()).hexdigest()[:16]}"
+    digest = hashlib.sha256(target_ids_W.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
+    return f"{len(target_ids_W)}-{digest[:16]}"
 
 
 def to_fp8(aux_TX: Tensor, states: int) -> tuple[Tensor, Tensor]:
@@ -81,8 +82,8 @@ def from_fp8(aux_TX: Tensor, scale_TA: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketLesson:
-    """A lesson that remembers the likely tokens one by one and all others as one bucket.
+class TopKDistribution:
+    """A distribution that remembers the likely tokens one by one and all others as one bucket.
 
     The bucket's mass is spread in the drafter's own proportions, p_i = rest x q_i / q_rest, held fixed. Then p_i / q_i
     is the same for everything in the bucket, so the KL divergence is that of the distributions in which the bucket is
@@ -108,8 +109,8 @@ class BucketLesson:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RememberedTeacher:
-    """Gives lessons from what a cache holds of one batch."""
+class CachedTeacher:
+    """Gives distributions from what a cache holds of one batch."""
 
     place_T: Tensor
     """Where the row of a token is remembered."""
@@ -118,10 +119,10 @@ class RememberedTeacher:
     rest_M: Tensor
     best_M: Tensor
 
-    def lesson(self, row_C: Tensor) -> BucketLesson:
+    def distribution(self, row_C: Tensor) -> TopKDistribution:
         """What is remembered of these rows."""
         place_C = self.place_T[row_C]
-        return BucketLesson(
+        return TopKDistribution(
             ids_CK=self.ids_MK[place_C].long(),
             probability_CK=self.probability_MK[place_C],
             rest_C=self.rest_M[place_C],
@@ -130,15 +131,15 @@ class RememberedTeacher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RememberedTeachers:
+class CachedTeachers:
     """The teacher of the one vocabulary that the cache was made for."""
 
-    teacher: RememberedTeacher
+    teacher: CachedTeacher
     source: "CacheSource"
 
-    def __call__(self, kept_W: Tensor) -> RememberedTeacher:
+    def __call__(self, target_ids_W: Tensor) -> CachedTeacher:
         """The teacher, if it is for this vocabulary."""
-        self.source.require_vocabulary(kept_W)
+        self.source.require_vocabulary(target_ids_W)
         return self.teacher
 
 
@@ -195,7 +196,7 @@ class CacheSource:
         # A document's rows stand in its order and documents in the batch's, so what was found is in the order of row_M.
         place_T = torch.zeros(tokens, dtype=torch.int64, device=device)
         place_T[batch.row_M] = torch.arange(len(batch.row_M), device=device)
-        teacher = RememberedTeacher(
+        teacher = CachedTeacher(
             place_T=place_T,
             ids_MK=found["ids"],
             probability_MK=found["probabilities"],
@@ -205,21 +206,21 @@ class CacheSource:
         return Features(
             aux_TX=aux_TX,
             aux_layer_ids=self._key.aux_layer_ids,
-            teachers=RememberedTeachers(teacher=teacher, source=self),
+            teachers=CachedTeachers(teacher=teacher, source=self),
         )
 
-    def require_vocabulary(self, kept_W: Tensor) -> None:
+    def require_vocabulary(self, target_ids_W: Tensor) -> None:
         """Refuse a drafter that proposes other tokens than the cache knows."""
-        if id(kept_W) in self._vocabularies:
+        if id(target_ids_W) in self._vocabularies:
             return
-        ours = fingerprint_vocabulary(kept_W)
+        ours = fingerprint_vocabulary(target_ids_W)
         if ours != self._key.vocabulary:
             raise UserError(
                 f"the cache {self._folder} was made for the draft vocabulary {self._key.vocabulary} and a drafter has "
                 f'{ours}; give all drafters the same one or set features.source to "live"'
             )
         # The tensor is kept so that its id stays its own.
-        self._vocabularies[id(kept_W)] = kept_W
+        self._vocabularies[id(target_ids_W)] = target_ids_W
 
     def _document(self, number: int) -> dict[str, Tensor]:
         place = int(np.searchsorted(self._first, number, side="right")) - 1

@@ -1,6 +1,6 @@
 """Lets the target read every document once and writes down what it said (cache.py says how it is read).
 
-How large the cache becomes is known to the byte before the target runs, and said; a disk that would not hold it is
+How large the cache becomes is known to the byte before the target runs, and logged; a disk that would not hold it is
 refused then, not after hours. Which documents a shard holds follows from the data alone and a shard appears whole or
 not at all, so writing that was interrupted goes on behind the shards that are there; the index comes last. Several
 processes take every n-th shard each.
@@ -10,10 +10,9 @@ auxiliary states.
 """
 
 import json
-import os
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eyas.atomic import new_file
 from eyas.errors import UserError
 from eyas.train.batch import TrainingBatch, teaching_rows
-from eyas.train.corpus import Corpus, pack_arrays
+from eyas.train.corpus import Corpus
 from eyas.train.features import FeatureSource
 from eyas.train.ranks import Ranks
 from eyas.train.sources.cache import INDEX, CacheKey, to_fp8
+
+logger = logging.getLogger(__name__)
 
 SHARD_BYTES = 512 * 10**6
 """Of a shard, about; a longer document has one to itself. It is put together in memory."""
@@ -62,7 +64,7 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class CacheSizes:
     """What a token, a teacher row, a document and a shard take on disk, in bytes."""
 
     token: int
@@ -71,7 +73,7 @@ class Sizes:
     shard: int
 
     @classmethod
-    def of(cls, key: CacheKey, hidden_size: int) -> "Sizes":
+    def of(cls, key: CacheKey, hidden_size: int) -> "CacheSizes":
         """Sizes of a cache with this key."""
         states = len(key.aux_layer_ids)
         token = states * hidden_size * 2 if key.dtype == "bfloat16" else states * (hidden_size + 4)
@@ -86,7 +88,7 @@ class Sizes:
         return self.token * shard.tokens + self.row * shard.rows + self.document * shard.documents + self.shard
 
 
-def plan_shards(corpus: Corpus, sizes: Sizes, *, shard_bytes: int | None = None) -> list[Shard]:
+def plan_shards(corpus: Corpus, sizes: CacheSizes) -> list[Shard]:
     """Documents in order, as many to a shard as fit it."""
     tokens, rows = corpus.lengths, np.diff(_row_offsets(corpus))
     weights = tokens * sizes.token + rows * sizes.row + sizes.document
@@ -98,7 +100,7 @@ def plan_shards(corpus: Corpus, sizes: Sizes, *, shard_bytes: int | None = None)
             tokens=int(tokens[first:last].sum()),
             rows=int(rows[first:last].sum()),
         )
-        for number, (first, last) in enumerate(_groups(weights, SHARD_BYTES if shard_bytes is None else shard_bytes))
+        for number, (first, last) in enumerate(_groups(weights, SHARD_BYTES))
     ]
 
 
@@ -110,7 +112,7 @@ class CacheWriter:
     corpus: Corpus
     """All documents of the run: training ones, then held-out ones."""
     key: CacheKey
-    kept_W: Tensor
+    target_ids_W: Tensor
     hidden_size: int
     live: Callable[[], FeatureSource]
     """Gives the source that is remembered; asked only if something is missing."""
@@ -123,35 +125,25 @@ class CacheWriter:
     def write(
         self,
         *,
-        say: Callable[[str], None] = lambda message: None,
         stop: Callable[[], bool] = lambda: False,
         ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
     ) -> None:
         """Write what is missing; nothing, if the cache is whole."""
         if (index := _read_index(self.folder)) is not None:
             self.key.require(index, self.folder)
-        sizes = Sizes.of(self.key, self.hidden_size)
+        sizes = CacheSizes.of(self.key, self.hidden_size)
         shards = plan_shards(self.corpus, sizes)
         missing = [shard for shard in shards if not self._finished(shard)]
         if missing:
-            self._require_space(shards, missing, sizes, say)
-        ranks.wait()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_shards(missing[ranks.rank :: ranks.world], len(shards), say, stop)
-            ranks.wait()
-            if ranks.leads and (missing or index is None):
-                self._write_index(shards)
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"cannot write the cache {self.folder}: {error}; what is finished stays, free space or mend the folder "
-                "and start again"
-            ) from error
-        ranks.wait()
+            self._require_space(shards, missing, sizes)
+        ranks.barrier()
+        self._write_shards(missing[ranks.rank :: ranks.world], len(shards), stop)
+        ranks.barrier()
+        if ranks.is_main and (missing or index is None):
+            self._write_index(shards)
+        ranks.barrier()
 
-    def _require_space(
-        self, shards: Sequence[Shard], missing: Sequence[Shard], sizes: Sizes, say: Callable[[str], None]
-    ) -> None:
+    def _require_space(self, shards: Sequence[Shard], missing: Sequence[Shard], sizes: CacheSizes) -> None:
         tokens, rows = (sum(getattr(shard, name) for shard in shards) for name in ("tokens", "rows"))
         whole, needed = (sum(sizes.bytes_of(shard) for shard in some) for some in (shards, missing))
         existing = next(place for place in [self.folder, *self.folder.absolute().parents] if place.exists())
@@ -163,7 +155,7 @@ class CacheWriter:
             f"{self.key.dtype}, {_size(teacher)} for the {self.key.top_k} likeliest draft tokens behind {rows:,} of "
             f"them, {_size(whole - states - teacher)} around it; {_size(free)} are free in {existing}"
         )
-        say(sentence)
+        logger.info(sentence)
         if free < needed * MARGIN:
             raise UserError(
                 f"{sentence}, which is too little; free some, choose another features.folder, lower features.top_k "
@@ -175,25 +167,26 @@ class CacheWriter:
         path = self.folder / shard.file
         try:
             with safe_open(path, framework="pt") as file:
-                said = json.loads((file.metadata() or {})["shard"])
+                metadata = json.loads((file.metadata() or {})["shard"])
         except (OSError, SafetensorError, ValueError, LookupError):
             return False
-        self.key.require(said["key"], self.folder)
-        return (said["first"], said["documents"]) == (shard.first, shard.documents)
+        self.key.require(metadata["key"], self.folder)
+        return (metadata["first"], metadata["documents"]) == (shard.first, shard.documents)
 
-    def _write_shards(
-        self, shards: Sequence[Shard], of: int, say: Callable[[str], None], stop: Callable[[], bool]
-    ) -> None:
+    def _write_shards(self, shards: Sequence[Shard], of: int, stop: Callable[[], bool]) -> None:
         if not shards:
             return
         source = self.live()
         for shard in shards:
             tensors = self._fill(shard, source, stop)
-            said = {"key": self.key.as_json(), "first": shard.first, "documents": shard.documents}
+            metadata = {"key": self.key.as_json(), "first": shard.first, "documents": shard.documents}
             path = self.folder / shard.file
-            with _temporary(path) as partial:
-                save_file(tensors, partial, metadata={"shard": json.dumps(said)})
-            say(f"shard {shard.number + 1} of {of} is written: {path}")
+            with new_file(path) as staging:
+                try:
+                    save_file(tensors, staging, metadata={"shard": json.dumps(metadata)})
+                except SafetensorError as error:  # a full disk, for one
+                    raise OSError(str(error)) from error
+            logger.info(f"shard {shard.number + 1} of {of} is written: {path}")
 
     @torch.no_grad()
     def _fill(self, shard: Shard, source: FeatureSource, stop: Callable[[], bool]) -> dict[str, Tensor]:
@@ -207,9 +200,10 @@ class CacheWriter:
                     f"stopped while the cache {self.folder} was being written; its finished shards stay, start again "
                     "to go on behind them"
                 )
-            documents = tuple(range(shard.first + first, shard.first + last))
+            documents = tuple((index,) for index in range(shard.first + first, shard.first + last))
             used = int(lengths[first:last].sum())
-            batch = self._batch(documents, max(used, self.pack_length) if self.padded else used)
+            length = max(used, self.pack_length) if self.padded else None
+            batch = TrainingBatch.from_pack(self.corpus, documents, length, device=self.device)
             features = source(batch)
             aux_TX = features.aux_of(self.key.aux_layer_ids)[:used]
             tokens = slice(token, token + used)
@@ -219,18 +213,20 @@ class CacheWriter:
             else:
                 tensors["states"][tokens] = aux_TX.to("cpu", torch.bfloat16)
             token += used
-            teacher = features.teachers(self.kept_W)
+            teacher = features.teachers(self.target_ids_W)
             for row_C in torch.split(batch.row_M, self.chunk):
-                lesson = teacher.lesson(row_C)
+                distribution = teacher.distribution(row_C)
                 # The scores of a drafter are of no consequence to a teacher that remembers everything.
-                p_CW = lesson.probabilities(torch.zeros((), device=row_C.device).expand(len(row_C), len(self.kept_W)))
+                p_CW = distribution.probabilities(
+                    torch.zeros((), device=row_C.device).expand(len(row_C), len(self.target_ids_W))
+                )
                 probability_CK, ids_CK = p_CW.topk(self.key.top_k, dim=-1)
                 rows = slice(row, row + len(row_C))
                 tensors["ids"][rows] = ids_CK.to("cpu", torch.int32)
                 tensors["probabilities"][rows] = probability_CK.to("cpu", torch.float16)
                 # Summed over the others themselves: a difference from the whole would be lost in rounding.
                 tensors["rest"][rows] = p_CW.scatter(-1, ids_CK, 0.0).sum(dim=-1).cpu()
-                tensors["best"][rows] = lesson.best_C.to("cpu", torch.int32)
+                tensors["best"][rows] = distribution.best_C.to("cpu", torch.int32)
                 row += len(row_C)
         assert (token, row) == (shard.tokens, shard.rows)
         return tensors
@@ -252,38 +248,16 @@ class CacheWriter:
             **{name: torch.from_numpy(values - values[0]) for name, values in offsets.items()},
         }
 
-    def _batch(self, documents: tuple[int, ...], length: int) -> TrainingBatch:
-        arrays = pack_arrays(self.corpus, tuple((index,) for index in documents), length)
-        return TrainingBatch.build(
-            ids=arrays.ids,
-            mask=arrays.mask,
-            position=arrays.position,
-            starts=arrays.starts,
-            documents=documents,
-            device=self.device,
-        )
-
     def _write_index(self, shards: Sequence[Shard]) -> None:
         listed = [{"file": s.file, "first_document": s.first, "documents": s.documents} for s in shards]
         text = json.dumps({"key": self.key.as_json(), "documents": len(self.corpus), "shards": listed}, indent=1)
-        with _temporary(self.folder / INDEX) as partial:
-            partial.write_text(text + "\n", encoding="utf-8")
-
-
-def combined(corpora: Sequence[Corpus]) -> Corpus:
-    """Corpora one behind the other."""
-    lengths = np.concatenate([corpus.lengths for corpus in corpora])
-    return Corpus(
-        ids=np.concatenate([corpus.ids for corpus in corpora]),
-        mask=np.concatenate([corpus.mask for corpus in corpora]),
-        offsets=np.concatenate([[0], lengths.cumsum()]).astype(np.int64),
-    )
+        with new_file(self.folder / INDEX) as staging:
+            staging.write_text(text + "\n", encoding="utf-8")
 
 
 def _row_offsets(corpus: Corpus) -> NDArray[np.int64]:
     """How many rows teach before each document."""
-    position = np.arange(corpus.tokens) - np.repeat(corpus.offsets[:-1], corpus.lengths)
-    return np.searchsorted(teaching_rows(corpus.mask, position), corpus.offsets).astype(np.int64)
+    return np.searchsorted(teaching_rows(corpus.mask, corpus.positions), corpus.offsets).astype(np.int64)
 
 
 def _groups(weights: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
@@ -304,24 +278,6 @@ def _read_index(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return key if isinstance(key, dict) else None
-
-
-@contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    """A file beside `path` that becomes `path` when all of it is on the disk, and vanishes otherwise."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        for place in (partial, path.parent):
-            descriptor = os.open(place, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            if place is partial:
-                partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _size(size: float) -> str:

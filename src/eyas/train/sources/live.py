@@ -16,11 +16,11 @@ from eyas.target.head import TargetHead, read_head
 from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, runs_in_one_pass
 from eyas.train.batch import TrainingBatch
-from eyas.train.features import Features, ScoredLesson
+from eyas.train.features import ExactDistribution, Features
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateTeacher:
+class LiveTeacher:
     """Scores rows again from the target's final states."""
 
     state_TE: Tensor
@@ -28,17 +28,17 @@ class StateTeacher:
     best_T: Tensor
     head: TargetHead
 
-    def lesson(self, row_C: Tensor) -> ScoredLesson:
+    def distribution(self, row_C: Tensor) -> ExactDistribution:
         """Scores over the draft vocabulary."""
-        return ScoredLesson(
-            scores_CW=self.head.scores(self.state_TE[row_C]),
+        return ExactDistribution(
+            logits_CW=self.head.scores(self.state_TE[row_C]),
             normaliser_C=self.normaliser_T[row_C],
             best_C=self.best_T[row_C],
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateTeachers:
+class LiveTeachers:
     """Teachers over any vocabulary from the same final states."""
 
     state_TE: Tensor
@@ -46,13 +46,13 @@ class StateTeachers:
     best_T: Tensor
     source: "LiveSource"
 
-    def __call__(self, kept_W: Tensor) -> StateTeacher:
+    def __call__(self, target_ids_W: Tensor) -> LiveTeacher:
         """A teacher over these target ids."""
-        return StateTeacher(
+        return LiveTeacher(
             state_TE=self.state_TE,
             normaliser_T=self.normaliser_T,
             best_T=self.best_T,
-            head=self.source.head_over(kept_W),
+            head=self.source.head_over(target_ids_W),
         )
 
 
@@ -78,16 +78,16 @@ class LiveSource:
         best_T = torch.zeros(len(state_TE), dtype=torch.int64, device=state_TE.device)
         for row_C in torch.split(batch.row_M, self._chunk):
             normaliser_T[row_C], best_T[row_C] = self._reduce(self._head.scores(state_TE[row_C]))
-        teachers = StateTeachers(state_TE=state_TE, normaliser_T=normaliser_T, best_T=best_T, source=self)
+        teachers = LiveTeachers(state_TE=state_TE, normaliser_T=normaliser_T, best_T=best_T, source=self)
         return Features(aux_TX=aux_TX, aux_layer_ids=self._layer_ids, teachers=teachers)
 
-    def head_over(self, kept_W: Tensor) -> TargetHead:
+    def head_over(self, target_ids_W: Tensor) -> TargetHead:
         """The target's head over a draft vocabulary, cut out once."""
-        if id(kept_W) not in self._heads:
+        if id(target_ids_W) not in self._heads:
             # The tensor is kept beside its head so that its id stays its own.
-            self._heads[id(kept_W)] = (kept_W, self._head.only(kept_W))
-        return self._heads[id(kept_W)][1]
+            self._heads[id(target_ids_W)] = (target_ids_W, self._head.only(target_ids_W))
+        return self._heads[id(target_ids_W)][1]
 
 
-def _reduce(scores_CV: Tensor) -> tuple[Tensor, Tensor]:
-    return scores_CV.float().logsumexp(dim=-1), scores_CV.argmax(dim=-1)
+def _reduce(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_CV.float().logsumexp(dim=-1), logits_CV.argmax(dim=-1)

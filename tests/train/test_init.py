@@ -1,4 +1,4 @@
-"""A newborn drafter speaks the target's language of states and is one that servers load."""
+"""A fresh drafter speaks the target's language of states and is one that servers load."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +11,29 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 import tiny
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, read_checkpoint, tensor_problems, write_checkpoint
+from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.facts import facts_of
 from eyas.target.head import read_head, score_scale
 from eyas.target.model import Target
-from eyas.train.newborn import MODEST_SPREAD, config_for, newborn
+from eyas.train.init import MAX_INITIAL_LOGIT_STD, config_for, init_drafter
+from eyas.train.recipe import DrafterSettings
 from target.test_head import target_of
 
 KEPT = torch.arange(1, 80, 2)
 FLAGS = {"fc_norm": True, "norm_output": True}
 
 
+def config_of(target: Target, *, dtype: str = "float32", **settings: Any) -> DrafterConfig:
+    defaults: dict[str, Any] = {"aux_layer_ids": (1, 2, 3), "fc_norm": False, "norm_output": False}
+    return config_for(target, DrafterSettings(**{**defaults, **settings}), dtype=dtype)
+
+
 def born(target: Target, kept: torch.Tensor = KEPT, *, seed: int = 0, **choice: Any) -> Drafter:
     size = len(kept) if len(kept) < target.facts.vocab_size else None
-    config = config_for(target, aux_layer_ids=(1, 2, 3), draft_vocab_size=size, dtype="float32", **choice)
-    return newborn(target, config, kept, seed=seed)
+    config = config_of(target, draft_vocab_size=size, **choice)
+    return init_drafter(target, config, kept, seed=seed)
 
 
 def llama(**changes: Any) -> Target:
@@ -57,7 +64,7 @@ def test_a_norm_that_takes_the_mean_off_lends_its_scale_and_one_with_a_bias_noth
         assert bool((born(target_of(family)).norm.weight == 1).all())
 
 
-def test_scores_of_a_newborn_are_modest_where_the_targets_are_loud() -> None:
+def test_scores_of_a_fresh_drafter_are_modest_where_the_targets_are_loud() -> None:
     target: Any = target_of("llama")
     quiet = born(target).norm.weight.data
     target.model.lm_head.weight *= 1000
@@ -65,7 +72,7 @@ def test_scores_of_a_newborn_are_modest_where_the_targets_are_loud() -> None:
     states = torch.randn(2000, target.facts.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         spread = drafter.logits(drafter.norm(states)).std()
-    assert float(spread) == pytest.approx(MODEST_SPREAD, rel=0.1)
+    assert float(spread) == pytest.approx(MAX_INITIAL_LOGIT_STD, rel=0.1)
     torch.testing.assert_close(
         drafter.norm.weight.data / quiet, torch.full_like(quiet, float(drafter.norm.weight.data[0] / quiet[0]))
     )
@@ -87,7 +94,9 @@ def test_the_head_is_the_targets_rows_scaled_as_the_target_scales(family: str) -
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere", "phi", "phi3", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("kept", [KEPT, torch.arange(80)], ids=["pruned", "whole"])
-def test_a_newborn_passes_the_check_and_comes_back_as_it_was(family: str, kept: torch.Tensor, tmp_path: Path) -> None:
+def test_a_fresh_drafter_passes_the_check_and_comes_back_as_it_was(
+    family: str, kept: torch.Tensor, tmp_path: Path
+) -> None:
     target = target_of(family)
     drafter = born(target, kept, layers=2, **FLAGS)
     checkpoint = checkpoint_of(drafter)
@@ -122,9 +131,8 @@ def test_the_seed_decides_and_nobody_elses_numbers_change() -> None:
 
 def test_weights_are_in_the_precision_that_was_asked_for() -> None:
     target = target_of("llama")
-    config = config_for(target, aux_layer_ids=(1, 2, 3), draft_vocab_size=40)
-    drafter = newborn(target, config, KEPT, seed=0)
-    assert config.dtype == "bfloat16"
+    config = config_of(target, draft_vocab_size=40, dtype="bfloat16")
+    drafter = init_drafter(target, config, KEPT, seed=0)
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
 
 
@@ -147,7 +155,7 @@ def test_weights_are_in_the_precision_that_was_asked_for() -> None:
 )
 def test_the_rope_is_the_targets_or_its_base(rope: dict[str, Any], expected: dict[str, Any]) -> None:
     target = llama(rope_parameters={**rope, "rope_theta": 5e5})
-    config = config_for(target, aux_layer_ids=(1, 2, 3))
+    config = config_of(target)
     assert dict(config.rope_parameters) == {**expected, "rope_theta": 5e5}
     Drafter(config)
 
@@ -156,7 +164,7 @@ def test_of_several_ropes_the_one_of_full_attention_is_taken() -> None:
     target = target_of("gemma3_text")
     theirs = target.model.config.rope_parameters
     assert theirs["full_attention"]["rope_theta"] != theirs["sliding_attention"]["rope_theta"]
-    ours = config_for(target, aux_layer_ids=(1, 2, 3)).rope_parameters
+    ours = config_of(target).rope_parameters
     assert ours["rope_theta"] == theirs["full_attention"]["rope_theta"]
 
 
@@ -169,14 +177,16 @@ def test_of_several_ropes_the_one_of_full_attention_is_taken() -> None:
     ],
 )
 def test_heads_are_as_the_targets(shape: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    config = config_for(llama(**shape), aux_layer_ids=(1, 2, 3))
+    config = config_of(llama(**shape))
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == expected
     assert (config.hidden_size, config.target_hidden_size, config.intermediate_size) == (64, 64, 128)
 
 
 def test_what_the_recipe_says_goes_before_what_the_target_has() -> None:
-    config = config_for(llama(num_hidden_layers=9), intermediate_size=40, layers=3, norm_before_residual=True)
+    config = config_of(
+        llama(num_hidden_layers=9), aux_layer_ids=None, intermediate_size=40, layers=3, norm_before_residual=True
+    )
     assert (config.intermediate_size, config.num_hidden_layers, config.norm_before_residual) == (40, 3, True)
     assert (config.aux_layer_ids, config.draft_vocab_size) == ((2, 4, 6), tiny.VOCAB)
     with pytest.raises(UserError, match=r"has 4 layers.*name three ascending ids"):
-        config_for(llama())
+        config_of(llama(), aux_layer_ids=None)

@@ -5,7 +5,7 @@ the captured states goes straight through: the drafter speaks the target's langu
 layer in between, random at first, learns the difference.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,55 +17,53 @@ from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_i
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.head import score_scale
 from eyas.target.model import Target
+from eyas.train.recipe import DrafterSettings
 
-MODEST_SPREAD = 2.5
+MAX_INITIAL_LOGIT_STD = 2.5
 """Standard deviation that a drafter's scores have at most before it has learnt anything."""
 
 
-def config_for(
-    target: Target,
-    *,
-    draft_vocab_size: int | None = None,
-    intermediate_size: int | None = None,
-    layers: int = 1,
-    aux_layer_ids: Sequence[int] | None = None,
-    dtype: str = "bfloat16",
-    **flags: bool,
-) -> DrafterConfig:
+def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> DrafterConfig:
     """A drafter as wide as its target, with heads, rope and context of its own kind."""
     facts = target.facts
     theirs: Any = target.model.config.get_text_config()
     heads = theirs.num_attention_heads
     ids = check_aux_layer_ids(
-        facts.default_aux_layer_ids() if aux_layer_ids is None else aux_layer_ids, facts.num_hidden_layers
+        facts.default_aux_layer_ids() if settings.aux_layer_ids is None else settings.aux_layer_ids,
+        facts.num_hidden_layers,
     )
     return DrafterConfig(
         vocab_size=facts.vocab_size,
-        draft_vocab_size=draft_vocab_size or facts.vocab_size,
+        draft_vocab_size=settings.draft_vocab_size or facts.vocab_size,
         hidden_size=facts.hidden_size,
         target_hidden_size=facts.hidden_size,
-        intermediate_size=intermediate_size or getattr(theirs, "intermediate_size", None) or 4 * facts.hidden_size,
+        intermediate_size=settings.intermediate_size
+        or getattr(theirs, "intermediate_size", None)
+        or 4 * facts.hidden_size,
         num_attention_heads=heads,
         num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
         head_dim=getattr(theirs, "head_dim", None) or facts.hidden_size // heads,
-        num_hidden_layers=layers,
+        num_hidden_layers=settings.layers,
         num_aux_hidden_states=len(ids),
         aux_layer_ids=ids,
         rms_norm_eps=getattr(theirs, "rms_norm_eps", None) or 1e-5,
         rope_parameters=_rope(getattr(theirs, "rope_parameters", None) or {}),
         max_position_embeddings=facts.max_position_embeddings or 2048,
         dtype=dtype,
-        **flags,
+        fc_norm=settings.fc_norm,
+        norm_output=settings.norm_output,
+        norm_before_residual=settings.norm_before_residual,
+        norm_before_fc=settings.norm_before_fc,
     )
 
 
-def newborn(target: Target, config: DrafterConfig, kept_W: Tensor, *, seed: int) -> Drafter:
-    """A drafter for the target that proposes the target ids `kept_W`, on the target's device."""
+def init_drafter(target: Target, config: DrafterConfig, target_ids_W: Tensor, *, seed: int) -> Drafter:
+    """A drafter for the target that proposes the target ids `target_ids_W`, on the target's device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         drafter = Drafter(config)
-    _start_from_target(drafter, target, kept_W)
-    set_vocabulary(drafter, kept_W)
+    _start_from_target(drafter, target, target_ids_W)
+    set_vocabulary(drafter, target_ids_W)
     drafter.to(device=target.device, dtype=getattr(torch, config.dtype))
     # Layers of a large target may lie on several devices.
     embedding_VD = target.embedding().to(device=target.device, dtype=getattr(torch, config.dtype))
@@ -73,25 +71,25 @@ def newborn(target: Target, config: DrafterConfig, kept_W: Tensor, *, seed: int)
 
 
 @torch.no_grad()
-def _start_from_target(drafter: Drafter, target: Target, kept_W: Tensor) -> None:
+def _start_from_target(drafter: Drafter, target: Target, target_ids_W: Tensor) -> None:
     assert drafter.lm_head is not None
-    drafter.lm_head.weight.copy_(target.head().cpu()[kept_W.cpu()] * score_scale(target))
+    drafter.lm_head.weight.copy_(target.head().cpu()[target_ids_W.cpu()] * score_scale(target))
     if (norm_D := _last_norm(target)) is not None:
         drafter.norm.weight.copy_(norm_D)
     # A normed state that says nothing yet gives scores of this spread. Certain of noise, a drafter would first have to
     # unlearn that: it starts modest, with the target's norm made smaller.
     spread = float((drafter.lm_head.weight * drafter.norm.weight).square().sum(dim=1).mean().sqrt())
-    drafter.norm.weight.mul_(min(1.0, MODEST_SPREAD / max(spread, 1e-9)))
+    drafter.norm.weight.mul_(min(1.0, MAX_INITIAL_LOGIT_STD / max(spread, 1e-9)))
     # The last state passes through, so that the residual starts in the space that the head reads.
     last = drafter.fc.weight[:, -target.facts.hidden_size :]
     last.add_(torch.eye(*last.shape))
 
 
-def set_vocabulary(drafter: Drafter, kept_W: Tensor) -> None:
+def set_vocabulary(drafter: Drafter, target_ids_W: Tensor) -> None:
     """Let the drafter propose these target ids, ascending."""
     if drafter.d2t is not None and drafter.t2d is not None:
-        drafter.d2t.copy_(offsets_from_target_ids(kept_W))
-        drafter.t2d.copy_(membership_from_target_ids(kept_W, drafter.config.vocab_size))
+        drafter.d2t.copy_(offsets_from_target_ids(target_ids_W))
+        drafter.t2d.copy_(membership_from_target_ids(target_ids_W, drafter.config.vocab_size))
 
 
 def _last_norm(target: Target) -> Tensor | None:

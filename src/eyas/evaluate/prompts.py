@@ -75,7 +75,7 @@ class Questions:
         longest: int,
         prefix: PrefixText | None = None,
     ) -> None:
-        self._conversations = [_asked(conversation, turns) for conversation in conversations]
+        self._conversations = [_user_turns(conversation, turns) for conversation in conversations]
         self._encode, self._turns, self._longest, self._prefix = encode, turns, longest, prefix
 
     def first(self, prefix_tokens: int = 0) -> tuple[list[Prompt], int]:
@@ -131,7 +131,7 @@ class Questions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _UserTurns:
     """System prompt and user turns of a conversation."""
 
     messages: tuple[Message, ...]
@@ -141,14 +141,14 @@ class _Asked:
     where: str
 
 
-def _asked(conversation: Conversation, turns: int) -> _Asked:
+def _user_turns(conversation: Conversation, turns: int) -> _UserTurns:
     roles = [message["role"] for message in conversation.messages]
     if "user" not in roles:
         raise UserError(f"{conversation.where}: there is no user turn to ask; remove the record or give one")
     first = roles.index("user")
     system = [message for message in conversation.messages[:first] if message["role"] == "system"]
     questions = [message for message in conversation.messages[first:] if message["role"] == "user"][:turns]
-    return _Asked(
+    return _UserTurns(
         messages=(*system, *questions),
         opening=len(system) + 1,
         category=conversation.category or Path(conversation.where.rpartition(":")[0]).stem,

@@ -9,7 +9,7 @@ from torch import Tensor
 import tiny
 from eyas.drafter.model import Drafter
 from eyas.train.batch import TrainingBatch
-from eyas.train.features import Features, ScoredLesson
+from eyas.train.features import ExactDistribution, Features
 
 EAGLE_31 = {"fc_norm": True, "norm_output": True}
 
@@ -18,15 +18,15 @@ EAGLE_31 = {"fc_norm": True, "norm_output": True}
 class ScoreTeacher:
     """A teacher whose scores are written down."""
 
-    scores_TV: Tensor
-    kept_W: Tensor
+    logits_TV: Tensor
+    target_ids_W: Tensor
 
-    def lesson(self, row_C: Tensor) -> ScoredLesson:
-        scores_CV = self.scores_TV[row_C]
-        return ScoredLesson(
-            scores_CW=scores_CV[:, self.kept_W],
-            normaliser_C=scores_CV.logsumexp(dim=-1),
-            best_C=scores_CV.argmax(dim=-1),
+    def distribution(self, row_C: Tensor) -> ExactDistribution:
+        logits_CV = self.logits_TV[row_C]
+        return ExactDistribution(
+            logits_CW=logits_CV[:, self.target_ids_W],
+            normaliser_C=logits_CV.logsumexp(dim=-1),
+            best_C=logits_CV.argmax(dim=-1),
         )
 
 
@@ -58,7 +58,9 @@ def features_of(batch: TrainingBatch, *, seed: int = 1) -> Features:
     total = len(batch.ids_T)
     aux = torch.randn(total, 3 * tiny.HIDDEN, generator=generator)
     scores = torch.randn(total, tiny.VOCAB, generator=generator) * 3
-    return Features(aux_TX=aux, aux_layer_ids=tiny.AUX_IDS, teachers=lambda kept_W: ScoreTeacher(scores, kept_W))
+    return Features(
+        aux_TX=aux, aux_layer_ids=tiny.AUX_IDS, teachers=lambda target_ids_W: ScoreTeacher(scores, target_ids_W)
+    )
 
 
 def drafter_of(**flags: object) -> Drafter:

@@ -22,7 +22,7 @@ from eyas.train.packing import FitCounts
 Encode = Callable[[], tuple[Corpus, FitCounts]]
 
 
-def encoded_once(
+def load_or_encode(
     place: Path, files: Sequence[Path], settings: Mapping[str, Any], encode: Encode
 ) -> tuple[Corpus, dict[str, Any]]:
     """The corpus in `place` if it was made from these files with these settings; otherwise encode and put it there.

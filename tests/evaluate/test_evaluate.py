@@ -14,12 +14,7 @@ from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.drafter.model import Drafter
 from eyas.engine.batch import Answer, Request, answer_plainly, answer_speculatively
 from eyas.errors import UserError
-from eyas.sampling import Sampling
-from eyas.target.model import Target
-from eyas.train.conversations import Conversation, parse_conversation
-from eyas.train.estimate import RoundCounts
-from eyas.train.eval_plot import plot_evaluation
-from eyas.train.evaluate import (
+from eyas.evaluate.evaluate import (
     Group,
     corpus_of,
     count_rounds,
@@ -29,7 +24,12 @@ from eyas.train.evaluate import (
     record_groups,
     summarise,
 )
-from eyas.train.prompts import PrefixText, Prompt, Questions
+from eyas.evaluate.plot import plot_evaluation
+from eyas.evaluate.prompts import PrefixText, Prompt, Questions
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+from eyas.train.conversations import Conversation, parse_conversation
+from eyas.train.estimate import RoundCounts
 
 DEPTHS = (1, 2, 4)
 

@@ -13,22 +13,22 @@ from eyas.train.scoring import Compare, Scores, compare, score
 from eyas.train.unroll import Step, unroll
 
 
-def judge(
+def forward_loss(
     drafter: Drafter,
     batch: TrainingBatch,
     features: Features,
     *,
-    kept_W: Tensor,
+    target_ids_W: Tensor,
     layer_ids: Sequence[int],
     weights: Sequence[float],
     row_loss: RowLoss,
     chunk: int,
-    checkpointed: bool = False,
+    activation_checkpointing: bool = False,
     compiled: bool = False,
     step: Step | None = None,
     compare: Compare = compare,
 ) -> Scores:
-    """Run as many depths as there are weights and score them over the draft vocabulary `kept_W`."""
+    """Run as many depths as there are weights and score them over the draft vocabulary `target_ids_W`."""
     assert drafter.lm_head is not None
     normed_STD = unroll(
         drafter,
@@ -36,15 +36,15 @@ def judge(
         features.aux_of(layer_ids),
         depths=len(weights),
         attend=attention_for(batch, drafter.fc.weight.dtype, compiled=compiled),
-        checkpointed=checkpointed,
+        activation_checkpointing=activation_checkpointing,
         step=step,
     )
     return score(
         normed_STD,
         drafter.lm_head.weight,
         batch,
-        features.teachers(kept_W),
-        kept_W=kept_W,
+        features.teachers(target_ids_W),
+        target_ids_W=target_ids_W,
         weights=weights,
         row_loss=row_loss,
         scale=drafter.config.logit_scale,

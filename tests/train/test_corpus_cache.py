@@ -8,7 +8,7 @@ import pytest
 
 from eyas.errors import UserError
 from eyas.train.corpus import Corpus
-from eyas.train.encoded import encoded_once
+from eyas.train.corpus_cache import load_or_encode
 from eyas.train.packing import FitCounts
 
 
@@ -29,8 +29,8 @@ class Encoder:
 def test_what_was_encoded_is_read_back_as_it_was(tmp_path: Path) -> None:
     file, place, encode = tmp_path / "a.jsonl", tmp_path / "out" / "train.safetensors", Encoder()
     file.write_text("one")
-    first, counts = encoded_once(place, [file], {"seed": 0}, encode)
-    again, counted = encoded_once(place, [file], {"seed": 0}, encode)
+    first, counts = load_or_encode(place, [file], {"seed": 0}, encode)
+    again, counted = load_or_encode(place, [file], {"seed": 0}, encode)
     assert encode.asked == 1
     assert counts == counted == asdict(FitCounts(kept=2, cut=1))
     for name in ("ids", "mask", "offsets"):
@@ -41,15 +41,15 @@ def test_what_was_encoded_is_read_back_as_it_was(tmp_path: Path) -> None:
 def test_other_contents_other_settings_or_a_damaged_file_are_encoded_again(tmp_path: Path) -> None:
     file, place, encode = tmp_path / "a.jsonl", tmp_path / "train.safetensors", Encoder()
     file.write_text("one")
-    encoded_once(place, [file], {"seed": 0}, encode)
-    encoded_once(place, [file], {"seed": 1}, encode)
+    load_or_encode(place, [file], {"seed": 0}, encode)
+    load_or_encode(place, [file], {"seed": 1}, encode)
     file.write_text("two")
-    encoded_once(place, [file], {"seed": 1}, encode)
+    load_or_encode(place, [file], {"seed": 1}, encode)
     place.write_bytes(place.read_bytes()[:40])
-    encoded_once(place, [file], {"seed": 1}, encode)
+    load_or_encode(place, [file], {"seed": 1}, encode)
     assert encode.asked == 4
 
 
 def test_a_missing_file_of_conversations_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*none\.jsonl"):
-        encoded_once(tmp_path / "x.safetensors", [tmp_path / "none.jsonl"], {}, Encoder())
+        load_or_encode(tmp_path / "x.safetensors", [tmp_path / "none.jsonl"], {}, Encoder())

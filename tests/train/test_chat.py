@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, masked_runs
 from eyas.errors import UserError
+from eyas.train.chat import ChatEncoder, Encoded
 from eyas.train.conversations import Conversation, Message
-from eyas.train.data import ChatEncoder, Encoded
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.train.batch import TrainingBatch
-from eyas.train.corpus import Corpus, Pack, pack_arrays, packs
+from eyas.train.corpus import Corpus, Pack, packs
 from eyas.train.loop import PlannedBatch
 
 
@@ -41,17 +41,12 @@ class CorpusPacks:
         ]
 
     def _build(self, pack: Pack) -> TrainingBatch:
-        used = sum(len(self.corpus[index].ids) for document in pack for index in document)
-        arrays = pack_arrays(self.corpus, pack, self.length if self.padded else used)
-        alone = all(len(document) == 1 for document in pack)
-        return TrainingBatch.build(
-            ids=arrays.ids,
-            mask=arrays.mask,
-            position=arrays.position,
-            starts=arrays.starts,
-            # A joined document is none of the corpus: its parts see each other.
-            documents=tuple(self.first_document + index for (index,) in pack) if alone else None,
+        return TrainingBatch.from_pack(
+            self.corpus,
+            pack,
+            self.length if self.padded else None,
             device=self.device,
+            first_document=self.first_document,
         )
 
     def _name(self, epoch: int, place: int, pack: Pack) -> str:

@@ -1,9 +1,8 @@
 """How many tokens a verification really yields: measured by decoding, and estimated by walking the same text.
 
-Measured is what rounds of real speculative decoding accepted. The decoders are the caller's (training does not know
-the engine). Estimated is what `estimate.walk_rounds` finds in the target's plain greedy answers; the two differ by the
-last round of an answer, which decoding completes and the text does not, and by near-ties that another shape of the
-same product turns.
+Measured is what rounds of real speculative decoding accepted; the decoders are the caller's. Estimated is what
+`estimate.walk_rounds` finds in the target's plain greedy answers. The two differ by the last round of an answer, which
+decoding completes and the text does not, and by near-ties that another shape of the same product turns.
 
 A small target often ends in a loop, which every drafter predicts; such answers flatter, so all is also told without
 them. Invariant: everything reported is a sum over the answers of `Group.measured`, and an evaluation that is
@@ -22,15 +21,15 @@ import numpy as np
 import torch
 
 from eyas.drafter.model import Drafter
+from eyas.evaluate.prompts import Prompt, Questions
 from eyas.target.model import Target
 from eyas.train.corpus import Corpus
+from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.journal import counted
-from eyas.train.judge import judge
-from eyas.train.loss import find_loss
-from eyas.train.prompts import Prompt, Questions
+from eyas.train.forward_loss import forward_loss
+from eyas.train.journal import counts_as_json
+from eyas.train.loss import LOSSES
 from eyas.train.sources.live import LiveSource
-from eyas.train.stream import CorpusPacks
 
 LONGEST_PERIOD = 64
 SHORTEST_TAIL = 32
@@ -165,11 +164,7 @@ def corpus_of(group: Group) -> Corpus:
         ids += [*prompt.ids, *answer]
         mask += [False] * len(prompt.ids) + [True] * len(answer)
         lengths.append(len(prompt.ids) + len(answer))
-    return Corpus(
-        ids=np.array(ids, dtype=np.int32),
-        mask=np.array(mask, dtype=np.bool_),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-    )
+    return Corpus.build(ids, mask, lengths)
 
 
 @torch.no_grad()
@@ -199,14 +194,14 @@ def estimate_corpus(
     for batch in (planned.build() for planned in batches.epoch(0)):
         features = source(batch)
         for name, drafter in drafters.items():
-            hit_SM = judge(
+            hit_SM = forward_loss(
                 drafter,
                 batch,
                 features,
-                kept_W=kept[name],
+                target_ids_W=kept[name],
                 layer_ids=layer_ids[name],
                 weights=[1.0] * max(depths),
-                row_loss=find_loss("total_variation"),
+                row_loss=LOSSES["total_variation"],
                 chunk=chunk,
             ).hit_SM.cpu()
             for k in depths:
@@ -223,7 +218,7 @@ def summarise(answers: Sequence[GivenAnswer], depth: int) -> Json:
     # An answer of one token takes no round and says nothing.
     by_prompt = [1 + sum(answer.accepted) / len(answer.accepted) for answer in answers if answer.accepted]
     return {
-        **_told(counts),
+        **_with_rates(counts),
         "answers": len(answers),
         "mean_by_answer": sum(by_prompt) / len(by_prompt) if by_prompt else None,
     }
@@ -261,7 +256,7 @@ def record_groups(groups: Sequence[Group]) -> list[Json]:
 def record_estimates(estimates: Estimates) -> list[Json]:
     """Estimates alone, as JSON."""
     return [
-        {"drafter": name, "depth": depth, **_told(counts)}
+        {"drafter": name, "depth": depth, **_with_rates(counts)}
         for name, by_depth in estimates.items()
         for depth, counts in by_depth.items()
     ]
@@ -275,7 +270,7 @@ def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: G
         by_category[category[answer.key]].append(answer)
     whole = summarise(answers, depth)
     walked = group.estimates.get(name, {}).get(depth)
-    estimated = None if walked is None else _told(walked)
+    estimated = None if walked is None else _with_rates(walked)
     same = {a.key for a in answers if a.key in group.plain and a.tokens == group.plain[a.key].tokens}
     return {
         "drafter": name,
@@ -304,11 +299,11 @@ def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: G
     }
 
 
-def _told(counts: RoundCounts) -> Json:
+def _with_rates(counts: RoundCounts) -> Json:
     """Counts and what follows from them; None where nothing was counted."""
     before = (counts.rounds, *counts.accepted_at)
     return {
-        **counted(counts),
+        **counts_as_json(counts),
         "acceptance_length": counts.acceptance_length if counts.rounds else None,
         "acceptance_by_depth": [_ratio(n, counts.rounds) for n in counts.accepted_at],
         "acceptance_by_depth_given_all_before": [

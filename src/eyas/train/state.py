@@ -1,0 +1,163 @@
+"""A drafter in training: weights in float32, a working copy in the precision of the computation, and its optimizer.
+
+Small steps vanish in bfloat16, so the optimizer keeps float32 master weights and the working copy is rounded from them
+after each step: what is trained is then exactly what a server computes with. In float32 the two are one.
+
+Shapes: S depths, D drafter state, W draft vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eyas.drafter.model import Drafter
+from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features
+from eyas.train.forward_loss import forward_loss
+from eyas.train.loss import LOSSES
+from eyas.train.recipe import TrainSettings
+from eyas.train.scoring import Scores, compare
+from eyas.train.unroll import Step, depth_weights
+
+
+class TrainState:
+    """One drafter, its master weights and its optimizer."""
+
+    def __init__(self, name: str, drafter: Drafter, settings: TrainSettings) -> None:
+        self.name = name
+        self.drafter = drafter
+        self.settings = settings
+        self.target_ids_W = drafter.vocab().target_ids_W
+        self._working = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+        self.master_weights = {
+            name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for name, p in self._working.items()
+        }
+        self.optimizer = torch.optim.AdamW(self._groups(), betas=settings.betas, eps=settings.eps, foreach=True)
+        self._row_loss = LOSSES[settings.loss]
+        if settings.compile:
+            # Every depth, drafter and length of document has a graph of its own; the default of 8 is for accidents.
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self._step: Step = torch.compile(drafter.step, dynamic=False) if settings.compile else drafter.step
+        self._compare = torch.compile(compare, dynamic=False) if settings.compile else compare
+        self.metrics_3S = self._zero_metrics()
+
+    def backward(self, batch: TrainingBatch, features: Features, counts: Sequence[int]) -> None:
+        """Add one batch to the gradient; `counts` are the predictions of the whole step at each depth."""
+        weights = [
+            weight / max(1, count)
+            for weight, count in zip(depth_weights(self.settings.depths, self.settings.gamma), counts, strict=False)
+        ]
+        scores = self._forward_loss(batch, features, weights)
+        scores.loss.backward()  # type: ignore[no-untyped-call]
+        self.metrics_3S += torch.stack([scores.loss_S, scores.hit_SM.float().sum(dim=1), scores.overlap_S])
+        for name, p in self._working.items():
+            master = self.master_weights[name]
+            if master is p or p.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = p.grad.float()
+            else:
+                master.grad += p.grad
+            p.grad = None
+
+    @torch.no_grad()
+    def forward_loss(self, batch: TrainingBatch, features: Features, *, depths: int) -> Scores:
+        """Score a batch without learning from it, to any depth."""
+        return self._forward_loss(batch, features, [1.0] * depths)
+
+    def _forward_loss(self, batch: TrainingBatch, features: Features, weights: Sequence[float]) -> Scores:
+        settings = self.settings
+        return forward_loss(
+            self.drafter,
+            batch,
+            features,
+            target_ids_W=self.target_ids_W,
+            layer_ids=self.drafter.config.aux_layer_ids or features.aux_layer_ids,
+            weights=weights,
+            row_loss=self._row_loss,
+            chunk=settings.chunk,
+            activation_checkpointing=settings.activation_checkpointing,
+            compiled=settings.compile,
+            step=self._step,
+            compare=self._compare,
+        )
+
+    def gradients(self) -> list[Tensor]:
+        """Gradients of the master weights, in a fixed order; zeros where nothing was learnt."""
+        for master in self.master_weights.values():
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+        return [master.grad for master in self.master_weights.values() if master.grad is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """Length of the whole gradient."""
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(self.gradients())))
+        return norm
+
+    @torch.no_grad()
+    def optimizer_step(self, norm: Tensor, scale: float) -> None:
+        """One optimizer step with the gradient clipped, at `scale` of the peak learning rate."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+        torch._foreach_mul_(self.gradients(), (self.settings.clip / (norm + 1e-12)).clamp(max=1.0))
+        self.optimizer.step()
+        self.zero_grad()
+        self._round_working_copy()
+
+    def zero_grad(self) -> None:
+        """Drop gradients and sums."""
+        for master in self.master_weights.values():
+            master.grad = None
+        self.metrics_3S = self._zero_metrics()
+
+    @torch.no_grad()
+    def _round_working_copy(self) -> None:
+        """Round the working copy from the master weights."""
+        for name, p in self._working.items():
+            if self.master_weights[name] is not p:
+                p.copy_(self.master_weights[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters and moments: all that is needed to go on as if nothing had happened."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.master_weights.items():
+            tensors[f"master.{name}"] = master.detach()
+            for kind, value in self.optimizer.state.get(master, {}).items():
+                tensors[f"{kind}.{name}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take up a state."""
+        for name, master in self.master_weights.items():
+            master.copy_(tensors[f"master.{name}"])
+            kinds = {key.partition(".")[0] for key in tensors if key.partition(".")[2] == name} - {"master"}
+            if kinds:
+                self.optimizer.state[master] = {
+                    # The count of steps stays on the host, where the optimizer keeps it.
+                    kind: tensors[f"{kind}.{name}"].clone() if kind == "step" else tensors[f"{kind}.{name}"].to(master)
+                    for kind in kinds
+                }
+        self._round_working_copy()
+
+    def _groups(self) -> list[dict[str, object]]:
+        """The head starts from the target's rows and moves slower; norms are never decayed."""
+        settings = self.settings
+        groups = []
+        for is_head in (False, True):
+            for decays in (False, True):
+                members = [
+                    master
+                    for name, master in self.master_weights.items()
+                    if name.startswith("lm_head.") == is_head and (master.ndim > 1) == decays
+                ]
+                if members:
+                    peak = settings.lr * (settings.head_lr_scale if is_head else 1.0)
+                    decay = settings.weight_decay if decays else 0.0
+                    groups.append({"params": members, "lr": peak, "peak": peak, "weight_decay": decay})
+        return groups
+
+    def _zero_metrics(self) -> Tensor:
+        return torch.zeros(3, self.settings.depths, device=self.drafter.fc.weight.device)
