@@ -1,7 +1,7 @@
 """Pages of metrics: vLLM's as it writes them, eyas' own, several engines, and a server that began anew."""
 
 from eyas.bench.counters import read_counters
-from eyas.bench.drafting import Drafting
+from eyas.bench.draft_counts import DraftCounts
 from fake_openai import GENERATED, VLLM_METRICS
 
 
@@ -14,7 +14,7 @@ def vllm(drafts: int, accepted: int, at: tuple[int, int], tokens: int = 0) -> st
 def test_vllm_is_read() -> None:
     found = read_counters(vllm(10, 12, (7, 5), tokens=22))
     assert found is not None
-    assert found.drafting == Drafting(drafts=10, drafted=30, accepted=12, accepted_at=(7, 5))
+    assert found.draft_counts == DraftCounts(drafts=10, drafted=30, accepted=12, accepted_at=(7, 5))
     assert found.generated == 22
 
 
@@ -22,8 +22,8 @@ def test_several_engines_are_added() -> None:
     text = vllm(10, 12, (7, 5)) + vllm(5, 2, (1, 1)).replace('engine="0"', 'engine="1"')
     found = read_counters(text)
     assert found is not None
-    assert found.drafting is not None
-    assert (found.drafting.drafts, found.drafting.accepted_at) == (15, (8, 6))
+    assert found.draft_counts is not None
+    assert (found.draft_counts.drafts, found.draft_counts.accepted_at) == (15, (8, 6))
 
 
 def test_what_happened_between_is_the_difference() -> None:
@@ -33,14 +33,14 @@ def test_what_happened_between_is_the_difference() -> None:
     grown = after.since(before)
     assert grown is not None
     assert grown.generated == 50
-    assert grown.drafting == Drafting(drafts=20, drafted=60, accepted=20, accepted_at=(10, 10))
+    assert grown.draft_counts == DraftCounts(drafts=20, drafted=60, accepted=20, accepted_at=(10, 10))
     assert before.since(after) is None  # counts that shrink are another process's
 
 
 def test_a_vllm_without_speculation_tells_no_drafts() -> None:
     found = read_counters(GENERATED.format(tokens=5))
     assert found is not None
-    assert found.drafting is None
+    assert found.draft_counts is None
     assert found.generated == 5
 
 
@@ -53,8 +53,8 @@ def test_our_own_page_is_read() -> None:
     seen = Snapshot(tally=tally, prefix_lookups=10, prefix_hits=4)
     found = read_counters(Meters("m").text(seen, failed_steps=0, replaced=0).decode())
     assert found is not None
-    assert found.drafting == Drafting(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))
-    assert found.prefix_share == 0.4
+    assert found.draft_counts == DraftCounts(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))
+    assert (found.prefix_hits, found.prefix_queries) == (4, 10)
 
 
 def test_the_running_average_of_sglang_is_passed_on_as_such() -> None:
@@ -62,7 +62,7 @@ def test_the_running_average_of_sglang_is_passed_on_as_such() -> None:
     found = read_counters(text)
     assert found is not None
     assert found.running_average == 2.9
-    assert found.drafting is None
+    assert found.draft_counts is None
 
 
 def test_other_pages_tell_nothing() -> None:

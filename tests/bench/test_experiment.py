@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.asking import Asking
 from eyas.bench.client import Address
-from eyas.bench.experiment import Experiment, Plan
+from eyas.bench.experiment import Experiment, ExperimentConfig
 from eyas.bench.load import Load
-from eyas.bench.record import Recorder
-from eyas.bench.server import meet
-from eyas.bench.variants import arrange
+from eyas.bench.record import RecordBuilder
+from eyas.bench.requests import RequestOptions
+from eyas.bench.server import identify
+from eyas.bench.variants import list_variants
 from eyas.bench.workload import Task, Workload, synthetic_workload
 from eyas.errors import UserError
 from fake_openai import Behaviour, Fake
@@ -21,28 +21,28 @@ from fake_openai import Behaviour, Fake
 TASKS = tuple(Task(key=f"k{i}", category="ab"[i % 2], turns=("Hello", "More")[: 1 + i % 2]) for i in range(6))
 
 
-async def plan_of(*fakes: Fake, baselines: dict[str, Fake] | None = None, **changes: Any) -> Plan:
+async def config_of(*fakes: Fake, baselines: dict[str, Fake] | None = None, **changes: Any) -> ExperimentConfig:
     async def met(name: str, fake: Fake) -> Any:
-        return await meet(name, Address.of(fake.url), model=None, timeout=5)
+        return await identify(name, Address.of(fake.url), model=None, timeout=5)
 
     servers = [await met(f"s{place}", fake) for place, fake in enumerate(fakes)]
     others = {name: await met(name, fake) for name, fake in (baselines or {}).items()}
     given: dict[str, Any] = {"loads": (Load(users=2),), "workload": Workload(tasks=TASKS), "repetitions": 2}
-    given |= {"asking": Asking(max_tokens=8), "timeout": 5.0}
-    return Plan(variants=arrange(servers, others, baseline=True), **{**given, **changes})
+    given |= {"options": RequestOptions(max_tokens=8), "timeout": 5.0}
+    return ExperimentConfig(variants=list_variants(servers, others, baseline=True), **{**given, **changes})
 
 
 def measure(*fakes: Fake, **changes: Any) -> tuple[Experiment, dict[str, Any], list[str]]:
     steps: list[str] = []
 
     async def work() -> Experiment:
-        plan = await plan_of(*fakes, **changes)
-        experiment = Experiment(plan, step=lambda name, done, total: steps.append(name), measured=lambda: None)
+        config = await config_of(*fakes, **changes)
+        experiment = Experiment(config, step=lambda name, done, total: steps.append(name), measured=lambda: None)
         await experiment.run()
         return experiment
 
     experiment = asyncio.run(work())
-    return experiment, Recorder(experiment, "eyas bench").record(), steps
+    return experiment, RecordBuilder(experiment, "eyas bench").build(), steps
 
 
 def test_eyas_is_measured_with_and_without_drafting_in_turn() -> None:
@@ -109,8 +109,8 @@ def test_an_open_loop_is_measured() -> None:
 def test_synthetic_prompts_are_sent_as_ids() -> None:
     with Fake() as fake:
         workload = synthetic_workload(9, tasks=3, vocabulary=50, seed=0)
-        asking = Asking(max_tokens=8, ignore_eos=True, temperature=0.5, seed=7, extra={"top_p": 0.9})
-        _, record, _ = measure(fake, workload=workload, asking=asking, repetitions=1)
+        options = RequestOptions(max_tokens=8, ignore_eos=True, temperature=0.5, seed=7, extra={"top_p": 0.9})
+        _, record, _ = measure(fake, workload=workload, options=options, repetitions=1)
     assert record["rows"][0]["failed"] == 0
     body = fake.bodies[-1]
     assert len(body["prompt"]) == 9
@@ -173,8 +173,8 @@ def test_an_answer_that_takes_too_long_is_a_failure_with_its_limit() -> None:
 
 def test_an_interruption_leaves_what_was_answered() -> None:
     async def work(fake: Fake) -> Experiment:
-        plan = await plan_of(fake, warmup=0, prefill=False)
-        experiment = Experiment(plan, step=lambda *_: None, measured=lambda: None)
+        config = await config_of(fake, warmup=0, prefill=False)
+        experiment = Experiment(config, step=lambda *_: None, measured=lambda: None)
         running = asyncio.create_task(experiment.run())
         while len(fake.bodies) < 5:  # two users, so at least three are answered, of nine
             await asyncio.sleep(0.005)
@@ -185,7 +185,7 @@ def test_an_interruption_leaves_what_was_answered() -> None:
 
     with Fake(Behaviour(pause=0.03)) as fake:
         experiment = asyncio.run(work(fake))
-    record = Recorder(experiment, "").record("interrupted")
+    record = RecordBuilder(experiment, "").build("interrupted")
     assert record["stopped"] == "interrupted"
     assert not record["whole"]
     assert record["rows"][0]["requests"] > 0
@@ -195,7 +195,7 @@ def test_an_interruption_leaves_what_was_answered() -> None:
 
 def test_servers_say_who_they_are_or_are_refused() -> None:
     def ask(url: str, model: str | None = None) -> Any:
-        return asyncio.run(meet("s", Address.of(url), model=model, timeout=5))
+        return asyncio.run(identify("s", Address.of(url), model=model, timeout=5))
 
     with Fake(Behaviour(kind="vllm", drafts=True)) as fake:
         assert (ask(f"{fake.url}/v1/").kind, ask(fake.url).drafts, ask(fake.url).model) == ("vllm", True, "m")

@@ -6,8 +6,8 @@ from statistics import mean
 
 import pytest
 
-from eyas.bench.load import Load, arrival_times, drive
-from eyas.bench.strain import Strain
+from eyas.bench.client_overhead import ClientOverhead
+from eyas.bench.load import Load, arrival_times, run_load
 from eyas.bench.workload import Task
 from eyas.errors import UserError
 
@@ -33,14 +33,14 @@ class Watch:
 @pytest.mark.parametrize("users", [1, 4, 50])
 def test_a_closed_loop_has_as_many_under_way_as_users(users: int) -> None:
     watch = Watch()
-    asyncio.run(drive(Load(users=users), TASKS, watch, seed=0))
+    asyncio.run(run_load(Load(users=users), TASKS, watch, seed=0))
     assert watch.most == min(users, len(TASKS))
     assert watch.turns == [2] * 12
 
 
 def test_an_open_loop_does_not_wait_and_asks_first_turns() -> None:
     watch = Watch(seconds=0.2)
-    asyncio.run(drive(Load(rate=400), TASKS, watch, seed=0))
+    asyncio.run(run_load(Load(rate=400), TASKS, watch, seed=0))
     assert watch.most == 12  # all came before the first was answered
     assert watch.turns == [1] * 12
 
@@ -64,7 +64,7 @@ def test_what_goes_wrong_in_one_conversation_ends_all() -> None:
         done.append(task.key)
 
     with pytest.raises(RuntimeError, match="boom"):
-        asyncio.run(drive(Load(users=2), TASKS, talk, seed=0))
+        asyncio.run(run_load(Load(users=2), TASKS, talk, seed=0))
     assert len(done) < 5
 
 
@@ -76,7 +76,7 @@ def test_loads_that_are_none_are_refused(wrong: dict[str, float]) -> None:
 
 def test_an_interruption_that_comes_while_the_client_is_no_longer_watched_is_heard() -> None:
     async def work() -> None:
-        async with Strain():
+        async with ClientOverhead():
             asyncio.get_running_loop().call_soon(task.cancel)
 
     async def main() -> None:

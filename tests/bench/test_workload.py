@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.workload import Task, choose, read_workload, synthetic_workload
+from eyas.bench.workload import Task, read_workload, sample_tasks, synthetic_workload
 from eyas.errors import UserError
 
 
@@ -105,10 +105,10 @@ def test_nothing_to_ask_is_refused(tmp_path: Path) -> None:
 
 def test_the_choice_is_even_over_categories_and_fixed_by_the_seed() -> None:
     tasks = [Task(key=str(i), category="rare" if i < 5 else "common", turns=("x",)) for i in range(100)]
-    chosen = choose(tasks, limit=10, seed=1)
+    chosen = sample_tasks(tasks, limit=10, seed=1)
     assert sum(task.category == "rare" for task in chosen) == 5
-    assert chosen == choose(tasks, limit=10, seed=1) != choose(tasks, limit=10, seed=2)
-    assert sorted(task.key for task in choose(tasks, limit=None, seed=1)) == sorted(task.key for task in tasks)
+    assert chosen == sample_tasks(tasks, limit=10, seed=1) != sample_tasks(tasks, limit=10, seed=2)
+    assert sorted(task.key for task in sample_tasks(tasks, limit=None, seed=1)) == sorted(task.key for task in tasks)
 
 
 def test_the_digest_knows_what_is_asked_and_in_which_order(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from eyas.bench.report import render_report
 from fake_openai import Behaviour, Fake
+from reports.hostile import hostile
 
 Run = Callable[..., Any]
 FAST = ["--users", "2", "--repetitions", "2", "--max-tokens", "8"]
@@ -80,6 +82,7 @@ def test_a_run_leaves_a_table_a_page_and_a_record_that_compare(run: Run, prompts
     for outside in ("http-equiv", "<script", "<link", "src=", "@import", "url("):
         assert outside not in page
     assert "sesame" not in page + json.dumps(record)
+    assert "<script" not in render_report(hostile(record)), "what servers and users say is escaped"
     compared = run("bench", "compare", tmp_path / "one" / "bench.json", tmp_path / "two" / "bench.json")
     assert compared.code == 0
     assert "12 of 12 answers have the same text" in compared.out
@@ -160,7 +163,7 @@ def test_an_interruption_keeps_what_was_measured_and_stops_the_server(
 
 
 def test_no_model_code_is_loaded_for_a_bench() -> None:
-    rooms = ("experiment", "record", "page", "compare", "process", "workload")
+    rooms = ("experiment", "record", "report", "compare", "process", "workload")
     check = (
         "import sys; " + "; ".join(f"import eyas.bench.{room}" for room in rooms) + "; print('torch' in sys.modules)"
     )

@@ -13,8 +13,10 @@ from transformers import LlamaForCausalLM
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.doctor import robustness
+from eyas.doctor.report import render_report
 from eyas.doctor.robustness import Case
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+from reports.hostile import hostile
 
 Run = Callable[..., Any]
 
@@ -90,6 +92,8 @@ def test_a_whole_examination_is_told_and_written(folder: Path, tmp_path: Path, r
     assert links.open == []
     assert "http" not in page
     assert "prefers-color-scheme: dark" in page
+    renamed = json.loads(json.dumps(record).replace("eagle31", "<script>eagle31"))
+    assert "<script" not in render_report(hostile(renamed)), "names of drafters and all else are escaped"
 
 
 def test_a_gate_that_fails_sets_the_exit_code(folder: Path, run: Run) -> None:

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from eyas.cli.app import app
 from eyas.errors import UserError
+from eyas.plan.report import render_report
 from known_configs import LLAMA_8B, QWEN3_30B_A3B
+from reports.hostile import hostile
 
 CPU = ["--gpu", "cpu", "--memory", "24", "--bandwidth", "25", "--tflops", "0.1"]
 
@@ -216,6 +218,7 @@ def test_the_page_shows_the_plan_and_needs_nothing_else(tmp_path: Path, words: l
     assert record["verdict"] in unescape(drawn)
     assert all(command in unescape(drawn) for command in record["commands"])
     assert ("Drafting" in drawn) == (record["drafter"] is not None)
+    assert "<script" not in render_report(hostile(record)), "names and paths are escaped"
 
 
 def test_a_page_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import torch
 
 import tiny
 from doctor.planted import broken
+from eyas.doctor.candidate import DrafterCandidate, prepare_candidate
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
-from eyas.doctor.patient import Patient, prepare_patient
 from eyas.doctor.quantise import quantised, round_weights
 from eyas.doctor.repairs import repairs, variant
 from eyas.doctor.resemblance import measure_resemblance
@@ -21,15 +21,19 @@ from eyas.target.model import Target
 
 
 def examined(checkpoint: Checkpoint, target: Target, asked: Sequence[Asked]) -> tuple[Diagnosis, Verdict]:
-    patient = prepare_patient(checkpoint, "patient", target)
-    subject = patient.subject
+    candidate = prepare_candidate(checkpoint, "candidate", target)
+    subject = candidate.subject
     how = Answering(max_new_tokens=40, overshoot=DEPTH)
     transcripts = list(Transcriber(target, subject.layer_ids).answer(asked, how))
     alike = measure_resemblance(subject.drafter, target)
-    tried = list(repairs(subject, target, alike, patient.unused))
+    tried = list(repairs(subject, target, alike, candidate.unused))
     found = diagnose(subject, target, transcripts, tried, alike)
-    verdict = judge(checkpoint.config, name="patient", drift=None, cases=(), diagnosis=found, cost=0.1)
+    verdict = judge(checkpoint.config, name="candidate", drift=None, cases=(), diagnosis=found, cost=0.1)
     return found, verdict
+
+
+def faults_of(verdict: Verdict) -> list[str]:
+    return [statement.name for statement in verdict.statements if statement.level == "fault"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def test_a_planted_fault_is_named(
     checkpoint = broken(pruned_drafter, tiny_target.embedding())[fault]
     target = other_target if fault == "wrong_target" else tiny_target
     diagnosis, verdict = examined(checkpoint, target, asked)
-    assert verdict.faults == (fault,), [(t.fault, t.about, t.ratio) for t in diagnosis.trials]
+    assert faults_of(verdict) == [fault], [(t.fault, t.about, t.ratio) for t in diagnosis.trials]
     statement = verdict.statements[0]
     assert statement.text == FAULTS[fault]
     assert statement.evidence
@@ -65,31 +69,31 @@ def test_healthy_drafters_raise_no_alarm(
 ) -> None:
     for drafter in (tiny_drafter, pruned_drafter, plain_drafter):
         diagnosis, verdict = examined(checkpoint_of(drafter), tiny_target, asked)
-        assert verdict.faults == (), [(t.fault, t.about, t.ratio) for t in diagnosis.trials]
+        assert faults_of(verdict) == [], [(t.fault, t.about, t.ratio) for t in diagnosis.trials]
         assert [statement.name for statement in verdict.statements] == ["no_fault"]
         assert not diagnosis.unread
 
 
 def test_a_repair_leaves_the_drafter_as_it_was(tiny_target: Target, pruned_drafter: Drafter) -> None:
-    patient: Patient = prepare_patient(checkpoint_of(pruned_drafter), "patient", tiny_target)
-    before = {name: tensor.clone() for name, tensor in patient.subject.drafter.state_dict().items()}
-    changed = variant(patient.subject, tiny_target, tensors={"fc.weight": before["fc.weight"] * 2}, norm_output=False)
+    candidate: DrafterCandidate = prepare_candidate(checkpoint_of(pruned_drafter), "candidate", tiny_target)
+    before = {name: tensor.clone() for name, tensor in candidate.subject.drafter.state_dict().items()}
+    changed = variant(candidate.subject, tiny_target, tensors={"fc.weight": before["fc.weight"] * 2}, norm_output=False)
     assert not changed.drafter.config.norm_output
     assert torch.equal(changed.drafter.fc.weight, before["fc.weight"] * 2)
-    for name, tensor in patient.subject.drafter.state_dict().items():
+    for name, tensor in candidate.subject.drafter.state_dict().items():
         assert torch.equal(tensor, before[name]), name
 
 
 def test_only_a_lost_flag_is_forgiven(tiny_target: Target, pruned_drafter: Drafter) -> None:
     healthy = checkpoint_of(pruned_drafter)
     extra = broken(pruned_drafter, tiny_target.embedding())["fc_norm"]
-    patient = prepare_patient(extra, "patient", tiny_target)
-    assert sorted(patient.unused) == [f"fc_norm.{i}.weight" for i in range(3)]
-    assert "fc_norm.0.weight" in patient.remarks[0]
+    candidate = prepare_candidate(extra, "candidate", tiny_target)
+    assert sorted(candidate.unused) == [f"fc_norm.{i}.weight" for i in range(3)]
+    assert "fc_norm.0.weight" in candidate.remarks[0]
     incomplete = {name: tensor for name, tensor in healthy.tensors.items() if name != "norm.weight"}
     with pytest.raises(UserError, match=r"norm\.weight is missing"):
-        prepare_patient(
-            Checkpoint(config=healthy.config, tensors=incomplete, extras={}, raw_config={}), "patient", tiny_target
+        prepare_candidate(
+            Checkpoint(config=healthy.config, tensors=incomplete, extras={}, raw_config={}), "candidate", tiny_target
         )
 
 

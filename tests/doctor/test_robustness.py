@@ -10,8 +10,8 @@ from transformers import LlamaForCausalLM
 
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
-from eyas.doctor.context import Filler, allowed_lengths, stops
-from eyas.doctor.renderings import renderings
+from eyas.doctor.long_prompts import Filler, allowed_lengths, long_prompts
+from eyas.doctor.prompt_formats import prompt_formats
 from eyas.doctor.robustness import Case, Conditions, Robustness, compare
 from eyas.doctor.subject import Subject
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
@@ -85,7 +85,7 @@ def test_the_same_rounds_keep_everything(subject: Subject, base: list[Transcript
 
 def test_renderings_change_what_they_say(target: Target) -> None:
     own = target.tokenizer.decode(target.encode_chat(MESSAGES[0]))
-    made = {one.name: one.render(MESSAGES[0]) for one in renderings(target)}
+    made = {one.name: one.render(MESSAGES[0]) for one in prompt_formats(target)}
     texts = {name: target.tokenizer.decode(list(ids)) for name, ids in made.items() if ids}
     assert "Be kind." in own
     assert "no BOS" not in texts  # the tokenizer has none
@@ -100,15 +100,15 @@ def test_a_bos_is_taken_away_where_there_is_one() -> None:
     tokenizer = chat_tokenizer("{{ bos_token }}" + CHATML, bos="<s>")
     model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
     target = Target(facts=facts_of(model.config, "chatty"), model=model, tokenizer=tokenizer)
-    render = next(one.render for one in renderings(target) if one.name == "no BOS")
+    render = next(one.render for one in prompt_formats(target) if one.name == "no BOS")
     assert render(MESSAGES[0]) == tuple(target.encode_chat(MESSAGES[0])[1:])
 
 
 def test_a_longer_text_begins_like_a_shorter_one(target: Target) -> None:
     filler = Filler(target, FILLER)
-    short, long = (next(stops(target, filler, {0: "Why?"}, length, ["end"])) for length in (60, 120))
+    short, long = (next(long_prompts(target, filler, {0: "Why?"}, length, ["end"])) for length in (60, 120))
     text = target.tokenizer.decode(list(long.asked.ids))
     assert target.tokenizer.decode(list(short.asked.ids)).partition("\n\nWhy?")[0].rstrip() in text
-    at_start = next(stops(target, filler, {0: "Why?"}, 60, ["start"]))
+    at_start = next(long_prompts(target, filler, {0: "Why?"}, 60, ["start"]))
     assert "user\nWhy?\n\nThe quick" in target.tokenizer.decode(list(at_start.asked.ids))
     assert allowed_lengths(target, [100, 2000], room=50) == ([100], [2000])

@@ -10,7 +10,7 @@ import tiny
 from eyas.doctor.measures import measure_prompt, summarise
 from eyas.doctor.rounds import Noise, Rounds, pooled_length, round_starts, run_rounds
 from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcriber, Transcript
-from eyas.drafter.looks import REGIONS, Recorder
+from eyas.drafter.attention_mass import REGIONS, AttentionProbe
 from eyas.drafter.model import Drafter
 from eyas.engine.batch import Request, answer_plainly, answer_speculatively
 from eyas.sampling import Sampling
@@ -108,18 +108,18 @@ def test_ending_a_round_at_its_first_miss_accepts_the_same(
 def test_recording_changes_no_bit(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:
     for transcript in transcripts:
         start_R = torch.tensor(list(round_starts(transcript)))
-        recorder = Recorder(start_R, prompt_length=transcript.prompt_length, depth=DEPTH)
-        watched = rounds_of(tiny_drafter, [transcript], watcher=recorder)[0]
+        probe = AttentionProbe(start_R, prompt_length=transcript.prompt_length, depth=DEPTH)
+        watched = rounds_of(tiny_drafter, [transcript], watcher=probe)[0]
         alone = rounds_of(tiny_drafter, [transcript])[0]
         for name in ("token_SR", "hit_SR", "confidence_SR", "rms_SR"):
             assert np.array_equal(getattr(watched, name), getattr(alone, name)), name
-        looks = recorder.looks()
-        total = np.sum([looks.mass[region] for region in REGIONS], axis=0)
+        seen = probe.statistics()
+        total = np.sum([seen.mass[region] for region in REGIONS], axis=0)
         np.testing.assert_allclose(total, 1.0, atol=1e-5)
-        assert (looks.mass["own"][0] == 0).all()
-        assert (looks.mass["own"][1:] > 0).all()
-        assert (looks.entropy_SR >= 0).all()
-        assert (looks.spread_SR <= 1 + 1e-6).all()
+        assert (seen.mass["own"][0] == 0).all()
+        assert (seen.mass["own"][1:] > 0).all()
+        assert (seen.entropy_SR >= 0).all()
+        assert (seen.spread_SR <= 1 + 1e-6).all()
 
 
 def test_noise_is_repeatable_and_small_noise_does_little(tiny_drafter: Drafter, transcripts: list[Transcript]) -> None:

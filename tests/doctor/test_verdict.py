@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 import tiny
-from eyas.doctor.gates import check_gates, parse_gate
 from eyas.doctor.measures import Drift
+from eyas.doctor.requirements import check_requirements, parse_requirement
 from eyas.doctor.robustness import Case, Cell
-from eyas.doctor.statistics import Curve, calibrate, curve, estimate
+from eyas.doctor.statistics import DepthCurve, calibrate, depth_curve, estimate
 from eyas.doctor.verdict import judge
 from eyas.drafter.drift import Estimate, slope
 from eyas.errors import UserError
-from eyas.page.charts import Axes, Line, line_chart, ticks
+from eyas.reports.charts import Axes, Line, line_chart, ticks
 
 
 def sure(value: float) -> Estimate:
     return Estimate(value=value, low=value, high=value)
 
 
-def flat(value: float, depth: int = 16) -> Curve:
-    return Curve(value=[value] * depth, low=[value] * depth, high=[value] * depth, slope=sure(0.0))
+def flat(value: float, depth: int = 16) -> DepthCurve:
+    return DepthCurve(value=[value] * depth, low=[value] * depth, high=[value] * depth, slope=sure(0.0))
 
 
 def drift_of(**changes: Any) -> Drift:
@@ -67,7 +67,7 @@ def test_a_flat_drafter_is_healthy() -> None:
 
 def test_growth_is_drift_and_its_cause_depends_on_the_flag() -> None:
     grown = [45 * 1.06**k for k in range(16)]
-    rms = Curve(value=grown, low=grown, high=grown, slope=sure(3.0))
+    rms = DepthCurve(value=grown, low=grown, high=grown, slope=sure(3.0))
     grows = drift_of(rms=rms, growth=Estimate(value=0.06, low=0.05, high=0.07))
     assert "since depth 3; unnormalised feedback" in names(grows)["drift"]
     assert "norm_output is set" in names(grows, norm_output=True)["drift"]
@@ -79,7 +79,7 @@ def test_weaknesses_are_told_with_their_cause() -> None:
     faded = [0.7] * 6 + [0.3] * 10
     found = names(
         drift_of(
-            conditional=Curve(value=faded, low=faded, high=faded, slope=sure(-0.02)),
+            conditional=DepthCurve(value=faded, low=faded, high=faded, slope=sure(-0.02)),
             share=[sure(0.05), sure(0.05), sure(0.9)],
             outside_share=0.2,
             calibration=calibrate([0.9] * 4, [False] * 4),
@@ -147,7 +147,7 @@ def record_of() -> dict[str, Any]:
     ],
 )
 def test_a_gate_holds_or_says_why_not(text: str, passed: bool, reason: str) -> None:
-    outcome = check_gates([parse_gate(text)], record_of(), "one")[0]
+    outcome = check_requirements([parse_requirement(text)], record_of(), "one")[0]
     assert outcome.passed is passed
     assert reason in outcome.reason
 
@@ -165,20 +165,20 @@ def test_a_gate_holds_or_says_why_not(text: str, passed: bool, reason: str) -> N
 )
 def test_what_is_no_gate_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        parse_gate(text)
+        parse_requirement(text)
 
 
 def test_intervals_hold_what_they_are_of() -> None:
     held = 0
     for seed in range(30):
         rows = np.random.default_rng(seed).normal(5.0, 1.0, size=(40, 3)) + np.array([0.0, 1.0, 2.0])
-        found = curve(rows)
+        found = depth_curve(rows)
         assert all(low < value < high for low, value, high in zip(found.low, found.value, found.high, strict=True))
         held += found.slope.low < 1.0 < found.slope.high
     assert held >= 25
     assert slope([1.0, float("nan"), 3.0]) == pytest.approx(1.0)
     assert estimate(np.ones((5, 1)), lambda rows: float(rows.mean())) == sure(1.0)
-    gaps = curve(np.array([[1.0, np.nan], [3.0, np.nan]]))
+    gaps = depth_curve(np.array([[1.0, np.nan], [3.0, np.nan]]))
     assert gaps.as_json()["value"] == [2.0, None]
 
 

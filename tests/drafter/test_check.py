@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from eyas.drafter.check import CheckReport, check
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
-from eyas.drafter.cost import parameter_count
 from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS
+from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.embedding import read_embedding
 from eyas.target.facts import TargetFacts
@@ -63,7 +63,7 @@ def test_the_report_states_the_facts(tmp_path: Path) -> None:
     config = report.config
     assert (report.source, report.target, report.family) == (source, "the-target", "EAGLE-3.1")
     assert config == drafter_config(fc_norm=True, norm_output=True, draft_vocab_size=32)
-    assert report.parameters == parameter_count(config)
+    assert report.parameters == sum(weight.numel() for weight in Drafter(config).parameters())
     assert report.bytes == 4 * report.parameters + 8 * 32 + 96  # float32 weights, int64 d2t, bool t2d
     assert report.kv_bytes_per_token == 2 * 32 * 4
     assert (report.ships_embedding, report.ships_head) == (False, True)

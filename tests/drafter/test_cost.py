@@ -1,9 +1,13 @@
 """What a drafter costs, from its shape: the numbers are those of the built module and of a count by hand."""
 
+from math import prod
+
 import pytest
 
-from eyas.drafter.cost import flops_per_token, kv_bytes_per_token, parameter_count
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.cost import flops_per_token, kv_bytes_per_token
 from eyas.drafter.model import Drafter
+from eyas.drafter.tensors import WEIGHT_DTYPES, expected_tensors
 from tiny import drafter_config
 
 CONFIGS = [
@@ -17,6 +21,13 @@ CONFIGS = [
     {"num_aux_hidden_states": 5, "aux_layer_ids": None, "fc_norm": True},
     {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
 ]
+
+
+def parameter_count(config: DrafterConfig, *, own_embedding: bool = False, own_head: bool = True) -> int:
+    """By the table of tensors: weights the drafter holds itself."""
+    lent = (set() if own_embedding else {"embed_tokens.weight"}) | (set() if own_head else {"lm_head.weight"})
+    tensors = expected_tensors(config).items()
+    return sum(prod(spec.shape) for name, spec in tensors if spec.dtypes == WEIGHT_DTYPES and name not in lent)
 
 
 @pytest.mark.parametrize("own_embedding", [False, True])

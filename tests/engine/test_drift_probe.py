@@ -13,8 +13,8 @@ from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.doctor.rounds import run_rounds
 from eyas.doctor.transcripts import Transcript
+from eyas.drafter.attention_mass import REGIONS, AttentionProbe
 from eyas.drafter.checkpoint import build_drafter, checkpoint_of, load_drafter
-from eyas.drafter.looks import REGIONS, Recorder
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.engine import drift_probe
@@ -125,14 +125,14 @@ def test_it_measures_what_the_doctor_measures(
             aux_TX=aux_TX,
             layer_ids=AUX_IDS,
         )
-        recorder = Recorder(torch.tensor([start]), prompt_length=size, depth=DEPTH)
-        rounds = run_rounds(tiny_drafter, transcript, depth=DEPTH, layer_ids=AUX_IDS, watcher=recorder, starts=[start])
+        probe = AttentionProbe(torch.tensor([start]), prompt_length=size, depth=DEPTH)
+        rounds = run_rounds(tiny_drafter, transcript, depth=DEPTH, layer_ids=AUX_IDS, watcher=probe, starts=[start])
         assert rounds is not None
         assert one.tokens == tuple(rounds.token_SR[:, 0])
         assert np.allclose(one.rms, rounds.rms_SR[:, 0], rtol=1e-4)
-        looks = recorder.looks()
+        seen = probe.statistics()
         for region in REGIONS:
-            assert np.allclose(one.mass[region], looks.mass[region][:, 0], atol=1e-5)
+            assert np.allclose(one.mass[region], seen.mass[region][:, 0], atol=1e-5)
         assert np.allclose(sum(np.array(mass) for mass in one.mass.values()), 1.0, atol=1e-5)
 
 

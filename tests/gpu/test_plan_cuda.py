@@ -13,7 +13,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import Room, footprint
-from eyas.plan.quantisation import quantisation
+from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import usual_drafter
 from eyas.sampling import Sampling
 from eyas.target.facts import facts_of
@@ -48,7 +48,7 @@ def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
     target = Target(facts=facts_of(config, "it"), model=model, tokenizer=tokenizer)
     drafter = drafter.to("cuda").share_target(target.embedding(), target.head())
     room = Room(max_num_seqs=USERS, max_model_len=LENGTH)
-    planned = footprint(decoder, shape, quantisation("bfloat16"), room=room, device="cuda")
+    planned = footprint(decoder, shape, parse_quantisation("bfloat16"), room=room, device="cuda")
     options = EngineConfig(max_num_seqs=USERS, max_model_len=LENGTH)
     engine = Engine(target, drafter, options=options)
     deep = Speculation(mode="fixed", depth=3)

@@ -13,16 +13,16 @@ from eyas.plan.calibrate import MeasuredStep, calibrate, check
 from eyas.plan.cards import find_card
 from eyas.plan.decoder import read_decoder
 from eyas.plan.measured import read_measured
-from eyas.plan.quantisation import quantisation
+from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape
 from eyas.plan.roofline import Pair, Speed, speed_of
 
 PAIR = Pair(
     decoder=read_decoder(DEFAULT_CONFIG, "smollm2"),
     drafter=drafter_shape("smollm2-eagle3.1"),
-    kept=quantisation("float32"),
+    quantisation=parse_quantisation("float32"),
 )
-START = speed_of(find_card("cpu", memory=24, bandwidth=40, tflops=0.2), PAIR.kept)
+START = speed_of(find_card("cpu", memory=24, bandwidth=40, tflops=0.2), PAIR.quantisation)
 TRUE = START.scaled((1.7, 0.6, 2.5, 0.4))
 LENGTHS = {0: 1.0, 1: 1.6, 3: 2.2, 5: 2.5}
 

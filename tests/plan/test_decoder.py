@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from eyas.errors import UserError
-from eyas.plan.decoder import ARCHITECTURES, Decoder, read_decoder
+from eyas.plan.decoder import FAMILIES, Decoder, read_decoder
 from known_configs import LLAMA_8B, QWEN3_30B_A3B
 
 SMALL = {
@@ -53,7 +53,7 @@ def test_qwen3_30b_a3b_by_hand() -> None:
     assert decoder.kv_width * len(decoder.layers) * 2 == 98_304
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_architecture_counts_as_transformers_builds_it(kind: str, tied: bool) -> None:
     config = small(kind, tie_word_embeddings=tied)

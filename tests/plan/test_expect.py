@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
+from eyas.plan.acceptance import AcceptanceProfile, read_acceptance, read_length
 from eyas.plan.cards import CARDS
 from eyas.plan.decoder import read_decoder
-from eyas.plan.expect import best_depth, expect, on_auto
-from eyas.plan.profile import Profile, read_acceptance, read_length
-from eyas.plan.quantisation import quantisation
+from eyas.plan.expect import auto_speedup, best_depth, expect
+from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import usual_drafter
 from eyas.plan.roofline import Pair, speed_of
 from known_configs import LLAMA_8B, QWEN3_30B_A3B
 
-BF16 = quantisation("bfloat16")
+BF16 = parse_quantisation("bfloat16")
 PROFILE = read_acceptance("0.73,0.52,0.35")
 
 
 def pair_of(config: dict[str, object], kind: str = "bfloat16") -> Pair:
     decoder = read_decoder(config, "it")
-    return Pair(decoder=decoder, drafter=usual_drafter(decoder), kept=quantisation(kind))
+    return Pair(decoder=decoder, drafter=usual_drafter(decoder), quantisation=parse_quantisation(kind))
 
 
 ANCHORS = [
@@ -77,10 +77,10 @@ def test_a_better_drafter_is_faster_and_drafted_deeper() -> None:
     pair, speed = pair_of(LLAMA_8B), speed_of(CARDS["rtx4090"], BF16)
     best = []
     for chance in (0.05, 0.3, 0.6, 0.9):
-        profile = Profile(chances=(chance,) * 7, words="")
+        profile = AcceptanceProfile(chances=(chance,) * 7, source="")
         table = [expect(pair, speed, profile, users=1, depth=depth, context=512) for depth in range(8)]
         best.append(best_depth(table))
-        auto = on_auto(pair, speed, profile, users=1, deepest=7, like=max(1, best[-1].depth), context=512)
+        auto = auto_speedup(pair, speed, profile, users=1, deepest=7, like=max(1, best[-1].depth), context=512)
         assert auto == pytest.approx(best[-1].speedup, rel=0.05), (
             "the engine's own choice for one user is the best depth"
         )
@@ -100,7 +100,9 @@ def test_drafts_do_not_pay_where_arithmetic_is_the_limit() -> None:
 def test_quantised_weights_are_read_faster() -> None:
     card = CARDS["rtx4090"]
     steps = [
-        expect(pair_of(LLAMA_8B, kind), speed_of(card, quantisation(kind)), PROFILE, users=1, depth=0, context=512)
+        expect(
+            pair_of(LLAMA_8B, kind), speed_of(card, parse_quantisation(kind)), PROFILE, users=1, depth=0, context=512
+        )
         for kind in ("bfloat16", "fp8", "int4")
     ]
     seconds = [one.step_seconds for one in steps]
@@ -118,6 +120,6 @@ def test_a_window_bounds_what_is_read() -> None:
 
 def test_a_prompt_in_chunks_reads_every_token_once() -> None:
     pair = pair_of(LLAMA_8B)
-    whole, chunks = pair.read(1000, 1000), pair.read(1000, 256)
+    whole, chunks = pair.prefill(1000, 1000), pair.prefill(1000, 256)
     assert sum(work.bytes for work in chunks) > sum(work.bytes for work in whole)
     assert sum(work.flops for work in chunks) == pytest.approx(sum(work.flops for work in whole), rel=0.02)

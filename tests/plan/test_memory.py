@@ -20,7 +20,7 @@ from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes
-from eyas.plan.quantisation import quantisation
+from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, target_config
 from eyas.sampling import Sampling
 
@@ -68,7 +68,7 @@ def allocated(engine: Engine, target: Target, drafter: Drafter) -> int:
 
 def compare(target: Target, drafter: Drafter, config: dict[str, object], shape: DrafterShape) -> None:
     engine = Engine(target, drafter, options=OPTIONS)
-    planned = footprint(read_decoder(config, "it"), shape, quantisation("float32"), room=ROOM, device="cpu")
+    planned = footprint(read_decoder(config, "it"), shape, parse_quantisation("float32"), room=ROOM, device="cpu")
     of_loaded = footprint_of(target, drafter, OPTIONS, 256)
     assert planned.token == of_loaded.token, "keys and values of a token"
     assert planned.drafter_token == of_loaded.drafter_token
@@ -90,7 +90,9 @@ def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter]) -> None:
 @pytest.mark.default
 def test_the_default_target_with_the_drafter_that_ships(default_target: Target) -> None:
     shape = drafter_shape("smollm2-eagle3.1")
-    planned = footprint(read_decoder(DEFAULT_CONFIG, "it"), shape, quantisation("float32"), room=ROOM, device="cpu")
+    planned = footprint(
+        read_decoder(DEFAULT_CONFIG, "it"), shape, parse_quantisation("float32"), room=ROOM, device="cpu"
+    )
     # One copy of the embedding before the linears are packed, two behind it.
     head = read_decoder(DEFAULT_CONFIG, "it").vocabulary * 4
     assert planned.weights - head == pytest.approx(weight_bytes(default_target.model), rel=WITHIN)

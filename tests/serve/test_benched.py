@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.asking import Asking
 from eyas.bench.client import Address
-from eyas.bench.experiment import Experiment, Plan
+from eyas.bench.experiment import Experiment, ExperimentConfig
 from eyas.bench.load import Load
-from eyas.bench.record import Recorder
-from eyas.bench.server import meet
-from eyas.bench.variants import arrange
+from eyas.bench.record import RecordBuilder
+from eyas.bench.requests import RequestOptions
+from eyas.bench.server import identify
+from eyas.bench.variants import list_variants
 from eyas.bench.workload import Task, Workload, synthetic_workload
 from eyas.serve.server import Server, listen, url_of
 
@@ -32,28 +32,28 @@ def running(new_server: Any) -> Iterator[tuple[str, Any]]:
         thread.join(30)
 
 
-def measure(url: str, workload: Workload, asking: Asking) -> dict[str, Any]:
+def measure(url: str, workload: Workload, options: RequestOptions) -> dict[str, Any]:
     async def work() -> Experiment:
-        server = await meet("eyas", Address.of(url), model=None, timeout=30)
-        plan = Plan(
-            variants=arrange([server], {}, baseline=True),
+        server = await identify("eyas", Address.of(url), model=None, timeout=30)
+        config = ExperimentConfig(
+            variants=list_variants([server], {}, baseline=True),
             loads=(Load(users=2),),
             workload=workload,
-            asking=asking,
+            options=options,
             repetitions=2,
         )
-        experiment = Experiment(plan, step=lambda *_: None, measured=lambda: None)
+        experiment = Experiment(config, step=lambda *_: None, measured=lambda: None)
         await experiment.run()
         return experiment
 
-    return Recorder(asyncio.run(work()), "").record()
+    return RecordBuilder(asyncio.run(work()), "").build()
 
 
 def test_our_own_server_is_measured_with_and_without_drafting(running: tuple[str, Any]) -> None:
     url, client = running
     tasks = tuple(Task(key=f"k{i}", category="c", turns=(f"abc{i}", "again")) for i in range(3))
-    asking = Asking(max_tokens=12, extra={"speculative": {"mode": "fixed", "depth": 2}})
-    record = measure(url, Workload(tasks=tasks), asking)
+    options = RequestOptions(max_tokens=12, extra={"speculative": {"mode": "fixed", "depth": 2}})
+    record = measure(url, Workload(tasks=tasks), options)
     fast, plain = record["rows"]
     assert record["whole"]
     assert (fast["requests"], fast["failed"], plain["requests"]) == (12, 0, 12)
@@ -73,7 +73,7 @@ def test_our_own_server_is_measured_with_and_without_drafting(running: tuple[str
 def test_our_own_server_takes_synthetic_prompts(running: tuple[str, Any]) -> None:
     url, _ = running
     workload = synthetic_workload(20, tasks=3, vocabulary=90, seed=0)
-    record = measure(url, workload, Asking(max_tokens=9, ignore_eos=True))
+    record = measure(url, workload, RequestOptions(max_tokens=9, ignore_eos=True))
     assert [row["failed"] for row in record["rows"]] == [0, 0]
     assert [row["output_tokens"] for row in record["rows"]] == [54, 54]
     assert record["rows"][0]["prompt_tokens"] == 120

@@ -7,14 +7,14 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import aiohttp
 
-from eyas.bench.answer import Answer, Arrival, message_of, understand
 from eyas.bench.counters import Counters, read_counters
+from eyas.bench.stream import Arrival, StreamedAnswer, error_message, parse_stream
 from eyas.errors import UserError
 
 PROBE_SECONDS = 10.0
@@ -75,11 +75,11 @@ class Client:
         """Seconds since the beginning."""
         return time.perf_counter() - self._began
 
-    async def ask(self, path: str, body: Mapping[str, Any], *, key: str, category: str, turn: int) -> Answer:
+    async def ask(self, path: str, body: Mapping[str, Any], *, key: str, category: str, turn: int) -> StreamedAnswer:
         """Send, and read the stream to its end."""
         payload = json.dumps(body).encode()
         arrivals: list[Arrival] = []
-        asked = Answer(key=key, category=category, turn=turn, sent=self.now)
+        asked = StreamedAnswer(key=key, category=category, turn=turn, sent=self.now)
         try:
             async with self._session.post(
                 self._address.url + path, data=payload, headers={"content-type": "application/json"}
@@ -88,24 +88,16 @@ class Client:
                     arrivals.append((self.now, data))
                 status = response.status
         except _BROKEN as error:
-            await self.probe()
+            await self.get("/v1/models")  # raises if the server is gone
             reason = f"timed out after {self._timeout:g} s" if isinstance(error, TimeoutError) else _reason(error)
-            return Answer(key=key, category=category, turn=turn, sent=asked.sent, error=reason)
+            return replace(asked, error=reason)
         if status != 200:
             told = _message(b"".join(data for _, data in arrivals))
-            return Answer(key=key, category=category, turn=turn, sent=asked.sent, error=f"{status}: {told}")
-        return understand(asked, arrivals)
-
-    async def probe(self) -> None:
-        """Raise if the server is gone."""
-        try:
-            async with asyncio.timeout(PROBE_SECONDS), self._session.get(self._address.url + "/v1/models") as response:
-                await response.read()
-        except _BROKEN as error:
-            raise ServerGoneError(_reason(error)) from error
+            return replace(asked, error=f"{status}: {told}")
+        return parse_stream(asked, arrivals)
 
     async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body."""
+        """Status and body; raises if the server is gone."""
         try:
             async with asyncio.timeout(PROBE_SECONDS), self._session.get(self._address.url + path) as response:
                 return response.status, await response.read()
@@ -120,9 +112,9 @@ class Client:
 
 def _message(body: bytes) -> str:
     try:
-        return message_of(json.loads(body))
+        return error_message(json.loads(body))
     except ValueError:
-        return message_of(body.decode("utf-8", "replace"))
+        return error_message(body.decode("utf-8", "replace"))
 
 
 def _reason(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from eyas.bench.drafting import Drafting
+from eyas.bench.draft_counts import DraftCounts
 
 PREFIXES = ("eyas_", "vllm:")
 RUNNING_AVERAGE = "sglang:spec_accept_length"
@@ -18,38 +18,33 @@ RUNNING_AVERAGE = "sglang:spec_accept_length"
 class Counters:
     """What a server has counted since it started."""
 
-    drafting: Drafting | None = None
+    draft_counts: DraftCounts | None = None
     """None where the server does not count drafts, as vLLM without speculation."""
     generated: int | None = None
-    prefix_asked: int = 0
-    prefix_found: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     running_average: float | None = None
 
     def since(self, earlier: "Counters") -> "Counters | None":
         """What came on top; None where counts went back, because another process answers now."""
-        drafting = self.drafting
-        if drafting is not None and earlier.drafting is not None:
-            drafting = drafting.since(earlier.drafting)
+        draft_counts = self.draft_counts
+        if draft_counts is not None and earlier.draft_counts is not None:
+            draft_counts = draft_counts.since(earlier.draft_counts)
         generated = None if self.generated is None else self.generated - (earlier.generated or 0)
         grown = (
-            drafting.drafts if drafting is not None else 0,
+            draft_counts.drafts if draft_counts is not None else 0,
             generated or 0,
-            self.prefix_asked - earlier.prefix_asked,
+            self.prefix_queries - earlier.prefix_queries,
         )
         if min(grown) < 0:
             return None
         return Counters(
-            drafting=drafting,
+            draft_counts=draft_counts,
             generated=generated,
-            prefix_asked=self.prefix_asked - earlier.prefix_asked,
-            prefix_found=self.prefix_found - earlier.prefix_found,
+            prefix_queries=self.prefix_queries - earlier.prefix_queries,
+            prefix_hits=self.prefix_hits - earlier.prefix_hits,
             running_average=self.running_average,
         )
-
-    @property
-    def prefix_share(self) -> float | None:
-        """Of what was looked for in the prefix cache, how much was found."""
-        return self.prefix_found / self.prefix_asked if self.prefix_asked else None
 
 
 def read_counters(text: str) -> Counters | None:
@@ -72,18 +67,18 @@ def read_counters(text: str) -> Counters | None:
         return None
     if not found:
         return None
-    drafting = None
+    draft_counts = None
     if "spec_decode_num_drafts_total" in found:
-        drafting = Drafting(
+        draft_counts = DraftCounts(
             drafts=int(found["spec_decode_num_drafts_total"]),
             drafted=int(found.get("spec_decode_num_draft_tokens_total", 0)),
             accepted=int(found.get("spec_decode_num_accepted_tokens_total", 0)),
             accepted_at=tuple(int(at.get(position, 0)) for position in range(max(at, default=-1) + 1)),
         )
     return Counters(
-        drafting=drafting,
+        draft_counts=draft_counts,
         generated=int(found["generation_tokens_total"]) if "generation_tokens_total" in found else None,
-        prefix_asked=int(found.get("prefix_cache_queries_total", 0)),
-        prefix_found=int(found.get("prefix_cache_hits_total", 0)),
+        prefix_queries=int(found.get("prefix_cache_queries_total", 0)),
+        prefix_hits=int(found.get("prefix_cache_hits_total", 0)),
         running_average=found.get(RUNNING_AVERAGE),
     )

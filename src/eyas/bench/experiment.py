@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from eyas.bench.answer import Answer
-from eyas.bench.asking import Asking, converse
 from eyas.bench.client import Client, ServerGoneError
+from eyas.bench.client_overhead import ClientOverhead
 from eyas.bench.counters import Counters
-from eyas.bench.load import Load, drive
-from eyas.bench.strain import Strain
+from eyas.bench.load import Load, run_load
+from eyas.bench.requests import RequestOptions, converse
+from eyas.bench.stream import StreamedAnswer
 from eyas.bench.variants import Variant
 from eyas.bench.workload import Task, Workload
 
@@ -21,13 +21,13 @@ PREFILL_USERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExperimentConfig:
     """What is to be measured."""
 
     variants: tuple[Variant, ...]
     loads: tuple[Load, ...]
     workload: Workload
-    asking: Asking
+    options: RequestOptions
     repetitions: int = 3
     warmup: int | None = None
     """Requests before each mode and load is measured; None is one for each user."""
@@ -43,14 +43,14 @@ class Run:
     variant: Variant
     load: Load
     repetition: int
-    answers: tuple[Answer, ...]
+    answers: tuple[StreamedAnswer, ...]
     seconds: float
     """From the first request to the last token."""
     whole: bool
     """False where it was broken off."""
     counters: Counters | None
     """What the server counted meanwhile."""
-    client_share: float
+    client_cpu_share: float
     client_late: tuple[float, ...]
 
 
@@ -59,10 +59,10 @@ Step = Callable[[str, int, int], None]
 
 
 class Experiment:
-    """Runs a plan."""
+    """Measures every mode under every load, as its config says."""
 
-    def __init__(self, plan: Plan, *, step: Step, measured: Callable[[], None]) -> None:
-        self.plan = plan
+    def __init__(self, config: ExperimentConfig, *, step: Step, measured: Callable[[], None]) -> None:
+        self.config = config
         self.runs: list[Run] = []
         self.problems: list[str] = []
         """What went wrong with servers, in words."""
@@ -73,65 +73,67 @@ class Experiment:
 
     async def run(self) -> None:
         """From warm-up to the last repetition. A server that is gone is left out from then on."""
-        plan = self.plan
+        config = self.config
         await self._prefill()
-        for load in plan.loads:
-            for variant in plan.variants:
-                count = plan.warmup if plan.warmup is not None else (load.users or PREFILL_USERS)
+        for load in config.loads:
+            for variant in config.variants:
+                count = config.warmup if config.warmup is not None else (load.users or PREFILL_USERS)
                 if count and not self._is_gone(variant):
-                    tasks = [replace(task, turns=task.turns[:1]) for task in plan.workload.tasks[:count]]
-                    await self._guarded(variant, load, tasks, plan.asking, "warm-up")
-        total = plan.repetitions * len(plan.loads) * len(plan.variants)
-        for repetition in range(plan.repetitions):
-            order = plan.variants if repetition % 2 == 0 else plan.variants[::-1]
-            for load in plan.loads:
+                    tasks = [replace(task, turns=task.turns[:1]) for task in config.workload.tasks[:count]]
+                    await self._send_unmeasured(variant, load, tasks, config.options, "warm-up")
+        total = config.repetitions * len(config.loads) * len(config.variants)
+        for repetition in range(config.repetitions):
+            order = config.variants if repetition % 2 == 0 else config.variants[::-1]
+            for load in config.loads:
                 for variant in order:
                     if not self._is_gone(variant):
-                        self._step(f"{variant.name}, {variant.mode}, {load.words}", len(self.runs), total)
+                        self._step(f"{variant.name}, {variant.mode}, {load.label}", len(self.runs), total)
                         await self._measure(variant, load, repetition)
         self._step("measured", len(self.runs), total)
         self.whole = not self._gone
 
     async def _prefill(self) -> None:
-        plan = self.plan
-        if not plan.prefill:
+        config = self.config
+        if not config.prefill:
             return
-        one = replace(plan.asking, max_tokens=1)
-        tasks = [replace(task, turns=task.turns[:1]) for task in plan.workload.tasks]
+        one = replace(config.options, max_tokens=1)
+        tasks = [replace(task, turns=task.turns[:1]) for task in config.workload.tasks]
         seen: set[str] = set()
-        for variant in plan.variants:
+        for variant in config.variants:
             if variant.server.address.url not in seen:
                 seen.add(variant.server.address.url)
-                await self._guarded(variant, Load(users=PREFILL_USERS), tasks, one, "prompts")
+                await self._send_unmeasured(variant, Load(users=PREFILL_USERS), tasks, one, "prompts")
 
-    async def _guarded(self, variant: Variant, load: Load, tasks: Sequence[Task], asking: Asking, what: str) -> None:
+    async def _send_unmeasured(
+        self, variant: Variant, load: Load, tasks: Sequence[Task], options: RequestOptions, what: str
+    ) -> None:
         """Unmeasured requests. Where none succeeds, measuring would be in vain."""
-        self._step(f"{variant.name}, {variant.mode}, {load.words}: {what}", 0, 0)
-        answers: list[Answer] = []
+        self._step(f"{variant.name}, {variant.mode}, {load.label}: {what}", 0, 0)
+        answers: list[StreamedAnswer] = []
         try:
-            async with Client(variant.server.address, timeout=self.plan.timeout) as client:
-                await drive(load, tasks, self._conversation(client, variant, asking, answers), seed=asking.seed)
+            async with Client(variant.server.address, timeout=self.config.timeout) as client:
+                await run_load(load, tasks, self._conversation(client, variant, options, answers), seed=options.seed)
         except ServerGoneError as error:
-            self._lose(variant, f"is gone during {what}: {error}")
+            self._give_up(variant, f"is gone during {what}: {error}")
             return
         if answers and all(answer.error for answer in answers):
-            self._lose(variant, f"answered none of {len(answers)} requests: {answers[0].error}")
+            self._give_up(variant, f"answered none of {len(answers)} requests: {answers[0].error}")
 
     async def _measure(self, variant: Variant, load: Load, repetition: int) -> None:
-        plan = self.plan
-        answers: list[Answer] = []
-        strain, before, after, whole, lost = Strain(), None, None, False, ""
+        config = self.config
+        answers: list[StreamedAnswer] = []
+        overhead, before, after, whole, lost = ClientOverhead(), None, None, False, ""
         try:
-            async with Client(variant.server.address, timeout=plan.timeout) as client:
+            async with Client(variant.server.address, timeout=config.timeout) as client:
                 before = await client.counters()
-                async with strain:
+                async with overhead:
                     client.begin()
-                    talk = self._conversation(client, variant, plan.asking, answers)
-                    await drive(load, plan.workload.tasks, talk, seed=plan.asking.seed + repetition)
+                    talk = self._conversation(client, variant, config.options, answers)
+                    await run_load(load, config.workload.tasks, talk, seed=config.options.seed + repetition)
                 after = await client.counters()
                 whole = True
         except ServerGoneError as error:
-            lost = f"died at {load.words} in repetition {repetition + 1}, after {len(answers)} answers: {error}"
+            lost = f"died at {load.label} in repetition {repetition + 1}, after {len(answers)} answers: {error}"
         finally:
             good = [answer for answer in answers if answer.error is None]
             if whole or good:
@@ -144,28 +146,28 @@ class Experiment:
                     - min((a.sent for a in good), default=0.0),
                     whole=whole,
                     counters=after.since(before) if after is not None and before is not None else None,
-                    client_share=strain.share,
-                    client_late=tuple(strain.late),
+                    client_cpu_share=overhead.cpu_share,
+                    client_late=tuple(overhead.late),
                 )
                 self.runs.append(run)
         if lost:
-            self._lose(variant, lost)
+            self._give_up(variant, lost)
         elif not good:
-            self._lose(variant, f"answered none of {len(answers)} requests: {answers[0].error}")
+            self._give_up(variant, f"answered none of {len(answers)} requests: {answers[0].error}")
         self._measured()
 
     def _conversation(
-        self, client: Client, variant: Variant, asking: Asking, answers: list[Answer]
+        self, client: Client, variant: Variant, options: RequestOptions, answers: list[StreamedAnswer]
     ) -> Callable[[Task, int], Any]:
-        places = {task.key: place for place, task in enumerate(self.plan.workload.tasks)}
-        own = replace(asking, extra={**asking.extra, **variant.extra})
+        places = {task.key: place for place, task in enumerate(self.config.workload.tasks)}
+        own = replace(options, extra={**options.extra, **variant.extra})
 
         async def talk(task: Task, turns: int) -> None:
             await converse(client, own, variant.server.model, task, places[task.key], turns, answers)
 
         return talk
 
-    def _lose(self, variant: Variant, what: str) -> None:
+    def _give_up(self, variant: Variant, what: str) -> None:
         self._gone.add(variant.server.address.url)
         self.problems.append(f"{variant.name} ({variant.mode}, {variant.server.address.url}) {what}")
 

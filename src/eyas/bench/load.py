@@ -26,7 +26,7 @@ class Load:
             raise UserError(f"a rate of {self.rate} requests per second is none; give more than 0")
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """For people."""
         return f"{self.users} user{'s' if self.users != 1 else ''}" if self.users is not None else f"{self.rate:g}/s"
 
@@ -35,7 +35,7 @@ Converse = Callable[[Task, int], Awaitable[None]]
 """Has a conversation, of that many turns at most."""
 
 
-async def drive(load: Load, tasks: Sequence[Task], converse: Converse, *, seed: int) -> None:
+async def run_load(load: Load, tasks: Sequence[Task], converse: Converse, *, seed: int) -> None:
     """All tasks under a load. What goes wrong in one ends all."""
     if load.users is not None:
         waiting = iter(tasks)

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eyas.bench.answer import Answer
 from eyas.bench.counters import Counters
-from eyas.bench.drafting import Drafting, pooled
+from eyas.bench.draft_counts import DraftCounts, pooled
 from eyas.bench.experiment import Run
+from eyas.bench.load import Load
 from eyas.bench.statistics import Json, percentiles, spread
+from eyas.bench.stream import StreamedAnswer
 from eyas.bench.variants import PLAIN
 
 Place = tuple[str, int]
@@ -16,12 +17,17 @@ NAMED = 5
 """So many answers that differ are named."""
 
 
-def rows_of(runs: Sequence[Run]) -> list[Json]:
+def make_rows(runs: Sequence[Run]) -> list[Json]:
     """All rows, in the order they were first measured."""
     cells: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
-        cells.setdefault((run.variant.name, run.variant.mode, run.load.words), []).append(run)
+        cells.setdefault((run.variant.name, run.variant.mode, run.load.label), []).append(run)
     return [_row(own, cells.get((name, PLAIN, load), [])) for (name, _, load), own in cells.items()]
+
+
+def row_label(row: Mapping[str, Any]) -> str:
+    """A row's name."""
+    return f"{row['server']}, {row['mode']}, {Load(users=row['users'], rate=row['rate']).label}"
 
 
 def _row(runs: Sequence[Run], baseline: Sequence[Run]) -> Json:
@@ -47,10 +53,14 @@ def _row(runs: Sequence[Run], baseline: Sequence[Run]) -> Json:
         "user_tokens_per_second": spread([speed for run in used if (speed := user_speed(run.answers)) is not None]),
         "requests_per_second": spread([len(_good(run)) / run.seconds for run in used if run.seconds > 0]),
         "request_tokens_per_second": percentiles([a.tokens / a.seconds for a in good if a.seconds > 0]),
-        "time_to_first_token_ms": percentiles([a.to_first for a in good if a.to_first is not None], scale=1e3),
-        "time_per_output_token_ms": percentiles([a.per_token for a in good if a.per_token is not None], scale=1e3),
+        "time_to_first_token_ms": percentiles(
+            [a.time_to_first_token for a in good if a.time_to_first_token is not None], scale=1e3
+        ),
+        "time_per_output_token_ms": percentiles(
+            [a.time_per_output_token for a in good if a.time_per_output_token is not None], scale=1e3
+        ),
         "inter_token_latency_ms": percentiles([gap for a in good for gap in a.event_gaps], scale=1e3),
-        "chunk_gap_ms": percentiles([gap for a in good for gap in a.gaps], scale=1e3),
+        "chunk_gap_ms": percentiles([gap for a in good for gap in a.chunk_gaps], scale=1e3),
         "latency_ms": percentiles([a.seconds for a in good], scale=1e3),
         "tokens_per_chunk": round(sum(a.tokens for a in good) / chunks, 4) if (chunks := _chunks(good)) else None,
         "acceptance": acceptance(used),
@@ -61,7 +71,7 @@ def _row(runs: Sequence[Run], baseline: Sequence[Run]) -> Json:
         "same_again": _repeated(used),
         "categories": _categories(good),
         "client": {
-            "cpu_share": round(max(run.client_share for run in used), 4),
+            "cpu_share": round(max(run.client_cpu_share for run in used), 4),
             "late_ms": percentiles([late for run in used for late in run.client_late], scale=1e3),
         },
     }
@@ -72,7 +82,7 @@ def throughput(run: Run) -> float:
     return sum(answer.tokens for answer in _good(run)) / run.seconds
 
 
-def user_speed(answers: Sequence[Answer]) -> float | None:
+def user_speed(answers: Sequence[StreamedAnswer]) -> float | None:
     """Output tokens per second that a user has who waits for an answer, the wait for its first token included."""
     good = [answer for answer in answers if answer.error is None]
     waited = sum(answer.seconds for answer in good)
@@ -82,26 +92,28 @@ def user_speed(answers: Sequence[Answer]) -> float | None:
 def acceptance(runs: Sequence[Run]) -> Json:
     """Pooled over requests where they tell, else from the server's counts; and how it differs between requests."""
     answers = [answer for run in runs for answer in _good(run)]
-    told = pooled(answer.drafting for answer in answers)
+    told = pooled(answer.draft_counts for answer in answers)
     # What the requests tell is theirs alone; counts of the server include whoever else asks.
-    counted = pooled(run.counters.drafting if run.counters is not None else None for run in runs)
+    counted = pooled(run.counters.draft_counts if run.counters is not None else None for run in runs)
     source, found = (
         ("responses", told) if told is not None else ("metrics", counted) if counted is not None else (None, None)
     )
-    lengths = [a.drafting.length for a in answers if a.drafting is not None and a.drafting.length is not None]
+    lengths = [
+        a.draft_counts.length for a in answers if a.draft_counts is not None and a.draft_counts.length is not None
+    ]
     average = next((run.counters.running_average for run in reversed(runs) if run.counters is not None), None)
     return {
         "source": source,
-        **drafting_json(found),
+        **draft_counts_json(found),
         "per_request": percentiles(lengths),
-        "server_counted": None if counted is None else drafting_json(counted),
+        "server_counted": None if counted is None else draft_counts_json(counted),
         "running_average": average,
     }
 
 
-def drafting_json(found: Drafting | None) -> Json:
+def draft_counts_json(found: DraftCounts | None) -> Json:
     """Counts and what follows from them."""
-    found = found or Drafting()
+    found = found or DraftCounts()
     return {
         "length": None if found.length is None else round(found.length, 4),
         "by_depth": [round(share, 4) for share in found.by_depth],
@@ -159,25 +171,25 @@ def _texts(run: Run) -> Mapping[Place, str]:
     return {(answer.key, answer.turn): answer.text for answer in _good(run)}
 
 
-def _categories(answers: Sequence[Answer]) -> Json:
+def _categories(answers: Sequence[StreamedAnswer]) -> Json:
     names = sorted({answer.category for answer in answers})
     table: Json = {}
     for name in names:
         own = [answer for answer in answers if answer.category == name]
-        speed, drafting = user_speed(own), pooled(answer.drafting for answer in own)
+        speed, draft_counts = user_speed(own), pooled(answer.draft_counts for answer in own)
         table[name] = {
             "requests": len(own),
             "output_tokens": sum(answer.tokens for answer in own),
             "user_tokens_per_second": None if speed is None else round(speed, 4),
             "tokens_per_chunk": round(sum(a.tokens for a in own) / chunks, 4) if (chunks := _chunks(own)) else None,
-            "acceptance_length": drafting_json(drafting)["length"],
+            "acceptance_length": draft_counts_json(draft_counts)["length"],
         }
     return table
 
 
 def _prefix_share(counted: Sequence[Counters | None]) -> float | None:
-    asked = sum(one.prefix_asked for one in counted if one is not None)
-    return round(sum(one.prefix_found for one in counted if one is not None) / asked, 4) if asked else None
+    asked = sum(one.prefix_queries for one in counted if one is not None)
+    return round(sum(one.prefix_hits for one in counted if one is not None) / asked, 4) if asked else None
 
 
 def _generated(runs: Sequence[Run]) -> int | None:
@@ -185,18 +197,18 @@ def _generated(runs: Sequence[Run]) -> int | None:
     return None if None in counts else sum(count or 0 for count in counts)
 
 
-def _failures(failed: Sequence[Answer]) -> dict[str, int]:
+def _failures(failed: Sequence[StreamedAnswer]) -> dict[str, int]:
     words: dict[str, int] = {}
     for answer in failed:
         words[str(answer.error)] = words.get(str(answer.error), 0) + 1
     return dict(sorted(words.items(), key=lambda pair: -pair[1])[:NAMED])
 
 
-def _chunks(answers: Sequence[Answer]) -> int:
-    return sum(answer.arrivals for answer in answers)
+def _chunks(answers: Sequence[StreamedAnswer]) -> int:
+    return sum(answer.chunks for answer in answers)
 
 
-def _good(run: Run) -> list[Answer]:
+def _good(run: Run) -> list[StreamedAnswer]:
     return [answer for answer in run.answers if answer.error is None]
 
 
@@ -209,15 +221,15 @@ def requests_json(run: Run) -> list[Json]:
         if answer.error is not None:
             rows.append(own | {"error": answer.error})
             continue
-        length = None if answer.drafting is None else answer.drafting.length
+        length = None if answer.draft_counts is None else answer.draft_counts.length
         rows.append(
             own
             | {
                 "tokens": answer.tokens,
                 "prompt_tokens": answer.prompt_tokens,
-                "first_ms": None if answer.to_first is None else round(answer.to_first * 1e3, 2),
+                "first_ms": None if answer.time_to_first_token is None else round(answer.time_to_first_token * 1e3, 2),
                 "latency_ms": round(answer.seconds * 1e3, 2),
-                "chunks": answer.arrivals,
+                "chunks": answer.chunks,
                 "acceptance_length": None if length is None else round(length, 4),
                 "text_sha256": answer.digest,
             }

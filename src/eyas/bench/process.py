@@ -1,6 +1,7 @@
 """A server that the bench starts, waits for and stops, whatever happens in between."""
 
 import asyncio
+import logging
 import os
 import re
 import shlex
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
@@ -18,6 +19,8 @@ from typing import IO
 from eyas.bench.client import Address, Client, ServerGoneError
 from eyas.bench.provenance import without_secrets
 from eyas.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 40.0
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -55,9 +58,7 @@ class Command:
 
 
 @asynccontextmanager
-async def started(
-    text: str, *, api_key: str | None, seconds: float, report: Callable[[str], None]
-) -> AsyncIterator[Address]:
+async def running_server(text: str, *, api_key: str | None, seconds: float) -> AsyncIterator[Address]:
     """Run a server for the length of the block."""
     command = Command.of(text)
     with tempfile.TemporaryFile() as log:
@@ -76,7 +77,7 @@ async def started(
             address = Address(url=f"http://127.0.0.1:{command.port}", api_key=api_key)
             began = time.monotonic()
             await _until_ready(process, address, text, log, seconds)
-            report(f"started   {without_secrets(text)} in {time.monotonic() - began:.0f} s")
+            logger.info("started   %s in %.0f s", without_secrets(text), time.monotonic() - began)
             yield address
         finally:
             _stop(process)
@@ -89,13 +90,13 @@ async def _until_ready(
     async with Client(address, timeout=5) as client:
         while time.monotonic() < deadline:
             if process.poll() is not None:
-                raise UserError(f"{text!r} ended with code {process.returncode} before it served: {_last_words(log)}")
+                raise UserError(f"{text!r} ended with code {process.returncode} before it served: {_log_tail(log)}")
             with suppress(ServerGoneError):
                 status, _ = await client.get("/health")
                 if status == 200:
                     return
             await asyncio.sleep(0.2)
-    raise UserError(f"{text!r} did not serve within {seconds:g} s: {_last_words(log)}; give --start-seconds more")
+    raise UserError(f"{text!r} did not serve within {seconds:g} s: {_log_tail(log)}; give --start-seconds more")
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
@@ -109,7 +110,7 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _last_words(log: IO[bytes]) -> str:
+def _log_tail(log: IO[bytes]) -> str:
     log.seek(0)
     lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     return " / ".join(lines[-3:]) or "it said nothing"

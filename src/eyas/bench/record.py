@@ -11,28 +11,28 @@ from pathlib import Path
 from typing import Any
 
 from eyas.atomic import new_file
-from eyas.bench.caveats import caveats
-from eyas.bench.experiment import Experiment, Plan, Run
-from eyas.bench.measures import acceptance, requests_json, rows_of, throughput, user_speed
+from eyas.bench.experiment import Experiment, ExperimentConfig, Run
+from eyas.bench.measures import acceptance, make_rows, requests_json, throughput, user_speed
 from eyas.bench.provenance import host, versions, without_secrets
 from eyas.bench.variants import Variant
+from eyas.bench.warnings import find_warnings
 from eyas.errors import UserError
 
 SCHEMA = "eyas.bench/1"
 Json = dict[str, Any]
 
 
-class Recorder:
+class RecordBuilder:
     """Turns an experiment into its record, at any time."""
 
     def __init__(self, experiment: Experiment, command: str) -> None:
         self._experiment, self._command = experiment, command
         self._started, self._host = datetime.now(UTC), host()
 
-    def record(self, stopped: str | None = None) -> Json:
+    def build(self, stopped: str | None = None) -> Json:
         """Everything so far; `stopped` says what ended it early."""
-        experiment, plan = self._experiment, self._experiment.plan
-        rows = rows_of(experiment.runs)
+        experiment, config = self._experiment, self._experiment.config
+        rows = make_rows(experiment.runs)
         return {
             "schema": SCHEMA,
             "whole": experiment.whole,
@@ -42,10 +42,10 @@ class Recorder:
             "command": self._command,
             "versions": versions(),
             "host": self._host | {"load_average_after": host()["load_average"]},
-            "plan": _plan(plan),
-            "workload": _workload(plan),
-            "servers": [_server(variant) for variant in plan.variants],
-            "warnings": [*experiment.problems, *caveats(plan, rows)],
+            "plan": _config(config),
+            "workload": _workload(config),
+            "servers": [_server(variant) for variant in config.variants],
+            "warnings": [*experiment.problems, *find_warnings(config, rows)],
             "rows": rows,
             "runs": [_run(run) for run in experiment.runs],
         }
@@ -71,19 +71,19 @@ def read_record(path: Path) -> Json:
     return dict(record)
 
 
-def _plan(plan: Plan) -> Json:
+def _config(config: ExperimentConfig) -> Json:
     return {
-        "loads": [asdict(load) for load in plan.loads],
-        "repetitions": plan.repetitions,
-        "warmup": plan.warmup,
-        "prefill": plan.prefill,
-        "timeout": plan.timeout,
-        **asdict(plan.asking),
+        "loads": [asdict(load) for load in config.loads],
+        "repetitions": config.repetitions,
+        "warmup": config.warmup,
+        "prefill": config.prefill,
+        "timeout": config.timeout,
+        **asdict(config.options),
     }
 
 
-def _workload(plan: Plan) -> Json:
-    workload = plan.workload
+def _workload(config: ExperimentConfig) -> Json:
+    workload = config.workload
     return {
         "sha256": workload.sha256,
         "conversations": len(workload.tasks),
@@ -122,6 +122,6 @@ def _run(run: Run) -> Json:
         "tokens_per_second": round(throughput(run), 4) if run.seconds > 0 else None,
         "user_tokens_per_second": None if speed is None else round(speed, 4),
         "acceptance": acceptance([run]),
-        "client_cpu_share": round(run.client_share, 4),
+        "client_cpu_share": round(run.client_cpu_share, 4),
         "requests": requests_json(run),
     }

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from eyas.bench.client import Address, Client, ServerGoneError
@@ -12,7 +12,7 @@ KINDS = ("eyas", "vllm", "sglang")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Server:
+class ServerInfo:
     """A server that answered."""
 
     name: str
@@ -27,10 +27,11 @@ class Server:
     """Whether it speculates; None where it does not tell."""
     command: str | None = None
     """What started it, where the bench did."""
-    notes: tuple[str, ...] = field(default=())
 
 
-async def meet(name: str, address: Address, *, model: str | None, timeout: float, command: str | None = None) -> Server:
+async def identify(
+    name: str, address: Address, *, model: str | None, timeout: float, command: str | None = None
+) -> ServerInfo:
     """Ask a server who it is; refuse what is no OpenAI server or does not serve the model."""
     async with Client(address, timeout=timeout) as client:
         try:
@@ -44,8 +45,8 @@ async def meet(name: str, address: Address, *, model: str | None, timeout: float
     if kind == "eyas":
         drafts = bool((card.get("speculative") or {}).get("drafter"))
     elif counters is not None and counters.generated is not None:
-        drafts = counters.drafting is not None
-    return Server(
+        drafts = counters.draft_counts is not None
+    return ServerInfo(
         name=name,
         address=address,
         model=str(card["id"]),

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.bench.server import Server
+from eyas.bench.server import ServerInfo
 from eyas.errors import UserError
 
 SPECULATIVE, PLAIN, AS_SERVED = "speculative", "plain", "as served"
@@ -19,11 +19,13 @@ class Variant:
     name: str
     """Of the server it is shown under: a plain server beside a drafting one has its name."""
     mode: str
-    server: Server
+    server: ServerInfo
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def arrange(servers: Sequence[Server], baselines: Mapping[str, Server], *, baseline: bool) -> tuple[Variant, ...]:
+def list_variants(
+    servers: Sequence[ServerInfo], baselines: Mapping[str, ServerInfo], *, baseline: bool
+) -> tuple[Variant, ...]:
     """The modes to measure, each drafting one beside its plain one."""
     variants: list[Variant] = []
     for server in servers:

@@ -81,7 +81,7 @@ def read_workload(files: Sequence[Path], *, limit: int | None, turns: int | None
             )
         tasks += own
         sources.append(source)
-    return Workload(tasks=choose(tasks, limit=limit, seed=seed), sources=tuple(sources))
+    return Workload(tasks=sample_tasks(tasks, limit=limit, seed=seed), sources=tuple(sources))
 
 
 def synthetic_workload(prompt_tokens: int, *, tasks: int, vocabulary: int, seed: int) -> Workload:
@@ -94,7 +94,7 @@ def synthetic_workload(prompt_tokens: int, *, tasks: int, vocabulary: int, seed:
     return Workload(tasks=tuple(Task(key=f"{name}:{i}", category=name, ids=ids) for i, ids in enumerate(made, 1)))
 
 
-def choose(tasks: Sequence[Task], *, limit: int | None, seed: int) -> tuple[Task, ...]:
+def sample_tasks(tasks: Sequence[Task], *, limit: int | None, seed: int) -> tuple[Task, ...]:
     """As many as asked for, from every category in turn, then mixed."""
     draw = Random(seed)
     piles: dict[str, list[Task]] = {}

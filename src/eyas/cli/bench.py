@@ -18,10 +18,10 @@ from eyas.cli.bench_servers import DEFAULT_SERVER, ChosenServers
 from eyas.cli.options import AsJson, report
 
 if TYPE_CHECKING:
-    from eyas.bench.asking import Asking
-    from eyas.bench.experiment import Plan
+    from eyas.bench.experiment import ExperimentConfig
     from eyas.bench.load import Load
-    from eyas.bench.record import Recorder
+    from eyas.bench.record import RecordBuilder
+    from eyas.bench.requests import RequestOptions
     from eyas.bench.workload import Workload
 
 app = typer.Typer(help="Measure servers.", invoke_without_command=True)
@@ -84,12 +84,12 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from eyas.bench.experiment import Plan
+    from eyas.bench.experiment import ExperimentConfig
     from eyas.bench.provenance import without_secrets
     from eyas.errors import UserError
 
     asked, output = _workload(workload, synthetic, limit=limit, turns=turns, vocab=vocab, seed=seed)
-    asking = _asking(
+    options = _request_options(
         endpoint,
         extra_body,
         max_tokens=output or max_tokens,
@@ -107,13 +107,13 @@ def bench(
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # servers must be stopped too
         async with AsyncExitStack() as stack:
-            variants = await chosen.meet(stack, timeout=timeout, start_seconds=start_seconds)
+            variants = await chosen.identify(stack, timeout=timeout, start_seconds=start_seconds)
             await bench_run.run(
-                Plan(
+                ExperimentConfig(
                     variants=variants,
                     loads=loads,
                     workload=asked,
-                    asking=asking,
+                    options=options,
                     repetitions=repetitions,
                     warmup=warmup,
                     prefill=prefill,
@@ -155,31 +155,31 @@ class _Bench:
 
     def __init__(self, folder: Path, command: str) -> None:
         self._folder, self._command = folder, command
-        self._recorder: Recorder | None = None
+        self._builder: RecordBuilder | None = None
         self._said = ""
 
-    async def run(self, plan: "Plan") -> None:
+    async def run(self, config: "ExperimentConfig") -> None:
         """Measure; the record on disk grows with every run."""
         from eyas.bench.experiment import Experiment
-        from eyas.bench.record import Recorder, write_record
+        from eyas.bench.record import RecordBuilder, write_record
 
         def measured() -> None:
-            write_record(recorder.record(), self._folder / "bench.json")
+            write_record(builder.build(), self._folder / "bench.json")
 
-        experiment = Experiment(plan, step=self._step, measured=measured)
-        self._recorder = recorder = Recorder(experiment, self._command)
+        experiment = Experiment(config, step=self._step, measured=measured)
+        self._builder = builder = RecordBuilder(experiment, self._command)
         await experiment.run()
 
     def deliver(self, stopped: str | None, *, as_json: bool) -> dict[str, Any] | None:
         """Print and write what was measured, if anything was."""
         from eyas.atomic import new_file
-        from eyas.bench.page import render_page
         from eyas.bench.record import write_record
+        from eyas.bench.report import render_report
         from eyas.cli.bench_tables import print_bench
 
-        if self._recorder is None:
+        if self._builder is None:
             return None
-        record = self._recorder.record(stopped)
+        record = self._builder.build(stopped)
         if record["rows"]:
             if stopped is not None:
                 report(f"{stopped}; this is what was measured until then")
@@ -189,7 +189,7 @@ class _Bench:
                 print_bench(record)
             write_record(record, self._folder / "bench.json")
             with new_file(self._folder / "bench.html") as staging:
-                staging.write_text(render_page(record), encoding="utf-8")
+                staging.write_text(render_report(record), encoding="utf-8")
             report(f"written: {self._folder / 'bench.html'}, {self._folder / 'bench.json'}")
         return record
 
@@ -217,8 +217,8 @@ def _workload(
     return synthetic_workload(int(match[1]), tasks=limit or 48, vocabulary=vocab, seed=seed), int(match[2])
 
 
-def _asking(endpoint: str, extra_body: str | None, **options: Any) -> "Asking":
-    from eyas.bench.asking import Asking
+def _request_options(endpoint: str, extra_body: str | None, **options: Any) -> "RequestOptions":
+    from eyas.bench.requests import RequestOptions
     from eyas.errors import UserError
 
     if endpoint not in ("chat", "completions"):
@@ -229,7 +229,7 @@ def _asking(endpoint: str, extra_body: str | None, **options: Any) -> "Asking":
         raise UserError(f"--extra-body {extra_body!r} is no JSON ({error})") from error
     if not isinstance(extra, dict):
         raise UserError(f"--extra-body {extra_body!r} is no JSON object; give one such as '{{\"top_p\": 0.9}}'")
-    return Asking(endpoint=endpoint, extra=extra, **options)  # type: ignore[arg-type]
+    return RequestOptions(endpoint=endpoint, extra=extra, **options)  # type: ignore[arg-type]
 
 
 def _loads(users: Sequence[str] | None, rate: Sequence[str] | None) -> "tuple[Load, ...]":

@@ -6,11 +6,10 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from eyas.cli.options import report
 from eyas.errors import UserError
 
 if TYPE_CHECKING:
-    from eyas.bench.server import Server
+    from eyas.bench.server import ServerInfo
     from eyas.bench.variants import Variant
 
 DEFAULT_SERVER = "eyas serve"
@@ -58,30 +57,30 @@ class ChosenServers:
             f"--baseline {text!r} does not say of which server; begin with one of {', '.join(self._names)}="
         )
 
-    async def meet(self, stack: AsyncExitStack, *, timeout: float, start_seconds: float) -> "tuple[Variant, ...]":
+    async def identify(self, stack: AsyncExitStack, *, timeout: float, start_seconds: float) -> "tuple[Variant, ...]":
         """Start what is to be started, and ask everyone who they are."""
         from eyas.bench.client import Address
-        from eyas.bench.process import started
-        from eyas.bench.server import meet
-        from eyas.bench.variants import arrange
+        from eyas.bench.process import running_server
+        from eyas.bench.server import identify
+        from eyas.bench.variants import list_variants
 
-        servers: list[Server] = []
-        baselines: dict[str, Server] = {}
+        servers: list[ServerInfo] = []
+        baselines: dict[str, ServerInfo] = {}
         for name, text in self._urls:
             address = Address.of(text, api_key=self._api_key)
-            servers.append(await meet(name, address, model=self._model, timeout=timeout))
+            servers.append(await identify(name, address, model=self._model, timeout=timeout))
         for name, text in self._baseline_urls:
             address = Address.of(text, api_key=self._api_key)
-            baselines[name] = await meet(name, address, model=self._model, timeout=timeout)
+            baselines[name] = await identify(name, address, model=self._model, timeout=timeout)
         for name, command, is_baseline in self._commands:
-            begun = started(command, api_key=self._api_key, seconds=start_seconds, report=report)
+            begun = running_server(command, api_key=self._api_key, seconds=start_seconds)
             address = await stack.enter_async_context(begun)
-            server = await meet(name, address, model=self._model, timeout=timeout, command=command)
+            server = await identify(name, address, model=self._model, timeout=timeout, command=command)
             if is_baseline:
                 baselines[name] = server
             else:
                 servers.append(server)
-        return arrange(servers, baselines, baseline=self._baseline)
+        return list_variants(servers, baselines, baseline=self._baseline)
 
 
 def _named(text: str, default: Callable[[str], str]) -> tuple[str, str]:

@@ -1,32 +1,30 @@
 """A bench's record, and a comparison of two, as tables for people."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from eyas.cli.tables import titled_table, wide_console
 
 Record = Mapping[str, Any]
 
 
 def print_bench(record: Record) -> None:
     """Write the table, then what to mind, to stdout."""
-    from eyas.bench.caveats import words_of
+    from eyas.bench.measures import row_label
 
-    console = _console()
+    console = wide_console(200)
     workload, plan = record["workload"], record["plan"]
     title = (
         f"{workload['conversations']} conversations, {plan['max_tokens']} tokens at temperature "
         f"{plan['temperature']:g}, medians of {plan['repetitions']}"
     )
     heads = ["server, mode, load", "tokens/s", "of a user", "x plain", "first token ms", "per token ms", "chunk gap ms"]
-    table = _table(title, [*heads, "length", "by depth", "same text", "failed"])
+    table = titled_table(title, [*heads, "length", "by depth", "same text", "failed"])
     for row in record["rows"]:
         against, same, found = row["against_plain"], row["same_as_plain"], row["acceptance"]
         ratio = against and against["user_tokens_per_second"]
         table.add_row(
-            words_of(row) + ("" if row["whole"] else " (partial)"),
+            row_label(row) + ("" if row["whole"] else " (partial)"),
             _spread(row["tokens_per_second"]),
             _spread(row["user_tokens_per_second"]),
             f"{ratio['median']:.2f}" if ratio else "-",
@@ -46,9 +44,9 @@ def print_bench(record: Record) -> None:
 
 def print_comparison(found: Record, before: str, after: str) -> None:
     """Write the table, then what makes the two hard to compare."""
-    from eyas.bench.caveats import words_of
+    from eyas.bench.measures import row_label
 
-    console = _console()
+    console = wide_console(200)
     heads = [
         "server, mode, load",
         "tokens/s",
@@ -59,10 +57,10 @@ def print_comparison(found: Record, before: str, after: str) -> None:
         "per token ms",
         "length",
     ]
-    table = _table(f"{before} → {after}", heads)
+    table = titled_table(f"{before} → {after}", heads)
     for row in found["rows"]:
         table.add_row(
-            words_of(row),
+            row_label(row),
             *_change(row["tokens_per_second"]),
             *_change(row["user_tokens_per_second"]),
             *(_pair(row[key]) for key in ("time_to_first_token_ms", "time_per_output_token_ms", "acceptance_length")),
@@ -74,22 +72,6 @@ def print_comparison(found: Record, before: str, after: str) -> None:
         console.print(f"{same['same']} of {same['of']} answers have the same text in both")
     for words in found["differences"]:
         console.print(f"mind  {words}", style="yellow", soft_wrap=True, markup=False, highlight=False)
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    console = Console()
-    return console if console.is_terminal else Console(width=200)  # a file has no width to fit into
-
-
-def _table(title: str, headings: list[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
-    return table
 
 
 def _spread(found: Record | None) -> str:

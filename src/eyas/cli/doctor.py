@@ -1,8 +1,6 @@
 """`eyas doctor`: does this drafter hold, where does it stop holding, and why."""
 
 import json
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +10,10 @@ import typer
 from eyas.cli.options import AsJson, Cache, report
 
 if TYPE_CHECKING:
-    from eyas.doctor.examination import Examination, Plan, Question
-    from eyas.doctor.gates import Gate
+    from eyas.doctor.examination import ChatPrompt, Examination, ExaminationConfig
+    from eyas.doctor.requirements import Requirement
     from eyas.target.model import Target
     from eyas.train.conversations import Conversation
-
-CONTEXTS = (1000, 2000, 4000, 7000)
 
 
 def doctor(
@@ -57,16 +53,17 @@ def doctor(
 
     Ctrl-C tells and writes what was measured until then. Exit code 1 if a --require does not hold.
     """
+    from eyas.cli.progress import ProgressDisplay
+    from eyas.doctor.candidate import load_candidate
     from eyas.doctor.examination import Examination
-    from eyas.doctor.gates import parse_gate
-    from eyas.doctor.patient import load_patient
+    from eyas.doctor.requirements import parse_requirement
     from eyas.errors import UserError
     from eyas.kernels.linear.packed_linear import pack_linears
     from eyas.target.model import Target
 
     arguments = {name: _plain(value) for name, value in context.params.items()}
-    gates = [parse_gate(text) for text in require or ()]
-    plan = _plan(depth, max_tokens, case_prompts, length, seed, robustness, diagnosis, minutes)
+    requirements = [parse_requirement(text) for text in require or ()]
+    config = _config(depth, max_tokens, case_prompts, length, seed, robustness, diagnosis, minutes)
     conversations = _read(prompts)
     text = _filler(filler, conversations)
     if out is not None:
@@ -74,23 +71,23 @@ def doctor(
     names = _names([drafter] if against is None else [drafter, against])
     loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache)
     pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
-    questions = _questions(conversations, loaded, plan, limit)
-    patients = [load_patient(source, name, loaded) for name, source in names.items()]
-    examination = Examination(loaded, patients, questions, plan, filler=text)
+    chat_prompts = _chat_prompts(conversations, loaded, config, limit)
+    candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
+    examination = Examination(loaded, candidates, chat_prompts, config, filler=text)
     try:
-        with _Display() as display:
-            examination.run(display.step)
+        with ProgressDisplay() as progress:
+            examination.run(lambda name, done, total: progress.update(name, done, total or None))
     except (KeyboardInterrupt, UserError):
         if any(examination.measured.values()):
             report("stopped early; this is what was measured until then")
-            _deliver(examination, arguments, gates, out, as_json=as_json)
+            _deliver(examination, arguments, requirements, out, as_json=as_json)
         raise
-    record = _deliver(examination, arguments, gates, out, as_json=as_json)
+    record = _deliver(examination, arguments, requirements, out, as_json=as_json)
     if not all(gate["passed"] for gate in record["gates"]):
         raise typer.Exit(1)
 
 
-def _plan(
+def _config(
     depth: int,
     max_tokens: int,
     case_prompts: int,
@@ -99,8 +96,8 @@ def _plan(
     robustness: bool,
     diagnosis: bool,
     minutes: float,
-) -> "Plan":
-    from eyas.doctor.examination import Plan
+) -> "ExaminationConfig":
+    from eyas.doctor.examination import ExaminationConfig
     from eyas.doctor.robustness import Conditions
 
     conditions = Conditions(
@@ -108,51 +105,16 @@ def _plan(
         max_new_tokens=min(32, max_tokens),
         context_tokens=min(24, max_tokens),
         depths=tuple(k for k in (3, 7) if k <= depth) or (depth,),
-        lengths=tuple(sorted(set(lengths or CONTEXTS))),
+        lengths=tuple(sorted(set(lengths or Conditions.lengths))),
         seed=seed,
     )
-    return Plan(
+    return ExaminationConfig(
         depth=depth,
         max_new_tokens=max_tokens,
         conditions=conditions if robustness else None,
         diagnosed=diagnosis,
         minutes=minutes,
     )
-
-
-class _Display:
-    """Progress on stderr: a bar where there is a terminal, else a line now and then."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._console = Console(stderr=True)
-        self._drawn = sys.stderr.isatty()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._drawn,
-        )
-        self._task, self._name, self._said = self._bar.add_task("", total=None), "", time.monotonic()
-
-    def __enter__(self) -> "_Display":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, name: str, done: int, total: int) -> None:
-        """Show where the examination stands."""
-        if self._drawn:
-            self._bar.update(self._task, description=name, completed=done, total=total or None)
-        elif name != self._name or done == total or time.monotonic() - self._said > 10:
-            self._name, self._said = name, time.monotonic()
-            report(f"{name}, {done} of {total}" if total else name)
 
 
 def _read(files: Sequence[Path]) -> "list[Conversation]":
@@ -177,16 +139,18 @@ def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
     return text
 
 
-def _questions(conversations: "Sequence[Conversation]", target: "Target", plan: "Plan", limit: int) -> "list[Question]":
-    from eyas.doctor.examination import Question
+def _chat_prompts(
+    conversations: "Sequence[Conversation]", target: "Target", config: "ExaminationConfig", limit: int
+) -> "list[ChatPrompt]":
+    from eyas.doctor.examination import ChatPrompt
     from eyas.doctor.transcripts import Asked
     from eyas.evaluate.prompts import Questions
 
-    longest = (target.facts.max_position_embeddings or 8192) - plan.max_new_tokens - plan.depth
+    longest = (target.facts.max_position_embeddings or 8192) - config.max_new_tokens - config.depth
     asked, skipped = Questions(conversations[:limit], target.encode_chat, turns=1, longest=longest).first()
     if skipped:
         report(f"{skipped} prompts are too long for the target's context and left out")
-    return [Question(asked=Asked(key=prompt.key, ids=prompt.ids), messages=prompt.messages) for prompt in asked]
+    return [ChatPrompt(asked=Asked(key=prompt.key, ids=prompt.ids), messages=prompt.messages) for prompt in asked]
 
 
 def _names(sources: Sequence[str]) -> dict[str, str]:
@@ -220,7 +184,7 @@ def _make_folder(out: Path) -> None:
 def _deliver(
     examination: "Examination",
     arguments: Mapping[str, Any],
-    gates: "Sequence[Gate]",
+    requirements: "Sequence[Requirement]",
     out: Path | None,
     *,
     as_json: bool,
@@ -230,19 +194,19 @@ def _deliver(
     from eyas.doctor.record import record_of
     from eyas.errors import UserError
 
-    record = record_of(examination, arguments, gates)
+    record = record_of(examination, arguments, requirements)
     if as_json:
         typer.echo(json.dumps(record))
     else:
         print_record(record)
     if out is not None:
-        from eyas.doctor.page import render_page
-        from eyas.doctor.picture import draw_picture
+        from eyas.doctor.plot import plot_record
+        from eyas.doctor.report import render_report
 
         try:
             (out / "doctor.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
-            (out / "doctor.html").write_text(render_page(record), encoding="utf-8")
-            draw_picture(record, out / "doctor.png")
+            (out / "doctor.html").write_text(render_report(record), encoding="utf-8")
+            plot_record(record, out / "doctor.png")
         except OSError as error:
             raise UserError(f"cannot write to {out}: {error.strerror}; free space or choose another --out") from error
         report(f"written: {', '.join(str(out / f'doctor.{kind}') for kind in ('html', 'json', 'png'))}")

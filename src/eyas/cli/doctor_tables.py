@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from eyas.cli.tables import titled_table, wide_console
+
 if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
@@ -15,11 +17,7 @@ _SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 
 def print_record(record: Record) -> None:
     """Write tables, then the verdict, to stdout."""
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)  # a file has no width to fit into
+    console = wide_console(160)
     measured = {name: own for name, own in record["drafters"].items() if own["drift"]}
     for name, own in measured.items():
         console.print(_drift(name, own))
@@ -37,7 +35,7 @@ def _drift(name: str, own: Record) -> "Table":
     drift = own["drift"]
     depths = [depth for depth in _SHOWN if depth <= drift["depth"]]
     title = f"{name} ({own['family']}): {drift['prompts']} prompts, {drift['rounds']} rounds to depth {drift['depth']}"
-    table = _table(title, ["by depth", *map(str, depths), "slope per depth"])
+    table = titled_table(title, ["by depth", *map(str, depths), "slope per depth"])
     rows = {
         "acceptance length": ([one["value"] for one in drift["length"]], None, "{:.2f}"),
         "conditional acceptance": (drift["conditional"]["value"], drift["conditional"]["slope"], "{:.0%}"),
@@ -57,7 +55,9 @@ def _drift(name: str, own: Record) -> "Table":
 
 def _matrix(record: Record) -> "Table":
     names = list(record["drafters"])
-    table = _table("acceptance length under other conditions, and what is kept of the unperturbed one", ["condition"])
+    table = titled_table(
+        "acceptance length under other conditions, and what is kept of the unperturbed one", ["condition"]
+    )
     for name in names:
         table.add_column(name, justify="right")
         table.add_column("kept", justify="right")
@@ -89,15 +89,6 @@ def _verdict(name: str, own: Record) -> Iterator["Text"]:
         if statement["advice"]:
             text.append(f"\n           do: {statement['advice']}", style="default")
         yield text
-
-
-def _table(title: str, headings: list[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if place else "left", overflow="fold")
-    return table
 
 
 def _slope(slope: Record | None, *, relative: bool) -> str:

@@ -10,10 +10,10 @@ from eyas.cli.options import AsJson
 from eyas.errors import UserError
 
 if TYPE_CHECKING:
+    from eyas.plan.acceptance import AcceptanceProfile
     from eyas.plan.decoder import Decoder
     from eyas.plan.footprint import DrafterShape
-    from eyas.plan.measured import Measured
-    from eyas.plan.profile import Profile
+    from eyas.plan.measured import Measurements
     from eyas.plan.roofline import Pair
 
 CONTEXT = 8192
@@ -67,17 +67,15 @@ def plan(
 
     Nothing is loaded: sizes come from config.json, times from the card's figures. Exit code 1 means it does not fit.
     """
-    from eyas.cli.plan_tables import print_outlook
-    from eyas.plan.calibrate import Checked, calibration, check
+    from eyas.cli.plan_tables import print_forecast
+    from eyas.plan.calibrate import CheckedStep, calibration, check
     from eyas.plan.cards import find_card
-    from eyas.plan.commands import UNTRAINED, cautions, eyas_command, vllm_command
+    from eyas.plan.commands import UNTRAINED, command_notes, eyas_command, vllm_command
     from eyas.plan.decoder import read_decoder
     from eyas.plan.fit import fit as find_fit
+    from eyas.plan.forecast import Deployment, forecast_of
     from eyas.plan.measured import read_measured
-    from eyas.plan.outlook import Question, look
-    from eyas.plan.page import render_page
-    from eyas.plan.quantisation import PLAIN, Quantisation, stored_quantisation
-    from eyas.plan.quantisation import quantisation as quantisation_of
+    from eyas.plan.quantisation import PLAIN, Quantisation, parse_quantisation, stored_quantisation
     from eyas.plan.record import calibration_of, record_of
     from eyas.plan.resolve import target_config
     from eyas.plan.roofline import Pair, Speed, speed_of
@@ -88,52 +86,54 @@ def plan(
     card = find_card(gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops)
     name, shape = _drafter(drafter, target, decoder)
     if quantisation is not None:
-        kept = quantisation_of(quantisation)
+        stored = parse_quantisation(quantisation)
     else:
         # A processor computes in float32 whatever is stored; one with arithmetic for bfloat16 can be told so.
-        kept = PLAIN["float32"] if card.device == "cpu" else stored_quantisation(config, target)
+        stored = PLAIN["float32"] if card.device == "cpu" else stored_quantisation(config, target)
     bench = None if measured is None else read_measured(measured)
 
     factors: tuple[float, ...] = (1.0,) * 4
-    checked: list[Checked] = []
+    checked: list[CheckedStep] = []
     if bench is not None:
-        pair = Pair(decoder=decoder, drafter=shape, kept=kept)
+        pair = Pair(decoder=decoder, drafter=shape, quantisation=stored)
         if bench.target is not None:
             pair = _measured_pair(bench)
-        start = speed_of(card, pair.kept)
+        start = speed_of(card, pair.quantisation)
         factors, checked = calibration(pair, start, bench.steps), check(pair, start, bench.steps)
 
     def speed(kind: Quantisation) -> Speed:
         return speed_of(card, kind).scaled(factors)
 
-    question = Question(
+    deployment = Deployment(
         decoder=decoder,
         drafter=shape,
-        kept=kept,
+        quantisation=stored,
         card=card,
-        speed=speed(kept),
+        speed=speed(stored),
         profile=_profile(acceptance, length, name, bench.profile if bench is not None else None),
         users=users,
         context=context or min(CONTEXT, decoder.context or CONTEXT),
         deepest=depth,
     )
-    outlook, changes = find_fit(question, speed) if fit else (look(question), [])
-    record = record_of(outlook)
+    forecast, changes = find_fit(deployment, speed) if fit else (forecast_of(deployment), [])
+    record = record_of(forecast)
     record["changes"] = changes
-    model = None if outlook.question.drafter is None else name or UNTRAINED
-    record["commands"] = [eyas_command(outlook, target, model), vllm_command(outlook, target, model)]
-    record["notes"] = cautions(outlook, target)
+    model = None if forecast.deployment.drafter is None else name or UNTRAINED
+    record["commands"] = [eyas_command(forecast, target, model), vllm_command(forecast, target, model)]
+    record["notes"] = command_notes(forecast, target)
     if bench is not None:
         record["calibration"] = calibration_of(str(measured), checked)
     if out is not None:
         _write(out, "--out", json.dumps(record, indent=1))
     if page is not None:
-        _write(page, "--page", render_page(record))
+        from eyas.plan.report import render_report
+
+        _write(page, "--page", render_report(record))
     if as_json:
         typer.echo(json.dumps(record))
     else:
-        print_outlook(record)
-    if not outlook.fits:
+        print_forecast(record)
+    if not forecast.fits:
         raise typer.Exit(1)
 
 
@@ -150,23 +150,25 @@ def _drafter(asked: str | None, target: str, decoder: "Decoder") -> "tuple[str |
     return name, shape
 
 
-def _measured_pair(bench: "Measured") -> "Pair":
+def _measured_pair(bench: "Measurements") -> "Pair":
     """What a bench measured, which may be another target: constants are the machine's."""
     from eyas.plan.decoder import read_decoder
-    from eyas.plan.quantisation import quantisation, stored_quantisation
+    from eyas.plan.quantisation import parse_quantisation, stored_quantisation
     from eyas.plan.resolve import target_config
     from eyas.plan.roofline import Pair
 
     assert bench.target is not None
     config = target_config(bench.target)
     decoder = read_decoder(config, bench.target)
-    kept = quantisation(bench.quantisation) if bench.quantisation else stored_quantisation(config, bench.target)
-    return Pair(decoder=decoder, drafter=_drafter(bench.drafter, bench.target, decoder)[1], kept=kept)
+    stored = parse_quantisation(bench.quantisation) if bench.quantisation else stored_quantisation(config, bench.target)
+    return Pair(decoder=decoder, drafter=_drafter(bench.drafter, bench.target, decoder)[1], quantisation=stored)
 
 
-def _profile(acceptance: str | None, length: str | None, drafter: str | None, bench: "Profile | None") -> "Profile":
+def _profile(
+    acceptance: str | None, length: str | None, drafter: str | None, bench: "AcceptanceProfile | None"
+) -> "AcceptanceProfile":
     """How often drafts are accepted: what was said, what a bench counted, what is known, what is usual."""
-    from eyas.plan.profile import SHIPPED, read_acceptance, read_length, usual_profile
+    from eyas.plan.acceptance import SHIPPED, read_acceptance, read_length, usual_profile
 
     if acceptance is not None and length is not None:
         raise UserError("--acceptance and --length say the same thing in two ways; give one of them")

@@ -3,19 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from eyas.cli.tables import wide_console
+from eyas.plan.memory import size
+
 if TYPE_CHECKING:
     from rich.table import Table
 
 Record = Mapping[str, Any]
 
 
-def print_outlook(record: Record) -> None:
+def print_forecast(record: Record) -> None:
     """Write everything to stdout; command lines last and unbroken, to be copied."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=120, highlight=False)  # a file has no width to fit into
+    console = wide_console(120, highlight=False)
     for line in _header(record):
         console.print(line, markup=False)
     console.print(_memory(record))
@@ -50,7 +49,7 @@ def _header(record: Record) -> Iterator[str]:
     else:
         yield f"drafter   {drafter['name']}: {drafter['family']}" + (", usual shape" if drafter["assumed"] else "")
     yield (
-        f"card      {card['name']}: {_size(card['memory_bytes'])}, "
+        f"card      {card['name']}: {size(card['memory_bytes'])}, "
         f"{card['bandwidth_bytes_per_second'] / 1e9:,.0f} GB/s, {card['flops_per_second'] / 1e12:,.3g} TFLOPS"
     )
     yield f"accepted  {record['acceptance']['source']}"
@@ -65,16 +64,16 @@ def _memory(record: Record) -> "Table":
     table.add_column("what")
     table.add_column("bytes", justify="right")
     table.add_column("how")
-    table.add_row("target's weights", _size(memory["weights"]), "")
-    table.add_row("drafter's weights", _size(memory["drafter"]), "embedding and head as far as they are its own")
+    table.add_row("target's weights", size(memory["weights"]), "")
+    table.add_row("drafter's weights", size(memory["drafter"]), "embedding and head as far as they are its own")
     rows = (("kv_per_token", "target's keys and values"), ("drafter_kv_per_token", "drafter's keys and values"))
     for key, what in rows:
         how = f"{asked['users']} users of {asked['context']:,} tokens, {memory[key] / 1024:,.1f} KiB each"
-        table.add_row(what, _size(tokens * memory[key]), how)
-    table.add_row("CUDA graphs", _size(memory["recorded"]), "logits and states that recorded steps share")
-    table.add_row("activations", _size(memory["working"]), "of the widest pass, and the logits behind it")
-    table.add_row("runtime", _size(memory["runtime"]), "context and libraries of the device")
-    table.add_row("together", _size(memory["needed"]), f"of {_size(memory['usable'])}", style="bold")
+        table.add_row(what, size(tokens * memory[key]), how)
+    table.add_row("CUDA graphs", size(memory["recorded"]), "logits and states that recorded steps share")
+    table.add_row("activations", size(memory["working"]), "of the widest pass, and the logits behind it")
+    table.add_row("runtime", size(memory["runtime"]), "context and libraries of the device")
+    table.add_row("together", size(memory["needed"]), f"of {size(memory['usable'])}", style="bold")
     return table
 
 
@@ -110,7 +109,7 @@ def _advice(record: Record) -> Iterator[str]:
         yield f"depth     none for {users} users: drafts would not pay"
     if blocks is not None:
         yield (
-            f"pages     {blocks['pages']:,} of {blocks['page_size']} tokens, {_size(blocks['bytes'])}; room for "
+            f"pages     {blocks['pages']:,} of {blocks['page_size']} tokens, {size(blocks['bytes'])}; room for "
             f"{record['users_fit']:,} users of {record['asked']['context']:,} tokens"
         )
     yield (
@@ -146,12 +145,6 @@ def _calibration(found: Record) -> "Table":
             *gains,
         )
     return table
-
-
-def _size(count: float) -> str:
-    from eyas.plan.memory import size
-
-    return size(count)
 
 
 def _count(number: float) -> str:

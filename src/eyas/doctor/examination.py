@@ -9,23 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from eyas.doctor.candidate import DrafterCandidate
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
 from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
-from eyas.doctor.patient import Patient
-from eyas.doctor.renderings import Messages
+from eyas.doctor.prompt_formats import Messages
 from eyas.doctor.repairs import repairs
 from eyas.doctor.resemblance import measure_resemblance
 from eyas.doctor.robustness import Case, Conditions, Robustness
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.doctor.verdict import Verdict, judge
+from eyas.drafter.attention_mass import SINKS
 from eyas.drafter.cost import flops_per_token
-from eyas.drafter.looks import SINKS
 from eyas.target.capture import decoder_layers
 from eyas.target.model import Target
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExaminationConfig:
     """What is done, and how much of it."""
 
     depth: int = 16
@@ -44,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ChatPrompt:
     """A prompt in both forms."""
 
     asked: Asked
@@ -59,26 +59,38 @@ class Examination:
     """One target, one drafter or two, some prompts."""
 
     def __init__(
-        self, target: Target, patients: Sequence[Patient], questions: Sequence[Question], plan: Plan, *, filler: str
+        self,
+        target: Target,
+        candidates: Sequence[DrafterCandidate],
+        prompts: Sequence[ChatPrompt],
+        config: ExaminationConfig,
+        *,
+        filler: str,
     ) -> None:
-        self.target, self.patients, self.questions, self.plan, self._filler = target, patients, questions, plan, filler
-        self.measured: dict[str, list[PromptMeasures]] = {patient.subject.name: [] for patient in patients}
+        self.target, self.candidates, self.prompts, self.config, self._filler = (
+            target,
+            candidates,
+            prompts,
+            config,
+            filler,
+        )
+        self.measured: dict[str, list[PromptMeasures]] = {candidate.subject.name: [] for candidate in candidates}
         self.diagnoses: dict[str, Diagnosis] = {}
         self.cases: list[Case] = []
         self.whole = False
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
-        layers = {k for patient in patients for k in patient.subject.layer_ids}
+        layers = {k for candidate in candidates for k in candidate.subject.layer_ids}
         self._transcriber = Transcriber(target, layers)
         self._transcripts: list[Transcript] = []
 
     def run(self, step: Step) -> None:
         """Everything, in the order of what is worth most."""
         self._timed("drift", lambda: self._measure(step))
-        if self.plan.diagnosed:
+        if self.config.diagnosed:
             self._timed("diagnosis", lambda: self._diagnose(step))
-        if self.plan.conditions is not None:
-            conditions = self.plan.conditions
+        if self.config.conditions is not None:
+            conditions = self.config.conditions
             self._timed("robustness", lambda: self._try_conditions(conditions, step))
         self.whole = True
 
@@ -90,34 +102,34 @@ class Examination:
             self.seconds[name] = round(time.perf_counter() - started, 1)
 
     def _measure(self, step: Step) -> None:
-        how, total = self.plan.answering(), len(self.questions)
+        how, total = self.config.answering(), len(self.prompts)
         steps = how.max_new_tokens + how.overshoot
         self._transcriber.tick = lambda done: step("answering", done, steps)
-        for transcript in self._transcriber.answer([question.asked for question in self.questions], how):
+        for transcript in self._transcriber.answer([prompt.asked for prompt in self.prompts], how):
             self._transcripts.append(transcript)
         self._transcriber.tick = lambda done: None
         self._transcripts.sort(key=lambda one: one.key)
         for number, transcript in enumerate(self._transcripts, start=1):
-            for patient in self.patients:
-                subject = patient.subject
+            for candidate in self.candidates:
+                subject = candidate.subject
                 found = measure_prompt(
                     subject.drafter,
                     transcript,
-                    depth=self.plan.depth,
+                    depth=self.config.depth,
                     layer_ids=subject.layer_ids,
-                    sinks=self.plan.sinks,
+                    sinks=self.config.sinks,
                 )
                 if found is not None:
                     self.measured[subject.name].append(found)
             step("drafting to every depth", number, total)
 
     def _diagnose(self, step: Step) -> None:
-        tokens = min(self.plan.trial_tokens, self.plan.max_new_tokens)
-        chosen = [one.cut(tokens, DEPTH) for one in self._transcripts[: self.plan.trial_prompts]]
-        for patient in self.patients:
-            subject = patient.subject
+        tokens = min(self.config.trial_tokens, self.config.max_new_tokens)
+        chosen = [one.cut(tokens, DEPTH) for one in self._transcripts[: self.config.trial_prompts]]
+        for candidate in self.candidates:
+            subject = candidate.subject
             alike = measure_resemblance(subject.drafter, self.target)
-            tried = list(repairs(subject, self.target, alike, patient.unused))
+            tried = list(repairs(subject, self.target, alike, candidate.unused))
             name, total = f"repairs of {subject.name}", len(tried)
 
             def tell(done: int, name: str = name, total: int = total) -> None:
@@ -126,15 +138,15 @@ class Examination:
             self.diagnoses[subject.name] = diagnose(subject, self.target, chosen, tried, alike, tell)
 
     def _try_conditions(self, conditions: Conditions, step: Step) -> None:
-        messages = {question.asked.key: question.messages for question in self.questions}
+        messages = {prompt.asked.key: prompt.messages for prompt in self.prompts}
         matrix = Robustness(
             self._transcriber,
-            [patient.subject for patient in self.patients],
+            [candidate.subject for candidate in self.candidates],
             self._transcripts,
             messages,
             conditions,
             filler=self._filler,
-            left=lambda: self.plan.minutes * 60 - (time.perf_counter() - self._started),
+            left=lambda: self.config.minutes * 60 - (time.perf_counter() - self._started),
         )
         for case in matrix.cases():
             self.cases.append(case)
@@ -142,28 +154,28 @@ class Examination:
 
     def drifts(self) -> Mapping[str, Drift]:
         """By drafter, of the prompts that were finished."""
-        return {name: summarise(found, self.plan.depth) for name, found in self.measured.items() if found}
+        return {name: summarise(found, self.config.depth) for name, found in self.measured.items() if found}
 
     def verdicts(self, drifts: Mapping[str, Drift]) -> Mapping[str, Verdict]:
         """By drafter, of what there is."""
         return {
-            patient.subject.name: judge(
-                patient.subject.drafter.config,
-                name=patient.subject.name,
-                drift=drifts.get(patient.subject.name),
+            candidate.subject.name: judge(
+                candidate.subject.drafter.config,
+                name=candidate.subject.name,
+                drift=drifts.get(candidate.subject.name),
                 cases=self.cases,
-                diagnosis=self.diagnoses.get(patient.subject.name),
-                cost=self.cost(patient),
+                diagnosis=self.diagnoses.get(candidate.subject.name),
+                cost=self.cost(candidate),
             )
-            for patient in self.patients
+            for candidate in self.candidates
         }
 
-    def cost(self, patient: Patient) -> float:
+    def cost(self, candidate: DrafterCandidate) -> float:
         """Drafting one token in parts of a step of the target, by the weights that each reads."""
         layers = decoder_layers(self.target.model)
         # Packed weights are buffers.
         decoder = sum(weight.numel() for weight in chain(layers.parameters(), layers.buffers()))
-        drafter = flops_per_token(patient.subject.drafter.config, context=0, with_fusion=False) / 2
+        drafter = flops_per_token(candidate.subject.drafter.config, context=0, with_fusion=False) / 2
         return float(drafter / (decoder + self.target.head().numel()))
 
     @property

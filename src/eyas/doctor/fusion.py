@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eyas.drafter.looks import rms
+from eyas.drafter.attention_mass import rms
 from eyas.drafter.model import Drafter
 
 

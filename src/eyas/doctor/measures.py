@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from eyas.doctor.fusion import Fusion, measure_fusion
 from eyas.doctor.rounds import Rounds, round_starts, run_rounds
-from eyas.doctor.statistics import Array, Calibration, Curve, calibrate, curve, estimate
+from eyas.doctor.statistics import Array, Calibration, DepthCurve, calibrate, depth_curve, estimate
 from eyas.doctor.transcripts import Transcript
+from eyas.drafter.attention_mass import REGIONS, SINKS, AttentionProbe, AttentionStatistics
 from eyas.drafter.drift import Estimate, conditional_acceptance, log_sizes
-from eyas.drafter.looks import REGIONS, SINKS, Looks, Recorder
 from eyas.drafter.model import Drafter
 
 
@@ -48,7 +48,7 @@ class PromptMeasures:
 def measure_prompt(
     drafter: Drafter, transcript: Transcript, *, depth: int, layer_ids: Sequence[int], sinks: int = SINKS
 ) -> PromptMeasures | None:
-    """Measure with the recorder watching; None where the answer is too short for any round."""
+    """Measure with a probe watching; None where the answer is too short for any round."""
     starts = round_starts(transcript)
     if not starts:
         return None
@@ -57,16 +57,16 @@ def measure_prompt(
     assert rounds is not None
     walked = [starts[place] for place in rounds.walk(depth)]
     start_R = torch.tensor(walked, device=transcript.aux_TX.device)
-    recorder = Recorder(start_R, prompt_length=transcript.prompt_length, depth=depth, sinks=sinks)
-    whole = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, watcher=recorder, starts=walked)
+    probe = AttentionProbe(start_R, prompt_length=transcript.prompt_length, depth=depth, sinks=sinks)
+    whole = run_rounds(drafter, transcript, depth=depth, layer_ids=layer_ids, watcher=probe, starts=walked)
     assert whole is not None
-    looks: Looks = recorder.looks()
+    seen: AttentionStatistics = probe.statistics()
     can_draft = set(drafter.vocab().target_ids_W.tolist())
     return PromptMeasures(
         rounds=rounds,
-        mass={region: looks.mass[region].mean(axis=1) for region in REGIONS},
-        entropy_S=looks.entropy_SR.mean(axis=1),
-        spread_S=looks.spread_SR.mean(axis=1),
+        mass={region: seen.mass[region].mean(axis=1) for region in REGIONS},
+        entropy_S=seen.entropy_SR.mean(axis=1),
+        spread_S=seen.spread_SR.mean(axis=1),
         rms_S=whole.rms_SR.mean(axis=1),
         fusion=measure_fusion(drafter, transcript.aux_of(layer_ids)[list(starts)]),
         outside=sum(token not in can_draft for token in transcript.answer),
@@ -81,14 +81,14 @@ class Drift:
     prompts: int
     depth: int
     rounds: int
-    mass: dict[str, Curve]
-    entropy: Curve
-    spread: Curve
-    rms: Curve
+    mass: dict[str, DepthCurve]
+    entropy: DepthCurve
+    spread: DepthCurve
+    rms: DepthCurve
     growth: Estimate
     """Slope of ln(RMS of the fed-back state) by depth: 0 is flat, 0.05 is five per cent more at every depth."""
-    conditional: Curve
-    joint: Curve
+    conditional: DepthCurve
+    joint: DepthCurve
     length: list[Estimate]
     """Acceptance length of serving with depth 1, 2, ... ."""
     calibration: Calibration
@@ -117,14 +117,17 @@ def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
         prompts=len(measured),
         depth=depth,
         rounds=int(counts_PS[:, 0].sum()),
-        mass={region: curve(np.stack([one.mass[region] for one in measured])) for region in REGIONS},
-        entropy=curve(np.stack([one.entropy_S for one in measured])),
-        spread=curve(np.stack([one.spread_S for one in measured])),
-        rms=curve(rms_PS),
+        mass={region: depth_curve(np.stack([one.mass[region] for one in measured])) for region in REGIONS},
+        entropy=depth_curve(np.stack([one.entropy_S for one in measured])),
+        spread=depth_curve(np.stack([one.spread_S for one in measured])),
+        rms=depth_curve(rms_PS),
         growth=growth(rms_PS),
-        conditional=curve(counts_PS, _conditional),
-        joint=curve(counts_PS, joint_acceptance),
-        length=[estimate(np.stack([_totals(one.rounds, k) for one in measured]), _length) for k in range(1, depth + 1)],
+        conditional=depth_curve(counts_PS, _conditional),
+        joint=depth_curve(counts_PS, joint_acceptance),
+        length=[
+            estimate(np.stack([round_totals(one.rounds, k) for one in measured]), acceptance_length)
+            for k in range(1, depth + 1)
+        ],
         calibration=calibrate(
             np.concatenate([np.concatenate(c) for c in confident]), np.concatenate([np.concatenate(h) for h in hits])
         ),
@@ -139,7 +142,7 @@ def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
 
 def growth(rms_PS: Array) -> Estimate:
     """Slope of the logarithm."""
-    return curve(np.array([log_sizes(rms_S) for rms_S in rms_PS])).slope
+    return depth_curve(np.array([log_sizes(rms_S) for rms_S in rms_PS])).slope
 
 
 def _conditional(counts_PS: Array) -> Array:
@@ -153,12 +156,14 @@ def joint_acceptance(counts_PS: Array) -> Array:
     return np.asarray(total_S[1:] / max(1.0, total_S[0]))
 
 
-def _totals(rounds: Rounds, depth: int) -> Array:
+def round_totals(rounds: Rounds, depth: int) -> Array:
+    """Rounds of the walk with this depth, and the drafts that they accepted [2]."""
     accepted = rounds.accepted(depth)
     return np.array([len(accepted), sum(accepted)], dtype=np.float64)
 
 
-def _length(totals_P2: Array) -> float:
+def acceptance_length(totals_P2: Array) -> float:
+    """1 + accepted / rounds, pooled over prompts."""
     rounds, accepted = totals_P2.sum(axis=0)
     return float(1 + accepted / max(1.0, rounds))
 

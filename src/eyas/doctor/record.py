@@ -1,4 +1,4 @@
-"""An examination as JSON: everything that the table, the picture and the page are made from.
+"""An examination as JSON: everything that the table, the plot and the report are made from.
 
 The schema is stable: keys are added, never renamed; a change that breaks readers raises the number in `schema`.
 """
@@ -9,13 +9,13 @@ from typing import Any
 
 from eyas.doctor.diagnosis import Diagnosis
 from eyas.doctor.examination import Examination
-from eyas.doctor.gates import Gate, check_gates
 from eyas.doctor.measures import Drift
+from eyas.doctor.requirements import Requirement, RequirementResult, check_requirements
 from eyas.doctor.robustness import GROUPS, Case
-from eyas.doctor.statistics import Curve
+from eyas.doctor.statistics import DepthCurve
 from eyas.doctor.verdict import Verdict
+from eyas.drafter.attention_mass import REGIONS
 from eyas.drafter.drift import Estimate, plain
-from eyas.drafter.looks import REGIONS
 from eyas.train.journal import versions
 
 SCHEMA = "eyas.doctor/1"
@@ -23,22 +23,22 @@ SCHEMA = "eyas.doctor/1"
 Json = dict[str, Any]
 
 
-def record_of(examination: Examination, arguments: Mapping[str, Any], gates: Sequence[Gate]) -> Json:
+def record_of(examination: Examination, arguments: Mapping[str, Any], requirements: Sequence[Requirement]) -> Json:
     """Everything found so far."""
-    target, plan = examination.target, examination.plan
+    target, settings = examination.target, examination.config
     drifts = examination.drifts()
     verdicts = examination.verdicts(drifts)
     drafters: Json = {}
-    for patient in examination.patients:
-        name, config = patient.subject.name, patient.subject.drafter.config
+    for candidate in examination.candidates:
+        name, config = candidate.subject.name, candidate.subject.drafter.config
         drift, diagnosis = drifts.get(name), examination.diagnoses.get(name)
         drafters[name] = {
-            "source": patient.source,
+            "source": candidate.source,
             "family": config.family,
-            "layer_ids": list(patient.subject.layer_ids),
+            "layer_ids": list(candidate.subject.layer_ids),
             "config": asdict(config),
-            "remarks": list(patient.remarks),
-            "cost": plain(examination.cost(patient)),
+            "remarks": list(candidate.remarks),
+            "cost": plain(examination.cost(candidate)),
             "drift": None if drift is None else _drift(drift),
             "diagnosis": None if diagnosis is None else _diagnosis(diagnosis),
             "verdict": _verdict(verdicts[name]),
@@ -48,19 +48,19 @@ def record_of(examination: Examination, arguments: Mapping[str, Any], gates: Seq
         "versions": versions(),
         "arguments": dict(arguments),
         "target": {**asdict(target.facts), "dtype": str(target.dtype), "device": str(target.device)},
-        "plan": {**asdict(plan), "prompts": len(examination.questions)},
+        "plan": {**asdict(settings), "prompts": len(examination.prompts)},
         "whole": examination.whole,
         "seconds": {**examination.seconds, "total": round(examination.elapsed, 1)},
         "drafters": drafters,
         "cases": [_case(case) for case in sorted(examination.cases, key=lambda case: GROUPS.index(case.group))],
     }
-    first = examination.patients[0].subject.name
-    record["gates"] = [asdict(outcome) for outcome in check_gates(gates, record, first)]
+    first = examination.candidates[0].subject.name
+    record["gates"] = [_requirement(result) for result in check_requirements(requirements, record, first)]
     return record
 
 
 def _drift(drift: Drift) -> Json:
-    curves: dict[str, Curve] = {
+    curves: dict[str, DepthCurve] = {
         name: getattr(drift, name) for name in ("entropy", "spread", "rms", "conditional", "joint")
     }
     return {
@@ -108,6 +108,10 @@ def _verdict(verdict: Verdict) -> Json:
         "recommended_depth": verdict.recommended_depth,
         "statements": [asdict(statement) for statement in verdict.statements],
     }
+
+
+def _requirement(result: RequirementResult) -> Json:
+    return {"gate": result.requirement, "passed": result.passed, "value": result.value, "reason": result.reason}
 
 
 def _case(case: Case) -> Json:

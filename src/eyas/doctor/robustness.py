@@ -15,9 +15,10 @@ from itertools import islice
 
 import numpy as np
 
-from eyas.doctor.context import PLACES, Filler, Stop, allowed_lengths, stops
+from eyas.doctor.long_prompts import PLACES, Filler, LongPrompt, allowed_lengths, long_prompts
+from eyas.doctor.measures import acceptance_length, round_totals
+from eyas.doctor.prompt_formats import Messages, prompt_formats
 from eyas.doctor.quantise import quantised
-from eyas.doctor.renderings import Messages, renderings
 from eyas.doctor.rounds import Noise, Rounds
 from eyas.doctor.statistics import Array, estimate
 from eyas.doctor.subject import Subject
@@ -136,14 +137,14 @@ class Robustness:
             yield self._compared(f"noise {size:g}", "noise", about, found, self._reference)
 
     def _renderings(self) -> Iterator[Case]:
-        for rendering in renderings(self._target):
-            ids = {key: rendering.render(self._messages[key]) for key in self._keys}
+        for form in prompt_formats(self._target):
+            ids = {key: form.render(self._messages[key]) for key in self._keys}
             made = [Asked(key=key, ids=own) for key, own in ids.items() if own]
             if made:
-                yield self._asked(rendering.name, "template", rendering.about, made, self._conditions.answering())
+                yield self._asked(form.name, "template", form.about, made, self._conditions.answering())
             else:
                 why = "the target's own rendering has nothing of the kind to change"
-                yield Case(name=rendering.name, group="template", about=rendering.about, left_out=why)
+                yield Case(name=form.name, group="template", about=form.about, left_out=why)
 
     def _texts(self) -> Iterator[Case]:
         """The doctor's own questions: English ones are the reference of all others."""
@@ -194,15 +195,15 @@ class Robustness:
         fits, others = allowed_lengths(self._target, self._conditions.lengths, room)
         cut = [self._base[key].cut(how.max_new_tokens, how.overshoot) for key in keys]
         reference, filler = self._rounds(cut), Filler(self._target, self._filler)
-        tour = _Tour(self._transcriber, how, length=max(fits, default=0) + room, left=self._left)
+        reading = _LongPrompts(self._transcriber, how, length=max(fits, default=0) + room, left=self._left)
         for length in fits:
             for place in PLACES:
                 name, about = f"{length} tokens, {place}", f"the question stands at the {place} of other text"
-                along = list(stops(self._target, filler, questions, length, [place]))
-                if not tour.affords(along):
+                prompts = list(long_prompts(self._target, filler, questions, length, [place]))
+                if not reading.has_time_for(prompts):
                     yield Case(name=name, group="context", about=about, left_out=_NO_TIME)
                     continue
-                found = self._rounds([tour.answer(stop) for stop in along])
+                found = self._rounds([reading.answer(prompt) for prompt in prompts])
                 yield self._compared(name, "context", about, found, reference)
         for length in others:
             why = f"the target's context is {self._target.facts.max_position_embeddings} tokens"
@@ -226,7 +227,7 @@ class Robustness:
 _NO_TIME = "no time left; give more --minutes"
 
 
-class _Tour:
+class _LongPrompts:
     """Long texts, each read on from where the last one of its kind ended."""
 
     def __init__(self, transcriber: Transcriber, how: Answering, *, length: int, left: Clock) -> None:
@@ -234,45 +235,39 @@ class _Tour:
         self._readers: dict[tuple[str, int], PrefixTranscriber] = {}
         self._seconds_per_token = 0.0
 
-    def affords(self, along: Sequence[Stop]) -> bool:
+    def has_time_for(self, prompts: Sequence[LongPrompt]) -> bool:
         """Whether the time left is likely to do: a token of a longer text takes longer, so half more is expected."""
-        unread = sum(self._reader(stop).unread(stop.asked) for stop in along)
+        unread = sum(self._reader(prompt).unread(prompt.asked) for prompt in prompts)
         return self._left() > 1.5 * unread * self._seconds_per_token
 
-    def answer(self, stop: Stop) -> Transcript:
-        """Go there."""
-        reader, started = self._reader(stop), time.perf_counter()
-        unread = reader.unread(stop.asked)
-        transcript = reader.answer(stop.asked, self._how)
+    def answer(self, prompt: LongPrompt) -> Transcript:
+        """Answer it, reading only what the last prompt of its kind did not have."""
+        reader, started = self._reader(prompt), time.perf_counter()
+        unread = reader.unread(prompt.asked)
+        transcript = reader.answer(prompt.asked, self._how)
         self._seconds_per_token = max(self._seconds_per_token, (time.perf_counter() - started) / max(unread, 256))
         return transcript
 
-    def _reader(self, stop: Stop) -> PrefixTranscriber:
-        if stop.reader not in self._readers:
+    def _reader(self, prompt: LongPrompt) -> PrefixTranscriber:
+        if prompt.reader not in self._readers:
             layer_ids = self._transcriber.layer_ids
-            self._readers[stop.reader] = PrefixTranscriber(self._transcriber.target, layer_ids, length=self._length)
-        return self._readers[stop.reader]
+            self._readers[prompt.reader] = PrefixTranscriber(self._transcriber.target, layer_ids, length=self._length)
+        return self._readers[prompt.reader]
 
 
 def compare(found: Mapping[int, Rounds], reference: Mapping[int, Rounds], depth: int) -> Cell:
     """Lengths of both sides on the prompts that both have, and what is kept."""
     common = [key for key in found if key in reference]
-    rows_P4 = np.array([[*_totals(found[key], depth), *_totals(reference[key], depth)] for key in common])
+    rows_P4 = np.array([[*round_totals(found[key], depth), *round_totals(reference[key], depth)] for key in common])
     if not common:
         nothing = float("nan")
         return Cell(length=nothing, reference=nothing, kept=Estimate(value=nothing, low=nothing, high=nothing))
-    return Cell(length=_length(rows_P4[:, :2]), reference=_length(rows_P4[:, 2:]), kept=estimate(rows_P4, _kept))
-
-
-def _totals(rounds: Rounds, depth: int) -> tuple[float, float]:
-    accepted = rounds.accepted(depth)
-    return float(len(accepted)), float(sum(accepted))
-
-
-def _length(rows_P2: Array) -> float:
-    rounds, accepted = rows_P2.sum(axis=0)
-    return float(1 + accepted / max(1.0, rounds))
+    return Cell(
+        length=acceptance_length(rows_P4[:, :2]),
+        reference=acceptance_length(rows_P4[:, 2:]),
+        kept=estimate(rows_P4, _kept),
+    )
 
 
 def _kept(rows_P4: Array) -> float:
-    return _length(rows_P4[:, :2]) / _length(rows_P4[:, 2:])
+    return acceptance_length(rows_P4[:, :2]) / acceptance_length(rows_P4[:, 2:])

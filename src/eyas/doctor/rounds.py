@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.doctor.transcripts import Transcript
-from eyas.drafter.looks import rms
+from eyas.drafter.attention_mass import rms
 from eyas.drafter.model import Drafter
 from eyas.drafter.round_attention import RoundAttention, Watcher
 from eyas.drafter.vocab import DraftVocab

@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class DepthCurve:
     """A number for every depth."""
 
     value: list[float]
@@ -36,23 +36,23 @@ class Curve:
         return {**points, "slope": self.slope.as_json()}
 
 
-def resamples(prompts: int, seed: int = SEED) -> NDArray[np.int64]:
+def resamples(prompts: int) -> NDArray[np.int64]:
     """Which prompts each resample holds [B, P]."""
-    return np.random.default_rng(seed).integers(0, max(1, prompts), size=(RESAMPLES, max(1, prompts)))
+    return np.random.default_rng(SEED).integers(0, max(1, prompts), size=(RESAMPLES, max(1, prompts)))
 
 
-def curve(value_PS: Array, statistic: Callable[[Array], Array] | None = None) -> Curve:
+def depth_curve(value_PS: Array, statistic: Callable[[Array], Array] | None = None) -> DepthCurve:
     """The mean over prompts at every depth (or another `statistic` of the rows), its band and its slope."""
     value_PS = np.asarray(value_PS, dtype=np.float64)
     statistic = statistic or mean_rows
     if not len(value_PS):
-        return Curve(value=[], low=[], high=[], slope=Estimate(value=np.nan, low=np.nan, high=np.nan))
+        return DepthCurve(value=[], low=[], high=[], slope=Estimate(value=np.nan, low=np.nan, high=np.nan))
     centre_S = statistic(value_PS)
     drawn_BS = np.stack([statistic(value_PS[rows]) for rows in resamples(len(value_PS))])
     low_S, high_S = interval(drawn_BS)
     slopes_B = np.array([slope(list(row)) for row in drawn_BS])
     low, high = interval(slopes_B)
-    return Curve(
+    return DepthCurve(
         value=list(centre_S),
         low=list(low_S),
         high=list(high_S),

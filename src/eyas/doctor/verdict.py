@@ -49,11 +49,6 @@ class Verdict:
     statements: tuple[Statement, ...]
     recommended_depth: int | None
 
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Names of the faults."""
-        return tuple(s.name for s in self.statements if s.level == "fault")
-
 
 def judge(
     config: DrafterConfig,

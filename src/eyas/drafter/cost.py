@@ -1,25 +1,11 @@
-"""What a drafter costs, from its shape alone: parameters, bytes, floating-point operations. No torch."""
+"""What a drafter costs, from its shape alone: bytes and floating-point operations. No torch."""
 
 from math import prod
 
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.tensors import WEIGHT_DTYPES, expected_tensors
+from eyas.drafter.tensors import expected_tensors
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-def parameter_count(config: DrafterConfig, *, own_embedding: bool = False, own_head: bool = True) -> int:
-    """Weights the drafter holds itself; shared embeddings or head are the target's."""
-    left_out = set()
-    if not own_embedding:
-        left_out.add("embed_tokens.weight")
-    if not own_head:
-        left_out.add("lm_head.weight")
-    return sum(
-        prod(spec.shape)
-        for name, spec in expected_tensors(config).items()
-        if spec.dtypes == WEIGHT_DTYPES and name not in left_out
-    )
 
 
 def kv_bytes_per_token(config: DrafterConfig, dtype: str) -> int:

@@ -18,7 +18,7 @@ from itertools import takewhile
 import torch
 
 from eyas.drafter.attention import KeysAndValues
-from eyas.drafter.looks import REGIONS, Recorder, rms
+from eyas.drafter.attention_mass import REGIONS, AttentionProbe, rms
 from eyas.drafter.round_attention import RoundAttention
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor
@@ -41,7 +41,7 @@ class DriftSample:
     rms: tuple[float, ...]
     """Size of the state that each depth hands to the next."""
     mass: Mapping[str, tuple[float, ...]]
-    """Attention by region of `looks.py`."""
+    """Attention by region of `attention_mass.py`."""
     tokens: tuple[int, ...]
     """The drafts; whether they would be accepted shows as the request goes on."""
 
@@ -56,7 +56,7 @@ def examine(
     model, start = drafter.model, seq.target_length - 1
     device = model.fc.weight.device
     start_R = torch.tensor([start], device=device)
-    recorder = Recorder(start_R, prompt_length=seq.prompt_length, depth=depth)
+    recorder = AttentionProbe(start_R, prompt_length=seq.prompt_length, depth=depth)
     attention = RoundAttention(start_R, recorder, past=_past(drafter, seq), window=drafter.window, sinks=drafter.sinks)
     hidden = model.fuse(torch.cat([states.aux_TX for states in waiting]).to(model.fc.weight.dtype))
     token_N = torch.tensor(seq.tokens[seq.drafter_length + 1 : seq.target_length + 1], device=device)
@@ -71,7 +71,7 @@ def examine(
         token_N = draw(model.logits(normed), [sampling_metadata(seq, tokens)], drafter.token_W).token
         tokens.append(int(token_N))
         position_N = start_R + level
-    looks = recorder.looks()
+    looks = recorder.statistics()
     return DriftSample(
         rms=tuple(torch.cat(sizes).tolist()),
         mass={region: tuple(looks.mass[region][:, 0].tolist()) for region in REGIONS},

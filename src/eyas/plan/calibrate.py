@@ -48,7 +48,7 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckedStep:
     """A measured step beside what the others predict of it."""
 
     step: MeasuredStep
@@ -89,7 +89,7 @@ def calibration(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> tupl
     return tuple(exp(x) for x in _least_squares(off, [0.0] * len(start.parts)))
 
 
-def check(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> list[Checked]:
+def check(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> list[CheckedStep]:
     """Every step predicted by a fit to all the others; speedups with the plain step of as many users left out too."""
     plain = {step.users: step for step in steps if step.depth == 0}
     checked = []
@@ -106,7 +106,7 @@ def check(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> list[Check
             measured_gain = step.tokens_per_second / baseline.tokens_per_second
             predicted_gain = step.length / baseline.length * seconds[0] / seconds[1]
         checked.append(
-            Checked(step=step, predicted_seconds=predicted, speedup=measured_gain, predicted_speedup=predicted_gain)
+            CheckedStep(step=step, predicted_seconds=predicted, speedup=measured_gain, predicted_speedup=predicted_gain)
         )
     return checked
 

@@ -104,7 +104,7 @@ class Decoder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
+class DecoderFamily:
     """What sets one model_type of transformers apart from the plain Llama block."""
 
     norms: int = 2
@@ -151,16 +151,16 @@ def _gemma3(config: Json, layers: int) -> list[int | None]:
 
 
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(mlp_bias=True),
-    "smollm3": Architecture(mlp_bias=True, defaults={"tie_word_embeddings": True}),
-    "mistral": Architecture(windows=_everywhere),
-    "phi3": Architecture(windows=_everywhere),
-    "qwen2": Architecture(qkv_bias=True, windows=_qwen),
-    "qwen3": Architecture(qk_norms=True, windows=_qwen, defaults={"head_dim": 128}),
-    "gemma": Architecture(defaults=_GEMMA),
-    "gemma2": Architecture(norms=4, windows=_gemma2, defaults=_GEMMA),
-    "gemma3_text": Architecture(
+FAMILIES: Mapping[str, DecoderFamily] = {
+    "llama": DecoderFamily(mlp_bias=True),
+    "smollm3": DecoderFamily(mlp_bias=True, defaults={"tie_word_embeddings": True}),
+    "mistral": DecoderFamily(windows=_everywhere),
+    "phi3": DecoderFamily(windows=_everywhere),
+    "qwen2": DecoderFamily(qkv_bias=True, windows=_qwen),
+    "qwen3": DecoderFamily(qk_norms=True, windows=_qwen, defaults={"head_dim": 128}),
+    "gemma": DecoderFamily(defaults=_GEMMA),
+    "gemma2": DecoderFamily(norms=4, windows=_gemma2, defaults=_GEMMA),
+    "gemma3_text": DecoderFamily(
         norms=4,
         qk_norms=True,
         windows=_gemma3,
@@ -172,9 +172,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "max_position_embeddings": 131072,
         },
     ),
-    "mixtral": Architecture(experts="num_local_experts", expert_size="intermediate_size", windows=_everywhere),
-    "qwen2_moe": Architecture(qkv_bias=True, experts="num_experts", windows=_qwen),
-    "qwen3_moe": Architecture(qk_norms=True, experts="num_experts", windows=_qwen),
+    "mixtral": DecoderFamily(experts="num_local_experts", expert_size="intermediate_size", windows=_everywhere),
+    "qwen2_moe": DecoderFamily(qkv_bias=True, experts="num_experts", windows=_qwen),
+    "qwen3_moe": DecoderFamily(qk_norms=True, experts="num_experts", windows=_qwen),
 }
 
 
@@ -182,17 +182,17 @@ def read_decoder(config: Json, source: str) -> Decoder:
     """Read config.json; what cannot be counted is refused."""
     text, note = _text_part(config, source)
     kind = str(text.get("model_type"))
-    architecture = ARCHITECTURES[kind]
-    text = {**(architecture.defaults or {}), **text}
+    family = FAMILIES[kind]
+    text = {**(family.defaults or {}), **text}
     hidden, heads = _whole(text, "hidden_size", source), _whole(text, "num_attention_heads", source)
     layers = _whole(text, "num_hidden_layers", source)
     kv_heads = heads if text.get("num_key_value_heads") is None else _whole(text, "num_key_value_heads", source)
     head_dim = hidden // heads if text.get("head_dim") is None else _whole(text, "head_dim", source)
-    feed = [_feed_forward(architecture, text, layer, source) for layer in range(layers)]
-    vectors = _vectors(architecture, text, hidden, heads * head_dim, kv_heads * head_dim, head_dim)
-    windows = architecture.windows(text, layers)
+    feed = [_feed_forward(family, text, layer, source) for layer in range(layers)]
+    vectors = _vectors(family, text, hidden, heads * head_dim, kv_heads * head_dim, head_dim)
+    windows = family.windows(text, layers)
     widest = max(part["width"] for part in feed)
-    mlp_bias = 2 * widest + hidden if architecture.mlp_bias and text.get("mlp_bias") else 0
+    mlp_bias = 2 * widest + hidden if family.mlp_bias and text.get("mlp_bias") else 0
     return Decoder(
         source=source,
         model_type=kind,
@@ -224,33 +224,33 @@ def _text_part(config: Json, source: str) -> tuple[dict[str, Any], str]:
     inner = config.get("text_config")
     text = {**inner} if isinstance(inner, dict) else {**config}
     kind = text.get("model_type")
-    if kind not in ARCHITECTURES:
+    if kind not in FAMILIES:
         raise UserError(
             f"{source} has model_type {kind!r}, whose weights cannot be counted; known are "
-            f"{', '.join(ARCHITECTURES)}: another one needs a row in the table of eyas/plan/decoder.py"
+            f"{', '.join(FAMILIES)}: another one needs a row in the table of eyas/plan/decoder.py"
         )
     return text, f"only the text model of {config.get('model_type')} is counted" if isinstance(inner, dict) else ""
 
 
-def _feed_forward(architecture: Architecture, config: Json, layer: int, source: str) -> dict[str, int]:
+def _feed_forward(family: DecoderFamily, config: Json, layer: int, source: str) -> dict[str, int]:
     """Weights of the part behind the attention, and how wide it is for one token."""
     hidden = _whole(config, "hidden_size", source)
-    experts = _whole(config, architecture.experts, source) if architecture.experts else 0
+    experts = _whole(config, family.experts, source) if family.experts else 0
     sparse = experts > 0 and layer not in (config.get("mlp_only_layers") or ())
     sparse = sparse and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
     if not sparse:
         width = _whole(config, "intermediate_size", source)
         return {"dense": 3 * hidden * width, "expert": 0, "experts": 0, "active": 0, "width": width}
-    width, active = _whole(config, architecture.expert_size, source), _whole(config, "num_experts_per_tok", source)
+    width, active = _whole(config, family.expert_size, source), _whole(config, "num_experts_per_tok", source)
     shared = config.get("shared_expert_intermediate_size") or 0
     dense = hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
     every = active * width + shared
     return {"dense": dense, "expert": 3 * hidden * width, "experts": experts, "active": active, "width": every}
 
 
-def _vectors(architecture: Architecture, config: Json, hidden: int, q: int, kv: int, head_dim: int) -> int:
-    count = architecture.norms * hidden + (2 * head_dim if architecture.qk_norms else 0)
-    if architecture.qkv_bias:
+def _vectors(family: DecoderFamily, config: Json, hidden: int, q: int, kv: int, head_dim: int) -> int:
+    count = family.norms * hidden + (2 * head_dim if family.qk_norms else 0)
+    if family.qkv_bias:
         return count + q + 2 * kv
     return count + (q + 2 * kv + hidden if config.get("attention_bias") else 0)
 

@@ -7,7 +7,7 @@ account of when speculation pays.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from eyas.plan.profile import Profile
+from eyas.plan.acceptance import AcceptanceProfile
 from eyas.plan.roofline import Pair, Speed
 from eyas.plan.shapes import MARGIN, Batch, Plan, plan_chains, plan_nothing
 
@@ -27,7 +27,7 @@ class Expected:
     """Against plain decoding of as many users."""
 
 
-def expect(pair: Pair, speed: Speed, profile: Profile, *, users: int, depth: int, context: float) -> Expected:
+def expect(pair: Pair, speed: Speed, profile: AcceptanceProfile, *, users: int, depth: int, context: float) -> Expected:
     """Every user drafts at one depth, or not at all."""
     plain = _fixed(pair, speed, profile, users=users, depth=0, context=context)
     plan = _fixed(pair, speed, profile, users=users, depth=depth, context=context)
@@ -41,7 +41,7 @@ def expect(pair: Pair, speed: Speed, profile: Profile, *, users: int, depth: int
     )
 
 
-def _fixed(pair: Pair, speed: Speed, profile: Profile, *, users: int, depth: int, context: float) -> Plan:
+def _fixed(pair: Pair, speed: Speed, profile: AcceptanceProfile, *, users: int, depth: int, context: float) -> Plan:
     gained = sum(profile.survivals(depth)) if depth else 0.0
     batch = Batch(rows=users, levels={}, survivals={}, fixed=[users] * depth or [0], fixed_tokens=users * gained)
     return plan_nothing(batch, pair.prices(speed, rows=users, context=context, reads=1 + gained))
@@ -53,8 +53,8 @@ def best_depth(expected: Sequence[Expected]) -> Expected:
     return best if best.speedup > MARGIN else next(one for one in expected if one.depth == 0)
 
 
-def on_auto(
-    pair: Pair, speed: Speed, profile: Profile, *, users: int, deepest: int, like: int, context: float
+def auto_speedup(
+    pair: Pair, speed: Speed, profile: AcceptanceProfile, *, users: int, deepest: int, like: int, context: float
 ) -> float:
     """The speedup of the engine's own choice, which may differ between users of one step; 1 is plain.
 

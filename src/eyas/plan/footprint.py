@@ -61,15 +61,15 @@ class DrafterShape:
     """Whether there is no such drafter yet, only the usual shape of one."""
 
 
-def target_bytes(decoder: Decoder, kept: Quantisation, *, device: str) -> int:
+def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str) -> int:
     """Weights as they lie in memory.
 
     A processor computes float32 from panels: a head that is the embedding as well lies there twice.
     """
     count = decoder.others
-    if device == "cpu" and kept.name == "float32" and decoder.tied:
+    if device == "cpu" and quantisation.name == "float32" and decoder.tied:
         count += decoder.vocabulary
-    return int(decoder.matrices * kept.bits / 8) + count * kept.other_bytes
+    return int(decoder.matrices * quantisation.bits / 8) + count * quantisation.other_bytes
 
 
 def drafter_bytes(drafter: DrafterShape, dtype: str, *, device: str) -> int:
@@ -118,10 +118,10 @@ def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) ->
 
 
 def footprint(
-    decoder: Decoder, drafter: DrafterShape | None, kept: Quantisation, *, room: Room, device: str
+    decoder: Decoder, drafter: DrafterShape | None, quantisation: Quantisation, *, room: Room, device: str
 ) -> Footprint:
     """Everything but the pages, from shapes."""
-    element, states = kept.other_bytes, 0
+    element, states = quantisation.other_bytes, 0
     if drafter is not None:
         states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     on_gpu = device != "cpu"
@@ -137,10 +137,10 @@ def footprint(
     )
     recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element)
     return Footprint(
-        weights=target_bytes(decoder, kept, device=device),
-        drafter=0 if drafter is None else drafter_bytes(drafter, kept.dtype, device=device),
+        weights=target_bytes(decoder, quantisation, device=device),
+        drafter=0 if drafter is None else drafter_bytes(drafter, quantisation.dtype, device=device),
         token=len(decoder.layers) * decoder.kv_width * element,
-        drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, kept.dtype),
+        drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, quantisation.dtype),
         working=working,
         recorded=recorded if on_gpu else 0,
         runtime=CUDA_RUNTIME if on_gpu else 0,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.errors import UserError
+from eyas.plan.acceptance import AcceptanceProfile, profile_of_rounds
 from eyas.plan.calibrate import MeasuredStep
-from eyas.plan.profile import Profile, profile_of_rounds
 
 Json = Mapping[str, Any]
 BENCH = "eyas.bench/1"
@@ -27,7 +27,7 @@ FIXED = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class Measurements:
     """A bench."""
 
     target: str | None = None
@@ -35,11 +35,11 @@ class Measured:
     drafter: str | None = None
     quantisation: str | None = None
     steps: tuple[MeasuredStep, ...]
-    profile: Profile | None
+    profile: AcceptanceProfile | None
     """Where it counted what was accepted."""
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> Measurements:
     """Read the JSON of a bench."""
     where = f"--measured {path}"
     try:
@@ -58,7 +58,7 @@ def read_measured(path: Path) -> Measured:
     steps = tuple(_step(row, f"step {number} of {where}") for number, row in enumerate(rows, 1))
     counted = [(step.depth, _shares(row.get("accepted"), where)) for row, step in zip(rows, steps, strict=True)]
     names = {key: raw.get(key) for key in ("target", "drafter", "quantisation")}
-    return Measured(**names, steps=steps, profile=_profile(counted, steps, where))
+    return Measurements(**names, steps=steps, profile=_profile(counted, steps, where))
 
 
 def _step(row: Any, where: str) -> MeasuredStep:
@@ -80,7 +80,7 @@ def _step(row: Any, where: str) -> MeasuredStep:
     )
 
 
-def _of_bench(raw: Json, where: str) -> Measured:
+def _of_bench(raw: Json, where: str) -> Measurements:
     """Every pass gives one token and those of its drafts that are accepted, so passes are tokens less accepted ones."""
     if raw["schema"] != BENCH:
         raise UserError(f"{where} has schema {raw['schema']!r}; {BENCH!r} is read here")
@@ -115,7 +115,7 @@ def _of_bench(raw: Json, where: str) -> Measured:
             counted.append((depth, _shares(drafting.get("by_depth"), name)))
     if not steps:
         raise UserError(f"{where} has no row with a number of users and a time per token; measure with --users")
-    return Measured(steps=tuple(steps), profile=_profile(counted, steps, where))
+    return Measurements(steps=tuple(steps), profile=_profile(counted, steps, where))
 
 
 def _number(row: Json, key: str, where: str, least: float) -> float:
@@ -133,7 +133,9 @@ def _shares(found: Any, where: str) -> list[float]:
     return shares[: shares.index(0)] if 0 in shares else shares
 
 
-def _profile(counted: Sequence[tuple[float, list[float]]], steps: Sequence[MeasuredStep], where: str) -> Profile | None:
+def _profile(
+    counted: Sequence[tuple[float, list[float]]], steps: Sequence[MeasuredStep], where: str
+) -> AcceptanceProfile | None:
     """Shares of the deepest rounds that were counted by position, and the lengths of rounds of one depth."""
     deepest = max((shares for _, shares in counted), key=len, default=[])
     if not deepest:

@@ -53,7 +53,7 @@ KINDS = (*PLAIN, "fp8", "int8", "int4")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def quantisation(name: str) -> Quantisation:
+def parse_quantisation(name: str) -> Quantisation:
     """By name; int8 and int4 may end in the size of their groups, as in int4-g64."""
     name = _SHORT.get(name, name)
     if name in PLAIN:
@@ -81,16 +81,16 @@ def stored_quantisation(config: Mapping[str, Any], source: str) -> Quantisation:
     if method in ("gptq", "awq") and said.get("bits") in (4, 8):
         group = said.get("group_size", GROUP)
         # A group of -1 is a whole column, whose scale weighs nothing.
-        return quantisation(f"int{said['bits']}-g{group if group and group > 0 else 2**20}")
+        return parse_quantisation(f"int{said['bits']}-g{group if group and group > 0 else 2**20}")
     if method in ("fp8", "fbgemm_fp8"):
-        return quantisation("fp8")
+        return parse_quantisation("fp8")
     if method == "compressed-tensors":
         groups = list((said.get("config_groups") or {}).values())
         weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
         if weights.get("num_bits") == 8 and weights.get("type") == "float":
-            return quantisation("fp8")
+            return parse_quantisation("fp8")
         if weights.get("num_bits") in (4, 8) and weights.get("type") == "int":
-            return quantisation(f"int{weights['num_bits']}-g{weights.get('group_size') or 2**20}")
+            return parse_quantisation(f"int{weights['num_bits']}-g{weights.get('group_size') or 2**20}")
     raise UserError(
         f"{source} is quantised by {method!r} in a way that is not known here; say what comes nearest with "
         f"--quantisation ({', '.join(KINDS)})"

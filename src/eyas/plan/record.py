@@ -1,20 +1,20 @@
-"""An outlook as JSON."""
+"""A forecast as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eyas.plan.calibrate import Checked
-from eyas.plan.outlook import Outlook
+from eyas.plan.calibrate import CheckedStep
+from eyas.plan.forecast import Forecast
 from eyas.plan.roofline import Speed
 
 FORMAT = "eyas-plan-1"
 
 
-def record_of(outlook: Outlook) -> dict[str, Any]:
+def record_of(forecast: Forecast) -> dict[str, Any]:
     """Everything that was found, in bytes, seconds and tokens per second."""
-    question, taken, budget = outlook.question, outlook.footprint, outlook.budget
-    decoder, card, drafter = question.decoder, question.card, question.drafter
+    deployment, taken, budget = forecast.deployment, forecast.footprint, forecast.budget
+    decoder, card, drafter = deployment.decoder, deployment.card, deployment.drafter
     return {
         "format": FORMAT,
         "target": {
@@ -28,19 +28,19 @@ def record_of(outlook: Outlook) -> dict[str, Any]:
         "drafter": None
         if drafter is None
         else {"name": drafter.name, "family": drafter.config.family, "assumed": drafter.assumed},
-        "quantisation": {"name": question.kept.name, "bits_per_weight": question.kept.bits},
+        "quantisation": {"name": deployment.quantisation.name, "bits_per_weight": deployment.quantisation.bits},
         "card": {
             "name": card.name,
             "device": card.device,
             "memory_bytes": card.memory,
             "bandwidth_bytes_per_second": card.bandwidth,
-            "flops_per_second": card.speed_of(question.kept.arithmetic),
+            "flops_per_second": card.speed_of(deployment.quantisation.arithmetic),
         },
-        "constants": constants(question.speed),
-        "asked": {"users": question.users, "context": question.context},
+        "constants": constants(deployment.speed),
+        "asked": {"users": deployment.users, "context": deployment.context},
         "acceptance": {
-            "source": question.profile.words,
-            "length_by_depth": [question.profile.length(depth) for depth in range(1, question.deepest + 1)],
+            "source": deployment.profile.source,
+            "length_by_depth": [deployment.profile.length(depth) for depth in range(1, deployment.deepest + 1)],
         },
         "memory": {
             "weights": taken.weights,
@@ -51,22 +51,22 @@ def record_of(outlook: Outlook) -> dict[str, Any]:
             "recorded": taken.recorded,
             "runtime": taken.runtime,
             "beside_pages": taken.beside_blocks,
-            "left_for_pages": outlook.for_blocks,
-            "needed": outlook.needed,
-            "usable": question.usable,
+            "left_for_pages": forecast.for_blocks,
+            "needed": forecast.needed,
+            "usable": deployment.usable,
         },
         "pages": None
         if budget is None
         else {"pages": budget.blocks, "page_size": budget.block_size, "bytes": budget.bytes},
-        "fits": outlook.fits,
-        "verdict": outlook.verdict(),
-        "users_fit": outlook.users_fit,
-        "longest_context": outlook.longest_context,
-        "expected": [asdict(one) for one in outlook.table],
-        "recommended_depth": outlook.best.depth,
-        "recommended_speedup": outlook.best.speedup,
-        "auto_speedup": outlook.auto_speedup,
-        "prompt_seconds": outlook.prompt_seconds,
+        "fits": forecast.fits,
+        "verdict": forecast.verdict(),
+        "users_fit": forecast.users_fit,
+        "longest_context": forecast.longest_context,
+        "expected": [asdict(one) for one in forecast.table],
+        "recommended_depth": forecast.best.depth,
+        "recommended_speedup": forecast.best.speedup,
+        "auto_speedup": forecast.auto_speedup,
+        "prompt_seconds": forecast.prompt_seconds,
     }
 
 
@@ -81,7 +81,7 @@ def constants(speed: Speed) -> dict[str, float]:
     }
 
 
-def calibration_of(source: str, checked: Sequence[Checked]) -> dict[str, Any]:
+def calibration_of(source: str, checked: Sequence[CheckedStep]) -> dict[str, Any]:
     """What was measured beside what a fit to the other rows says of it."""
     errors = [abs(one.error) for one in checked]
     gains = [abs(one.speedup_error) for one in checked if one.speedup_error is not None]

@@ -73,12 +73,12 @@ class Speed:
         return Speed(byte=byte, flop=flop, layer=layer, pass_=pass_, overlap=self.overlap)
 
 
-def speed_of(card: Card, kept: Quantisation) -> Speed:
+def speed_of(card: Card, quantisation: Quantisation) -> Speed:
     """What programs get of a card."""
     on_gpu = card.device != "cpu"
     return Speed(
         byte=1 / (card.bandwidth * BANDWIDTH_SHARE),
-        flop=1 / (card.speed_of(kept.arithmetic) * FLOPS_SHARE),
+        flop=1 / (card.speed_of(quantisation.arithmetic) * FLOPS_SHARE),
         layer=GPU_LAYER if on_gpu else CPU_LAYER,
         pass_=GPU_PASS if on_gpu else CPU_PASS,
         overlap=GPU_OVERLAP if on_gpu else CPU_OVERLAP,
@@ -91,14 +91,16 @@ class Pair:
 
     decoder: Decoder
     drafter: DrafterShape | None
-    kept: Quantisation
+    quantisation: Quantisation
 
     def verify(self, *, rows: int, tokens: int, context: float, logits: int | None = None) -> Work:
         """One pass of the target: rows that look back so far, so many tokens together, logits behind some of them."""
-        decoder, element = self.decoder, self.kept.other_bytes
+        decoder, element = self.decoder, self.quantisation.other_bytes
         logits = tokens if logits is None else logits
         seen = sum(min(context, layer.window or context) for layer in decoder.layers)
-        weights = sum(layer.read(tokens) * self.kept.bits / 8 + layer.vectors * element for layer in decoder.layers)
+        weights = sum(
+            layer.read(tokens) * self.quantisation.bits / 8 + layer.vectors * element for layer in decoder.layers
+        )
         used = sum(layer.used for layer in decoder.layers)
         return Work(
             bytes=weights + decoder.vocabulary * element + rows * seen * decoder.kv_width * element,
@@ -113,36 +115,36 @@ class Pair:
         """The drafter's passes of a step over so many tokens together; the first of them reads what is new."""
         if not passes or self.drafter is None:
             return NO_WORK
-        config, element = self.drafter.config, BYTES_PER_ELEMENT[self.kept.dtype]
+        config, element = self.drafter.config, BYTES_PER_ELEMENT[self.quantisation.dtype]
         sizes = {name: prod(spec.shape) for name, spec in expected_tensors(config).items() if len(spec.shape) == 2}
         fusion, head = sizes.pop("fc.weight"), sizes.pop("lm_head.weight")
         sizes.pop("embed_tokens.weight")
         layers = sum(sizes.values())
         first = max(rows, tokens - (passes - 1) * rows)
-        kept = kv_bytes_per_token(config, self.kept.dtype)
+        kv_bytes = kv_bytes_per_token(config, self.quantisation.dtype)
         attention = 4 * context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
         return Work(
-            bytes=(fusion + passes * (layers + head)) * element + passes * rows * context * kept,
+            bytes=(fusion + passes * (layers + head)) * element + passes * rows * context * kv_bytes,
             flops=2 * (first * fusion + tokens * layers + passes * rows * head) + tokens * attention,
             layers=passes * config.num_hidden_layers,
             passes=passes,
         )
 
-    def read(self, tokens: int, chunk: int) -> list[Work]:
+    def prefill(self, tokens: int, chunk: int) -> list[Work]:
         """The passes over a prompt, in chunks, by both."""
         passes = []
         for start in range(0, tokens, chunk):
             count = min(chunk, tokens - start)
             seen = start + count / 2
             passes.append(self.verify(rows=1, tokens=count, context=seen, logits=1))
-            passes.append(self.remember(tokens=count, context=seen))
+            passes.append(self.drafter_prefill(tokens=count, context=seen))
         return passes
 
-    def remember(self, *, tokens: int, context: float) -> Work:
+    def drafter_prefill(self, *, tokens: int, context: float) -> Work:
         """The drafter over a part of a prompt: later tokens see keys and values of the last layer alone."""
         if self.drafter is None or self.drafter.config.num_hidden_layers > 1:
             return self.draft(rows=1, passes=1, tokens=tokens, context=context)
-        config, element = self.drafter.config, BYTES_PER_ELEMENT[self.kept.dtype]
+        config, element = self.drafter.config, BYTES_PER_ELEMENT[self.quantisation.dtype]
         fusion = config.num_aux_hidden_states * config.target_hidden_size * config.hidden_size
         projected = 2 * config.hidden_size * 2 * config.num_key_value_heads * config.head_dim
         return Work(

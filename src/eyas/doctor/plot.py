@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from eyas.doctor.report import relative, reliability
+
 Record = Mapping[str, Any]
 
 
-def draw_picture(record: Record, picture: Path) -> None:
+def plot_record(record: Record, path: Path) -> None:
     """Draw curves by depth, and the matrix where there is one."""
     # Without pyplot there is no global state, no window system and nothing to close.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -22,19 +24,14 @@ def draw_picture(record: Record, picture: Path) -> None:
     for number, (name, drift) in enumerate(measured.items()):
         colour = f"C{number}"
         first = drift["rms"]["value"][0]
-        relative = {key: [x / first for x in drift["rms"][key]] for key in ("value", "low", "high")}
-        _curve(axes[0, 0], relative, f"{name} ({first:.3g} at depth 1)", colour)
+        _curve(axes[0, 0], relative(drift["rms"]), f"{name} ({first:.3g} at depth 1)", colour)
         _curve(axes[0, 1], drift["conditional"], name, colour)
         _curve(axes[0, 2], drift["joint"], name, colour)
         _curve(axes[1, 0], drift["mass"]["own"], f"{name}, own guesses", colour)
         _curve(axes[1, 0], drift["mass"]["sink"], f"{name}, sink", colour, style="o:")
         lengths = [one["value"] for one in drift["length"]]
         axes[1, 1].plot(range(1, len(lengths) + 1), lengths, "o-", color=colour, ms=3, label=name)
-        pairs = [
-            (c, a)
-            for c, a in zip(drift["calibration"]["confidence"], drift["calibration"]["accuracy"], strict=True)
-            if c is not None
-        ]
+        pairs = reliability(drift["calibration"])
         if pairs:
             axes[1, 2].plot(*zip(*pairs, strict=True), "o-", color=colour, ms=4, label=name)
     axes[1, 2].plot([0, 1], [0, 1], ":", color="grey")
@@ -53,7 +50,7 @@ def draw_picture(record: Record, picture: Path) -> None:
             axes[row, 3].remove()
         _matrix(figure.add_subplot(grid[:, 3]), cases, list(record["drafters"]))
     figure.suptitle(f"eyas doctor: {' against '.join(record['drafters'])}, on {record['target']['source']}")
-    figure.savefig(picture, dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _curve(axes: Any, curve: Record, label: str, colour: str, style: str = "o-") -> None:

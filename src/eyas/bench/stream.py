@@ -1,6 +1,6 @@
 """From the bytes of a stream and the times they came to one answer with its times. Pure: no socket, no clock.
 
-The stream is read as it comes and understood afterwards, so that understanding one does not delay reading another.
+The stream is read as it comes and parsed afterwards, so that parsing one does not delay reading another.
 """
 
 import json
@@ -10,14 +10,14 @@ from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
-from eyas.bench.drafting import Drafting, drafting_of_event
+from eyas.bench.draft_counts import DraftCounts, draft_counts_of_event
 
 Arrival = tuple[float, bytes]
 """When it came, in seconds, and what."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class StreamedAnswer:
     """One request and what became of it. Times are seconds since the run began."""
 
     key: str
@@ -31,11 +31,11 @@ class Answer:
     text: str = ""
     tokens: int = 0
     prompt_tokens: int = 0
-    gaps: tuple[float, ...] = ()
+    chunk_gaps: tuple[float, ...] = ()
     """Between arrivals of text: how it moves on the screen."""
     event_gaps: tuple[float, ...] = ()
     """Between events that carry a choice, with or without text: what `vllm bench serve` calls inter-token latency."""
-    drafting: Drafting | None = None
+    draft_counts: DraftCounts | None = None
     error: str | None = None
 
     @property
@@ -44,21 +44,21 @@ class Answer:
         return (self.last if self.last is not None else self.sent) - self.sent
 
     @property
-    def to_first(self) -> float | None:
+    def time_to_first_token(self) -> float | None:
         """Until the first text."""
         return None if self.first is None else self.first - self.sent
 
     @property
-    def per_token(self) -> float | None:
+    def time_per_output_token(self) -> float | None:
         """Seconds per token after the first."""
         if self.first is None or self.last is None or self.tokens < 2:
             return None
         return (self.last - self.first) / (self.tokens - 1)
 
     @property
-    def arrivals(self) -> int:
+    def chunks(self) -> int:
         """In how many pieces the text came."""
-        return len(self.gaps) + (self.first is not None)
+        return len(self.chunk_gaps) + (self.first is not None)
 
     @property
     def digest(self) -> str:
@@ -66,34 +66,34 @@ class Answer:
         return sha256(self.text.encode()).hexdigest()[:16]
 
 
-class NotUnderstoodError(Exception):
+class StreamError(Exception):
     """What came is no stream of OpenAI's."""
 
 
-def understand(asked: Answer, arrivals: Sequence[Arrival]) -> Answer:
+def parse_stream(asked: StreamedAnswer, arrivals: Sequence[Arrival]) -> StreamedAnswer:
     """The answer in a stream that was read to its end, or what is wrong with it."""
     try:
-        return _understand(asked, _events(arrivals))
-    except NotUnderstoodError as error:
+        return _parse_events(asked, _events(arrivals))
+    except StreamError as error:
         return replace(asked, error=str(error))
 
 
-def _understand(asked: Answer, events: Sequence[tuple[float, Mapping[str, Any]]]) -> Answer:
+def _parse_events(asked: StreamedAnswer, events: Sequence[tuple[float, Mapping[str, Any]]]) -> StreamedAnswer:
     text: list[str] = []
     shown: list[float] = []
     chosen: list[float] = []
     usage: Mapping[str, Any] | None = None
-    drafting: Drafting | None = None
+    draft_counts: DraftCounts | None = None
     finished = False
     for when, event in events:
         if "error" in event:
-            raise NotUnderstoodError(f"the server ended the stream with an error: {message_of(event)}")
+            raise StreamError(f"the server ended the stream with an error: {error_message(event)}")
         if isinstance(event.get("usage"), dict):
             usage = event["usage"]
-        drafting = drafting_of_event(event) or drafting
+        draft_counts = draft_counts_of_event(event) or draft_counts
         choices = event.get("choices")
         if not isinstance(choices, list):
-            raise NotUnderstoodError(f"an event without choices: {_short(event)}")
+            raise StreamError(f"an event without choices: {_short(event)}")
         if choices:
             piece, ended = _choice(choices[0])
             finished = finished or ended
@@ -103,9 +103,9 @@ def _understand(asked: Answer, events: Sequence[tuple[float, Mapping[str, Any]]]
                 if not shown or when > shown[-1]:
                     shown.append(when)
     if not finished:
-        raise NotUnderstoodError(f"the stream broke off after {len(chosen)} events")
+        raise StreamError(f"the stream broke off after {len(chosen)} events")
     if usage is None or not isinstance(usage.get("completion_tokens"), int):
-        raise NotUnderstoodError("the stream told no usage; tokens cannot be counted (stream_options.include_usage)")
+        raise StreamError("the stream told no usage; tokens cannot be counted (stream_options.include_usage)")
     return replace(
         asked,
         first=shown[0] if shown else chosen[0],
@@ -113,9 +113,9 @@ def _understand(asked: Answer, events: Sequence[tuple[float, Mapping[str, Any]]]
         text="".join(text),
         tokens=usage["completion_tokens"],
         prompt_tokens=usage.get("prompt_tokens") or 0,
-        gaps=_between(shown),
+        chunk_gaps=_between(shown),
         event_gaps=_between(chosen),
-        drafting=drafting,
+        draft_counts=draft_counts,
     )
 
 
@@ -134,19 +134,19 @@ def _events(arrivals: Sequence[Arrival]) -> list[tuple[float, Mapping[str, Any]]
             try:
                 event = json.loads(payload)
             except ValueError as error:
-                raise NotUnderstoodError(f"an event is no JSON: {_short(payload)}") from error
+                raise StreamError(f"an event is no JSON: {_short(payload)}") from error
             if not isinstance(event, dict):
-                raise NotUnderstoodError(f"an event is no object: {_short(payload)}")
+                raise StreamError(f"an event is no object: {_short(payload)}")
             events.append((when, event))
     if not events:
-        raise NotUnderstoodError(f"no events in what came: {_short(b''.join(data for _, data in arrivals))}")
+        raise StreamError(f"no events in what came: {_short(b''.join(data for _, data in arrivals))}")
     return events
 
 
 def _choice(choice: object) -> tuple[str, bool]:
     """Its text, and whether it ends the answer."""
     if not isinstance(choice, dict):
-        raise NotUnderstoodError(f"a choice is no object: {_short(choice)}")
+        raise StreamError(f"a choice is no object: {_short(choice)}")
     delta = choice.get("delta")
     said = (
         [delta.get(name) for name in ("reasoning_content", "reasoning", "content")] if isinstance(delta, dict) else []
@@ -159,7 +159,7 @@ def _between(times: Sequence[float]) -> tuple[float, ...]:
     return tuple(later - earlier for earlier, later in pairwise(times))
 
 
-def message_of(body: object) -> str:
+def error_message(body: object) -> str:
     """What an error of OpenAI's format says, or as much of another as fits a line."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict) and isinstance(error.get("message"), str):

@@ -25,13 +25,13 @@ DEEPEST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class AcceptanceProfile:
     """Chances of positions, each given that all before it were accepted."""
 
     chances: tuple[float, ...]
     lengths: Mapping[int, float] = field(default_factory=dict)
     """What rounds of some depths measured; without, chances hold for every depth."""
-    words: str
+    source: str
     """Where it comes from."""
 
     def survivals(self, depth: int, *, like: int | None = None) -> list[float]:
@@ -65,23 +65,25 @@ class Profile:
         return _solve(lambda shift: sum(_survivals(chances, shift)) - wanted, -12.0, 12.0)
 
 
-SHIPPED: Mapping[str, Profile] = {
-    "smollm2-eagle3.1": Profile(
+SHIPPED: Mapping[str, AcceptanceProfile] = {
+    "smollm2-eagle3.1": AcceptanceProfile(
         chances=(0.68, 0.71, 0.76, 0.80, 0.83, 0.85, 0.86),
         lengths={3: 2.67, 5: 3.16, 7: 3.45},
-        words="measured for smollm2-eagle3.1 on Spec-Bench (docs/shipped.md)",
+        source="measured for smollm2-eagle3.1 on Spec-Bench (docs/shipped.md)",
     )
 }
 """Of drafters that come with eyas."""
 
 
-def usual_profile() -> Profile:
+def usual_profile() -> AcceptanceProfile:
     """For a drafter of which nothing is known: what vLLM's tests hold for an EAGLE-3 drafter of Llama-3.1-8B."""
     profile = read_acceptance("0.730,0.521,0.354")
-    return Profile(chances=profile.chances, words="assumed: .730, .521, .354 by position, a usual EAGLE-3 drafter")
+    return AcceptanceProfile(
+        chances=profile.chances, source="assumed: .730, .521, .354 by position, a usual EAGLE-3 drafter"
+    )
 
 
-def read_acceptance(text: str) -> Profile:
+def read_acceptance(text: str) -> AcceptanceProfile:
     """Shares of rounds by position, as servers count them: 0.73,0.52,0.35."""
     try:
         shares = [float(part) for part in text.split(",")]
@@ -98,10 +100,10 @@ def read_acceptance(text: str) -> Profile:
     if len(shares) > DEEPEST:
         raise UserError(f"--acceptance has {len(shares)} positions; at most {DEEPEST} are planned for")
     chances = [share / before for share, before in zip(shares, [1.0, *shares], strict=False)]
-    return Profile(chances=tuple(chances), words=f"given: {text} by position")
+    return AcceptanceProfile(chances=tuple(chances), source=f"given: {text} by position")
 
 
-def read_length(text: str) -> Profile:
+def read_length(text: str) -> AcceptanceProfile:
     """An acceptance length at a depth: 2.7@3; every position is taken to have the same chance."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)@(\d+)", text)
     if found is None:
@@ -112,13 +114,13 @@ def read_length(text: str) -> Profile:
             f"--length {text!r} cannot be: depths from 1 to {DEEPEST} give lengths above 1 and up to the depth plus one"
         )
     chance = _solve(lambda a: sum(a**j for j in range(1, depth + 1)) - (length - 1), 0.0, 1.0)
-    return Profile(chances=(chance,) * depth, words=f"given: {length:g} tokens per round at depth {depth}")
+    return AcceptanceProfile(chances=(chance,) * depth, source=f"given: {length:g} tokens per round at depth {depth}")
 
 
-def profile_of_rounds(shares: Sequence[float], lengths: Mapping[int, float], words: str) -> Profile:
+def profile_of_rounds(shares: Sequence[float], lengths: Mapping[int, float], source: str) -> AcceptanceProfile:
     """From what a bench counted: shares by position of its deepest rounds, lengths of all depths."""
     chances = [min(0.999, max(0.001, share / before)) for share, before in zip(shares, [1.0, *shares], strict=False)]
-    return Profile(chances=tuple(chances), lengths=lengths, words=words)
+    return AcceptanceProfile(chances=tuple(chances), lengths=lengths, source=source)
 
 
 def _survivals(chances: Sequence[float], shift: float) -> list[float]:

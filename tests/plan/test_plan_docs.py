@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from eyas.cli.app import app
 from eyas.drafter.shipped import shipped_folder
 from eyas.plan.cards import CARDS
-from eyas.plan.decoder import ARCHITECTURES
+from eyas.plan.decoder import FAMILIES
 from eyas.plan.measured import read_measured
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -59,7 +59,7 @@ def test_the_table_of_cards_is_that_of_the_code() -> None:
 def test_architectures_and_measured_rows_are_those_of_the_code() -> None:
     said = re.search(r"for every\s+architecture: (.*?)\.", PAGE, re.S)
     assert said is not None
-    assert "".join(said[1].split()).split(",") == list(ARCHITECTURES)
+    assert "".join(said[1].split()).split(",") == list(FAMILIES)
     words = "plan --gpu cpu --memory 24 --bandwidth 25 --tflops 0.1 --json --measured"
     result = CliRunner().invoke(app, [*words.split(), str(DOCS / "plan-cpu.json")])
     for step in json.loads(result.stdout)["calibration"]["steps"]:

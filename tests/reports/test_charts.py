@@ -2,7 +2,7 @@
 
 import re
 
-from eyas.page.charts import LEFT, RIGHT, WIDTH, Axes, Line, line_chart
+from eyas.reports.charts import LEFT, RIGHT, WIDTH, Axes, Line, line_chart
 
 
 def test_names_stand_evenly_below_their_points() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from eyas.errors import UserError
-from eyas.plan.profile import SHIPPED, read_acceptance, read_length, usual_profile
+from eyas.plan.acceptance import SHIPPED, read_acceptance, read_length, usual_profile
 
 
 def test_shares_by_position_are_kept() -> None:

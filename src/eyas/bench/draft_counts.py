@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting:
+class DraftCounts:
     """How often was drafted, and with what success."""
 
     drafts: int = 0
@@ -30,17 +30,17 @@ class Drafting:
         """Share of drafts accepted as deep as this."""
         return tuple(count / self.drafts for count in self.accepted_at) if self.drafts else ()
 
-    def __add__(self, other: "Drafting") -> "Drafting":
-        return Drafting(
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(
             drafts=self.drafts + other.drafts,
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             accepted_at=tuple(a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)),
         )
 
-    def since(self, earlier: "Drafting") -> "Drafting":
+    def since(self, earlier: "DraftCounts") -> "DraftCounts":
         """What came on top."""
-        return Drafting(
+        return DraftCounts(
             drafts=self.drafts - earlier.drafts,
             drafted=self.drafted - earlier.drafted,
             accepted=self.accepted - earlier.accepted,
@@ -48,18 +48,18 @@ class Drafting:
         )
 
 
-def pooled(parts: Iterable[Drafting | None]) -> Drafting | None:
+def pooled(parts: Iterable[DraftCounts | None]) -> DraftCounts | None:
     """All together; None where nobody told."""
     told = [part for part in parts if part is not None]
-    return sum(told, start=Drafting()) if told else None
+    return sum(told, start=DraftCounts()) if told else None
 
 
-def drafting_of_event(event: Mapping[str, Any]) -> Drafting | None:
+def draft_counts_of_event(event: Mapping[str, Any]) -> DraftCounts | None:
     """What the event of a stream tells about its request: eyas in `usage`, vLLM in `metrics` where it was told to."""
     usage, metrics = event.get("usage"), event.get("metrics")
     try:
         if isinstance(usage, dict) and isinstance(own := usage.get("speculative"), dict):
-            return Drafting(
+            return DraftCounts(
                 drafts=int(own["drafts"]),
                 drafted=int(own["drafted_tokens"]),
                 accepted=int(own["accepted_tokens"]),
@@ -68,7 +68,7 @@ def drafting_of_event(event: Mapping[str, Any]) -> Drafting | None:
         if isinstance(metrics, dict) and isinstance(own := metrics.get("speculative_decoding"), dict):
             # How many drafts had exactly 0, 1, 2, ... tokens accepted: at least as many is what a depth counts.
             exactly = [int(count) for count in own["acceptance_histogram"]]
-            return Drafting(
+            return DraftCounts(
                 drafts=int(own["num_spec_steps"]),
                 drafted=int(own["num_draft_tokens"]),
                 accepted=int(own["num_accepted_draft_tokens"]),

@@ -13,16 +13,16 @@ BUSY = 0.5
 """From this share of a core on, bursts have to wait."""
 
 
-class Strain:
+class ClientOverhead:
     """Watches the client for the length of a block."""
 
     def __init__(self) -> None:
         self.late: list[float] = []
         self._cpu = self._wall = 0.0
-        self.share = 0.0
+        self.cpu_share = 0.0
         """CPU seconds per second."""
 
-    async def __aenter__(self) -> "Strain":
+    async def __aenter__(self) -> "ClientOverhead":
         self._cpu, self._wall = time.process_time(), time.perf_counter()
         self._watch = asyncio.create_task(self._tick())
         return self
@@ -33,7 +33,7 @@ class Strain:
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)  # its end is no news; that of the caller is
         seconds = time.perf_counter() - self._wall
-        self.share = (time.process_time() - self._cpu) / seconds if seconds > 0 else 0.0
+        self.cpu_share = (time.process_time() - self._cpu) / seconds if seconds > 0 else 0.0
 
     async def _tick(self) -> None:
         while True:

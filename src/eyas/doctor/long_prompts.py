@@ -12,12 +12,11 @@ from typing import Any
 from eyas.doctor.transcripts import Asked
 from eyas.target.model import Target
 
-LENGTHS = (1000, 2000, 4000, 7000, 16000, 32000)
 PLACES = ("end", "start", "middle")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class LongPrompt:
     """One question at one place of a text of one length."""
 
     length: int
@@ -26,7 +25,7 @@ class Stop:
 
     @property
     def reader(self) -> tuple[str, int]:
-        """Stops of the same reader come in an order in which each goes on where the last one was."""
+        """Prompts of the same reader come in an order in which each goes on where the last one was."""
         return (self.place, self.asked.key if self.place == "start" else -1)
 
 
@@ -52,10 +51,10 @@ def allowed_lengths(target: Target, wanted: Sequence[int], room: int) -> tuple[l
     return fits, [length for length in wanted if length not in fits]
 
 
-def stops(
+def long_prompts(
     target: Target, filler: Filler, questions: Mapping[int, str], length: int, places: Sequence[str] = PLACES
-) -> Iterator[Stop]:
-    """All stops of one length."""
+) -> Iterator[LongPrompt]:
+    """All prompts of one length."""
     for place in places:
         for key, question in questions.items():
             before, behind = {"end": (length, 0), "start": (0, length), "middle": (length // 2, length - length // 2)}[
@@ -65,4 +64,4 @@ def stops(
             parts += [question]
             parts += [filler.take(before, behind)] if behind else []
             ids = target.encode_chat([{"role": "user", "content": "\n\n".join(parts)}])
-            yield Stop(length=length, place=place, asked=Asked(key=key, ids=tuple(ids)))
+            yield LongPrompt(length=length, place=place, asked=Asked(key=key, ids=tuple(ids)))

@@ -20,7 +20,7 @@ FORGIVEN = ("fc_norm.", "input_norm.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Patient:
+class DrafterCandidate:
     """A drafter, what it ships unused, and what is strange about it at first sight."""
 
     source: str
@@ -29,17 +29,17 @@ class Patient:
     remarks: tuple[str, ...]
 
 
-def load_patient(source: str, name: str, target: Target) -> Patient:
+def load_candidate(source: str, name: str, target: Target) -> DrafterCandidate:
     """Read from disk and prepare for the target."""
     remarks = tuple(
         found.message for found in check(source, target=target.facts).findings if found.severity == "warning"
     )
-    return prepare_patient(read_unchecked(source), name, target, source=source, remarks=remarks)
+    return prepare_candidate(read_unchecked(source), name, target, source=source, remarks=remarks)
 
 
-def prepare_patient(
+def prepare_candidate(
     checkpoint: Checkpoint, name: str, target: Target, *, source: str = "memory", remarks: tuple[str, ...] = ()
-) -> Patient:
+) -> DrafterCandidate:
     """Build what can be built, set aside what is not used, refuse the rest."""
     expected = expected_tensors(checkpoint.config)
     unused = {n: t for n, t in checkpoint.tensors.items() if n not in expected and n.startswith(FORGIVEN)}
@@ -63,4 +63,4 @@ def prepare_patient(
     subject = Subject(name=name, drafter=share(drafter, target), layer_ids=tuple(layer_ids))
     if unused:
         remarks = (*remarks, f"ships {', '.join(sorted(unused))}, which its config.json does not ask for")
-    return Patient(source=source, subject=subject, unused=unused, remarks=remarks)
+    return DrafterCandidate(source=source, subject=subject, unused=unused, remarks=remarks)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.bench.answer import Answer
 from eyas.bench.client import Client
+from eyas.bench.stream import StreamedAnswer
 from eyas.bench.workload import Task
 from eyas.errors import UserError
 
@@ -16,7 +16,7 @@ MINE = ("model", "messages", "prompt", "stream", "stream_options")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class RequestOptions:
     """How every request is made."""
 
     endpoint: Endpoint = "chat"
@@ -54,16 +54,22 @@ class Asking:
 
 
 async def converse(
-    client: Client, asking: Asking, model: str, task: Task, place: int, turns: int, answers: list[Answer]
+    client: Client,
+    options: RequestOptions,
+    model: str,
+    task: Task,
+    place: int,
+    turns: int,
+    answers: list[StreamedAnswer],
 ) -> None:
     """Ask turn by turn, each after the server's own answers to those before; answers are noted as they come."""
     said = list(task.context)
-    if task.ids or asking.endpoint == "completions":
+    if task.ids or options.endpoint == "completions":
         turns = 1
     for turn in range(turns):
         if task.turns:
             said.append({"role": "user", "content": task.turns[turn]})
-        path, body = asking.body(model, task, said, place)
+        path, body = options.body(model, task, said, place)
         answer = await client.ask(path, body, key=task.key, category=task.category, turn=turn + 1)
         answers.append(answer)
         if answer.error is not None:

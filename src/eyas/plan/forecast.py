@@ -1,15 +1,14 @@
-"""One question answered: what a pair takes on a card, who fits, how fast it is, and how deep to draft."""
+"""What a deployment comes to: what a pair takes on a card, who fits, how fast it is, and how deep to draft."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eyas.errors import UserError
+from eyas.plan.acceptance import DEEPEST, AcceptanceProfile
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
-from eyas.plan.expect import Expected, best_depth, expect, on_auto
+from eyas.plan.expect import Expected, auto_speedup, best_depth, expect
 from eyas.plan.footprint import DrafterShape, Room, footprint
 from eyas.plan.memory import BlockBudget, Footprint, blocks_of, longest, plan_blocks, size
-from eyas.plan.profile import DEEPEST, Profile
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.roofline import Pair, Speed
 
@@ -20,15 +19,15 @@ USERS = (1, 4, 16, 64, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Deployment:
     """What is to be served, on what, for whom."""
 
     decoder: Decoder
     drafter: DrafterShape | None
-    kept: Quantisation
+    quantisation: Quantisation
     card: Card
     speed: Speed
-    profile: Profile
+    profile: AcceptanceProfile
     users: int
     context: int
     """The most tokens of prompt and answer; steps are timed at half of it."""
@@ -54,7 +53,7 @@ class Question:
     @property
     def pair(self) -> Pair:
         """For the roofline."""
-        return Pair(decoder=self.decoder, drafter=self.drafter, kept=self.kept)
+        return Pair(decoder=self.decoder, drafter=self.drafter, quantisation=self.quantisation)
 
     @property
     def usable(self) -> int:
@@ -63,13 +62,13 @@ class Question:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """The answer."""
+class Forecast:
+    """What is expected of a deployment."""
 
-    question: Question
+    deployment: Deployment
     footprint: Footprint
     for_blocks: int
-    """Bytes that are left for pages; negative where not even the rest fits."""
+    """Bytes that are left for blocks; negative where not even the rest fits."""
     budget: BlockBudget | None
     """Pages for the users that were asked for, as many as fit; None where not even one request does."""
     users_fit: int
@@ -87,37 +86,39 @@ class Outlook:
     @property
     def fits(self) -> bool:
         """Whether all users can hold the whole context at the same time."""
-        return self.users_fit >= self.question.users
+        return self.users_fit >= self.deployment.users
 
     @property
     def needed(self) -> int:
         """Bytes for all users at the whole context."""
-        question = self.question
-        blocks = question.users * blocks_of(question.context, question.room.block_size) + 1
-        return self.footprint.beside_blocks + blocks * question.room.block_size * self.footprint.per_token
+        deployment = self.deployment
+        blocks = deployment.users * blocks_of(deployment.context, deployment.room.block_size) + 1
+        return self.footprint.beside_blocks + blocks * deployment.room.block_size * self.footprint.per_token
 
     def verdict(self) -> str:
         """Whether it fits, in words."""
-        question = self.question
-        whole = f"{size(self.needed)} of {size(question.usable)}"
+        deployment = self.deployment
+        whole = f"{size(self.needed)} of {size(deployment.usable)}"
         if self.fits:
-            return f"fits: {question.users} users of {question.context:,} tokens take {whole}"
-        who = f"{question.users} users of {question.context:,} tokens would take {whole}"
+            return f"fits: {deployment.users} users of {deployment.context:,} tokens take {whole}"
+        who = f"{deployment.users} users of {deployment.context:,} tokens would take {whole}"
         if self.users_fit:
-            return f"does not fit: {who}; {self.users_fit} users fit, or {question.users} of {self.longest_context:,}"
+            return f"does not fit: {who}; {self.users_fit} users fit, or {deployment.users} of {self.longest_context:,}"
         if self.for_blocks > 0 and self.longest_context:
             return f"does not fit: {who}; lower the context to {self.longest_context:,}"
         return f"does not fit: {who}; choose a smaller target, a coarser quantisation or a larger card"
 
 
-def look(question: Question, *, users: Sequence[int] = USERS) -> Outlook:
-    """Answer a question."""
-    room = question.room
-    taken = footprint(question.decoder, question.drafter, question.kept, room=room, device=question.card.device)
+def forecast_of(deployment: Deployment) -> Forecast:
+    """Work it out."""
+    room = deployment.room
+    taken = footprint(
+        deployment.decoder, deployment.drafter, deployment.quantisation, room=room, device=deployment.card.device
+    )
     loaded = taken.runtime + taken.weights + taken.drafter
     # One page behind the others takes what is not real.
-    for_blocks = question.usable - loaded - taken.beside_weights - room.block_size * taken.per_token
-    per_user = blocks_of(question.context, room.block_size) * room.block_size * taken.per_token
+    for_blocks = deployment.usable - loaded - taken.beside_weights - room.block_size * taken.per_token
+    per_user = blocks_of(deployment.context, room.block_size) * room.block_size * taken.per_token
     users_fit = max(0, for_blocks // per_user)
     budget = None
     if users_fit:
@@ -126,24 +127,26 @@ def look(question: Question, *, users: Sequence[int] = USERS) -> Outlook:
             block_size=room.block_size,
             max_num_seqs=room.max_num_seqs,
             max_model_len=room.max_model_len,
-            free_bytes=question.usable - loaded,
+            free_bytes=deployment.usable - loaded,
             memory=for_blocks,
         )
-    most = question.decoder.context
-    length = longest(max(0, for_blocks) // question.users, taken.per_token, room.block_size)
-    asked = sorted({question.users, *(count for count in users if count <= users_fit)})
-    depths = range(question.deepest + 1) if question.drafter is not None else range(1)
-    pair, speed, profile, half = question.pair, question.speed, question.profile, question.context / 2
+    most = deployment.decoder.context
+    length = longest(max(0, for_blocks) // deployment.users, taken.per_token, room.block_size)
+    asked = sorted({deployment.users, *(count for count in USERS if count <= users_fit)})
+    depths = range(deployment.deepest + 1) if deployment.drafter is not None else range(1)
+    pair, speed, profile, half = deployment.pair, deployment.speed, deployment.profile, deployment.context / 2
     table = [
         expect(pair, speed, profile, users=count, depth=depth, context=half) for count in asked for depth in depths
     ]
-    best = best_depth([one for one in table if one.users == question.users])
+    best = best_depth([one for one in table if one.users == deployment.users])
     auto = 1.0
-    if question.drafter is not None:
+    if deployment.drafter is not None:
         like = best.depth or 1
-        auto = on_auto(pair, speed, profile, users=question.users, deepest=question.deepest, like=like, context=half)
-    return Outlook(
-        question=question,
+        auto = auto_speedup(
+            pair, speed, profile, users=deployment.users, deepest=deployment.deepest, like=like, context=half
+        )
+    return Forecast(
+        deployment=deployment,
         footprint=taken,
         for_blocks=for_blocks,
         budget=budget,
@@ -152,5 +155,5 @@ def look(question: Question, *, users: Sequence[int] = USERS) -> Outlook:
         table=tuple(table),
         best=best,
         auto_speedup=auto,
-        prompt_seconds=speed.seconds(*pair.read(question.context // 2, room.max_num_batched_tokens)),
+        prompt_seconds=speed.seconds(*pair.prefill(deployment.context // 2, room.max_num_batched_tokens)),
     )

@@ -1,6 +1,6 @@
 """Conditions for a pipeline: `length@3>=2.2`, `drift<=0.02`, `retained@7000>=0.95`.
 
-Invariant: what was not measured does not pass. A gate that cannot be judged fails with the reason.
+Invariant: what was not measured does not pass. A requirement that cannot be judged fails with the reason.
 """
 
 import difflib
@@ -23,7 +23,9 @@ METRICS = {
     "outside": "share of the target's tokens that cannot be drafted",
 }
 NEED = {"length": "a depth", "conditional": "a depth", "joint": "a depth", "retained": "a case or a number of tokens"}
-_GATE = re.compile(r"^\s*(?P<metric>[a-z]+)\s*(@\s*(?P<at>[^<>=]+?))?\s*(?P<sign><=|>=|<|>)\s*(?P<limit>\S+)\s*$")
+_REQUIREMENT = re.compile(
+    r"^\s*(?P<metric>[a-z]+)\s*(@\s*(?P<at>[^<>=]+?))?\s*(?P<sign><=|>=|<|>)\s*(?P<limit>\S+)\s*$"
+)
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -33,7 +35,7 @@ _SIGNS: Mapping[str, Callable[[float, float], bool]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class Requirement:
     """A condition on the first drafter."""
 
     text: str
@@ -44,18 +46,18 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Whether a gate holds."""
+class RequirementResult:
+    """Whether a requirement holds."""
 
-    gate: str
+    requirement: str
     passed: bool
     value: float | None
     reason: str
 
 
-def parse_gate(text: str) -> Gate:
+def parse_requirement(text: str) -> Requirement:
     """Read a condition, or say what is wrong with it."""
-    found = _GATE.match(text)
+    found = _REQUIREMENT.match(text)
     if found is None:
         raise UserError(
             f"--require {text!r} is no condition; write one like length@3>=2.2, drift<=0.02, retained@7000>=0.95"
@@ -74,7 +76,7 @@ def parse_gate(text: str) -> Gate:
         number = float(limit)
     except ValueError:
         raise UserError(f"--require {text!r}: {limit!r} is no number; write it like {_example(metric)}") from None
-    return Gate(text=text, metric=metric, at=at, sign=found["sign"], limit=number)
+    return Requirement(text=text, metric=metric, at=at, sign=found["sign"], limit=number)
 
 
 def _example(metric: str) -> str:
@@ -82,44 +84,46 @@ def _example(metric: str) -> str:
     return examples.get(metric, f"{metric}@3>=0.5" if metric in NEED else f"{metric}<=0")
 
 
-def check_gates(gates: Sequence[Gate], record: Mapping[str, Any], subject: str) -> list[Outcome]:
-    """Hold every gate against a record."""
-    return [_check(gate, record, subject) for gate in gates]
+def check_requirements(
+    requirements: Sequence[Requirement], record: Mapping[str, Any], subject: str
+) -> list[RequirementResult]:
+    """Hold every requirement against a record."""
+    return [_check(requirement, record, subject) for requirement in requirements]
 
 
-def _check(gate: Gate, record: Mapping[str, Any], subject: str) -> Outcome:
-    value, why = _value(gate, record, subject)
+def _check(requirement: Requirement, record: Mapping[str, Any], subject: str) -> RequirementResult:
+    value, why = _value(requirement, record, subject)
     if value is None:
-        return Outcome(gate=gate.text, passed=False, value=None, reason=f"not measured: {why}")
-    passed = _SIGNS[gate.sign](value, gate.limit)
-    return Outcome(
-        gate=gate.text,
+        return RequirementResult(requirement=requirement.text, passed=False, value=None, reason=f"not measured: {why}")
+    passed = _SIGNS[requirement.sign](value, requirement.limit)
+    return RequirementResult(
+        requirement=requirement.text,
         passed=passed,
         value=value,
-        reason=f"{value:.4g}{'' if passed else ' is not'} {gate.sign} {gate.limit:g}",
+        reason=f"{value:.4g}{'' if passed else ' is not'} {requirement.sign} {requirement.limit:g}",
     )
 
 
-def _value(gate: Gate, record: Mapping[str, Any], subject: str) -> tuple[float | None, str]:
+def _value(requirement: Requirement, record: Mapping[str, Any], subject: str) -> tuple[float | None, str]:
     own = record["drafters"][subject]
     drift = own["drift"]
-    if gate.metric == "faults":
+    if requirement.metric == "faults":
         verdict = own["verdict"]
         diagnosed = own["diagnosis"] is not None
         return (float(sum(s["level"] == "fault" for s in verdict["statements"])) if diagnosed else None, "no diagnosis")
-    if gate.metric == "retained":
-        return _retained(gate.at or "", record, subject)
+    if requirement.metric == "retained":
+        return _retained(requirement.at or "", record, subject)
     if drift is None:
         return None, "no prompt was finished"
-    if gate.metric in ("length", "conditional", "joint"):
-        depth = int(gate.at or 0)
+    if requirement.metric in ("length", "conditional", "joint"):
+        depth = int(requirement.at or 0)
         if not 1 <= depth <= drift["depth"]:
             return None, f"depth {depth} is outside 1..{drift['depth']}"
-        if gate.metric == "length":
+        if requirement.metric == "length":
             return drift["length"][depth - 1]["value"], ""
-        return drift[gate.metric]["value"][depth - 1], f"no round came as far as depth {depth}"
+        return drift[requirement.metric]["value"][depth - 1], f"no round came as far as depth {depth}"
     simple = {"drift": drift["growth"]["value"], "ece": drift["calibration"]["ece"], "outside": drift["outside_share"]}
-    return simple[gate.metric], "nothing to measure it on"
+    return simple[requirement.metric], "nothing to measure it on"
 
 
 def _retained(at: str, record: Mapping[str, Any], subject: str) -> tuple[float | None, str]:

@@ -20,7 +20,7 @@ Render = Callable[[Messages], tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rendering:
+class PromptFormat:
     """A way to put messages to the target."""
 
     name: str
@@ -28,22 +28,26 @@ class Rendering:
     render: Render
 
 
-def renderings(target: Target) -> list[Rendering]:
+def prompt_formats(target: Target) -> list[PromptFormat]:
     """Every way of this file, whether it can be made or not."""
     made = _Renderer(target)
     found = [
-        Rendering(name="no BOS", about="the first token is missing", render=made.without_bos),
-        Rendering(name="no template", about="the question as bare text", render=made.bare),
-        Rendering(name="no system prompt", about="no system turn, not even the template's own", render=made.no_system),
-        Rendering(name="long system prompt", about="15 rules, some 450 tokens", render=made.with_system(LONG_SYSTEM)),
-        Rendering(
+        PromptFormat(name="no BOS", about="the first token is missing", render=made.without_bos),
+        PromptFormat(name="no template", about="the question as bare text", render=made.bare),
+        PromptFormat(
+            name="no system prompt", about="no system turn, not even the template's own", render=made.no_system
+        ),
+        PromptFormat(
+            name="long system prompt", about="15 rules, some 450 tokens", render=made.with_system(LONG_SYSTEM)
+        ),
+        PromptFormat(
             name="foreign system prompt",
             about="a system prompt unlike any in training data",
             render=made.with_system(FOREIGN_SYSTEM),
         ),
     ]
     found += [
-        Rendering(name=f"{family} template", about="another family's template", render=made.with_template(text))
+        PromptFormat(name=f"{family} template", about="another family's template", render=made.with_template(text))
         for family, text in FOREIGN_TEMPLATES.items()
     ]
     return found

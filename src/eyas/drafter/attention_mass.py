@@ -1,7 +1,7 @@
 """Where a drafter looks and how large a state it hands on, depth by depth: the measures of drift.
 
-The doctor takes them of whole answers, the engine of a round now and then; both call this file. `Recorder` is a watcher
-of `RoundAttention`.
+The doctor takes them of whole answers, the engine of a round now and then; both call this file. `AttentionProbe` is a
+watcher of `RoundAttention`.
 
 Slots fall into four regions, and the mass of a region is the sum of a query's weights on it, averaged over heads and
 layers:
@@ -34,8 +34,8 @@ def rms(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Looks:
-    """What was seen of every round's queries."""
+class AttentionStatistics:
+    """Where every round's queries look."""
 
     mass: dict[str, NDArray[np.float64]]
     """By region, [S, R]."""
@@ -43,7 +43,7 @@ class Looks:
     spread_SR: NDArray[np.float64]
 
 
-class Recorder:
+class AttentionProbe:
     """Sums weights up as they come; keeps no weights."""
 
     def __init__(self, start_R: Tensor, *, prompt_length: int, depth: int, sinks: int = SINKS) -> None:
@@ -71,10 +71,10 @@ class Recorder:
         self._spread[row] += share_HR.mean(dim=0).double().cpu()
         self._layers[row] += 1
 
-    def looks(self) -> Looks:
+    def statistics(self) -> AttentionStatistics:
         """Averages over layers."""
         layers_S1 = torch.tensor(self._layers, dtype=torch.float64)[:, None].clamp(min=1)
-        return Looks(
+        return AttentionStatistics(
             mass={region: (mass / layers_S1).numpy() for region, mass in self._mass.items()},
             entropy_SR=(self._entropy / layers_S1).numpy(),
             spread_SR=(self._spread / layers_S1).numpy(),

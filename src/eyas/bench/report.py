@@ -1,0 +1,112 @@
+"""The record of a bench as one HTML file that opens anywhere, offline: made from the record and nothing else."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from eyas.bench.measures import row_label
+from eyas.reports.charts import COLOURS, Axes, Figure, Line, line_chart
+from eyas.reports.render import render
+
+Record = Mapping[str, Any]
+Interval = tuple[float | None, float | None, float | None]
+"""A value, and where its band begins and ends."""
+NOTHING: Interval = (None, None, None)
+
+
+def render_report(record: Record) -> str:
+    """The whole file."""
+    servers = list(dict.fromkeys(server["name"] for server in record["servers"]))
+    rows = [{**row, "label": row_label(row), "ratio": _ratio(row)} for row in record["rows"]]
+    files = [f"{file['path']} {file['sha256'][:12]}" for file in record["workload"]["files"]]
+    return render(
+        "bench.html.j2",
+        title=" and ".join(servers),
+        record=record,
+        plan=record["plan"],
+        workload=record["workload"],
+        models=", ".join(dict.fromkeys(server["model"] for server in record["servers"])),
+        kinds=", ".join(dict.fromkeys(f"{s['kind']} {s['version'] or ''}".strip() for s in record["servers"])),
+        rows=rows,
+        figures=list(_figures(rows, servers)),
+        categories=sorted({name for row in rows for name in row["categories"]}),
+        versions=" ".join(f"{key} {value}" for key, value in record["versions"].items() if value),
+        files=", ".join(files) or "synthetic",
+        servers=json.dumps([{key: s[key] for key in ("name", "mode", "url", "command")} for s in record["servers"]]),
+    )
+
+
+def _ratio(row: Record) -> Record | None:
+    """A user's tokens per second in parts of those without speculation."""
+    against: Record | None = row["against_plain"]
+    return None if against is None else against["user_tokens_per_second"]
+
+
+def _figures(rows: Sequence[Record], servers: Sequence[str]) -> Iterator[Figure]:
+    for key, across in (("users", "users"), ("rate", "requests per second")):
+        own = [row for row in rows if row[key] is not None]
+        if own:
+            yield from _by_load(own, servers, key, across)
+    lines = [line for place, server in enumerate(servers) if (line := _depths(server, rows, place % COLOURS))]
+    if lines:
+        names = [str(depth) for depth in range(1, max(len(line.y) for line in lines) + 1)]
+        yield Figure(
+            title="Acceptance by depth",
+            chart=line_chart(
+                lines, Axes(across="depth", up="accepted", y_min=0.0, y_max=1.0, percent=True, names=names)
+            ),
+            caption="Share of drafts whose token at this depth was accepted together with all before it, over all "
+            "loads.",
+        )
+
+
+def _depths(server: str, rows: Sequence[Record], colour: int) -> Line | None:
+    found = [row["acceptance"] for row in rows if row["server"] == server and row["acceptance"]["drafts"]]
+    drafts = sum(one["drafts"] for one in found)
+    counts = zip_longest(*(one["accepted_by_depth"] for one in found), fillvalue=0)
+    shares = [sum(at) / drafts for at in counts]
+    return Line(label=server, x=range(len(shares)), y=shares, colour=colour) if shares else None
+
+
+def _by_load(rows: Sequence[Record], servers: Sequence[str], key: str, across: str) -> Iterator[Figure]:
+    loads = sorted({row[key] for row in rows})
+    modes = list(dict.fromkeys((row["server"], row["mode"]) for row in rows))
+    modes.sort(key=lambda mode: servers.index(mode[0]))
+
+    def line(server: str, mode: str, read: Callable[[Record], Interval]) -> Line:
+        own = {row[key]: read(row) for row in rows if (row["server"], row["mode"]) == (server, mode)}
+        value, low, high = zip(*(own.get(load, NOTHING) for load in loads), strict=True)
+        return Line(
+            label=f"{server}, {mode}",
+            x=range(len(loads)),
+            y=value,
+            low=low,
+            high=high,
+            colour=servers.index(server) % COLOURS,
+            dashed=mode == "plain",
+        )
+
+    def figure(title: str, read: Callable[[Record], Interval], up: str, caption: str) -> Figure:
+        lines = [line(server, mode, read) for server, mode in modes]
+        axes = Axes(across=across, up=up, names=[f"{load:g}" for load in loads], y_min=0.0)
+        return Figure(title=title, chart=line_chart(lines, axes), caption=caption)
+
+    bands = "Medians over repetitions; bands reach from the lowest to the highest."
+    ratios = "A user's tokens per second, by repetition. 1 is no gain."
+    yield figure("Speed of a user", _spread("user_tokens_per_second"), "tokens/s of a user", bands)
+    yield figure("Throughput", _spread("tokens_per_second"), "tokens/s of all", bands)
+    yield figure("Against no speculation", _spread("ratio"), "times as fast", ratios)
+    yield figure("Time to the first token", _tail("time_to_first_token_ms"), "ms", "Median; the band ends at p95.")
+    yield figure("Time per token", _tail("time_per_output_token_ms"), "ms", "After the first. Median; band to p95.")
+    yield figure("Pause between chunks", _tail("chunk_gap_ms"), "ms", "What an eye sees. Median; band to p95.")
+
+
+def _spread(key: str) -> Callable[[Record], Interval]:
+    """Median, lowest and highest over repetitions."""
+    return lambda row: (row[key]["median"], row[key]["low"], row[key]["high"]) if row[key] else NOTHING
+
+
+def _tail(key: str) -> Callable[[Record], Interval]:
+    """Median over requests, with a band to the 95th percentile."""
+    return lambda row: (row[key]["p50"], row[key]["p50"], row[key]["p95"])
