@@ -7,10 +7,10 @@ drafts of a round are accepted is tossed, to a given mean acceptance length, by 
 the engine's own comparison; everything else is the engine's. Prints a table and JSON: tokens per second from the first
 prompt token to the last answer, and where a step's time goes.
 
-    draft     until drafts are on the host; where the target verifies in the same graph, until its tokens are, too
-    verify    until the target's tokens are on the host and compared
+    launch    until a pass is under way; where drafts are looked at first, until they are on the host
+    collect   until the target's tokens are on the host and compared
     rest      schedule, commit, text
-    device    the part in which recorded kernels ran, medians
+    device    the part in which captured kernels ran, medians
 
 Times are of one GPU that nobody else uses, or they are worth little.
 """
@@ -98,7 +98,7 @@ def main() -> None:
             print(
                 f"{arguments.shape} {users:>4} users depth {depth} length {row['acceptance_length']:.2f}: "
                 f"{row['tokens_per_second']:9.1f} tokens/s  {row['ms_per_step']:7.3f} ms/step = "
-                f"draft {row['draft_ms']:.3f} + verify {row['verify_ms']:.3f} + rest {row['rest_ms']:.3f}; device: "
+                f"launch {row['launch_ms']:.3f} + collect {row['collect_ms']:.3f} + rest {row['rest_ms']:.3f}; device: "
                 f"draft {row['draft_device_ms']:.3f}, verify {row['verify_device_ms']:.3f}, "
                 f"both {row['both_device_ms']:.3f}  "
                 f"[{row['graphs']} graphs, {row['graph_mebibytes']} MiB]",
@@ -158,13 +158,13 @@ class TossedEngine(Engine):
     def __init__(self, *arguments: Any, length: float, depth: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._chance, self._coin = chance_of(length, depth), random.Random(0)
-        self.seconds = {"draft": 0.0, "verify": 0.0, "all": 0.0}
+        self.seconds = {"launch": 0.0, "collect": 0.0, "all": 0.0}
         self.steps = 0
         if self.graphs is not None:
-            self.graphs.capture = TimedRecorder(device=self.target.device)
+            self.graphs.capture = TimedCapture(device=self.target.device)
 
     def step(self) -> Any:
-        """Time steps that only decode, and record nothing."""
+        """Time steps that only decode, and capture nothing."""
         running = self.scheduler.running
         decodes = not self.scheduler.waiting and all(seq.pending == 1 for seq in running)
         before, started = dict(self.seconds), time.perf_counter()
@@ -180,21 +180,18 @@ class TossedEngine(Engine):
     def _graphs(self) -> int:
         return 0 if self.graphs is None else len(self.graphs.capture)
 
-    def _draft(self, rows: Any) -> Any:
-        return self._timed("draft", super()._draft, rows)
+    def _launch(self, *given: Any) -> Any:
+        return self._timed("launch", super()._launch, *given)
 
-    def _verify(self, rows: Any, proposal: Any) -> Any:
-        return self._timed("verify", super()._verify, rows, proposal)
+    def _collect(self, *given: Any) -> Any:
+        results, output = self._timed("collect", super()._collect, *given)
+        return [self._toss(result) if result.draft.tokens else result for result in results], output
 
-    def _accept(self, rows: Any, drafts: Any, said: Any) -> Any:
-        verdicts = self._timed("verify", super()._accept, rows, drafts, said)
-        return [self._toss(verdict) if verdict.draft.tokens else verdict for verdict in verdicts]
-
-    def _toss(self, verdict: Any) -> Any:
-        drafts, accepted = verdict.draft.tokens, 0
+    def _toss(self, result: Any) -> Any:
+        drafts, accepted = result.draft.tokens, 0
         while accepted < len(drafts) and self._coin.random() < self._chance:
             accepted += 1
-        return replace(verdict, nodes=list(range(accepted)), tokens=[*drafts[:accepted], verdict.tokens[-1]])
+        return replace(result, nodes=list(range(accepted)), tokens=[*drafts[:accepted], result.tokens[-1]])
 
     def _timed(self, part: str, function: Callable[..., Any], *arguments: Any) -> Any:
         started = time.perf_counter()
@@ -203,7 +200,7 @@ class TossedEngine(Engine):
         return result
 
 
-class TimedRecorder(GraphCapture):
+class TimedCapture(GraphCapture):
     """Brackets replays by events."""
 
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
@@ -221,19 +218,19 @@ class TimedRecorder(GraphCapture):
         keep: Tensor | None = None,
     ) -> CapturedGraph | None:
         """The same, timed."""
-        recording = super().get(kind, bucket, shapes, function, keep)
-        if recording is None:
+        graph = super().get(kind, bucket, shapes, function, keep)
+        if graph is None:
             return None
 
         def timed() -> Tensor:
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
-            output = recording.run()
+            output = graph.run()
             pair[1].record()
             self.events[kind].append(pair)
             return output
 
-        return replace(recording, run=timed)
+        return replace(graph, run=timed)
 
     def milliseconds(self, kind: str) -> float:
         """The median replay so far."""
@@ -282,9 +279,9 @@ def measure(
 
     for _ in range(2):
         engine.generate(requests())  # records what is to be recorded
-    recorder = engine.graphs.capture if engine.graphs is not None else None
-    if isinstance(recorder, TimedRecorder):
-        recorder.events.clear()
+    capture = engine.graphs.capture if engine.graphs is not None else None
+    if isinstance(capture, TimedCapture):
+        capture.events.clear()
     engine.steps, engine.seconds = 0, dict.fromkeys(engine.seconds, 0.0)
     before = (engine.tally.accepted, engine.tally.drafts)
     speeds = []
@@ -295,7 +292,7 @@ def measure(
         speeds.append(sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - started))
     per_step = {part: 1000 * seconds / max(1, engine.steps) for part, seconds in engine.seconds.items()}
     drafts = engine.tally.drafts - before[1]
-    timed = isinstance(recorder, TimedRecorder)
+    timed = isinstance(capture, TimedCapture)
     return {
         "users": users,
         "depth": depth,
@@ -304,13 +301,13 @@ def measure(
         "all": speeds,
         "steps": engine.steps,
         "ms_per_step": per_step["all"],
-        "draft_ms": per_step["draft"],
-        "verify_ms": per_step["verify"],
-        "rest_ms": per_step["all"] - per_step["draft"] - per_step["verify"],
-        "draft_device_ms": recorder.milliseconds("draft") if timed else 0.0,
-        "both_device_ms": recorder.milliseconds("draft and verify") if timed else 0.0,
-        "verify_device_ms": recorder.milliseconds("verify") if timed else 0.0,
-        "graphs": len(recorder) if recorder is not None else 0,
+        "launch_ms": per_step["launch"],
+        "collect_ms": per_step["collect"],
+        "rest_ms": per_step["all"] - per_step["launch"] - per_step["collect"],
+        "draft_device_ms": capture.milliseconds("draft") if timed else 0.0,
+        "both_device_ms": capture.milliseconds("draft and verify") if timed else 0.0,
+        "verify_device_ms": capture.milliseconds("verify") if timed else 0.0,
+        "graphs": len(capture) if capture is not None else 0,
         "graph_mebibytes": engine.graphs.bytes >> 20 if engine.graphs is not None else 0,
     }
 

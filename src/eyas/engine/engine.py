@@ -261,10 +261,10 @@ class Engine:
             for rows in self.runner.passes(scheduled.rows):
                 launched = self._launch(rows, report)
                 self._process_last_step()
-                collected = launched.wait()
-                for result in self._collect(launched, collected, report):
-                    self._commit(result, collected.output, report)
-                if collected.output.of_chunk:
+                results, output = self._collect(launched, report)
+                for result in results:
+                    self._commit(result, output, report)
+                if output.of_chunk:
                     self.proposer.note_chunk(rows[0])
             if self._is_timed(scheduled.rows):
                 report.seconds = self._clock() - began
@@ -301,17 +301,17 @@ class Engine:
         if self.controller.thinks_later:
             self.controller.think()
 
-    def _collect(self, launched: LaunchedPass, collected: CollectedPass, report: StepReport) -> list[VerifyResult]:
-        """What the target said about each row."""
-        rows, drafts = launched.rows, collected.drafts
-        results = verify(rows, drafts, collected.output)
+    def _collect(self, launched: LaunchedPass, report: StepReport) -> tuple[list[VerifyResult], TargetOutput]:
+        """Wait for a pass; what the target said, and what that means for each row."""
+        rows, collected = launched.rows, launched.wait()
+        results = verify(rows, collected.drafts, collected.output)
         if self._is_timed(rows):
             report.target = TargetTiming(
-                tokens=len(rows) + sum(len(draft.tokens) for draft in drafts.values()),
+                tokens=len(rows) + sum(len(draft.tokens) for draft in collected.drafts.values()),
                 context=sum(row.start for row in rows),
                 seconds=self._clock() - launched.began - collected.draft_seconds,
             )
-        return results
+        return results, collected.output
 
     def _is_timed(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the controller learns of the time that these rows take: they decode, and it chose how."""
