@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
-from eyas.engine.speculation.sibling_acceptance import RANKS
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport, TargetTiming
 from eyas.engine.verify import VerifyResult, accepted_nodes, outcome_of
 from eyas.plan.shapes import CHAIN
@@ -324,9 +324,9 @@ class Engine:
                 tokens=(1,) * r.made, parents=line, confidences=tuple(r.sure[: r.made]), candidates=noted
             ).only(range(count))
 
-    def candidates(self, sure: float, count: int = RANKS) -> Candidates:
+    def candidates(self, sure: float, count: int = POLICY.ranks) -> Candidates:
         """A candidate's token is its rank; the drafter knows what each is worth."""
-        shares = [*self.siblings, *[0.0] * RANKS]
+        shares = [*self.siblings, *[0.0] * POLICY.ranks]
         confidences = [sure, *((1 - sure) * share for share in shares)]
         return Candidates(tuple(range(1, count + 1)), tuple(confidences[:count]))
 

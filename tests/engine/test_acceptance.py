@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from eyas.engine.speculation.acceptance import FIRST_GUESS, LATEST, Acceptance
+from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RoundOutcome
 
 TRUE = [0.8, 0.7, 0.6, 0.5]
@@ -28,9 +29,9 @@ def play(acceptance: Acceptance, chances: list[float], rounds: int, chance: rand
 
 def test_an_unknown_drafter_is_given_a_chance_that_declines_with_depth() -> None:
     by_depth = Acceptance(4).by_depth
-    assert by_depth[0] == pytest.approx(FIRST_GUESS)
+    assert by_depth[0] == pytest.approx(POLICY.first_guess)
     assert sorted(by_depth, reverse=True) == list(by_depth)
-    assert by_depth[3] > 0.8 * FIRST_GUESS
+    assert by_depth[3] > 0.8 * POLICY.first_guess
 
 
 def test_a_few_misses_end_the_first_guess() -> None:
@@ -148,7 +149,7 @@ def test_collapse_and_return_are_said_once_each() -> None:
     assert acceptance.watch.take() == []
     play(acceptance, [0.0] * 4, 500, chance)
     (said,) = acceptance.watch.take()
-    assert f"of the last {LATEST} rounds" in said
+    assert f"of the last {POLICY.latest_rounds} rounds" in said
     assert "eyas check" in said
     play(acceptance, TRUE, 500, chance)
     (said,) = acceptance.watch.take()

@@ -18,9 +18,9 @@ from eyas.engine.proposer import Proposer
 from eyas.engine.runner.drafter import DrafterRunner, Tree
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.draft import Candidates, Draft
-from eyas.engine.speculation.drift import LEAST
 from eyas.engine.speculation.planner import Situation
-from eyas.engine.speculation.sibling_acceptance import RANKS, SiblingAcceptance
+from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
 from eyas.engine.speculation.step_report import StepReport, TargetTiming
 from eyas.engine.verify import VerifyResult, outcome_of
 from eyas.errors import UserError
@@ -88,8 +88,8 @@ def test_some_rounds_look_at_further_candidates_and_only_where_trees_can_follow(
                 return choice
 
         serve(Watched(trees=trees), replace(GPU, noise=0.0), chances(0.9), users=users, steps=600, sees=True)
-        assert set(looks) <= {1, RANKS}
-        assert least <= looks.count(RANKS) <= most
+        assert set(looks) <= {1, POLICY.ranks}
+        assert least <= looks.count(POLICY.ranks) <= most
 
 
 def test_shares_are_believed_once_they_were_seen_and_only_of_candidates_looked_at() -> None:
@@ -100,7 +100,7 @@ def test_shares_are_believed_once_they_were_seen_and_only_of_candidates_looked_a
         siblings.observe([1, 2], [(0.9, 0.05), (0.5, 0.3)])
         siblings.observe([0], [(0.5, 0.2, 0.1)])
     assert siblings.shares()[0] == pytest.approx(0.5, abs=0.05)
-    assert siblings.shares()[1:] == [0.0] * (RANKS - 2)
+    assert siblings.shares()[1:] == [0.0] * (POLICY.ranks - 2)
     surely, hardly = (siblings.chances(0.4, [0.5, sure])[0] for sure in (0.3, 0.2))
     assert surely == pytest.approx(0.6, abs=0.05), "the first misses in 60 %, and then such a second one always hits"
     assert hardly < 0.05
@@ -236,7 +236,7 @@ def test_they_grow_no_deeper_than_the_drift_alarm_allows(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], grown: Any
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[1], drift_share=1e-9)
-    for _ in range(LEAST):
+    for _ in range(POLICY.drift_fewest_probes):
         engine.drift.observe_checkup([1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0], {})
     assert engine.drift.deepest == 2
     run(engine, [request(prompt) for prompt in prompts])
@@ -364,7 +364,7 @@ def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
     assert all(max(1, accepted) <= len(ranks) <= accepted + 1 for accepted, ranks, _ in heard)
     assert all(all(ranks[:accepted]) for accepted, ranks, _ in heard), "what was accepted was a candidate"
     assert any(rank > 1 for accepted, ranks, _ in heard for rank in ranks[:accepted])
-    assert {len(some) for _, _, candidates in heard for some in candidates} == {TREES[1].width, RANKS}
+    assert {len(some) for _, _, candidates in heard for some in candidates} == {TREES[1].width, POLICY.ranks}
     assert engine.controller.acceptance.siblings.shares()[0] > 0
 
 

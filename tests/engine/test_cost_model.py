@@ -6,7 +6,8 @@ from math import inf
 
 import pytest
 
-from eyas.engine.speculation.cost_model import STALE_AFTER, WINDOW, CostCurve, CostModel, bucket_of
+from eyas.engine.speculation.cost_model import CostCurve, CostModel, bucket_of
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import DraftTiming
 
 
@@ -127,14 +128,14 @@ def test_noise_is_not_taken_for_a_slope(seed: int) -> None:
 
 def test_a_machine_that_changes_is_followed() -> None:
     curve = curve_of({1: 0.1, 4: 0.4})
-    for _ in range(WINDOW):
+    for _ in range(POLICY.cost_window):
         curve.observe(1, 0.3)
     assert curve.at(1) == pytest.approx(0.3)
 
 
 def test_a_bucket_that_nobody_visits_is_forgotten_and_its_neighbours_speak_for_it() -> None:
     curve = curve_of({1: 0.1, 4: 9.0, 8: 0.2})
-    for _ in range(STALE_AFTER + 200):
+    for _ in range(POLICY.cost_stale_after + 200):
         curve.observe(1, 0.1)
         curve.observe(8, 0.2)
     assert list(curve.known) == [1, 8]

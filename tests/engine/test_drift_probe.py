@@ -24,7 +24,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor, Tree
-from eyas.engine.speculation.drift import LEAST
+from eyas.engine.speculation.policy import POLICY
 from eyas.target.model import Target
 from tiny import AUX_IDS, language
 
@@ -279,7 +279,7 @@ def test_trees_of_requests_on_auto_grow_no_deeper_than_is_healthy(
     target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]]
 ) -> None:
     engine = engine_of(target, tiny_drafter, tree=Tree(depth=4, width=2, budget=8), drift_share=1e-9)
-    for _ in range(LEAST):
+    for _ in range(POLICY.drift_fewest_probes):
         engine.drift.observe_checkup([1.0, 1.0, 9.0, 9.0, 9.0], {})
     assert engine.drift.deepest == 2
     served = Served(engine)
@@ -328,6 +328,6 @@ def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
         )
         engine.generate([request(ids, max_new_tokens=18, speculation=at_depth(1)) for ids in asked])
         reports.append(engine.drift.report())
-        assert reports[-1].checkups >= LEAST
+        assert reports[-1].checkups >= POLICY.drift_fewest_probes
         assert reports[-1].firing == bool(engine.controller.events()) == (shipped is lost)
     assert abs(reports[0].growth.value) < 0.02 < 0.2 < reports[1].growth.value

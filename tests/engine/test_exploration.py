@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from eyas.engine.speculation.exploration import CREDIT, LONGEST, MOST_LOSS, SELDOM, SHARE, Exploration
+from eyas.engine.speculation.exploration import Exploration
+from eyas.engine.speculation.policy import POLICY
 
 PLAIN = 1.0
 
@@ -27,7 +28,7 @@ def run(chance_of_hit: float, loss: float, steps: int, seed: int = 0) -> tuple[E
 def test_probes_never_lose_more_than_their_share(loss: float, chance_of_hit: float) -> None:
     probes, when = run(chance_of_hit, loss, 5000)
     assert len(when) > 10
-    assert probes.lost <= SHARE * probes.total + CREDIT * PLAIN
+    assert probes.lost <= POLICY.probe_share * probes.total + POLICY.probe_credit * PLAIN
 
 
 def test_probes_that_find_nothing_become_rare_and_never_cease() -> None:
@@ -35,7 +36,7 @@ def test_probes_that_find_nothing_become_rare_and_never_cease() -> None:
     gaps = [later - earlier for earlier, later in pairwise(when)]
     assert gaps[0] < 8
     assert gaps == sorted(gaps)
-    assert gaps[-1] == LONGEST
+    assert gaps[-1] == POLICY.probe_longest_wait
 
 
 def test_a_probe_that_finds_something_is_followed_at_once() -> None:
@@ -61,8 +62,8 @@ def test_probes_that_succeed_and_change_nothing_are_a_matter_of_cost_and_become_
     step = settle_a_streak(probes)
     assert step == 4
     for _ in range(3):
-        assert not probes.due(step + SELDOM - 2)
-        step += int(SELDOM)
+        assert not probes.due(step + POLICY.probe_seldom - 2)
+        step += int(POLICY.probe_seldom)
         assert settle_a_streak(probes, step) == step + 1, "one more hit is no news"
     probes.rest()
     assert settle_a_streak(probes, step) == step + 4, "speculation has paid since"
@@ -70,9 +71,9 @@ def test_probes_that_succeed_and_change_nothing_are_a_matter_of_cost_and_become_
 
 def test_a_streak_begins_anew_once_drafts_became_worse_than_when_they_were_too_dear() -> None:
     probes = Exploration()
-    step = settle_a_streak(probes) + int(SELDOM)
+    step = settle_a_streak(probes) + int(POLICY.probe_seldom)
     probes.settle(step, seconds=1.1, plain=1.0, saved=0.0, hit=False, chance=0.5)
-    assert not probes.due(step + LONGEST), "half of them are still accepted"
+    assert not probes.due(step + POLICY.probe_longest_wait), "half of them are still accepted"
     probes.settle(step, seconds=1.1, plain=1.0, saved=0.0, hit=False, chance=0.4)
     assert probes.due(step + 8)
     probes.settle(step + 8, seconds=1.1, plain=1.0, saved=1.0, hit=True, chance=0.45)
@@ -88,4 +89,4 @@ def test_accepted_drafts_pay_for_their_probe() -> None:
 def test_a_compilation_is_not_charged_as_if_it_came_again() -> None:
     probes = Exploration()
     probes.settle(0, seconds=100.0, plain=1.0, saved=0.0, hit=False, chance=0.7)
-    assert probes.lost == MOST_LOSS
+    assert probes.lost == POLICY.probe_most_loss

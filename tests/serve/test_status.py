@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eyas.engine.speculation.acceptance import LATEST
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport
 
 
@@ -75,7 +75,7 @@ def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(new_
         alarms = client.get("/status").json["alarms"]
         assert [(alarm["name"], alarm["raised"]) for alarm in alarms] == [("collapsed", False), ("drift", False)]
         controller = client.engine.controller
-        for _ in range(2 * LATEST):
+        for _ in range(2 * POLICY.latest_rounds):
             controller.observe(StepReport(rounds=[RoundOutcome(key=0, drafted=3, accepted=0)]))
         for _ in range(2):
             told = client.get("/status").json

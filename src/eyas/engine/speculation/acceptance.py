@@ -23,43 +23,9 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
 from eyas.engine.speculation.step_report import RoundOutcome
-
-FIRST_GUESS = 0.6
-"""Acceptance of a drafter of which nothing is known."""
-GUESS_ROUNDS = 2.0
-"""What the guess weighs. A drafter that never hits loses about as many plain steps before it is seen through."""
-MEMORY = 400
-"""Rounds after which an observation has faded to a third, unless they tell that something has changed."""
-PROBE_MEMORY = 12
-"""Rounds that all which was known before a probe may weigh: probes are few, and ask how things are now."""
-DECLINE = 0.95
-"""Acceptance of a depth, as a part of that of the depth before it, as long as nothing else is known."""
-REQUEST_MEMORY = 32
-"""Rounds of a request after which the same has happened to what they say about it."""
-REQUEST_TRIES = 5.0
-"""Tries of its own that weigh as much as the belief that a request is like the others."""
-RESTING = 0.99
-"""How much of a request's own evidence is left after a step in which it did not draft."""
-LATEST, NEWEST = 24, 8
-"""Rounds whose first drafts tell whether something has changed, and those that are believed if it has."""
-LOOK_EVERY = 4
-"""Rounds between two looks at them."""
-SURPRISE = 4.0
-"""Standard errors between the latest rounds and the estimate that are no accident."""
-COLLAPSED, RECOVERED = 0.05, 0.25
-"""Acceptance of the first draft below which a drafter is reported, and above which it is welcomed back."""
-BINS = 10
-"""Bins of confidence."""
-CALIBRATED_DEPTHS = 3
-"""Depths that have a calibration of their own; deeper ones share the last."""
-BIN_TRIES = 4.0
-"""Drafts of a bin that weigh as much as the drafter's own word."""
-LEVEL = 0.25
-"""Width of a level: requests whose log odds lie within it are taken for alike."""
-MOST_LEVELS = 12
-"""Levels above and below the drafter as a whole."""
 
 
 @dataclass(slots=True)
@@ -90,9 +56,9 @@ class Own:
 
     def settle(self) -> None:
         """Set the level: the log of the odds ratio, drawn towards no difference by tries that never were."""
-        better = (self.hits + REQUEST_TRIES) / (self.expected_hits + REQUEST_TRIES)
-        worse = (self.misses + REQUEST_TRIES) / (self.expected_misses + REQUEST_TRIES)
-        self.level = max(-MOST_LEVELS, min(MOST_LEVELS, round(log(better / worse) / LEVEL)))
+        better = (self.hits + POLICY.request_tries) / (self.expected_hits + POLICY.request_tries)
+        worse = (self.misses + POLICY.request_tries) / (self.expected_misses + POLICY.request_tries)
+        self.level = max(-POLICY.most_levels, min(POLICY.most_levels, round(log(better / worse) / POLICY.level_width)))
 
 
 class Acceptance:
@@ -102,12 +68,12 @@ class Acceptance:
         self.max_depth = max_depth
         self.rounds = 0
         self._now = 0
-        self.latest: deque[float] = deque(maxlen=LATEST)
+        self.latest: deque[float] = deque(maxlen=POLICY.latest_rounds)
         """Whether the first draft was accepted, for the latest rounds."""
         self.watch = Watch()
         self._depths = DecayedCounts(max_depth)
-        self._depths.add([0], [FIRST_GUESS], GUESS_ROUNDS)
-        self._sure = DecayedCounts(CALIBRATED_DEPTHS * BINS)
+        self._depths.add([0], [POLICY.first_guess], POLICY.guess_rounds)
+        self._sure = DecayedCounts(POLICY.calibrated_depths * POLICY.confidence_bins)
         self.siblings = SiblingAcceptance()
         self._requests: dict[int, Own] = {}
         self._by_depth: list[float] = []
@@ -131,25 +97,25 @@ class Acceptance:
         if not tries:
             return
         self._depths.add(range(tries), outcomes)
-        self._depths.fade(MEMORY)
+        self._depths.fade(POLICY.acceptance_memory)
         own = self._requests.setdefault(outcome.key, Own())
-        own.fade(1 - 1 / REQUEST_MEMORY)
+        own.fade(1 - 1 / POLICY.request_memory)
         own.count(tries, sum(outcomes), sum(self.by_depth[:tries]))
         own.since = self._now
         if confidences:
             self._sure.add(map(_bin, range(len(confidences)), confidences), outcomes)
-            self._sure.fade(MEMORY)
+            self._sure.fade(POLICY.acceptance_memory)
         self.siblings.observe(ranks, outcome.candidates)
         self.rounds += 1
         self.latest.append(outcomes[0])
-        if self.rounds % LOOK_EVERY == 0 and len(self.latest) == LATEST:
+        if self.rounds % POLICY.change_check_every == 0 and len(self.latest) == POLICY.latest_rounds:
             self._mind_change()
 
     def end_steps(self, steps: int, *, probe: bool) -> None:
         """Requests that do not draft have rested for so many more; after a probe, the past weighs less."""
         self._now += steps
         if probe:
-            self._depths.limit(0, PROBE_MEMORY)
+            self._depths.limit(0, POLICY.probe_memory)
 
     def refresh(self) -> None:
         """Bring the estimates up to date; between two calls they stand still, which keeps rounds cheap to count."""
@@ -159,16 +125,16 @@ class Acceptance:
     def by_depth(self) -> Sequence[float]:
         """a(1), a(2), ... for the drafter as a whole."""
         if not self._by_depth:
-            belief, weight = FIRST_GUESS, 0.0  # the first guess was counted as evidence, so that it can fade
+            belief, weight = POLICY.first_guess, 0.0  # the first guess was counted as evidence, so that it can fade
             for index in range(self.max_depth):
                 self._by_depth.append(self._depths.rate(index, belief, weight))
-                belief, weight = DECLINE * self._by_depth[-1], GUESS_ROUNDS
+                belief, weight = POLICY.decline_per_depth * self._by_depth[-1], POLICY.guess_rounds
         return self._by_depth
 
     def survivals(self, level: int) -> Sequence[float]:
         """S(1), S(2), ... for requests of a level."""
         if level not in self._survivals:
-            odds, survival, all_so_far = exp(LEVEL * level), 1.0, []
+            odds, survival, all_so_far = exp(POLICY.level_width * level), 1.0, []
             for chance in self.by_depth:
                 survival *= chance * odds / (1 - chance + chance * odds)
                 all_so_far.append(survival)
@@ -186,7 +152,7 @@ class Acceptance:
         if own is None:
             return 0
         if self._now > own.since + 1:
-            own.fade(RESTING ** (self._now - own.since))
+            own.fade(POLICY.resting_decay ** (self._now - own.since))
             own.since = self._now
         own.settle()
         return own.level
@@ -194,9 +160,9 @@ class Acceptance:
     def chances_of(self, confidences: Iterable[float], depth: int = 1) -> list[float]:
         """The chances that drafts from a depth on are accepted when all before them were, by how sure they seemed."""
         if not self._calibration:
-            for cell in range(CALIBRATED_DEPTHS * BINS):
-                at_zero = self._sure.rate(cell, 0.0, BIN_TRIES)
-                self._calibration.append((at_zero, self._sure.rate(cell, 1.0, BIN_TRIES) - at_zero))
+            for cell in range(POLICY.calibrated_depths * POLICY.confidence_bins):
+                at_zero = self._sure.rate(cell, 0.0, POLICY.confidence_bin_tries)
+                self._calibration.append((at_zero, self._sure.rate(cell, 1.0, POLICY.confidence_bin_tries) - at_zero))
         chances = []
         for index, sure in enumerate(confidences, depth - 1):
             level, slope = self._calibration[_bin(index, sure)]
@@ -223,13 +189,13 @@ class Acceptance:
         self._requests.pop(key, None)
 
     def _mind_change(self) -> None:
-        share = sum(self.latest) / LATEST
-        chance = self._depths.rate(0, FIRST_GUESS, 0.0)
-        error = sqrt(max(chance * (1 - chance), 0.02) / LATEST)
-        if abs(share - chance) > SURPRISE * error:
+        share = sum(self.latest) / POLICY.latest_rounds
+        chance = self._depths.rate(0, POLICY.first_guess, 0.0)
+        error = sqrt(max(chance * (1 - chance), 0.02) / POLICY.latest_rounds)
+        if abs(share - chance) > POLICY.surprise_errors * error:
             self._depths.fade(0.001)
-            self._depths.add([0] * NEWEST, list(self.latest)[-NEWEST:])
-            chance = self._depths.rate(0, FIRST_GUESS, 0.0)
+            self._depths.add([0] * POLICY.newest_rounds, list(self.latest)[-POLICY.newest_rounds :])
+            chance = self._depths.rate(0, POLICY.first_guess, 0.0)
         self.watch.look(share, chance)
 
 
@@ -242,14 +208,14 @@ class Watch:
 
     def look(self, share: float, chance: float) -> None:
         """Judge by the share of the latest rounds whose first draft was accepted, and by the estimate behind it."""
-        said = f"the drafter's first token was accepted in {share:.0%} of the last {LATEST} rounds"
-        if not self.collapsed and share < COLLAPSED and chance < 2 * COLLAPSED:
+        said = f"the drafter's first token was accepted in {share:.0%} of the last {POLICY.latest_rounds} rounds"
+        if not self.collapsed and share < POLICY.collapsed_below and chance < 2 * POLICY.collapsed_below:
             self.collapsed = True
             self._events.append(
                 f"{said}; requests on auto decode plainly except for probes. Check that the drafter belongs to this "
                 "target (`eyas check`), and whether prompts or template differ from what it was trained on"
             )
-        elif self.collapsed and share > RECOVERED:
+        elif self.collapsed and share > POLICY.recovered_above:
             self.collapsed = False
             self._events.append(f"{said}; the drafter is back, and so is speculation wherever it pays")
 
@@ -260,5 +226,7 @@ class Watch:
 
 
 def _bin(index: int, sure: float) -> int:
-    depth = index if index < CALIBRATED_DEPTHS else CALIBRATED_DEPTHS - 1
-    return depth * BINS + (int(sure * BINS) if sure < 1 else BINS - 1)
+    depth = index if index < POLICY.calibrated_depths else POLICY.calibrated_depths - 1
+    return depth * POLICY.confidence_bins + (
+        int(sure * POLICY.confidence_bins) if sure < 1 else POLICY.confidence_bins - 1
+    )

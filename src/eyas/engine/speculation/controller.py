@@ -34,24 +34,12 @@ from eyas.engine.speculation.acceptance import Acceptance
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.exploration import Exploration
-from eyas.engine.speculation.planner import KEPT_STEPS, Planner, RowFacts, Situation
-from eyas.engine.speculation.sibling_acceptance import RANKS
+from eyas.engine.speculation.planner import Planner, RowFacts, Situation
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
-
-SMALL = 4
-"""Tokens of a plain pass up to which probes go deeper until one four times as large has been timed: among small passes
-costs jump, and a slope between two of them says little about the next."""
-PLAIN_AGAIN = 256
-"""Steps after which a plain one is timed again: speculation is only as good as what it is compared with."""
-DOUBTFUL, CLOSE, SURE = 8, 1.2, 10
-"""The same as long as speculation promises less than this ratio and plain steps have been timed less than so often."""
-
-LOOK_EVERY, LOOKS_FIRST = 16, 16
-"""Of the steps that draft, one in so many looks at further candidates, and so many do to begin with: noting RANKS of
-them instead of one takes a few percent of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +151,18 @@ class Controller:
             limits=tuple(step.limits.values()),
             shape=shape,
             reason=self._reason,
-            look=RANKS if any(depths) and self._looks_now(situation) else 1,
+            look=POLICY.ranks if any(depths) and self._looks_now(situation) else 1,
             skip_pruning=self._skip_pruning(step, depths),
             holds=1 if any(depths) or step.once else self._holds(situation),
         )
 
     def _holds(self, situation: Situation) -> int:
         """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
-        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.tokens) < SURE):
+        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.tokens) < POLICY.sure_samples):
             return 1
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
-            return KEPT_STEPS
-        return min(KEPT_STEPS, self.probes.steps_left(self._steps))
+            return POLICY.plan_steps
+        return min(POLICY.plan_steps, self.probes.steps_left(self._steps))
 
     def _skip_pruning(self, step: _Step, depths: Sequence[int]) -> bool:
         """Whether to withhold drafts that turn out unlikely would save less than it takes to look at them.
@@ -194,7 +182,7 @@ class Controller:
         if not self._trees or not 0 < len(situation.auto) <= TREE_ROWS:
             return False
         self._drafting += 1
-        looks = self._looks < LOOKS_FIRST + self._drafting // LOOK_EVERY
+        looks = self._looks < POLICY.candidates_first + self._drafting // POLICY.candidates_every
         self._looks += looks
         return looks
 
@@ -222,8 +210,10 @@ class Controller:
     def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
         """Whether what speculation is compared with should be timed again."""
         verify, tokens = self.costs.verify, situation.tokens
-        close = plan.gain < CLOSE and verify.samples(tokens) < SURE
-        return min(self._steps - self._plain_at, verify.age(tokens)) > (DOUBTFUL if close else PLAIN_AGAIN)
+        close = plan.gain < POLICY.close_gain and verify.samples(tokens) < POLICY.sure_samples
+        return min(self._steps - self._plain_at, verify.age(tokens)) > (
+            POLICY.plain_again_in_doubt if close else POLICY.plain_again_steps
+        )
 
     def _probe(self, step: _Step) -> tuple[dict[int, int], str]:
         """Depths of a probe, if one is due and can be afforded, and what it is for."""
@@ -237,7 +227,7 @@ class Controller:
         if timed:
             levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
             auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
-            if situation.tokens <= SMALL and not self.costs.verify.reaches(4 * situation.tokens):
+            if situation.tokens <= POLICY.small_pass_tokens and not self.costs.verify.reaches(4 * situation.tokens):
                 depths = [min(3, self.drift.deepest), 1]
         prices = self._planner.prices(situation)
         step.plain = prices.verify(0)

@@ -27,25 +27,11 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf, sqrt
 
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import DraftTiming
 
-WINDOW = 21
-"""Times of a bucket that its median is taken from."""
-ENOUGH = 2
-"""Times that a bucket needs: the lower of two is no outlier, or both are."""
-FINE, COARSE = 8, 1
-"""Buckets per octave of token counts, for the target and for the drafter, whose passes differ less."""
-STALE_AFTER = 1000
-"""Observations of a curve after which a time no longer counts, and a bucket that had none since is forgotten."""
-REFIT_EVERY = 64
-"""Observations between two looks at the slope and at what to forget."""
-APART = 1.25
-"""Buckets closer than this ratio do not tell a slope from noise."""
-FLATTEST = 0.1
-"""Past what was measured, tokens are taken to cost at least this part of the average of those before them."""
 
-
-def bucket_of(count: int, per_octave: int = FINE) -> int:
+def bucket_of(count: int, per_octave: int = POLICY.target_buckets_per_octave) -> int:
     """The largest count that is taken for the same; powers of two, the usual tiles, end a bucket."""
     if count <= per_octave:
         return count
@@ -56,7 +42,7 @@ def bucket_of(count: int, per_octave: int = FINE) -> int:
 class CostCurve:
     """Typical seconds of a pass against its tokens."""
 
-    def __init__(self, per_octave: int = FINE, *, flat_below: bool = False) -> None:
+    def __init__(self, per_octave: int = POLICY.target_buckets_per_octave, *, flat_below: bool = False) -> None:
         self._per_octave, self._flat_below = per_octave, flat_below
         self._times: dict[int, deque[tuple[int, float, int]]] = {}
         """By bucket: number of the observation, seconds, context."""
@@ -70,7 +56,7 @@ class CostCurve:
         """By bucket: what all typical times say together, until one of them changes."""
         self._slope = Slope()
         self._slope_used = 0.0
-        self._observations, self._refit_at = 0, REFIT_EVERY
+        self._observations, self._refit_at = 0, POLICY.cost_refit_every
         self.news = 0
         """Buckets that became known so far."""
 
@@ -94,7 +80,9 @@ class CostCurve:
 
     def tells(self, count: int) -> bool:
         """Whether the time of such a pass would be more than a guess."""
-        return self.reaches(count) or (bool(self._known) and self._known[-1] >= APART * self._known[0])
+        return self.reaches(count) or (
+            bool(self._known) and self._known[-1] >= POLICY.cost_buckets_apart * self._known[0]
+        )
 
     def samples(self, count: int) -> int:
         """Times that count for such a pass."""
@@ -111,22 +99,22 @@ class CostCurve:
         self._visited[bucket] = self._observations
         times = self._times.get(bucket)
         if times is None:
-            self._times[bucket] = deque(maxlen=WINDOW)
+            self._times[bucket] = deque(maxlen=POLICY.cost_window)
             return
         if context and bucket in self._typical:
             usual_context = sum(context for _, _, context in times) / len(times)
             usual = self._typical[bucket] + self._slope_used * usual_context
             self._slope.observe(context - usual_context, seconds - usual, usual)
         times.append((self._observations, seconds, context))
-        while len(times) > ENOUGH and self._observations - times[0][0] > STALE_AFTER:
+        while len(times) > POLICY.cost_samples and self._observations - times[0][0] > POLICY.cost_stale_after:
             times.popleft()
-        if len(times) == ENOUGH and bucket not in self._typical:
+        if len(times) == POLICY.cost_samples and bucket not in self._typical:
             insort(self._known, bucket)
             self.news += 1
-        if len(times) >= ENOUGH:
+        if len(times) >= POLICY.cost_samples:
             self._settle(bucket)
         if self._observations >= self._refit_at:
-            self._refit_at = self._observations + REFIT_EVERY
+            self._refit_at = self._observations + POLICY.cost_refit_every
             self._refit()
 
     def skip(self, observations: int) -> None:
@@ -173,9 +161,9 @@ class CostCurve:
             return expected[low] + (expected[high] - expected[low]) * (count - low) / (high - low)
         top = known[-1]
         low = known[max(0, bisect_left(known, top // 2 + 1) - 1)]
-        if top < APART * low or low == top:
+        if top < POLICY.cost_buckets_apart * low or low == top:
             return expected[top] * count / top
-        slope = max((expected[top] - expected[low]) / (top - low), FLATTEST * expected[top] / top)
+        slope = max((expected[top] - expected[low]) / (top - low), POLICY.cost_flattest * expected[top] / top)
         return expected[top] + slope * (count - top)
 
     def _settle(self, bucket: int) -> None:
@@ -184,7 +172,7 @@ class CostCurve:
         self._expected = {}
 
     def _refit(self) -> None:
-        for bucket in [b for b, at in self._visited.items() if self._observations - at > STALE_AFTER]:
+        for bucket in [b for b, at in self._visited.items() if self._observations - at > POLICY.cost_stale_after]:
             del self._times[bucket], self._visited[bucket]
             if self._typical.pop(bucket, None) is not None:
                 self._known.remove(bucket)
@@ -229,10 +217,15 @@ class CostModel:
     """What the parts of a step cost."""
 
     def __init__(self) -> None:
-        self.verify = CostCurve(FINE)
-        self.first_draft, self.further_draft, self.pass_of_tree = (CostCurve(COARSE, flat_below=True) for _ in range(3))
-        self.plain_rest, self.drafting_rest = CostCurve(FINE), CostCurve(FINE)
-        self.debt = CostCurve(COARSE, flat_below=True)
+        self.verify = CostCurve(POLICY.target_buckets_per_octave)
+        self.first_draft, self.further_draft, self.pass_of_tree = (
+            CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True) for _ in range(3)
+        )
+        self.plain_rest, self.drafting_rest = (
+            CostCurve(POLICY.target_buckets_per_octave),
+            CostCurve(POLICY.target_buckets_per_octave),
+        )
+        self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
         drafts = self.first_draft, self.further_draft, self.pass_of_tree
         self._curves = (self.verify, *drafts, self.plain_rest, self.drafting_rest)
 

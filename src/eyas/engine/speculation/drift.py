@@ -26,23 +26,10 @@ from statistics import fmean
 from typing import Any
 
 from eyas.drafter.drift import Estimate, log_sizes, slope
+from eyas.engine.speculation.policy import POLICY
 
-LATEST, LEAST = 32, 8
-"""Check-ups that are judged together, and how few are too few."""
-SURE = 3.0
-"""Standard errors on both sides of an estimate: the alarm is asked thousands of times a day."""
-BEARABLE = 2.0
-"""Times its size at depth 1 that a state may have at a depth that is drafted. At depth 7 the shipped EAGLE-3.1 drafter
-has 1.03, the EAGLE-3 control beside it 1.6 to 1.8 with no loss of acceptance, one whose `norm_output` was lost 5.0."""
-FADED, RECOVERED = 0.5, 0.7
-"""Conditional acceptance of a depth in parts of that of depth 1: less has faded, more is back. Both of the drafters
-above have 0.9 and more at every depth; with `norm_output` lost it is 0.4 at depth 2 and 0.2 at depth 3."""
 LARGEST = 1e30
 """Stands for sizes beyond all numbers."""
-MEMORY = 200
-"""Drafts of a depth after which the fate of an earlier one has faded to a third."""
-LOOK_EVERY = 16
-"""Rounds between two looks at what was accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +76,9 @@ class DriftAlarm:
         """The deepest depth that is healthy. Depth 1 always is: all others are compared with it."""
         self.growth = Estimate(value=nan, low=-inf, high=inf)
         """Slope of ln(RMS) by depth, mean over the latest check-ups; it may lie anywhere while these are few."""
-        self._sizes: deque[list[float]] = deque(maxlen=LATEST)
+        self._sizes: deque[list[float]] = deque(maxlen=POLICY.drift_probes)
         """ln(RMS) by depth of the latest check-ups."""
-        self._masses: deque[Mapping[str, Sequence[float]]] = deque(maxlen=LATEST)
+        self._masses: deque[Mapping[str, Sequence[float]]] = deque(maxlen=POLICY.drift_probes)
         self._tries, self._hits = [0.0] * max_depth, [0.0] * max_depth
         self._rounds = 0
         self._grows = False
@@ -108,17 +95,21 @@ class DriftAlarm:
         self.seconds += seconds
         slopes = [slope(sizes) for sizes in self._sizes]
         value, count = fmean(slopes), len(slopes)
-        error = sqrt(sum((one - value) ** 2 for one in slopes) / (count * (count - 1))) if count >= LEAST else inf
+        error = (
+            sqrt(sum((one - value) ** 2 for one in slopes) / (count * (count - 1)))
+            if count >= POLICY.drift_fewest_probes
+            else inf
+        )
         self.growth = _around(value, error)
         self._judge()
 
     def observe_round(self, drafted: int, accepted: int) -> None:
         """Take the fate of a chain. Of the drafts behind the first refused one nothing is known."""
         for index in range(min(drafted, accepted + 1)):
-            self._tries[index] += 1 - self._tries[index] / MEMORY
-            self._hits[index] += (index < accepted) - self._hits[index] / MEMORY
+            self._tries[index] += 1 - self._tries[index] / POLICY.drift_memory
+            self._hits[index] += (index < accepted) - self._hits[index] / POLICY.drift_memory
         self._rounds += 1
-        if self._rounds % LOOK_EVERY == 0:
+        if self._rounds % POLICY.drift_check_every == 0:
             self._judge()
 
     # --- what it means -----------------------------------------------------------------------------------------
@@ -165,13 +156,13 @@ class DriftAlarm:
 
     def _judge(self) -> None:
         before = {"growth": self._grows, "fading": bool(self._faded)}
-        growth, bound = self.growth, log(BEARABLE) / max(1, self.max_depth - 1)
+        growth, bound = self.growth, log(POLICY.bearable_growth) / max(1, self.max_depth - 1)
         self._grows = growth.high > bound if self._grows else growth.low > bound
         for depth in range(2, self.max_depth + 1):
             ratio = self.fading(depth)
-            if ratio.high < log(FADED):
+            if ratio.high < log(POLICY.faded_below):
                 self._faded.add(depth)
-            elif ratio.value > log(RECOVERED):
+            elif ratio.value > log(POLICY.faded_recovered_above):
                 self._faded.discard(depth)
         deepest = min(self._faded, default=self.max_depth + 1) - 1
         if self._grows:
@@ -182,7 +173,7 @@ class DriftAlarm:
     def _bearable(self) -> int:
         """The deepest depth up to which the state is small enough."""
         first, *later = [fmean(sizes) for sizes in zip(*self._sizes, strict=True)]
-        too_large = (depth for depth, size in enumerate(later, start=2) if size - first > log(BEARABLE))
+        too_large = (depth for depth, size in enumerate(later, start=2) if size - first > log(POLICY.bearable_growth))
         return next(too_large, self.max_depth) - 1
 
     def _tell(self, before: Mapping[str, bool]) -> None:
@@ -219,4 +210,4 @@ class DriftAlarm:
 
 
 def _around(value: float, error: float) -> Estimate:
-    return Estimate(value=value, low=value - SURE * error, high=value + SURE * error)
+    return Estimate(value=value, low=value - POLICY.drift_errors * error, high=value + POLICY.drift_errors * error)

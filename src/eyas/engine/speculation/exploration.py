@@ -11,20 +11,7 @@ another would tell nothing new, unless drafts have meanwhile become much worse t
 
 from math import ceil, inf
 
-SHARE = 0.005
-"""Of all time, the part that probes may lose."""
-CREDIT = 3.0
-"""Plain steps that probes may lose before that."""
-SHORTEST, LONGEST, GROWTH = 4.0, 32.0, 1.5
-"""Steps between probes: at first, at most, and how the wait grows with every probe that found nothing."""
-LONG_ENOUGH = 3
-"""Probes in a row that were accepted and yet did not bring speculation back: then it is its cost that forbids it."""
-SELDOM = 128.0
-"""Steps between probes as long as that is so."""
-WORSE = 0.7
-"""Acceptance, as a part of what it was then, below which a hit is news again."""
-MOST_LOSS = 2.0
-"""Plain steps that one probe is charged at most: a shape's first step may hold a compilation, which comes once."""
+from eyas.engine.speculation.policy import POLICY
 
 
 class Exploration:
@@ -39,7 +26,7 @@ class Exploration:
         """Probes in a row that had a draft accepted: the next follow at once, each with twice the requests."""
         self._in_vain: float | None = None
         """Acceptance of first drafts when a streak changed nothing; None: no streak has, or that is no longer so."""
-        self._wait = SHORTEST
+        self._wait = POLICY.probe_shortest_wait
         self._next = 0.0
 
     def due(self, step: int) -> bool:
@@ -52,30 +39,30 @@ class Exploration:
 
     def affords(self, loss: float, plain: float) -> bool:
         """Whether a probe may lose so many seconds, where a plain step takes `plain`."""
-        return self.lost + loss <= SHARE * self.total + CREDIT * plain
+        return self.lost + loss <= POLICY.probe_share * self.total + POLICY.probe_credit * plain
 
     def settle(self, step: int, *, seconds: float, plain: float, saved: float, hit: bool, chance: float) -> None:
         """Book a probe: the step took `seconds` instead of `plain`, and its accepted drafts saved `saved`.
 
         `chance` is what the acceptance of first drafts is now taken for.
         """
-        loss = min(seconds - plain, MOST_LOSS * plain) - saved
+        loss = min(seconds - plain, POLICY.probe_most_loss * plain) - saved
         self.lost = max(0.0, self.lost + loss)
         self.count += 1
-        if self._in_vain is not None and chance < WORSE * self._in_vain:
-            self._in_vain, self._wait = None, SHORTEST
+        if self._in_vain is not None and chance < POLICY.probe_worse * self._in_vain:
+            self._in_vain, self._wait = None, POLICY.probe_shortest_wait
         if self._in_vain is not None:
-            self.streak, self._wait = 0, SELDOM
+            self.streak, self._wait = 0, POLICY.probe_seldom
         elif not hit:
-            self.streak, self._wait = 0, min(LONGEST, self._wait * GROWTH)
-        elif self.streak < LONG_ENOUGH:
-            self.streak, self._wait = self.streak + 1, SHORTEST
+            self.streak, self._wait = 0, min(POLICY.probe_longest_wait, self._wait * POLICY.probe_wait_growth)
+        elif self.streak < POLICY.probe_streak:
+            self.streak, self._wait = self.streak + 1, POLICY.probe_shortest_wait
         else:
-            self.streak, self._wait, self._in_vain = 0, SELDOM, chance
+            self.streak, self._wait, self._in_vain = 0, POLICY.probe_seldom, chance
         self._next = step + self._wait
 
     def rest(self) -> None:
         """Speculation pays again: the next time it does not, probing starts afresh."""
         self.streak, self._in_vain = 0, None
-        self._wait = SHORTEST
+        self._wait = POLICY.probe_shortest_wait
         self._next = -inf

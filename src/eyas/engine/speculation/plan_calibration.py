@@ -10,12 +10,8 @@ machine are still compared fairly.
 """
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
+from eyas.engine.speculation.policy import POLICY
 from eyas.plan.shapes import Plan
-
-MEMORY = 400
-"""Steps after which one has faded to a third. A tree that was given up is tried again some time."""
-TRUST = 48.0
-"""Promised tokens after which what was kept weighs as much as the belief before it."""
 
 
 class PlanCalibration:
@@ -28,14 +24,14 @@ class PlanCalibration:
         """Take a step that followed a plan, gave so many tokens and should have taken so long."""
         promised = plan.rate * seconds
         self._kept.add([int(plan.shape.kind == "tree")], [tokens / promised], promised)
-        self._kept.fade(MEMORY)
+        self._kept.fade(POLICY.calibration_memory)
 
     @property
     def of_chains(self) -> float:
         """What the promise of a chain is worth."""
-        return self._kept.rate(0, 1.0, TRUST)
+        return self._kept.rate(0, 1.0, POLICY.calibration_trust)
 
     @property
     def of_trees(self) -> float:
         """What the promise of a tree is worth; the same, until trees have been tried."""
-        return self._kept.rate(1, self.of_chains, TRUST)
+        return self._kept.rate(1, self.of_chains, POLICY.calibration_trust)

@@ -14,15 +14,8 @@ from typing import Literal
 from eyas.engine.speculation.acceptance import Acceptance
 from eyas.engine.speculation.cost_model import CostModel, bucket_of
 from eyas.engine.speculation.plan_calibration import PlanCalibration
+from eyas.engine.speculation.policy import POLICY
 from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
-
-KEPT_STEPS = 8
-"""Steps that a plan serves at most, unless there is news meanwhile: a pass was timed of which nothing was known."""
-PLAIN_STEPS = 32
-"""The same for a plan that drafts nothing: without drafts there is little to learn, and probes are news."""
-ROUNDS_A_STEP = 16
-"""One that drafts serves a step for every so many rounds that were seen: the first ones change a lot."""
-KEPT_PLANS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +90,7 @@ class Planner:
         # Where requests come and go, hardly two steps have as many of them.
         counts = (situation.rows, len(situation.auto), other_tokens)
         likeness = (*map(bucket_of, counts), deepest, *fixed)
-        if self._costs.news > self._news or len(self._kept) >= KEPT_PLANS:
+        if self._costs.news > self._news or len(self._kept) >= POLICY.kept_plans:
             self._news = self._costs.news
             self.forget()
         if likeness in self._kept:
@@ -105,9 +98,9 @@ class Planner:
             if step < until:
                 return plan, reason
         plan, reason = self._make(situation, deepest)
-        steps = PLAIN_STEPS
+        steps = POLICY.plain_plan_steps
         if plan.by_level:
-            steps = max(1, min(KEPT_STEPS, self._acceptance.rounds // ROUNDS_A_STEP))
+            steps = max(1, min(POLICY.plan_steps, self._acceptance.rounds // POLICY.plan_rounds_per_step))
         self._kept[likeness] = step + steps, plan, reason
         return plan, reason
 

@@ -11,26 +11,16 @@ noise decides for others (`verify.draw_many`). Ranks are of that order, so what 
 from collections.abc import Sequence
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
-
-RANKS = 8
-"""Candidates of the drafter whose rank is told apart."""
-MEMORY = 400
-"""Looks after which one has faded to a third."""
-BINS = 10
-"""Bins of confidence."""
-BIN_TRIES = 4.0
-"""Candidates of a bin that weigh as much as the drafter's own word."""
-CAUTION = 6.0
-"""Misses that weigh against every share although nobody saw them: few looks must not make a tree look good."""
+from eyas.engine.speculation.policy import POLICY
 
 
 class SiblingAcceptance:
     """What was seen of candidates that are not the first."""
 
     def __init__(self) -> None:
-        self._shares = DecayedCounts(RANKS - 1)
+        self._shares = DecayedCounts(POLICY.ranks - 1)
         """Of the second candidate on, where the first was not the token."""
-        self._sure = DecayedCounts(BINS)
+        self._sure = DecayedCounts(POLICY.sibling_bins)
 
     def observe(self, ranks: Sequence[int], candidates: Sequence[Sequence[float]] = ()) -> None:
         """Take a round: which candidates were the target's tokens, 0 for none of those looked at.
@@ -41,21 +31,21 @@ class SiblingAcceptance:
             if rank == 1:
                 continue
             sure = candidates[place] if candidates else ()
-            hits = [rank == other for other in range(2, 1 + (len(sure) or RANKS))]
-            self._shares.add(range(RANKS - 1), hits)
+            hits = [rank == other for other in range(2, 1 + (len(sure) or POLICY.ranks))]
+            self._shares.add(range(POLICY.ranks - 1), hits)
             self._sure.add(map(_bin, _parts(sure)), hits)
         if ranks:
-            self._shares.fade(MEMORY)
-            self._sure.fade(MEMORY)
+            self._shares.fade(POLICY.sibling_memory)
+            self._sure.fade(POLICY.sibling_memory)
 
     def shares(self) -> list[float]:
         """The chance that the target's token is the drafter's second, third, ... when it is not the first."""
-        return [self._shares.rate(cell, 0.0, CAUTION) for cell in range(RANKS - 1)]
+        return [self._shares.rate(cell, 0.0, POLICY.sibling_caution) for cell in range(POLICY.ranks - 1)]
 
     def chances(self, first: float, confidences: Sequence[float]) -> list[float]:
         """The chances of all candidates but the first, whose own is `first`."""
         parts = _parts(confidences)
-        return [(1 - first) * self._sure.rate(_bin(part), part, BIN_TRIES) for part in parts]
+        return [(1 - first) * self._sure.rate(_bin(part), part, POLICY.sibling_bin_tries) for part in parts]
 
 
 def _parts(confidences: Sequence[float]) -> list[float]:
@@ -65,4 +55,4 @@ def _parts(confidences: Sequence[float]) -> list[float]:
 
 
 def _bin(part: float) -> int:
-    return int(part * BINS) if part < 1 else BINS - 1
+    return int(part * POLICY.sibling_bins) if part < 1 else POLICY.sibling_bins - 1
