@@ -69,6 +69,4 @@ def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads:
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only there kernels are chosen")
 def test_it_is_chosen_on_cuda() -> None:
-    told: list[str] = []
-    assert type(fused_llama(target("llama", HALF, 9, 3, 16), told.append)).__name__ == "TritonLlama"
-    assert not told
+    assert type(fused_llama(target("llama", HALF, 9, 3, 16))).__name__ == "TritonLlama"

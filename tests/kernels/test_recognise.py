@@ -1,5 +1,6 @@
 """A lean pass computes what the model's own code computes, and is handed out for no other model."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import MethodType
@@ -22,6 +23,7 @@ from eyas.target.model import Target, _computes
 CPU = torch.device("cpu")
 LAYERS = 4
 PAGE_SIZE = 4
+ReasonAgainst = Callable[[Target], str]
 TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 PASSES = (
     [AttentionRow(blocks=(5, 1, 7), base=0, count=6), AttentionRow(blocks=(2, 0), base=0, count=3)],
@@ -37,16 +39,21 @@ def plain(family: str = "llama", **changes: Any) -> Target:
 
 
 def lean_of(target: Target) -> FusedLlama:
-    reasons: list[str] = []
-    lean = fused_llama(target, reasons.append)
-    assert lean is not None, reasons
+    lean = fused_llama(target)
+    assert lean is not None
     return lean
 
 
-def reason_against(target: Target) -> str:
-    reasons: list[str] = []
-    assert fused_llama(target, reasons.append) is None
-    (reason,) = reasons
+@pytest.fixture
+def reason_against(caplog: pytest.LogCaptureFixture) -> ReasonAgainst:
+    caplog.set_level(logging.INFO, logger="eyas")
+
+    def reason(target: Target) -> str:
+        caplog.clear()
+        assert fused_llama(target) is None
+        (record,) = caplog.records
+        return record.getMessage()
+
     return reason
 
 
@@ -316,11 +323,13 @@ def test_linears_that_are_not_alike_are_not_joined() -> None:
         ("smollm3", {"no_rope_layer_interval": 2, "pad_token_id": 0}, "behind 2 layers"),
     ],
 )
-def test_other_models_are_refused_with_a_reason(family: str, changes: dict[str, Any], reason: str) -> None:
+def test_other_models_are_refused_with_a_reason(
+    reason_against: ReasonAgainst, family: str, changes: dict[str, Any], reason: str
+) -> None:
     assert reason in reason_against(built(family, **changes))
 
 
-def test_a_model_whose_code_does_more_than_its_parts_tell_is_found_out() -> None:
+def test_a_model_whose_code_does_more_than_its_parts_tell_is_found_out(reason_against: ReasonAgainst) -> None:
     target = plain()
     layer: Any = target.model.model.layers[2]
     own_forward = layer.forward
@@ -328,7 +337,7 @@ def test_a_model_whose_code_does_more_than_its_parts_tell_is_found_out() -> None
     assert "states behind 3 layers" in reason_against(target)
 
 
-def test_what_a_model_does_to_far_positions_only_is_found_out() -> None:
+def test_what_a_model_does_to_far_positions_only_is_found_out(reason_against: ReasonAgainst) -> None:
     target = plain(max_position_embeddings=4096)
     layer: Any = target.model.model.layers[0]
     own_forward = layer.forward
@@ -341,14 +350,14 @@ def test_what_a_model_does_to_far_positions_only_is_found_out() -> None:
     assert "states behind 1 layers" in reason_against(target)
 
 
-def test_a_part_of_a_head_that_is_not_rotated_is_a_reason() -> None:
+def test_a_part_of_a_head_that_is_not_rotated_is_a_reason(reason_against: ReasonAgainst) -> None:
     target = plain()
     rotary: Any = target.model.model.rotary_emb
     rotary.inv_freq = rotary.inv_freq[:2]
     assert "rotates 4 of 8" in reason_against(target)
 
 
-def test_weights_of_several_types_and_foreign_linears_are_refused() -> None:
+def test_weights_of_several_types_and_foreign_linears_are_refused(reason_against: ReasonAgainst) -> None:
     target = plain()
     mixed: Any = target.model
     mixed.model.norm.double()
