@@ -61,9 +61,9 @@ def answer(
     """
     from itertools import islice
 
+    from eyas.checksum import sha256_of
     from eyas.errors import UserError
     from eyas.sampling import Sampling
-    from eyas.target.checksum import sha256_of
     from eyas.target.model import Target
     from eyas.train.conversations import read_conversations
     from eyas.train.regenerate import regenerate

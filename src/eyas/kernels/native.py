@@ -26,8 +26,8 @@ from filelock import FileLock
 from platformdirs import user_cache_path
 
 from eyas.atomic import new_folder
+from eyas.checksum import sha256_of
 from eyas.errors import UserError
-from eyas.target.checksum import sha256_of
 
 LIBRARY = "library.so"
 CHECKSUM = "library.sha256"

@@ -12,8 +12,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from eyas.checksum import sha256_of
 from eyas.errors import UserError
-from eyas.target.checksum import sha256_of
 from eyas.target.store import build_once
 
 logger = logging.getLogger(__name__)

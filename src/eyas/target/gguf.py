@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from eyas.checksum import sha256_of
 from eyas.errors import UserError
-from eyas.target.checksum import sha256_of
 from eyas.target.gguf_file import GgufFile
 from eyas.target.gguf_rope import ROPE_FREQS, ROPE_KEYS, rope_parameters
 from eyas.target.gguf_tokenizer import stop_token_ids, write_tokenizer

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from eyas.atomic import new_file
-from eyas.target.checksum import sha256_of
+from eyas.checksum import sha256_of
 from eyas.train.corpus import Corpus
 from eyas.train.packing import FitCounts
 
