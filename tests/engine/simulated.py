@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, Literal, Protocol
 
+from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
-from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
+from eyas.engine.speculation.draft import Candidates, Draft, Tree
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport, TargetTiming
 from eyas.engine.verify import VerifyResult, accepted_nodes, outcome_of
@@ -339,7 +340,7 @@ class Engine:
         seconds += shape.depth * self.machine.look
         tokens, width = sum(r.pending for r in growing) + shape.grown * len(growing), max(shape.width, choice.look)
         for r in growing:
-            growth: Any = Growth(None, shape)  # type: ignore[arg-type]
+            growth: Any = TreeGrowth(None, shape)  # type: ignore[arg-type]
             growth.add(-1, self.candidates(r.sure[0], width))
             for depth in range(2, shape.depth + 1):
                 for node in growth.grow(depth):

@@ -14,7 +14,7 @@ Shapes: V target vocabulary.
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from eyas.engine.runner.drafter import Draft
+from eyas.engine.speculation.draft import Draft
 
 if TYPE_CHECKING:  # requests hold a grammar, and bookkeeping must not import torch
     from torch import Tensor

@@ -25,8 +25,9 @@ from eyas.drafter.model import Drafter
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
+from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.sampler import SamplingMetadata, draw, draw_many
-from eyas.engine.speculation.draft import Candidates, Draft, Growth, Tree
+from eyas.engine.speculation.draft import Candidates, Draft, Tree
 from eyas.kernels.attention.dense import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache, integers
 
@@ -176,9 +177,9 @@ class DrafterRunner:
 
         The candidates behind its nodes are noted: as many as it is wide, and no fewer than `look`.
         """
-        growths = [Growth(seq, shape) for seq, shape in zip(seqs, shapes, strict=True)]
+        growths = [TreeGrowth(seq, shape) for seq, shape in zip(seqs, shapes, strict=True)]
         normed_RD = torch.stack([self._normed_D[seq.key] for seq in seqs])
-        parents: list[tuple[Growth, int]] = [(growth, -1) for growth in growths]
+        parents: list[tuple[TreeGrowth, int]] = [(growth, -1) for growth in growths]
         for depth in range(1, max(shape.depth for shape in shapes) + 1):
             if depth > 1:
                 grown = [(growth, growth.grow(depth)) for growth in growths]
@@ -193,7 +194,7 @@ class DrafterRunner:
                 growth.add(node, Candidates(tuple(tokens), tuple(confidences)))
         return [growth.offered() for growth in growths]
 
-    def _expand(self, growths: Sequence[Growth]) -> Tensor:
+    def _expand(self, growths: Sequence[TreeGrowth]) -> Tensor:
         """Run the nodes that grow now, each behind its own path."""
         rows, hidden, tokens = [], list[Tensor](), list[int]()
         for growth in growths:

@@ -1,20 +1,17 @@
-"""What is drafted for a request: its shape, how it grows, and what is offered to the target in the end.
+"""What is drafted for a request: the shape of a tree, and what is offered to the target in the end.
 
 Nothing is computed here. `runner/drafter.py` runs the drafter and tells what it said; the target decides.
-
-Shapes: D drafter hidden.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from eyas.engine.request import SequenceState
 from eyas.errors import UserError
-from eyas.kernels.attention.metadata import MOST_IN_TREE
 
-if TYPE_CHECKING:
-    from torch import Tensor
+MOST_IN_TREE = 64
+"""Slots behind the committed ones that a tree may take, the newest token included; attention keeps who sees whom as
+bits of an int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +97,7 @@ class Draft:
 
     def path(self, index: int) -> list[int]:
         """Indices from the first depth down to `index`; empty for -1."""
-        return _path(self.parents, index)
+        return path_to(self.parents, index)
 
 
 NO_DRAFT = Draft()
@@ -110,74 +107,10 @@ _LINE = tuple(range(-1, MOST_IN_TREE))
 """The parents of a chain."""
 
 
-def _path(parents: Sequence[int], index: int) -> list[int]:
+def path_to(parents: Sequence[int], index: int) -> list[int]:
+    """Indices from the first depth down to `index`; empty for -1."""
     path: list[int] = []
     while index >= 0:
         path.append(index)
         index = parents[index]
     return path[::-1]
-
-
-class Growth:
-    """One request's tree while it grows."""
-
-    def __init__(self, seq: SequenceState, shape: Tree) -> None:
-        self.seq, self.shape = seq, shape
-        self.tokens: list[int] = []
-        self.parents: list[int] = []
-        self.depths: list[int] = []
-        self.grown: list[int] = []
-        """Nodes that the drafter has run, in the order of their slots."""
-        self.newest: list[int] = []
-        """The last of them, which it is about to run."""
-        self.feedback_D: dict[int, Tensor] = {}
-        self._sure: list[float] = []
-        self._path_sure: list[float] = []
-        self._candidates: dict[int, Candidates] = {}
-
-    def add(self, parent: int, candidates: Candidates) -> None:
-        """Take candidates behind a node, -1 for the root; the first of them are nodes from now on.
-
-        Drawn ones need not come by their probability. They come by their promise, so one counts for no less than any
-        after it.
-        """
-        self._candidates[parent] = candidates
-        path_sure = 1.0 if parent < 0 else self._path_sure[parent]
-        depth = 1 if parent < 0 else self.depths[parent] + 1
-        confidences = candidates.confidences[: self.shape.width]
-        for rank, sure in enumerate(confidences):
-            self.tokens.append(candidates.tokens[rank])
-            self.parents.append(parent)
-            self.depths.append(depth)
-            self._sure.append(sure)
-            self._path_sure.append(path_sure * max(confidences[rank:]))
-
-    def grow(self, depth: int) -> list[int]:
-        """The most confident nodes of the depth before, which get children now."""
-        nodes: list[int] = []
-        if depth <= self.shape.depth:
-            level = [node for node, at in enumerate(self.depths) if at == depth - 1]
-            nodes = sorted(level, key=lambda node: -self._path_sure[node])[: self.shape.width]
-        self.grown += nodes
-        self.newest = nodes
-        return nodes
-
-    def ancestors(self) -> list[list[bool]]:
-        """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
-        paths = [set(_path(self.parents, node)) for node in self.newest]
-        return [[other in path for other in self.grown] for path in paths]
-
-    def tokens_to(self, node: int) -> list[int]:
-        """The tokens from the first depth to a node; none for the root."""
-        return [self.tokens[i] for i in _path(self.parents, node)]
-
-    def offered(self) -> Draft:
-        """The most confident nodes. A child is never more confident than its parent, so what is kept is a tree."""
-        everything = Draft(
-            tokens=tuple(self.tokens),
-            parents=tuple(self.parents),
-            confidences=tuple(self._sure),
-            candidates=self._candidates,
-        )
-        order = sorted(range(len(self.tokens)), key=lambda node: (-self._path_sure[node], self.depths[node]))
-        return everything.only(sorted(order[: self.shape.budget], key=lambda node: (self.depths[node], node)))

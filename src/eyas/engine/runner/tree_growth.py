@@ -1,0 +1,74 @@
+"""A tree while it grows: the dynamic tree of EAGLE-2, for one request.
+
+Shapes: D drafter hidden.
+"""
+
+from torch import Tensor
+
+from eyas.engine.request import SequenceState
+from eyas.engine.speculation.draft import Candidates, Draft, Tree, path_to
+
+
+class TreeGrowth:
+    """One request's tree while it grows."""
+
+    def __init__(self, seq: SequenceState, shape: Tree) -> None:
+        self.seq, self.shape = seq, shape
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.grown: list[int] = []
+        """Nodes that the drafter has run, in the order of their slots."""
+        self.newest: list[int] = []
+        """The last of them, which it is about to run."""
+        self.feedback_D: dict[int, Tensor] = {}
+        self._sure: list[float] = []
+        self._path_sure: list[float] = []
+        self._candidates: dict[int, Candidates] = {}
+
+    def add(self, parent: int, candidates: Candidates) -> None:
+        """Take candidates behind a node, -1 for the root; the first of them are nodes from now on.
+
+        Drawn ones need not come by their probability. They come by their promise, so one counts for no less than any
+        after it.
+        """
+        self._candidates[parent] = candidates
+        path_sure = 1.0 if parent < 0 else self._path_sure[parent]
+        depth = 1 if parent < 0 else self.depths[parent] + 1
+        confidences = candidates.confidences[: self.shape.width]
+        for rank, sure in enumerate(confidences):
+            self.tokens.append(candidates.tokens[rank])
+            self.parents.append(parent)
+            self.depths.append(depth)
+            self._sure.append(sure)
+            self._path_sure.append(path_sure * max(confidences[rank:]))
+
+    def grow(self, depth: int) -> list[int]:
+        """The most confident nodes of the depth before, which get children now."""
+        nodes: list[int] = []
+        if depth <= self.shape.depth:
+            level = [node for node, at in enumerate(self.depths) if at == depth - 1]
+            nodes = sorted(level, key=lambda node: -self._path_sure[node])[: self.shape.width]
+        self.grown += nodes
+        self.newest = nodes
+        return nodes
+
+    def ancestors(self) -> list[list[bool]]:
+        """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
+        paths = [set(path_to(self.parents, node)) for node in self.newest]
+        return [[other in path for other in self.grown] for path in paths]
+
+    def tokens_to(self, node: int) -> list[int]:
+        """The tokens from the first depth to a node; none for the root."""
+        return [self.tokens[i] for i in path_to(self.parents, node)]
+
+    def offered(self) -> Draft:
+        """The most confident nodes. A child is never more confident than its parent, so what is kept is a tree."""
+        everything = Draft(
+            tokens=tuple(self.tokens),
+            parents=tuple(self.parents),
+            confidences=tuple(self._sure),
+            candidates=self._candidates,
+        )
+        order = sorted(range(len(self.tokens)), key=lambda node: (-self._path_sure[node], self.depths[node]))
+        return everything.only(sorted(order[: self.shape.budget], key=lambda node: (self.depths[node], node)))
