@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.errors import UserError
 from eyas.target.model import Target
-from eyas.target.packed import PackedTarget, attends_plainly, runs_in_one_pass
+from eyas.target.packed import PackedTarget, _WithinDocuments, attends_plainly, runs_in_one_pass
 from target.test_head import target_of
 
 LENGTHS = (5, 9, 1, 6)
@@ -92,23 +92,11 @@ def test_one_pass_equals_documents_alone_for_any_attention_that_knows_the_border
     assert config._attn_implementation == before
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}])
-def test_attention_that_flash_cannot_do_is_refused(extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from eyas.target.packed import _attend_within_documents
-
-    x = torch.zeros(1, 2, 3, 8)
-    with pytest.raises(UserError, match=r"Linear caps its attention scores or adds sinks.*target\.dtype"):
-        _attend_within_documents(
-            torch.nn.Linear(1, 1),
-            x,
-            x,
-            x,
-            None,
-            scaling=1.0,
-            document_starts=starts_of((3,)),
-            longest_document=4,
-            **extra,
-        )
+def test_attention_that_flash_cannot_do_is_refused() -> None:
+    x = torch.zeros(3, 2, 8)
+    within = _WithinDocuments(starts_of((3,)), 4)
+    with pytest.raises(UserError, match=r"Linear caps its attention scores.*target\.dtype"):
+        within(torch.nn.Linear(1, 1), x, x, x, 1.0, 30.0, None)
 
 
 @pytest.mark.parametrize(

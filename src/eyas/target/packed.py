@@ -1,7 +1,7 @@
 """The target over documents laid end to end: final and auxiliary states, no padding, nothing seen across borders.
 
-On a GPU one pass takes them all, with flash attention that knows the borders (registered with transformers, so any
-architecture that attends through its interface runs). Everywhere else each document is a pass of its own, which is
+On a GPU one pass takes them all, with flash attention that knows the borders (through transformers' interface, so any
+architecture that attends through that runs). Everywhere else each document is a pass of its own, which is
 exact for every model and no slower on a CPU.
 
 Shapes: T tokens of all documents, D hidden size, X concatenated auxiliary states, H heads, G key heads, K head dim.
@@ -9,61 +9,49 @@ Shapes: T tokens of all documents, D hidden size, X concatenated auxiliary state
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from eyas.errors import UserError
 from eyas.target.attention import attending_through
 from eyas.target.capture import capture, decoder_layers
 from eyas.target.model import Target
 
-_PACKED = "eyas_packed"
 
+@dataclass(frozen=True, eq=False)
+class _WithinDocuments:
+    """Causal attention within documents, by flash attention."""
 
-def _attend_within_documents(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    document_starts: Tensor,
-    longest_document: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within documents: query [1, H, T, K], key and value [1, G, T, K], to [1, T, H, K]."""
-    if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"{type(module).__name__} caps its attention scores or adds sinks, which flash attention cannot do here; "
-            'set target.dtype = "float32" to run documents one by one'
-        )
-    window = {} if sliding_window is None else {"window_size_left": sliding_window - 1, "window_size_right": 0}
-    out = torch.ops.aten._flash_attention_forward(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        document_starts,
-        document_starts,
-        longest_document,
-        longest_document,
-        0.0,
-        True,
-        False,
-        scale=scaling,
-        **window,
-    )[0]
-    return out[None], None
+    starts: Tensor
+    longest: int
 
-
-AttentionInterface.register(_PACKED, _attend_within_documents)
+    def __call__(
+        self,
+        module: nn.Module,
+        q_THK: Tensor,
+        k_TGK: Tensor,
+        v_TGK: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """Outputs [T, H, K]."""
+        if softcap is not None:
+            raise UserError(
+                f"{type(module).__name__} caps its attention scores, which flash attention cannot do here; "
+                'set target.dtype = "float32" to run documents one by one'
+            )
+        borders, longest = self.starts, self.longest
+        sees = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        out: Tensor = torch.ops.aten._flash_attention_forward(
+            *(q_THK, k_TGK, v_TGK, borders, borders, longest, longest, 0.0, True, False), scale=scale, **sees
+        )[0]
+        return out
 
 
 class PackedTarget:
@@ -92,7 +80,7 @@ class PackedTarget:
                 spare = (1 << (len(starts) - 1).bit_length()) - len(starts)
                 starts = torch.cat([starts, starts[-1:].expand(spare)])
             with (
-                attending_through(self._target.model, _PACKED),
+                attending_through(self._target.model),
                 _forwards(self._compiled),
                 capture(self._target.model, self._layer_ids) as captured,
             ):
@@ -100,8 +88,7 @@ class PackedTarget:
                     input_ids=ids_T[None],
                     position_ids=position_T[None],
                     use_cache=False,
-                    document_starts=starts,
-                    longest_document=longest,
+                    eyas_attend=_WithinDocuments(starts, longest),
                 ).last_hidden_state
             return hidden[0].to(ids_T.device), captured.aux_hidden()[0].to(ids_T.device)
         borders = starts.tolist()

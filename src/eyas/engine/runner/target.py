@@ -1,9 +1,8 @@
-"""A target that reads and writes blocks, through transformers' attention interface.
+"""A target that reads and writes blocks, through transformers' attention interface (`target/attention.py`).
 
-The model's own code runs unchanged; only where it would attend does it call a function of ours, which receives the
-pass through the keyword arguments that transformers hands down. No masks are built for such a function, so who sees
-whom is known from the layout alone, and what a target adds to causal attention must be found elsewhere: softcaps and
-most windows are arguments too, other windows stand in the configuration. Whatever cannot be honoured is refused.
+Who sees whom is known from the metadata of a pass alone, and what a target adds to causal attention must be found
+elsewhere: softcaps and most windows come with every call, other windows stand in the configuration. Whatever cannot be
+honoured is refused.
 
 Invariant: a target that was accepted has been tried. One token is run through a cache of one block first; so refusals
 come before memory is taken, and the blocks' true size is known.
@@ -12,20 +11,18 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, H query heads, G k
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface, PretrainedConfig
+from torch import Tensor, nn
 
 from eyas.errors import UserError
 from eyas.kernels.attention.dense import Backend, PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.target.attention import attending_through
 from eyas.target.model import Target
-
-IMPLEMENTATION = "eyas_paged"
 
 
 class TargetRunner:
@@ -65,78 +62,37 @@ class TargetRunner:
 
     def _run(self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None) -> Tensor:
         model = self._target.model
-        with _switched(model.config):
+        with attending_through(model):
             logits_BMV: Tensor = model(
                 input_ids=ids_N[None],
                 position_ids=attention.layout.position_N[None],
                 use_cache=False,
                 logits_to_keep=0 if keep_M is None else keep_M,
-                eyas_blocks=attention,
-                eyas_windows=self._windows,
+                eyas_attend=partial(self._attend, attention),
             ).logits
         if keep_M is not None and logits_BMV.shape[1] != len(keep_M):  # a model without logits_to_keep
             logits_BMV = logits_BMV[:, keep_M]
         return logits_BMV[0]
 
-
-@contextmanager
-def _switched(config: PretrainedConfig) -> Iterator[None]:
-    """Attend through blocks, and leave everything as it was.
-
-    Every step does this, so it sets what `attending_through` sets without the checks, which walk through all modules.
-    """
-    parts = {part: getattr(config, part) for part in config.sub_configs}
-    before = {"": config._attn_implementation}
-    before |= {part: found._attn_implementation for part, found in parts.items() if found is not None}
-    try:
-        config._attn_implementation = IMPLEMENTATION
-        yield
-    finally:
-        config._attn_implementation = before
-
-
-def _attend_for_transformers(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    eyas_blocks: PagedAttention | None = None,
-    eyas_windows: Mapping[int, int] | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """What transformers calls: q [1, H, N, K] and new k, v [1, G, N, K] to [1, N, H, K]."""
-    if eyas_blocks is None or eyas_windows is None:
-        name = type(module).__name__
-        raise UserError(f"{name} does not hand its attention what the caller passed; blocks cannot serve this target")
-    for feature, asked in (
-        ("sinks (s_aux)", s_aux is not None),
-        ("a bias of positions", position_bias is not None),
-        ("a mask of its own", attention_mask is not None),
-        ("tokens that see later ones", not getattr(module, "is_causal", True)),
-    ):
-        if asked:
-            raise UserError(f"{type(module).__name__} attends with {feature}; blocks serve causal attention without")
-    layer: Any = module.layer_idx
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    window = eyas_windows.get(layer) if sliding_window is None else sliding_window
-    return eyas_blocks(layer, q, k, v, scaling, softcap, window).contiguous()[None], None
-
-
-AttentionInterface.register(IMPLEMENTATION, _attend_for_transformers)
+    def _attend(
+        self,
+        attention: PagedAttention,
+        module: nn.Module,
+        q_NHK: Tensor,
+        k_NGK: Tensor,
+        v_NGK: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        layer: Any = module.layer_idx
+        window = self._windows.get(layer) if window is None else window
+        return attention(layer, q_NHK, k_NGK, v_NGK, scale, softcap, window)
 
 
 def _refuse_other_layers(target: Target) -> None:
     """Refuse what can be told without running the target."""
     config, source = target.model.config.get_text_config(), target.facts.source
-    if not target.model._can_set_attn_implementation():
-        raise UserError(f"the attention of {source} cannot be replaced; blocks cannot serve this target")
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         raise UserError(f"{source} lies on several devices; blocks need it on one")
     kinds = getattr(config, "layer_types", None)
