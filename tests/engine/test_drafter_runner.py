@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
+from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner import fused_drafter
 from eyas.engine.runner.drafter import MANY, Draft, DrafterRunner, States
 from eyas.engine.sampler import SamplingMetadata
-from eyas.kernels.attention.metadata import KVCache
 from eyas.sampling import Sampling
 from tiny import drafter_config, random_drafter
 

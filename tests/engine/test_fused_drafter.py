@@ -8,8 +8,8 @@ import torch
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
 from eyas.engine.runner.fused_drafter import Drafts, fused_drafter
+from eyas.kernels.elementwise import Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
-from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
 from tiny import drafter_config, random_drafter
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")

@@ -13,8 +13,8 @@ from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F
 from engine.test_engine import OFF, at_depth, options, request
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
+from eyas.engine.kv_cache import cache
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner import swap
 from eyas.engine.runner.drafter import Tree
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -143,7 +143,7 @@ def test_a_drafter_without_room_is_refused(
 ) -> None:
     engine = Engine(target, tiny_drafter, options=options())
     kept = engine.proposer
-    monkeypatch.setattr(swap, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(cache, "free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"MiB.*free"):
         engine.swap_drafter(other)
     assert engine.proposer is kept

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.target import TargetRunner
 from eyas.errors import UserError
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.target.capture import capture
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
@@ -138,7 +139,7 @@ def verify_a_tree(server: Server) -> None:
             assert_same(logits[node], server.alone(r.ids[: r.cached] + tree[seen].tolist())[-1])
     place = torch.arange(len(rows))[:, None] * size
     sources, targets = place + torch.tensor(ACCEPTED), place + torch.arange(len(ACCEPTED))
-    server.paged.cache.move(*(layout.slot_N[some.flatten().to(device)] for some in (sources, targets)))
+    server.paged.cache.move(*(layout.slot_mapping_N[some.flatten().to(device)] for some in (sources, targets)))
     for r, tree in zip(server.requests, drafts, strict=True):
         r.ids = r.ids[: r.cached] + tree[ACCEPTED].tolist() + [5, 6]
         r.cached += len(ACCEPTED)

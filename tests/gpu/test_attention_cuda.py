@@ -10,17 +10,24 @@ import torch
 from torch import Tensor
 
 from engine.test_target_runner import ALWAYS, WINDOW, assert_serves, built
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
-from kernels.test_attention import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.dense import DenseBackend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from kernels.test_attention import BLOCK_SIZE, BLOCKS, LAWS, Law, Layer, World, ancestors_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
 
 
+def by_triton(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionBackend:
+    from eyas.kernels.attention.triton import TritonBackend
+
+    return TritonBackend(metadata, sinks=sinks)
+
+
 def world(seed: int, law: Law, dtype: torch.dtype = torch.float32) -> World:
-    made = World(seed, law, device=DEVICE, backend="triton")
+    made = World(seed, law, device=DEVICE, backend=by_triton)
     made.dtype = dtype
     if dtype != torch.float32:
         made.tolerance = 0.03
@@ -64,64 +71,59 @@ def test_long_contexts_are_split_and_merged(
 ) -> None:
     base, block = 1000, 16
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(blocks=90, block_size=block)
     blocks = random.Random(0).sample(range(90), 90)
     rows = [AttentionRow(blocks=blocks[:70], base=base, count=count), AttentionRow(blocks=blocks[70:], base=7, count=1)]
-    layout = AttentionMetadata.of(rows, block_size=block, device=DEVICE)
 
     def draw(tokens: int, several: int, width: int) -> Tensor:
         return torch.randn(tokens, several, width, generator=generator).to(DEVICE)
 
-    cache.layers[0] = (
-        draw(cache.scrap + block, groups, size).transpose(0, 1).contiguous(),
-        draw(cache.scrap + block, groups, value_size).transpose(0, 1).contiguous(),
+    layer = Layer(
+        block_size=block,
+        keys=draw(90 * block, groups, size).transpose(0, 1).contiguous(),
+        values=draw(90 * block, groups, value_size).transpose(0, 1).contiguous(),
     )
     new = draw(count + 1, heads, size), draw(count + 1, groups, size), draw(count + 1, groups, value_size)
-    ours, theirs = (
-        PagedAttention(cache, layout, window=law.window, sinks=law.sinks, backend=backend)(0, *new)
-        for backend in ("triton", "dense")
-    )
+    ours, theirs = (layer.attend(rows, new, law, backend) for backend in (by_triton, DenseBackend))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tree", [None, [-1, 0, 0]])
-def test_padded_rows_answer_live_tokens_and_stay_finite(tree: list[int] | None) -> None:
-    ancestors = None if tree is None else ancestors_of(tree)
-    cache = KVCache(blocks=PAGES, block_size=PAGE_SIZE)
+def empty() -> Layer:
+    """Memory for keys and values, and a null block behind it."""
+    keys, values = torch.zeros(2, 2, (BLOCKS + 1) * BLOCK_SIZE, 8, device=DEVICE)
+    return Layer(block_size=BLOCK_SIZE, keys=keys, values=values)
+
+
+def padded(table: Tensor, base: Tensor, live: Tensor) -> AttentionMetadata:
+    """Rows of three tokens at most."""
+    return AttentionMetadata.padded(table, base, live, count=3, block_size=BLOCK_SIZE, null_slot=BLOCKS * BLOCK_SIZE)
+
+
+def test_padded_rows_answer_live_tokens_and_stay_finite() -> None:
+    layer = empty()
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(12, heads, 8, generator=generator).to(DEVICE) for heads in (6, 2, 2))
-    table = torch.randperm(PAGES, generator=generator)[:20].view(4, 5).int()
-    base, seq = torch.tensor([9, 17, 0, 3], dtype=torch.int32), torch.tensor([3, 1, 0, 2], dtype=torch.int32)
+    new = [torch.randn(12, heads, 8, generator=generator).to(DEVICE) for heads in (6, 2, 2)]
+    table = torch.randperm(BLOCKS, generator=generator)[:20].view(4, 5).int()
+    base, live = torch.tensor([9, 17, 0, 3], dtype=torch.int32), torch.tensor([3, 1, 0, 2], dtype=torch.int32)
     rows = [
-        AttentionRow(blocks=blocks, base=b, count=n, ancestors=None if ancestors is None else ancestors[:n, :n])
-        for blocks, b, n in zip(table.tolist(), base.tolist(), seq.tolist(), strict=True)
+        AttentionRow(blocks=blocks, base=b, count=n)
+        for blocks, b, n in zip(table.tolist(), base.tolist(), live.tolist(), strict=True)
         if n
     ]
-    padded = AttentionMetadata.padded(
-        *(x.to(DEVICE) for x in (table, base, seq)),
-        count=3,
-        cache=cache,
-        ancestors_RQT=None if ancestors is None else ancestors[None].to(DEVICE),
-    )
-    ours = PagedAttention(cache, padded, backend="triton")(0, q, k, v)
+    ours = layer.attend(padded(*(x.to(DEVICE) for x in (table, base, live))), new, Law(), by_triton)
     assert ours.isfinite().all()
-    real = (torch.arange(3) < seq[:, None]).flatten().to(DEVICE)
-    layout = AttentionMetadata.of(rows, block_size=PAGE_SIZE, device=DEVICE)
-    theirs = PagedAttention(cache, layout, backend="dense")(0, q[real], k[real], v[real])
+    real = (torch.arange(3) < live[:, None]).flatten().to(DEVICE)
+    theirs = layer.attend(rows, [x[real] for x in new], Law(), DenseBackend)
     torch.testing.assert_close(ours[real], theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tree", [None, [-1, 0, 0]])
-def test_a_recorded_pass_serves_other_numbers(tree: list[int] | None) -> None:
-    ancestors = None if tree is None else ancestors_of(tree)[None].to(DEVICE)
-    cache = KVCache(blocks=PAGES, block_size=PAGE_SIZE)
+def test_a_captured_pass_serves_other_numbers() -> None:
+    layer = empty()
     table = torch.zeros(4, 12, dtype=torch.int32, device=DEVICE)
-    base, seq = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
-    q, k, v = (torch.zeros(12, heads, 8, device=DEVICE) for heads in (6, 2, 2))
+    base, live = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
+    new = [torch.zeros(12, heads, 8, device=DEVICE) for heads in (6, 2, 2)]
 
     def step() -> Tensor:
-        layout = AttentionMetadata.padded(table, base, seq, count=3, cache=cache, ancestors_RQT=ancestors)
-        return PagedAttention(cache, layout)(0, q, k, v)
+        return layer.attend(padded(table, base, live), new, Law())
 
     step()
     beside = torch.cuda.Stream()
@@ -131,28 +133,25 @@ def test_a_recorded_pass_serves_other_numbers(tree: list[int] | None) -> None:
     torch.cuda.current_stream().wait_stream(beside)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = step()
+        captured = step()
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     for _ in range(5):
-        blocks = torch.tensor(chance.sample(range(PAGES), 48), dtype=torch.int32).view(4, 12)
-        bases, seqs = [chance.randint(0, 44) for _ in range(4)], [chance.randint(0, 3) for _ in range(4)]
+        blocks = torch.tensor(chance.sample(range(BLOCKS), 48), dtype=torch.int32).view(4, 12)
+        bases, lives = [chance.randint(0, 44) for _ in range(4)], [chance.randint(0, 3) for _ in range(4)]
         table.copy_(blocks)
         base.copy_(torch.tensor(bases))
-        seq.copy_(torch.tensor(seqs))
-        for x in (q, k, v):
+        live.copy_(torch.tensor(lives))
+        for x in new:
             x.copy_(torch.randn(x.shape, generator=generator))
         graph.replay()
         rows = [
-            AttentionRow(blocks=p, base=b, count=n, ancestors=None if ancestors is None else ancestors[0, :n, :n].cpu())
-            for p, b, n in zip(blocks.tolist(), bases, seqs, strict=True)
-            if n
+            AttentionRow(blocks=p, base=b, count=n) for p, b, n in zip(blocks.tolist(), bases, lives, strict=True) if n
         ]
         if not rows:
             continue
-        real = (torch.arange(3) < torch.tensor(seqs)[:, None]).flatten().to(DEVICE)
-        layout = AttentionMetadata.of(rows, block_size=PAGE_SIZE, device=DEVICE)
-        theirs = PagedAttention(cache, layout, backend="dense")(0, q[real], k[real], v[real])
-        torch.testing.assert_close(recorded[real], theirs, rtol=1e-4, atol=1e-5)
+        real = (torch.arange(3) < torch.tensor(lives)[:, None]).flatten().to(DEVICE)
+        theirs = layer.attend(rows, [x[real] for x in new], Law(), DenseBackend)
+        torch.testing.assert_close(captured[real], theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture

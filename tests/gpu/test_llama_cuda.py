@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
-from eyas.kernels.llama.recognise import _build, _prove, fused_llama
+from eyas.engine.runner.fused_target import fused_target, require_same
+from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.llama.recognise import recognise
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
+from kernels.test_recognise import zeros
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,26 +49,26 @@ def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads:
     from eyas.kernels.llama.triton import TritonLlama
 
     made = target(family, dtype, heads, groups, size)
-    lean = _build(made)
+    lean = recognise(made.model)
     fused = TritonLlama(**{part.name: getattr(lean, part.name) for part in fields(lean)})
-    _prove(fused, made)
-    caches = [KVCache(blocks=8, block_size=4) for _ in range(2)]
+    require_same(fused, made)
+    caches = [zeros(lean, blocks=8, block_size=4) for _ in range(2)]
     rows = [AttentionRow(blocks=(2, 0, 3), base=0, count=9), AttentionRow(blocks=(5, 1), base=0, count=2)]
     layout = AttentionMetadata.of(rows, block_size=4, device=DEVICE)
     ids = torch.arange(11, device=DEVICE)
     with torch.inference_mode():
         ours, theirs = (
-            one.forward(ids, PagedAttention(cache, layout), None, (0, 1, 2))
+            one.forward(ids, choose_backend(layout), cache, None, (0, 1, 2))
             for one, cache in zip((fused, lean), caches, strict=True)
         )
     close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.06}
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **close)
     for layer in range(2):
-        for mine, other in zip(*(cache.layers[layer] for cache in caches), strict=True):
+        for mine, other in zip(*(cache[layer] for cache in caches), strict=True):
             torch.testing.assert_close(mine, other, **close)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only there kernels are chosen")
 def test_it_is_chosen_on_cuda() -> None:
-    assert type(fused_llama(target("llama", HALF, 9, 3, 16))).__name__ == "TritonLlama"
+    assert type(fused_target(target("llama", HALF, 9, 3, 16))).__name__ == "TritonLlama"

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.errors import UserError
-from eyas.kernels.attention import cpu, dense
-from eyas.kernels.attention.cpu import AttentionKernel, load_kernel
-from eyas.kernels.attention.dense import Backend, PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.engine.runner.fused_target import fused_target
+from eyas.kernels.attention import choose, cpu
+from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
+from eyas.kernels.attention.dense import DenseBackend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.kernels.llama.recognise import fused_llama
 from eyas.target.model import Target
-from kernels.test_attention import LAWS, PAGE_SIZE, PAGES, Law, World, ancestors_of
+from kernels.test_attention import BLOCK_SIZE, BLOCKS, LAWS, Law, Layer, MakeBackend, World, ancestors_of
+from kernels.test_recognise import zeros
 
 CPU = torch.device("cpu")
 SIZES = [(9, 3, 64, 64), (4, 4, 16, 16), (8, 1, 20, 12), (71, 1, 8, 8), (2, 2, 5, 3)]  # H, G, K, V
@@ -42,26 +43,20 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.mark.parametrize("law", LAWS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_rows_attend_as_each_request_alone(seed: int, law: Law) -> None:
-    World(seed, law, backend="native").seq(passes=10)
+    World(seed, law, backend=compiled).seq(passes=10)
 
 
 def test_values_may_be_narrower_than_keys() -> None:
-    world = World(0, Law(window=6), backend="native")
+    world = World(0, Law(window=6), backend=compiled)
     world.value_size = 4
     world.held = [(keys, keys[..., :4]) for keys, _ in world.held]
     world.seq(passes=6)
 
 
-def filled(sizes: Sequence[int], blocks: int, block_size: int, seed: int = 0) -> KVCache:
-    """A cache of one layer that holds random numbers."""
-    _, heads, key_size, value_size = sizes
-    generator = torch.Generator().manual_seed(seed)
-    cache = KVCache(blocks=blocks, block_size=block_size)
-    keys, values = (
-        torch.randn(heads, cache.scrap + block_size, size, generator=generator) for size in (key_size, value_size)
-    )
-    cache.layers[0] = keys, values
-    return cache
+def filled(sizes: Sequence[int], blocks: int, block_size: int) -> Layer:
+    """A layer that holds random numbers."""
+    _, heads, size, value_size = sizes
+    return Layer.filled(blocks, block_size, heads=heads, size=size, value_size=value_size, seed=0)
 
 
 def drawn(sizes: Sequence[int], tokens: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,19 +67,16 @@ def drawn(sizes: Sequence[int], tokens: int, seed: int = 1) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def copied(cache: KVCache) -> KVCache:
-    other = KVCache(blocks=cache.blocks, block_size=cache.block_size)
-    keys, values = cache.layers[0]
-    other.layers[0] = keys.clone(), values.clone()
-    return other
+def compiled(metadata: AttentionMetadata, *, sinks: int = 0) -> CompiledBackend:
+    found, _ = load_kernel()
+    assert found is not None
+    return CompiledBackend(found, metadata, sinks=sinks)
 
 
 def run(
-    cache: KVCache, rows: Sequence[AttentionRow], new: Sequence[Tensor], law: Law, backend: Backend | None = "native"
+    layer: Layer, rows: Sequence[AttentionRow], new: Sequence[Tensor], law: Law, backend: MakeBackend = compiled
 ) -> Tensor:
-    layout = AttentionMetadata.of(rows, block_size=cache.block_size, device=CPU)
-    attention = PagedAttention(cache, layout, window=law.window, sinks=law.sinks, backend=backend)
-    return attention(0, new[0], new[1], new[2], softcap=law.softcap)
+    return layer.attend(rows, new, law, backend)
 
 
 @pytest.mark.parametrize("law", LONG_LAWS, ids=str)
@@ -106,10 +98,10 @@ def test_long_contexts_in_scattered_blocks_are_as_dense(
         rows.append(row)
         free = free[used:]
     new = drawn(sizes, sum(row.count for row in rows))
-    other = copied(cache)
-    ours, theirs = run(cache, rows, new, law), run(other, rows, new, law, "dense")
+    other = cache.clone()
+    ours, theirs = run(cache, rows, new, law), run(other, rows, new, law, DenseBackend)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    for x, y in zip(cache.layers[0], other.layers[0], strict=True):
+    for x, y in zip(cache.both, other.both, strict=True):
         assert torch.equal(x, y)
 
 
@@ -130,7 +122,7 @@ def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts
     torch.set_num_threads(1)
     alone = []
     for row, start in zip(rows, starts, strict=False):
-        cache = copied(before)
+        cache = before.clone()
         for i in range(row.count):
             step = [x[start + i : start + i + 1] for x in new]
             alone.append(run(cache, [replace(row, base=row.base + i, count=1)], step, law))
@@ -138,10 +130,10 @@ def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts
     torch.set_num_threads(threads)
     for row, start in zip(rows, starts, strict=False):
         here = slice(start, start + row.count)
-        assert torch.equal(run(copied(before), [row], [x[here] for x in new], law), expected[here]), row.base
+        assert torch.equal(run(before.clone(), [row], [x[here] for x in new], law), expected[here]), row.base
     for chosen in ([0, 1, 2], [5, 3], [4, 2, 0, 1], [0, 1, 2, 3, 4]):
         index = torch.cat([torch.arange(starts[i], starts[i] + rows[i].count) for i in chosen])
-        together = run(copied(before), [rows[i] for i in chosen], [x[index] for x in new], law)
+        together = run(before.clone(), [rows[i] for i in chosen], [x[index] for x in new], law)
         assert torch.equal(together, expected[index]), chosen
 
 
@@ -149,8 +141,8 @@ def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts
 def test_a_prompt_is_the_same_to_the_last_bit_however_it_is_cut(law: Law, threads: int) -> None:
     sizes, row = SIZES[0], AttentionRow(blocks=random.Random(0).sample(range(40), 40), base=70, count=400)
     before, new = filled(sizes, 40, 16), drawn(sizes, row.count)
-    whole = run(copied(before), [row], new, law)
-    cache, pieces, first = copied(before), [], 0
+    whole = run(before.clone(), [row], new, law)
+    cache, pieces, first = before.clone(), [], 0
     for count in (1, 63, 66, 200, 70):
         part = replace(row, base=row.base + first, count=count)
         pieces.append(run(cache, [part], [x[first : first + count] for x in new], law))
@@ -165,11 +157,11 @@ def test_a_branch_of_a_tree_is_the_same_to_the_last_bit_as_a_chain(base: int, la
     parents = [-1, 0, 0, 1, 2, 4, 3, 5, 7, 8, 8, 10]
     before, new = filled(sizes, 40, 16), drawn(sizes, len(parents))
     tree = AttentionRow(blocks=blocks, base=base, count=len(parents), ancestors=ancestors_of(parents))
-    ours = run(copied(before), [tree], new, law)
+    ours = run(before.clone(), [tree], new, law)
     for leaf in (6, 9, 11):
         path = ancestors_of(parents)[leaf].nonzero().flatten()
         chain = run(
-            copied(before), [AttentionRow(blocks=blocks, base=base, count=len(path))], [x[path] for x in new], law
+            before.clone(), [AttentionRow(blocks=blocks, base=base, count=len(path))], [x[path] for x in new], law
         )
         assert torch.equal(ours[path], chain)
 
@@ -177,8 +169,8 @@ def test_a_branch_of_a_tree_is_the_same_to_the_last_bit_as_a_chain(base: int, la
 def test_where_blocks_lie_does_not_matter_to_the_last_bit() -> None:
     sizes, places = SIZES[0], random.Random(0).sample(range(300), 300)
     straight, new = filled(sizes, 300, 1), drawn(sizes, 5)
-    crooked = copied(straight)
-    for x, y in zip(crooked.layers[0], straight.layers[0], strict=True):
+    crooked = straight.clone()
+    for x, y in zip(crooked.both, straight.both, strict=True):
         x[:, places] = y[:, :300]
     outputs = [
         run(cache, [AttentionRow(blocks=blocks, base=295, count=5)], new, Law())
@@ -190,23 +182,23 @@ def test_where_blocks_lie_does_not_matter_to_the_last_bit() -> None:
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
     sizes = (6, 2, 8, 8)
-    cache, blocks = filled(sizes, PAGES, PAGE_SIZE), random.Random(3).sample(range(PAGES), PAGES)
+    cache, blocks = filled(sizes, BLOCKS + 1, BLOCK_SIZE), random.Random(3).sample(range(BLOCKS), BLOCKS)
     rows = [
         AttentionRow(blocks=blocks[:9], base=31, count=3),
         AttentionRow(blocks=blocks[9:18], base=14, count=4, ancestors=ancestors_of([-1, 0, 0, 2])),
         AttentionRow(blocks=blocks[18:19], base=0, count=1),
     ]
-    own = torch.zeros(cache.scrap + PAGE_SIZE, dtype=torch.bool)
+    own = torch.zeros(cache.keys.shape[1], dtype=torch.bool)
     for row in rows:
-        own[row.places(0, row.base, PAGE_SIZE)] = True
-    for x in cache.layers[0]:
+        own[row.places(0, row.base, BLOCK_SIZE)] = True
+    for x in cache.both:
         x[:, ~own] = float("nan")
-    before, new = copied(cache), drawn(sizes, 8)
+    before, new = cache.clone(), drawn(sizes, 8)
     assert run(cache, rows, new, law).isfinite().all()
-    slot_N = AttentionMetadata.of(rows, block_size=PAGE_SIZE, device=CPU).slot_N
-    for old, x, written in zip(before.layers[0], cache.layers[0], new[1:], strict=True):
-        assert torch.equal(x[:, slot_N], written.transpose(0, 1))
-        x[:, slot_N] = old[:, slot_N]
+    slots = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=CPU).slot_mapping_N
+    for old, x, written in zip(before.both, cache.both, new[1:], strict=True):
+        assert torch.equal(x[:, slots], written.transpose(0, 1))
+        x[:, slots] = old[:, slots]
         torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
 
 
@@ -220,14 +212,14 @@ def test_chunks_of_prompts_may_stand_beside_trees(law: Law) -> None:
         AttentionRow(blocks=range(60, 90), base=7, count=3, ancestors=ancestors_of([-1, -1, 0])),
         AttentionRow(blocks=range(90, 120), base=0, count=200),
     ]
-    theirs = run(copied(cache), rows, new, law, "dense")
-    torch.testing.assert_close(run(copied(cache), rows, new, law), theirs, rtol=1e-5, atol=1e-5)
+    theirs = run(cache.clone(), rows, new, law, DenseBackend)
+    torch.testing.assert_close(run(cache.clone(), rows, new, law), theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_with_little_memory_set_aside_it_takes_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, rows = SIZES[0], [AttentionRow(blocks=range(30 * i, 30 * i + 30), base=400, count=7) for i in range(4)]
     cache, new = filled(sizes, 120, 16), drawn(sizes, 28)
-    at_once = run(copied(cache), rows, new, Law())
+    at_once = run(cache.clone(), rows, new, Law())
     monkeypatch.setattr(cpu, "MOST_PARTS_BYTES", 1)
     assert torch.equal(run(cache, rows, new, Law()), at_once)
 
@@ -245,28 +237,30 @@ def test_queries_and_keys_may_be_views_of_anything() -> None:
     sizes = SIZES[0]
     cache, (q, k, v) = filled(sizes, 30, 16), drawn(sizes, 3)
     row = AttentionRow(blocks=range(30), base=300, count=3)
-    expected = run(copied(cache), [row], (q, k, v), Law())
+    expected = run(cache.clone(), [row], (q, k, v), Law())
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v)]
-    assert torch.equal(run(copied(cache), [row], heads_first, Law()), expected)
+    assert torch.equal(run(cache.clone(), [row], heads_first, Law()), expected)
     every_other = [x.repeat_interleave(2, dim=2)[..., ::2] for x in (q, k, v)]
-    torch.testing.assert_close(run(copied(cache), [row], every_other, Law()), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(cache.clone(), [row], every_other, Law()), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_answered_densely(dtype: torch.dtype) -> None:
     row, new = AttentionRow(blocks=range(4), base=0, count=3), [x.to(dtype) for x in drawn(SIZES[0], 3)]
-    caches = [KVCache(blocks=4, block_size=16) for _ in range(2)]
-    assert torch.equal(run(caches[0], [row], new, Law()), run(caches[1], [row], new, Law(), "dense"))
+    layers = [
+        Layer(block_size=16, keys=keys.to(dtype), values=values.to(dtype))
+        for keys, values in [filled(SIZES[0], 4, 16).both] * 2
+    ]
+    assert torch.equal(run(layers[0], [row], new, Law()), run(layers[1], [row], new, Law(), DenseBackend))
 
 
 def test_without_a_compiler_attention_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, row, new = filled(SIZES[0], 30, 16), AttentionRow(blocks=range(30), base=300, count=2), drawn(SIZES[0], 2)
-    assert torch.equal(run(copied(cache), [row], new, Law(), None), run(copied(cache), [row], new, Law()))
-    monkeypatch.setattr(dense, "load_kernel", lambda: (None, "nobody compiles here"))
-    assert torch.equal(run(copied(cache), [row], new, Law(), None), run(copied(cache), [row], new, Law(), "dense"))
-    layout = AttentionMetadata.of([row], block_size=16, device=CPU)
-    with pytest.raises(UserError, match="nobody compiles here"):
-        PagedAttention(cache, layout, backend="native")
+    ours = run(cache.clone(), [row], new, Law(), choose_backend)
+    assert torch.equal(ours, run(cache.clone(), [row], new, Law()))
+    monkeypatch.setattr(choose, "load_kernel", lambda: (None, "nobody compiles here"))
+    ours = run(cache.clone(), [row], new, Law(), choose_backend)
+    assert torch.equal(ours, run(cache.clone(), [row], new, Law(), DenseBackend))
 
 
 @torch.inference_mode()
@@ -277,16 +271,16 @@ def test_a_verified_draft_is_the_same_to_the_last_bit_as_decoding(tiny_target: T
     target = replace(tiny_target, model=copy.deepcopy(tiny_target.model))
     if not pack_linears(target.model).linears:
         pytest.skip("no packed linears here")
-    lean = fused_llama(target)
-    assert lean is not None
+    fused = fused_target(target)
+    assert fused is not None
     generator = torch.Generator().manual_seed(0)
     ids_N = torch.randint(target.facts.vocab_size, (60,), generator=generator)
 
     def logits_of(passes: Sequence[Sequence[tuple[AttentionRow, Tensor]]]) -> Tensor:
-        cache, kept = KVCache(blocks=20, block_size=4), []
+        kv, kept = zeros(fused, blocks=20, block_size=4), []
         for rows in passes:
-            layout = AttentionMetadata.of([row for row, _ in rows], block_size=4, device=CPU)
-            logits, _ = lean.forward(torch.cat([ids for _, ids in rows]), PagedAttention(cache, layout), None)
+            metadata = AttentionMetadata.of([row for row, _ in rows], block_size=4, device=CPU)
+            logits, _ = fused.forward(torch.cat([ids for _, ids in rows]), choose_backend(metadata), kv, None)
             kept.append(logits[: rows[0][0].count])
         return torch.cat(kept)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
+from eyas.kernels.elementwise import Elementwise, load_elementwise
 
 WIDTHS = [1, 2, 7, 32, 100, 576, 1536]
 ROWS = [1, 2, 5, 16, 40]

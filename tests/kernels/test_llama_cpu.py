@@ -9,15 +9,19 @@ import pytest
 import torch
 
 from eyas.drafter.model import Drafter
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
-from eyas.kernels.attention.dense import Backend, PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.dense import DenseBackend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.llama import eagle
 from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.cpu import load_layers
 from eyas.target.model import Target
-from kernels.test_recognise import assert_same_pass, lean_of, plain
+from kernels.test_attention import MakeBackend
+from kernels.test_recognise import assert_same_pass, lean_of, plain, zeros
 from tiny import drafter_config, random_drafter
 
 SIZE = 4
@@ -46,15 +50,18 @@ def layout_of(rows: Sequence[AttentionRow]) -> AttentionMetadata:
 
 
 @torch.inference_mode()
-def passes_of(lean: FusedLlama, aux_layer_ids: Sequence[int], backend: Backend | None = None) -> list[torch.Tensor]:
+def passes_of(
+    lean: FusedLlama, aux_layer_ids: Sequence[int], backend: MakeBackend = choose_backend
+) -> list[torch.Tensor]:
     """Logits, states and what was written to the cache, pass by pass."""
-    cache, made, generator = KVCache(blocks=7, block_size=SIZE), list[torch.Tensor](), torch.Generator().manual_seed(3)
+    kv, made = zeros(lean, blocks=7, block_size=SIZE), list[torch.Tensor]()
+    generator = torch.Generator().manual_seed(3)
     for rows in PASSES:
         layout = layout_of(rows)
-        ids_N = torch.randint(len(lean.embedding_VD), layout.slot_N.shape, generator=generator)
-        logits, aux = lean.forward(ids_N, PagedAttention(cache, layout, backend=backend), None, aux_layer_ids)
+        ids_N = torch.randint(len(lean.embedding_VD), layout.slot_mapping_N.shape, generator=generator)
+        logits, aux = lean.forward(ids_N, backend(layout), kv, None, aux_layer_ids)
         made += [logits, *([] if aux is None else [aux])]
-    return [*made, *(x for pair in cache.layers.values() for x in pair)]
+    return [*made, *(x for pair in kv.values() for x in pair)]
 
 
 @pytest.mark.parametrize("aux_layer_ids", [(), (0, 2), (1, 4)], ids=str)
@@ -75,7 +82,7 @@ def test_a_pass_is_the_same_to_the_last_bit(changes: dict[str, Any], aux_layer_i
 
 def test_where_attention_is_not_compiled_the_steps_run_one_by_one() -> None:
     lean = lean_of(packed())
-    ours, theirs = passes_of(lean, (1,), "dense"), passes_of(replace(lean, layers=None), (1,), "dense")
+    ours, theirs = passes_of(lean, (1,), DenseBackend), passes_of(replace(lean, layers=None), (1,), DenseBackend)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

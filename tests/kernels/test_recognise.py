@@ -11,18 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from engine.test_target_runner import built
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.fused_target import fused_target, require_same
 from eyas.engine.runner.target import TargetRunner
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.elementwise import RMSNorm
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.kernels.llama.block import FusedLlama, FusedRMSNorm, Product, join
-from eyas.kernels.llama.recognise import NotLlamaError, _build, _prove, fused_llama
+from eyas.kernels.llama.block import FusedLlama, KVLayers, NotLlamaError, Product, join
+from eyas.kernels.llama.recognise import recognise
 from eyas.target.capture import capture
 from eyas.target.model import Target, _computes
 
 CPU = torch.device("cpu")
 LAYERS = 4
-PAGE_SIZE = 4
+BLOCK_SIZE = 4
 ReasonAgainst = Callable[[Target], str]
 TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 PASSES = (
@@ -39,7 +43,7 @@ def plain(family: str = "llama", **changes: Any) -> Target:
 
 
 def lean_of(target: Target) -> FusedLlama:
-    lean = fused_llama(target)
+    lean = fused_target(target)
     assert lean is not None
     return lean
 
@@ -50,24 +54,31 @@ def reason_against(caplog: pytest.LogCaptureFixture) -> ReasonAgainst:
 
     def reason(target: Target) -> str:
         caplog.clear()
-        assert fused_llama(target) is None
+        assert fused_target(target) is None
         (record,) = caplog.records
         return record.getMessage()
 
     return reason
 
 
+def zeros(fused: FusedLlama, *, blocks: int = 8, block_size: int = BLOCK_SIZE) -> KVLayers:
+    """Memory for the keys and values of every layer."""
+    shape = fused.sizes.key_heads, blocks * block_size, fused.sizes.head_dim
+    like = fused.embedding_VD
+    return {layer: (like.new_zeros(shape), like.new_zeros(shape)) for layer in range(len(fused.blocks))}
+
+
 @torch.inference_mode()
 def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: tuple[int, ...] = (1, 3), **close: float) -> None:
-    own, cache = TargetRunner(target, KVCache(blocks=8, block_size=PAGE_SIZE)), KVCache(blocks=8, block_size=PAGE_SIZE)
+    own, kv = TargetRunner(target, KVCache(blocks=8, block_size=BLOCK_SIZE)), zeros(lean)
     generator = torch.Generator().manual_seed(4)
     for rows in PASSES:
-        layout = AttentionMetadata.of(rows, block_size=PAGE_SIZE, device=CPU)
-        ids_N = torch.randint(80, layout.slot_N.shape, generator=generator)
+        layout = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=CPU)
+        ids_N = torch.randint(80, layout.slot_mapping_N.shape, generator=generator)
         keep_M = torch.arange(len(ids_N)).flip(0)[::2]
         with capture(target.model, aux_layer_ids) as captured:
             theirs = own.forward(ids_N, layout, keep_M)
-        ours, aux = lean.forward(ids_N, PagedAttention(cache, layout), keep_M, aux_layer_ids)
+        ours, aux = lean.forward(ids_N, choose_backend(layout), kv, keep_M, aux_layer_ids)
         tolerances = close or {"rtol": 1e-4, "atol": 2e-4}
         torch.testing.assert_close(ours, theirs, **tolerances)
         torch.testing.assert_close(aux, captured.aux_hidden()[0], **tolerances)
@@ -128,7 +139,7 @@ def test_norms_round_before_the_weight(dtype: torch.dtype) -> None:
     target = plain()
     norm: Any = target.model.model.norm.to(dtype)
     x = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    ours, theirs = FusedRMSNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
+    ours, theirs = RMSNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
     if dtype == torch.float32:
         torch.testing.assert_close(ours, theirs)
     else:
@@ -144,11 +155,11 @@ def test_states_of_every_depth_are_those_that_are_captured() -> None:
 
 def test_logits_are_made_for_the_tokens_asked_for() -> None:
     lean = lean_of(plain())
-    layout = AttentionMetadata.of(PASSES[0], block_size=PAGE_SIZE, device=CPU)
-    ids_N = torch.arange(len(layout.slot_N))
+    layout = AttentionMetadata.of(PASSES[0], block_size=BLOCK_SIZE, device=CPU)
+    ids_N = torch.arange(len(layout.slot_mapping_N))
 
     def run(keep_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return lean.forward(ids_N, PagedAttention(KVCache(blocks=8, block_size=PAGE_SIZE), layout), keep_M)
+        return lean.forward(ids_N, choose_backend(layout), zeros(lean), keep_M)
 
     everything, aux = run(None)
     assert everything.shape == (9, 80)
@@ -233,43 +244,33 @@ def with_block(lean: FusedLlama, number: int, **parts: Any) -> FusedLlama:
 
 def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
     target = amplifying(left=1e-4)
-    lean = _build(target)
+    lean = recognise(target.model)
     rounded = with_block(lean, 0, down=wrong_at(lean.blocks[0].down, 1 + 1e-6))
-    layout = AttentionMetadata.of(PASSES[0], block_size=PAGE_SIZE, device=CPU)
-    ids_N = torch.arange(len(layout.slot_N))
-    aux = [
-        one.forward(ids_N, PagedAttention(KVCache(blocks=8, block_size=PAGE_SIZE), layout), None, (1, 2))[1]
-        for one in (rounded, lean)
-    ]
+    layout = AttentionMetadata.of(PASSES[0], block_size=BLOCK_SIZE, device=CPU)
+    ids_N = torch.arange(len(layout.slot_mapping_N))
+    aux = [one.forward(ids_N, choose_backend(layout), zeros(one), None, (1, 2))[1] for one in (rounded, lean)]
     (before, behind), (their_before, theirs) = (x.chunk(2, dim=-1) for x in aux if x is not None)
     assert (theirs.norm(dim=-1) > 80 * their_before.norm(dim=-1)).all()
     assert ((before - their_before).norm(dim=-1) < 1e-5 * their_before.norm(dim=-1)).all()
     assert ((behind - theirs).norm(dim=-1) > 5e-3 * theirs.norm(dim=-1)).all()
-    _prove(rounded, target)
+    require_same(rounded, target)
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) -> None:
     target = plain()
-    lean = _build(target)
+    lean = recognise(target.model)
     wrong = with_block(lean, layer, down=wrong_at(lean.blocks[layer].down, factor, first_of_two))
     with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
-        _prove(wrong, target)
+        require_same(wrong, target)
 
 
 def test_one_wrong_token_of_the_head_is_found_out() -> None:
     target = plain()
-    lean = _build(target)
+    lean = recognise(target.model)
     with pytest.raises(NotLlamaError, match="each layer alone gave other logits"):
-        _prove(replace(lean, head=wrong_at(lean.head, 1.01, lambda count: slice(count - 1, count))), target)
-
-
-class SharedCache(PagedAttention):
-    """All layers write to the same memory."""
-
-    def __call__(self, layer: int, *given: Any) -> Tensor:
-        return super().__call__(0, *given)
+        require_same(replace(lean, head=wrong_at(lean.head, 1.01, lambda count: slice(count - 1, count))), target)
 
 
 def nothing(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
@@ -279,21 +280,23 @@ def nothing(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
 @pytest.mark.parametrize("wrongly", ["in another order", "without one", "over one cache"])
 def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str) -> None:
     class Wrong(FusedLlama):
-        def forward(self, ids_N: Tensor, attention: PagedAttention, *asked: Any) -> tuple[Tensor, Tensor | None]:
+        def forward(
+            self, ids_N: Tensor, attention: AttentionBackend, kv: KVLayers, *asked: Any
+        ) -> tuple[Tensor, Tensor | None]:
             lean: FusedLlama = self
             if len(self.blocks) == LAYERS and wrongly == "in another order":
                 lean = replace(self, blocks=[self.blocks[layer] for layer in (0, 2, 1, 3)])
             elif len(self.blocks) == LAYERS and wrongly == "without one":
                 lean = with_block(self, 1, output=nothing, down=nothing)
             elif wrongly == "over one cache":
-                attention = SharedCache(attention.cache, attention.layout)
-            return FusedLlama.forward(lean, ids_N, attention, *asked)
+                kv = dict.fromkeys(kv, kv[0]) if kv else kv
+            return FusedLlama.forward(lean, ids_N, attention, kv, *asked)
 
     target = plain()
-    lean = _build(target)
+    lean = recognise(target.model)
     wrong = Wrong(**{part.name: getattr(lean, part.name) for part in fields(lean)})
     with pytest.raises(NotLlamaError, match="all layers gave other states"):
-        _prove(wrong, target)
+        require_same(wrong, target)
 
 
 def test_linears_that_are_not_alike_are_not_joined() -> None:

@@ -18,6 +18,7 @@ from eyas.drafter.config import DrafterConfig
 from eyas.drafter.rope import Rope, rotate
 from eyas.drafter.vocab import DraftVocab
 from eyas.errors import UserError
+from eyas.kernels.elementwise import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -31,8 +32,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Norm over the last dim."""
         if x.is_cuda and not torch.is_grad_enabled():
-            # The same by a kernel of torch's, which takes a tenth of the time where there are few tokens.
-            return functional.rms_norm(x, self.weight.shape, None, self.eps) * self.weight
+            # The same bits by one kernel, which takes a tenth of the time where there are few tokens. With gradients,
+            # and on a CPU, where compiled code adds up in another order, it is written out: this is the definition.
+            return rms_norm(x, self.weight, self.eps)
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * normed.to(x.dtype)

@@ -7,11 +7,10 @@ from torch import nn
 
 from eyas.drafter.cost import kv_bytes_per_token
 from eyas.drafter.model import Drafter
-from eyas.engine.kv_cache.memory import free_bytes
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
+from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
-from eyas.kernels.attention.metadata import KVCache
 from eyas.plan.footprint import Room, recorded_bytes, working_bytes
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks
 from eyas.target.model import Target
@@ -116,6 +115,27 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         working=working,
         recorded=recorded if on_gpu and options.graphs else 0,
     )
+
+
+def require_fit(drafter: Drafter, target: Target) -> None:
+    """Refuse a drafter that was made for another target, or does not lie where this one does."""
+    config, facts = drafter.config, target.facts
+    for name, has, needs in (
+        ("vocab_size", config.vocab_size, facts.vocab_size),
+        ("target_hidden_size", config.target_hidden_size, facts.hidden_size),
+    ):
+        if has != needs:
+            raise UserError(f"the drafter's {name} is {has}, the target's is {needs}; choose one made for it")
+    deepest = max(config.aux_layer_ids or (0,))
+    if deepest > facts.num_hidden_layers:
+        raise UserError(
+            f"the drafter reads layer {deepest}, the target has {facts.num_hidden_layers}; choose one made for it"
+        )
+    weight = drafter.fc.weight
+    if (weight.device, weight.dtype) != (target.device, target.dtype):
+        raise UserError(
+            f"the drafter is {weight.dtype} on {weight.device}, the target {target.dtype} on {target.device}; move it"
+        )
 
 
 def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.engine.config import EngineConfig, choose_length, plan_budget
+from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit
 from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.kv_cache.block_manager import BlockManager
+from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
 from eyas.engine.output_processor import OutputProcessor
 from eyas.engine.proposer import CollectedPass, NoProposer, Proposer, Proposes
@@ -32,7 +33,6 @@ from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.swap import require_fit, reserve_cache
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
@@ -40,8 +40,7 @@ from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.step_report import StepReport, TargetTiming
 from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, verify
 from eyas.errors import UserError
-from eyas.kernels.attention.dense import has_triton
-from eyas.kernels.attention.metadata import KVCache
+from eyas.kernels.attention.choose import has_triton
 from eyas.target.model import Target
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.kernels.llama.elementwise import elementwise_for
+from eyas.kernels.elementwise import elementwise_for
 from eyas.kernels.noise import race
 from eyas.sampling import IMPOSSIBLE, Sampling, count_tokens, probabilities, shape_counted
 

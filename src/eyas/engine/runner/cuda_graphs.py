@@ -36,6 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner import passes
 from eyas.engine.runner.drafter import Draft, DrafterRunner
@@ -43,7 +44,6 @@ from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCaptu
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.verify import TargetOutput
-from eyas.kernels.attention.metadata import KVCache
 from eyas.plan.footprint import LONGEST_CHUNK
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))

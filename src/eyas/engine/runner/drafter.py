@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
+from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
+from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.sampler import SamplingMetadata, draw, draw_many
 from eyas.engine.speculation.draft import Candidates, Draft, Tree
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache, integers
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, integers
 
 __all__ = ["LUMP", "ContinueDrafting", "Draft", "DrafterRunner", "SamplingMetadataFor", "Tree"]
 
@@ -95,7 +96,7 @@ class DrafterRunner:
         token_N = integers(tokens, self._device)
         last = [end - 1 for end in accumulate(row.count for row in rows)]
         if self.remembers and (but_last or len(tokens) >= len(rows) + MANY):
-            self.cache.write(0, layout.slot_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
+            self.cache.write(0, layout.slot_mapping_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
             if but_last:
                 return
             last_R = integers(last, self._device)

@@ -4,8 +4,9 @@ A drafter's layer is so small that torch's operations around its products take l
 rotation and gates are compiled steps here (`elementwise.py`), linears that read the same input are one product, and
 where these and the attention are compiled too a whole depth is one call (`eagle.py`).
 
-Invariant: a lean drafter that was handed out computes what its model computes, up to the order of sums. That rests on
-a trial, as it does for targets (`recognise.py`); where anything is unlike what is expected, the model itself runs.
+Invariant: a fused drafter that was handed out computes what its model computes, up to the order of sums. That rests
+on a trial, as it does for targets (`kernels/llama/trial.py`); where anything is unlike what is expected, the model
+itself runs.
 
 Shapes: N tokens, D drafter hidden, X concatenated auxiliary states, A auxiliary states, W draft vocabulary, I
 intermediate size, B = H + G query and key heads, K head dim, E outputs of a product.
@@ -19,12 +20,13 @@ from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.attention import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.elementwise import Elementwise, elementwise_for
 from eyas.kernels.llama.block import Product, join, packed_parts
 from eyas.kernels.llama.cpu import LlamaSizes, load_layers
 from eyas.kernels.llama.eagle import DraftLayer, RotaryTable, Surroundings
-from eyas.kernels.llama.elementwise import Elementwise, elementwise_for
 
 TOLERANCE = 1e-4
 """How far results may lie from the model's own, relative to their length; sums in another order lie nearer."""
@@ -51,10 +53,8 @@ def fused_drafter(drafter: Drafter) -> Drafts:
     glue = elementwise_for(drafter.norm.weight)
     if glue is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
         return drafter
-    if (
-        elementwise_for(drafter.embed_tokens.weight) is None
-    ):  # it may be the target's, which compiled code would misread
-        return drafter
+    if elementwise_for(drafter.embed_tokens.weight) is None:
+        return drafter  # they may be the target's, which compiled code would misread
     try:
         lean = _FusedDrafter(drafter, glue)
     except _NotEagleError:
@@ -81,6 +81,7 @@ class _FusedDrafter:
         self._gate_up = _product(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
         self._turns = RotaryTable(drafter.rope)
+        self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
 
     def _compiled(self) -> DraftLayer | None:
@@ -131,7 +132,10 @@ class _FusedDrafter:
         """Run one depth."""
         made = None
         if self._in_one_call is not None and isinstance(attend, PagedAttention):
-            made = self._in_one_call.run_depth(hidden.contiguous(), token_ids, positions, attend)
+            kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
+            made = self._in_one_call.run_depth(
+                hidden.contiguous(), token_ids, positions, attend.backend, kv, attend.window
+            )
         state_ND, normed_ND = made or self._run(hidden, token_ids, positions, attend)
         return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
 

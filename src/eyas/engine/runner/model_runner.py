@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
+from eyas.engine.runner.fused_target import fused_target
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import NO_DRAFT, Draft
 from eyas.engine.verify import TargetOutput, lay_out
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, KVCache, integers
-from eyas.kernels.llama.recognise import fused_llama
+from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.metadata import AttentionMetadata, integers
 from eyas.target.capture import capture
 from eyas.target.model import Target
 
@@ -38,7 +39,7 @@ class ModelRunner:
         """Captured passes; None where all are eager."""
         self._target, self._device = target, target.device
         self._own = TargetRunner(target, cache)
-        self._fused = fused_llama(target)
+        self._fused = fused_target(target)
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -90,7 +91,7 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor | None]:
         """Logits behind the tokens `keep_M`, or all, and the states of these layers, if any."""
         if self._fused is not None:
-            return self._fused.forward(ids_N, PagedAttention(self.cache, metadata), keep_M, layer_ids)
+            return self._fused.forward(ids_N, choose_backend(metadata), self.cache.layers, keep_M, layer_ids)
         if not layer_ids:
             return self._own.forward(ids_N, metadata, keep_M), None
         with capture(self._target.model, layer_ids) as captured:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, KVCache
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.attention import PagedAttention
+from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.noise import exponential
 
 Numbers = Mapping[str, Tensor]
@@ -58,20 +59,18 @@ def read(
     """
     ids_1Q = numbers["ids"]
     table, base, count = (numbers[name].int() for name in ("table", "base", "live"))
-    layout = AttentionMetadata.padded(table, base, count, count=ids_1Q.shape[1], cache=cache)
+    layout = _lay_out(table, base, count, ids_1Q.shape[1], cache)
     newest_1V, aux_NX = run(ids_1Q.flatten(), layout, (numbers["live"] - 1).clamp(min=0))
     logits_1V.copy_(newest_1V)
     if states_CX is not None and aux_NX is not None:
         states_CX[: len(aux_NX)].copy_(aux_NX)
         if remember is not None:
             drafter, its_cache = remember
-            layout = AttentionMetadata.padded(
-                table, base, (count - 1).clamp(min=0), count=ids_1Q.shape[1], cache=its_cache
-            )
+            layout = _lay_out(table, base, (count - 1).clamp(min=0), ids_1Q.shape[1], its_cache)
             hidden_ND = drafter.fuse(aux_NX.to(drafter.fc.weight.dtype))
             # A slot takes a state beside the token behind it.
             keys, values = drafter.remember(hidden_ND, ids_1Q.flatten().roll(-1), layout.position_N)
-            its_cache.write(0, layout.slot_N, keys, values)
+            its_cache.write(0, layout.slot_mapping_N, keys, values)
     return newest_1V.argmax(dim=-1)
 
 
@@ -96,7 +95,7 @@ def _verify(
     logits_SV: Tensor,
     states_SX: Tensor | None,
 ) -> Tensor:
-    layout = AttentionMetadata.padded(table_RP, base_R, live_R, count=ids_RQ.shape[1], cache=cache)
+    layout = _lay_out(table_RP, base_R, live_R, ids_RQ.shape[1], cache)
     logits_NV, aux_NX = run(ids_RQ.flatten(), layout, None)
     logits_SV[: len(logits_NV)].copy_(logits_NV)
     if states_SX is not None and aux_NX is not None:
@@ -149,7 +148,7 @@ def draft(
     from_RQ = numbers["from"]
     table, base_R, live_R = (numbers[name].int() for name in ("table", "base", "live"))
     rows, count = from_RQ.shape
-    layout = AttentionMetadata.padded(table, base_R, live_R, count=count, cache=cache)
+    layout = _lay_out(table, base_R, live_R, count, cache)
     hidden_ND = drafter.fuse(states_SX.index_select(0, from_RQ.flatten()).to(drafter.fc.weight.dtype))
     output = drafter.step(hidden_ND, numbers["ids"].flatten(), layout.position_N, attend(layout))
     last_R = torch.arange(rows, device=from_RQ.device) * count + (live_R - 1).clamp(min=0)
@@ -159,7 +158,7 @@ def draft(
     for at in range(depth):
         if at > 0:
             goes_R = (numbers["limit"] > at).int()
-            layout = AttentionMetadata.padded(table, (end_R + at - 1) * goes_R, goes_R, count=1, cache=cache)
+            layout = _lay_out(table, (end_R + at - 1) * goes_R, goes_R, 1, cache)
             output = drafter.step(feedback_RD, tokens[-1], layout.position_N, attend(layout))
             normed_RD, feedback_RD = output.normed, output.feedback
         logits_RW = drafter.logits(normed_RD)
@@ -176,6 +175,12 @@ def draft(
             mark()
     mark()
     return torch.stack([torch.stack(tokens, dim=1), torch.stack(sure, dim=1).double().view(torch.int64)])
+
+
+def _lay_out(table_RP: Tensor, base_R: Tensor, live_R: Tensor, count: int, cache: KVCache) -> AttentionMetadata:
+    """Rows of `count` tokens over the blocks of a cache, the first live_R of which are real."""
+    size, null_slot = cache.block_size, cache.null_slot
+    return AttentionMetadata.padded(table_RP, base_R, live_R, count=count, block_size=size, null_slot=null_slot)
 
 
 def _race(logits_RW: Tensor, token_W: Tensor, numbers: Numbers, position_R: Tensor) -> Tensor:

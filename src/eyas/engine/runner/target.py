@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.attention import PagedAttention
 from eyas.errors import UserError
-from eyas.kernels.attention.dense import Backend, PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.target.attention import attending_through
 from eyas.target.model import Target
 
@@ -31,26 +32,26 @@ class TargetRunner:
     How much a block takes can be learnt beforehand, with a cache of one block.
     """
 
-    def __init__(self, target: Target, cache: KVCache, *, backend: Backend | None = None) -> None:
+    def __init__(self, target: Target, cache: KVCache) -> None:
         self.cache = cache
-        self._target, self._backend = target, backend
+        self._target = target
         self._windows: dict[int, int] = {}
         _refuse_other_layers(target)
         trial = self._try(KVCache(blocks=1, block_size=cache.block_size))
         self._windows = _unsaid_windows(target, dict(trial.asked))
         cache.reserve(trial.cache)
 
-    def forward(self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None = None) -> Tensor:
+    def forward(self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None = None) -> Tensor:
         """Run the tokens of a pass; logits [M, V] behind the tokens `keep_M`, or behind all of them."""
-        return self._run(ids_N, PagedAttention(self.cache, layout, backend=self._backend), keep_M)
+        return self._run(ids_N, PagedAttention(self.cache, metadata), keep_M)
 
     @torch.inference_mode()
     def _try(self, cache: KVCache) -> PagedAttention:
         facts, device = self._target.facts, self._target.device
-        layout = AttentionMetadata.of(
+        metadata = AttentionMetadata.of(
             [AttentionRow(blocks=(0,), base=0, count=1)], block_size=cache.block_size, device=device
         )
-        attention = PagedAttention(cache, layout, backend=self._backend)
+        attention = PagedAttention(cache, metadata)
         self._run(torch.zeros(1, dtype=torch.int64, device=device), attention, None)
         layers = [layer for layer, _ in attention.asked]
         if sorted(layers) != list(range(facts.num_hidden_layers)):
@@ -65,7 +66,7 @@ class TargetRunner:
         with attending_through(model):
             logits_BMV: Tensor = model(
                 input_ids=ids_N[None],
-                position_ids=attention.layout.position_N[None],
+                position_ids=attention.metadata.position_N[None],
                 use_cache=False,
                 logits_to_keep=0 if keep_M is None else keep_M,
                 eyas_attend=partial(self._attend, attention),

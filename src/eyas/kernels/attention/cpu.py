@@ -1,7 +1,7 @@
 """Attention over blocks on a processor, by code compiled for it (`cpu.c`).
 
 Decoding and verification take a few queries per request against all its keys. Done piece by piece in torch
-(`DenseRead`), a layer costs several operations for every row, which together can take as long as the matrix products.
+(`dense.py`), a layer costs several operations for every row, which together can take as long as the matrix products.
 Here a layer is one call, whatever the rows; all that is the same for all layers is worked out once per pass.
 
 Invariant: a query's answer depends on its own path alone, to the last bit; not on the rows beside it, on drafts behind
@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.native import load_native
 
@@ -88,13 +90,13 @@ def _is_right(kernel: AttentionKernel) -> bool:
         return False
     size, count, base = 20, 3, kernel.chunk + 5
     end = base + count
-    layout = AttentionMetadata.of(
+    metadata = AttentionMetadata.of(
         [AttentionRow(blocks=range(end), base=base, count=count)], block_size=1, device=torch.device("cpu")
     )
     x = torch.linspace(-1, 1, end * size).mul(99).sin()
     keys, values = x.view(1, end, size), x.flip(0).view(1, end, size)
     q, k, v = keys[0, -count:, None], keys[0, base:, None].clone(), values[0, base:, None].clone()
-    ours = CompiledRead(kernel, layout, 0)(q.contiguous(), k, v, keys.clone(), values.clone(), 0.5, None, None)
+    ours = CompiledBackend(kernel, metadata).write_and_attend(q.contiguous(), k, v, keys.clone(), values.clone(), 0.5)
     visible = torch.ones(count, end, dtype=torch.bool).tril(base)
     weights = (q[:, 0] @ keys[0].T * 0.5).masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.allclose(ours[:, 0], weights @ values[0], rtol=1e-5, atol=1e-5)
@@ -110,44 +112,66 @@ class _Asked(NamedTuple):
     slots: int
 
 
-class CompiledRead:
-    """One pass: writes the new keys and values, and answers. Needs a layout whose rows are known on the host."""
+class CompiledBackend(AttentionBackend):
+    """By the kernel, which writes the new keys and values as well; what it cannot read is answered densely.
 
-    def __init__(self, kernel: AttentionKernel, layout: AttentionMetadata, sinks: int) -> None:
-        assert layout.rows, "native attention needs rows known on the host"
-        self._kernel, self._layout, self._sinks = kernel, layout, sinks
+    Needs rows known on the host.
+    """
+
+    def __init__(self, kernel: AttentionKernel, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
+        assert metadata.rows, "compiled attention needs rows known on the host"
+        super().__init__(metadata, sinks=sinks)
+        self._kernel = kernel
         self._call = kernel.library.attend_blocks
         self._plans: dict[_Asked, list[_Wave]] = {}
         self._q: Tensor | None = None
         self._k: Tensor | None = None
         self._v: Tensor | None = None
 
-    def takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
+    @cached_property
+    def _dense(self) -> DenseBackend:
+        return DenseBackend(self.metadata, sinks=self.sinks)
+
+    def attend(
+        self,
+        q_NHK: Tensor,
+        keys_GCK: Tensor,
+        values_GCV: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Answer every query, densely: the kernel takes new keys and values along."""
+        return self._dense.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window)
+
+    def _takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
         """Whether the kernel can read these."""
         return (q_NHK is self._q and k_NGK is self._k and v_NGV is self._v) or all(
             x.dtype == torch.float32 and x.is_cpu and x.stride(-1) == 1 and not x.requires_grad
             for x in (q_NHK, k_NGK, v_NGV)
         )
 
-    def __call__(
+    def write_and_attend(
         self,
         q_NHK: Tensor,
         k_NGK: Tensor,
         v_NGV: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys_GCK: Tensor,
+        values_GCV: Tensor,
         scale: float,
-        softcap: float | None,
-        window: int | None,
+        softcap: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
-        """Write and answer every query, [N, H, V]. Keys and values are of one cache for all layers."""
+        """Write and answer every query, [N, H, V]. Keys and values have as many slots in all layers."""
+        if not self._takes(q_NHK, k_NGK, v_NGV):
+            return super().write_and_attend(q_NHK, k_NGK, v_NGV, keys_GCK, values_GCV, scale, softcap, window)
         if q_NHK is not self._q or k_NGK is not self._k or v_NGV is not self._v or window != self._window:
-            assert keys.dtype == values.dtype == torch.float32
-            self._prepare(q_NHK, k_NGK, v_NGV, keys.shape[1], window)
+            assert keys_GCK.dtype == values_GCV.dtype == torch.float32
+            self._prepare(q_NHK, k_NGK, v_NGV, keys_GCK.shape[1], window)
         output_NHV = torch.empty(self._output_shape, dtype=torch.float32)
         for wave in self._waves:
             self._call(
-                *(wave.address, *self._pointers, keys.data_ptr(), values.data_ptr(), output_NHV.data_ptr()),
+                *(wave.address, *self._pointers, keys_GCK.data_ptr(), values_GCV.data_ptr(), output_NHV.data_ptr()),
                 *(scale, softcap or 0.0),
             )
         return output_NHV
@@ -178,8 +202,8 @@ class CompiledRead:
     def _plan(self, asked: _Asked) -> Iterator["_Wave"]:
         """What one layer does: almost always a single call."""
         (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
-        layout, shared, part_bytes = self._layout, heads // key_heads, 4 * (2 + value_size)
-        (widest, rows), seen_N = layout.numbers(), layout.seen_N()
+        metadata, shared, part_bytes = self.metadata, heads // key_heads, 4 * (2 + value_size)
+        (widest, rows), tree_mask_N = metadata.numbers(), metadata.tree_mask_N()
         new_tokens, left = tokens, [*self._units(asked.window, shared)][::-1]
         while left:
             units: list[tuple[int, ...]] = []
@@ -198,29 +222,31 @@ class CompiledRead:
             integers, (base, end, start, table, units_at, tasks_at, left_at) = _side_by_side(lists)
             parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
             pointers = (
-                *(table, base, end, start, None if seen_N is None else seen_N.data_ptr(), layout.slot_N.data_ptr()),
-                *(units_at, tasks_at, parts_P.data_ptr(), left_at),
+                *(table, base, end, start, None if tree_mask_N is None else tree_mask_N.data_ptr()),
+                *(metadata.slot_mapping_N.data_ptr(), units_at, tasks_at, parts_P.data_ptr(), left_at),
             )
             numbers = (
-                *(widest, layout.block_size, new_tokens, len(tasks), asked.window or 0),
-                *(self._sinks, shared, key_heads, asked.slots, key_size, value_size),
+                *(widest, metadata.block_size, new_tokens, len(tasks), asked.window or 0),
+                *(self.sinks, shared, key_heads, asked.slots, key_size, value_size),
                 *asked.strides,
                 min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
             )
             made = _Pass(*pointers, *numbers)
-            yield _Wave(address=ctypes.addressof(made), kept=(made, integers, parts_P, seen_N, layout.slot_N))
+            yield _Wave(
+                address=ctypes.addressof(made), kept=(made, integers, parts_P, tree_mask_N, metadata.slot_mapping_N)
+            )
             new_tokens = 0
 
     def _units(self, window: int | None, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
         """The row, lines from and how many, chunks from and to."""
         chunk, block = self._kernel.chunk, self._kernel.block
-        for index, row in enumerate(self._layout.rows):
+        for index, row in enumerate(self.metadata.rows):
             positions, lines = row.positions(), row.count * shared
             for first in range(0, lines, block):
                 count = min(block, lines - first)
                 asking = positions[first // shared : (first + count - 1) // shared + 1]
                 nearest = 0 if window is None else max(0, min(asking) + 1 - window)
-                begin = 0 if self._sinks else nearest // chunk
+                begin = 0 if self.sinks else nearest // chunk
                 yield index, first, count, begin, max(asking) // chunk + 1
 
 

@@ -1,35 +1,22 @@
-"""Attention over blocks: the new keys and values of a pass are written first, then every token reads what it sees.
+"""Dense attention over blocks, by torch's own operations: it runs anywhere, and is the oracle of the kernels.
 
-One law of visibility, for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
-row says (`metadata.py`); with a window it sees of these only positions above p - window, and the first `sinks` slots.
-
-Dense attention, in this file, runs anywhere. A row is worked off in pieces of some queries against the slots they see;
-where those lie side by side in memory they are read in place, and everything that is the same for all layers (slices,
-masks) is worked out at the first one. Kernels read through the block tables instead, on CUDA (`triton.py`) and,
-where there is a C compiler, in float32 on a CPU (`cpu.py`); dense attention is their oracle.
+A row is worked off in pieces of some queries against the slots they see; where those lie side by side in memory they
+are read in place, and everything that is the same for all layers (slices, masks) is worked out at the first one.
 
 Shapes: N tokens of a pass, Q queries of a piece, S slots that it reads, C slots of the cache, H query heads, G key
-heads, F = H / G heads that share keys, K head dim.
+heads, F = H / G heads that share keys, K size of queries and keys, V of values.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.util import find_spec
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from eyas.errors import UserError
-from eyas.kernels.attention.cpu import CompiledRead, load_kernel
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, KVCache
-
-Backend = Literal["dense", "native", "triton"]
-Read = Callable[[Tensor, Tensor, Tensor, float, float | None, int | None], Tensor]
-"""Answers q [N, H, K] from keys and values [G, C, K] with scale, softcap and window."""
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 
 Run = tuple[int, int]
 """Slots side by side in memory: the first one's place, and how many."""
@@ -40,91 +27,6 @@ MOST_RUNS = 16
 """Stretches of memory copied one by one; a row scattered wider is gathered slot by slot."""
 FEW_QUERIES = 16
 """Up to here heads that share keys are worth turning into queries of one head."""
-
-
-class PagedAttention:
-    """One pass over a cache: an `Attend` for drafters, and what the registered function calls for targets."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        layout: AttentionMetadata,
-        *,
-        window: int | None = None,
-        sinks: int = 0,
-        backend: Backend | None = None,
-    ) -> None:
-        assert layout.block_size == cache.block_size
-        self.cache, self.layout, self.window = cache, layout, window
-        self.asked: list[tuple[int, int | None]] = []
-        """The layers that have attended, in their order, with the windows that they asked for."""
-        backend = backend or _best(layout)
-        self._native = _native(layout, sinks) if backend == "native" else None
-        self._read = _reader(backend, layout, sinks)
-
-    def __call__(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None = None,
-        softcap: float | None = None,
-        window: int | None = None,
-    ) -> Tensor:
-        """Write k, v [N, G, K] of the new tokens and answer their queries [N, H, K].
-
-        Scores are scaled by `scale`, K ** -0.5 if none is given, and bent to softcap * tanh(score / softcap).
-        """
-        self.asked.append((layer, window))
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        window = self.window if window is None else window
-        if self._native is not None and self._native.takes(q, k, v):
-            pair = self.cache.layers.get(layer) or self.cache.write(layer, self.layout.slot_N, k, v)
-            return self._native(q, k, v, *pair, scale, softcap, window)
-        keys, values = self.cache.write(layer, self.layout.slot_N, k, v)
-        return self._read(q, keys, values, scale, softcap, window)
-
-    def waves(
-        self, q_shape: Sequence[int], v_shape: Sequence[int], *, strides: tuple[int, ...]
-    ) -> Sequence[int] | None:
-        """What compiled code takes to attend for itself, in every layer alike; None where attention is not compiled."""
-        if self._native is None:
-            return None
-        return self._native.waves(q_shape, v_shape, strides, self.cache.slots, self.window)
-
-    def answer(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """Answer queries where the caller has written the new keys and values to a layer's memory."""
-        return self._read(q, keys, values, scale, None, self.window)
-
-
-@cache
-def has_triton() -> bool:
-    """Whether kernels can run; torch for CPUs comes without."""
-    return find_spec("triton") is not None
-
-
-def _best(layout: AttentionMetadata) -> Backend:
-    if not layout.slot_N.is_cpu:
-        return "triton" if layout.slot_N.is_cuda and has_triton() else "dense"
-    return "native" if layout.rows and load_kernel()[0] is not None else "dense"
-
-
-def _native(layout: AttentionMetadata, sinks: int) -> CompiledRead:
-    kernel, words = load_kernel()
-    if kernel is None:
-        raise UserError(f"attention by native code needs a C compiler: {words}; install one or use 'dense'")
-    return CompiledRead(kernel, layout, sinks)
-
-
-def _reader(backend: Backend, layout: AttentionMetadata, sinks: int) -> Read:
-    if backend != "triton":  # native code hands on what it does not serve
-        return DenseRead(layout, sinks)
-    if not has_triton():
-        raise UserError("attention by triton needs the package triton; `pip install triton` or use 'dense'")
-    from eyas.kernels.attention.triton import TritonRead  # torch for CPUs comes without triton
-
-    return TritonRead(layout, sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,46 +53,46 @@ class _Piece:
         return torch.cat([x_1GCK.narrow(2, *run) for run in self.runs], dim=2)
 
 
-class DenseRead:
-    """Piece by piece, by torch's own attention. Needs a layout whose rows are known on the host."""
+class DenseBackend(AttentionBackend):
+    """Piece by piece, by torch's own attention. Needs rows known on the host."""
 
-    def __init__(self, layout: AttentionMetadata, sinks: int) -> None:
-        assert layout.rows, "dense attention needs rows known on the host"
-        self._layout, self._sinks = layout, sinks
+    def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
+        assert metadata.rows, "dense attention needs rows known on the host"
+        super().__init__(metadata, sinks=sinks)
         self._plans: dict[tuple[int | None, int], list[_Piece]] = {}
 
-    def __call__(
+    def attend(
         self,
         q_NHK: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys_GCK: Tensor,
+        values_GCV: Tensor,
         scale: float,
-        softcap: float | None,
-        window: int | None,
+        softcap: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Answer every query."""
-        shared = q_NHK.shape[1] // keys.shape[0]
+        shared = q_NHK.shape[1] // keys_GCK.shape[0]
         plan = self._plans.get((window, shared))
         if plan is None:
             plan = self._plans[window, shared] = self._pieces(window, shared, q_NHK)
-        q, k, v = q_NHK.transpose(0, 1)[None], keys[None], values[None]
+        q, k, v = q_NHK.transpose(0, 1)[None], keys_GCK[None], values_GCV[None]
         outputs = [
             _attend(q.narrow(2, piece.first, piece.count), piece.read(k), piece.read(v), piece, scale, softcap)
             for piece in plan
         ]
-        output_1HNK = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-        return output_1HNK[0].transpose(0, 1)
+        output_1HNV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return output_1HNV[0].transpose(0, 1)
 
     def _pieces(self, window: int | None, shared: int, like: Tensor) -> list[_Piece]:
         """What all layers do that have this window and this many heads to a key."""
-        layout = self._layout
-        masks = _Masks(max(row.end for row in layout.rows), window, self._sinks, like)
+        metadata = self.metadata
+        masks = _Masks(max(row.end for row in metadata.rows), window, self.sinks, like)
         plan: list[_Piece] = []
-        for row, start in zip(layout.rows, layout.starts, strict=False):
+        for row, start in zip(metadata.rows, metadata.starts, strict=False):
             for part in _parts(row):
                 folded = shared > 1 and 1 < part.count <= FEW_QUERIES
-                slots = _slots_seen(part, window, self._sinks)
-                runs = [run for some in slots for run in _runs(part.blocks, some, layout.block_size)]
+                slots = _slots_seen(part, window, self.sinks)
+                runs = [run for some in slots for run in _runs(part.blocks, some, metadata.block_size)]
                 plan.append(
                     _Piece(
                         first=start + part.base - row.base,

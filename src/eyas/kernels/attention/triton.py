@@ -7,7 +7,7 @@ its keys are split among several programs, and a second kernel merges their part
 than a tree may hold are prompts being read: there are queries enough, in tiles of their own, and nothing is split.
 
 Everything that changes from step to step is read from device memory; grids depend on shapes and bounds alone, so the
-kernels can be recorded in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
+kernels can be captured in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
 nothing. float32 is multiplied as float32, never rounded to tf32.
 
 Shapes: N tokens of a pass, R rows, W places for new tokens in a row, H query heads, G key heads, F = H / G heads that
@@ -22,7 +22,8 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from eyas.kernels.attention.metadata import MOST_IN_TREE, AttentionMetadata, BlockTables
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, BlockTables
 
 MOST_SPLITS = 64
 LEAST_KEYS_PER_SPLIT = 128
@@ -67,7 +68,7 @@ def _attend_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     LINES: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -124,8 +125,8 @@ def _attend_kernel(
         if WINDOWED:
             slot = tl.where(i < sinks, i, i - sinks + begin)
         inside = (i < high) & (slot < end)
-        block = tl.load(table + row * table_row + slot // PAGE, mask=inside, other=0)
-        where = block.to(tl.int64) * PAGE + slot % PAGE
+        block = tl.load(table + row * table_row + slot // BLOCK_SIZE, mask=inside, other=0)
+        where = block.to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE
         k = tl.load(
             keys + group * key_head + where[:, None] * key_slot + key_dim[None, :],
             mask=inside[:, None] & (key_dim < KEY_DIM)[None, :],
@@ -218,66 +219,67 @@ class _Launch:
     split: bool
 
 
-class TritonRead:
-    """Answers the queries of one pass by kernels."""
+class TritonBackend(AttentionBackend):
+    """By these kernels."""
 
-    def __init__(self, layout: AttentionMetadata, sinks: int) -> None:
-        self._layout, self._tables, self._sinks = layout, layout.tables, sinks
-        counts = self._tables.counts
-        tree = self._tables.seen_N is not None
-        few = [count for count in counts if count <= MOST_IN_TREE]
-        many = [count for count in counts if count > MOST_IN_TREE]
+    def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
+        super().__init__(metadata, sinks=sinks)
+        self._tables = metadata.tables
+        counts = self._tables.query_lens
+        tree = self._tables.tree_mask_N is not None
+        few = [count for count in counts if count <= TREE_BITS]
+        many = [count for count in counts if count > TREE_BITS]
         self._launches = []
         if few:
             self._launches.append(_Launch(fewest=1, most=max(few), tree=tree, split=True))
         if many:
-            self._launches.append(_Launch(fewest=MOST_IN_TREE + 1, most=max(many), tree=False, split=False))
-        self._seen: dict[int | None, Tensor | None] = {None: self._tables.seen_N}
+            self._launches.append(_Launch(fewest=TREE_BITS + 1, most=max(many), tree=False, split=False))
+        self._tree_masks: dict[int | None, Tensor | None] = {None: self._tables.tree_mask_N}
 
-    def __call__(
+    def attend(
         self,
         q_NHK: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys_GCK: Tensor,
+        values_GCV: Tensor,
         scale: float,
-        softcap: float | None,
-        window: int | None,
+        softcap: float | None = None,
+        window: int | None = None,
     ) -> Tensor:
         """Answer every query."""
-        tables, layout, (heads, size) = self._tables, self._layout, q_NHK.shape[1:]
-        rows, groups, value_size = len(tables.base_R), keys.shape[0], values.shape[2]
+        tables, metadata, (heads, size) = self._tables, self.metadata, q_NHK.shape[1:]
+        rows, groups, value_size = len(tables.context_lens_R), keys_GCK.shape[0], values_GCV.shape[2]
         shared = heads // groups
         key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (size, value_size))
         if q_NHK.stride(2) != 1:
             q_NHK = q_NHK.contiguous()
         output_NHE = q_NHK.new_empty(len(q_NHK), heads, value_size)
-        if window not in self._seen:
+        if window not in self._tree_masks:
             assert window is not None
-            self._seen[window] = _seen_within(tables, window, self._sinks)
-        seen_N = self._seen[window]
+            self._tree_masks[window] = _mask_within(tables, window, self.sinks)
+        tree_mask_N = self._tree_masks[window]
         for launch in self._launches:
             lines, block, warps = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
             tiles = triton.cdiv(launch.most * shared, lines)
-            splits = _splits(rows * tiles * groups, tables.longest, q_NHK.device) if launch.split else 1
+            splits = _splits(rows * tiles * groups, tables.max_seq_len, q_NHK.device) if launch.split else 1
             answer, weight = output_NHE, output_NHE
             if splits > 1:
                 answer = q_NHK.new_empty(splits, rows * launch.most, heads, value_size, dtype=torch.float32)
                 weight = q_NHK.new_empty(splits, rows * launch.most, heads, dtype=torch.float32)
             bounds = rows, launch.most, launch.fewest, launch.most
             _attend_kernel[rows * tiles, groups, splits](
-                *(q_NHK, keys, values, answer, weight),
-                *(tables.table_RP, tables.base_R, tables.end_R, tables.start_R, layout.position_N),
-                seen_N if launch.tree else layout.position_N,
-                *(scale, softcap or 0.0, window or 0, 0 if window is None else self._sinks),
-                *(*q_NHK.stride()[:2], *keys.stride()[:2], *values.stride()[:2], tables.table_RP.stride(0)),
-                *(*bounds, tiles, splits),
+                *(q_NHK, keys_GCK, values_GCV, answer, weight),
+                *(tables.block_table_RP, tables.context_lens_R, tables.seq_lens_R, tables.query_start_loc_R),
+                *(metadata.position_N, tree_mask_N if launch.tree else metadata.position_N),
+                *(scale, softcap or 0.0, window or 0, 0 if window is None else self.sinks),
+                *(*q_NHK.stride()[:2], *keys_GCK.stride()[:2], *values_GCV.stride()[:2]),
+                *(tables.block_table_RP.stride(0), *bounds, tiles, splits),
                 HEADS=heads,
                 SHARED=shared,
                 KEY_DIM=size,
                 VALUE_DIM=value_size,
                 KEY_PADDED=key_padded,
                 VALUE_PADDED=value_padded,
-                PAGE=layout.block_size,
+                BLOCK_SIZE=metadata.block_size,
                 LINES=lines,
                 BLOCK=block,
                 SPLIT=splits > 1,
@@ -290,7 +292,7 @@ class TritonRead:
             if splits > 1:
                 sizes = {"HEADS": heads, "VALUE_DIM": value_size, "VALUE_PADDED": value_padded}
                 _merge_kernel[rows * launch.most, heads](
-                    answer, weight, output_NHE, tables.start_R, *bounds, SPLITS=splits, **sizes
+                    answer, weight, output_NHE, tables.query_start_loc_R, *bounds, SPLITS=splits, **sizes
                 )
         return output_NHE
 
@@ -315,14 +317,14 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def _seen_within(tables: BlockTables, window: int, sinks: int) -> Tensor | None:
+def _mask_within(tables: BlockTables, window: int, sinks: int) -> Tensor | None:
     """Who sees whom in the tails, less what a window hides: ancestors with `window` or more on the path behind them."""
-    if tables.seen_N is None or window >= MOST_IN_TREE:
-        return tables.seen_N
-    bit_T = torch.arange(MOST_IN_TREE, device=tables.seen_N.device)
-    seen_NT = (tables.seen_N[:, None] >> bit_T) & 1
-    behind_NT = seen_NT.sum(dim=1, keepdim=True) - seen_NT.cumsum(dim=1)
-    token_N = torch.arange(len(seen_NT), dtype=torch.int32, device=bit_T.device)
-    row_N = torch.searchsorted(tables.start_R[1:], token_N, right=True)
-    sink_NT = tables.base_R[row_N][:, None] + bit_T < sinks
-    return ((seen_NT * ((behind_NT < window) | sink_NT)) << bit_T).sum(dim=1)
+    if tables.tree_mask_N is None or window >= TREE_BITS:
+        return tables.tree_mask_N
+    bit_T = torch.arange(TREE_BITS, device=tables.tree_mask_N.device)
+    tree_mask_NT = (tables.tree_mask_N[:, None] >> bit_T) & 1
+    behind_NT = tree_mask_NT.sum(dim=1, keepdim=True) - tree_mask_NT.cumsum(dim=1)
+    token_N = torch.arange(len(tree_mask_NT), dtype=torch.int32, device=bit_T.device)
+    row_N = torch.searchsorted(tables.query_start_loc_R[1:], token_N, right=True)
+    sink_NT = tables.context_lens_R[row_N][:, None] + bit_T < sinks
+    return ((tree_mask_NT * ((behind_NT < window) | sink_NT)) << bit_T).sum(dim=1)

@@ -8,7 +8,7 @@ input are one product here, queries and keys are rotated together, and the memor
 the same for all layers and cut into its parts once per pass.
 
 Invariant: every number is rounded where transformers rounds it, up to the order of sums and, in float32, of factors.
-Which targets are this block, and that they are, is for `recognise.py` to tell.
+Which models are this block is for `recognise.py` to tell, and that they are for `trial.py`.
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
 heads, B = H + G both, K head dim, E outputs of a product, X concatenated auxiliary states.
@@ -24,37 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.elementwise import RMSNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
 from eyas.kernels.llama.cpu import Layers, LlamaSizes, Norm, Parts, load_layers
-from eyas.kernels.llama.elementwise import elementwise_for
+
+KVLayers = Mapping[int, tuple[Tensor, Tensor]]
+"""Keys and values [G, C, K] of every layer, to be read and written."""
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """What a linear makes of rows; written to the second argument, if there is one."""
-
-
-class FusedRMSNorm:
-    """As transformers computes it: statistics in float32, rounded to the stream's type before the weight."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-        self._size, self._weight = weight.shape[-1:], weight
-        # CPUs have no kernel for it; weight * x / sqrt(|x|^2 / D + eps) as (sqrt(D) weight) * x / hypot(|x|, c) takes
-        # four operations.
-        self._written_out = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._glue = elementwise_for(weight) if weight.ndim == 1 else None
-        if self._written_out and self._glue is None:
-            self._weight = weight * self._size[0] ** 0.5
-            self._least = torch.tensor((self._size[0] * eps) ** 0.5)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Norm the last dimension."""
-        if self._glue is not None:
-            return self._glue.norm(x, self.weight, self.eps)
-        if self._written_out:
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(self._least)
-            return x.div(length).mul_(self._weight)
-        return functional.rms_norm(x, self._size, None, self.eps).mul_(self._weight)
 
 
 def join(linears: Sequence[Any]) -> Product | None:
@@ -80,6 +59,10 @@ def _product(weight_DE: Tensor, x_ND: Tensor, out_NE: Tensor | None = None) -> T
 
 def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
     return torch.addmm(bias_E, x_ND, weight_DE, out=out_NE)
+
+
+class NotLlamaError(Exception):
+    """A model is not the plain block; says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +94,13 @@ def _merge(parts: Sequence[Tensor]) -> Tensor:
 class DecoderLayer:
     """One decoder layer."""
 
-    attention_norm: FusedRMSNorm
+    attention_norm: RMSNorm
     qkv: Product
-    qk_norm: FusedRMSNorm | None
+    qk_norm: RMSNorm | None
     """Of every query and key head, with a weight for each."""
     output: Product
     scale: float
-    mlp_norm: FusedRMSNorm
+    mlp_norm: RMSNorm
     gate_up: Product
     down: Product
 
@@ -186,12 +169,12 @@ class Rotation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FusedLlama:
-    """Runs a target over blocks."""
+    """Runs a model over blocks of keys and values."""
 
     embedding_VD: Tensor
     rotary: nn.Module
     blocks: Sequence[DecoderLayer]
-    norm: FusedRMSNorm
+    norm: RMSNorm
     head: Product
     sizes: LlamaSizes
     layers: Layers | None = None
@@ -207,20 +190,34 @@ class FusedLlama:
         return x_ND, aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
 
     def forward(
-        self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None, aux_layer_ids: Sequence[int] = ()
+        self,
+        ids_N: Tensor,
+        attention: AttentionBackend,
+        kv: KVLayers,
+        keep_M: Tensor | None,
+        aux_layer_ids: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [M, V] behind the tokens `keep_M`, or all, and the states `aux_layer_ids` (`capture.py`) of all."""
+        """Logits [M, V] behind the tokens `keep_M`, or all, and the auxiliary states [N, X] of all.
+
+        State k is what layer k reads, and behind the last layer what the norm reads.
+        """
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
-        cos_TNK, sin_TNK = self.rotary(x_ND, position_ids=attention.layout.position_N[None])
+        cos_TNK, sin_TNK = self.rotary(x_ND, position_ids=attention.metadata.position_N[None])
         cos_NK, sin_NK = cos_TNK[0].contiguous(), sin_TNK[0].contiguous()
-        if self.layers is None or not self.layers.run(x_ND, cos_NK, sin_NK, attention, states):
-            self._run(x_ND, cos_NK, sin_NK, attention, states)
+        if self.layers is None or not self.layers.run(x_ND, cos_NK, sin_NK, attention, kv, states):
+            self._run(x_ND, cos_NK, sin_NK, attention, kv, states)
         if keep_M is not None:
             x_ND = x_ND.index_select(0, keep_M)
         return self.head(self.norm(x_ND), None), aux_NX
 
     def _run(
-        self, x_ND: Tensor, cos_NK: Tensor, sin_NK: Tensor, attention: PagedAttention, states: Mapping[int, Tensor]
+        self,
+        x_ND: Tensor,
+        cos_NK: Tensor,
+        sin_NK: Tensor,
+        attention: AttentionBackend,
+        kv: KVLayers,
+        states: Mapping[int, Tensor],
     ) -> None:
         """Take x_ND through all blocks, in place, step by step."""
         tokens, sizes, both = len(x_ND), self.sizes, self.sizes.heads + self.sizes.key_heads
@@ -239,7 +236,8 @@ class FusedLlama:
             if block.qk_norm is not None:
                 qk.copy_(block.qk_norm(qk))
             rotate()
-            x_ND += block.output(attention(layer, q, k, v, block.scale).reshape(tokens, -1), None)
+            attended = attention.write_and_attend(q, k, v, *kv[layer], block.scale)
+            x_ND += block.output(attended.reshape(tokens, -1), None)
             block.gate_up(block.mlp_norm(x_ND), gate_up)
             gated = functional.silu(gate).mul_(up) if glue is None else glue.gate(gate_up)
             x_ND += block.down(gated, None)

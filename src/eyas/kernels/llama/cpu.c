@@ -1,10 +1,10 @@
 /* Layers of a Llama-like decoder over one pass, in one call: the steps of block.py in their order; and what a drafter does
- * before its only layer and after it, as lean_draft.py has it.
+ * before its only layer and after it, as the fused drafter has it.
  *
  * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
  * and takes several times as long as it would elsewhere, which for a token or two is much of the whole pass.
  *
- * The steps themselves are compiled elsewhere (glue.c, packed_linear.c, paged_native.c), and come here as pointers, so
+ * The steps themselves are compiled elsewhere (elementwise.c, packed_linear.c, attention/cpu.c), and come here as pointers, so
  * every number is the one that the same steps give one by one, to the last bit.
  *
  * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, I intermediate size.

@@ -1,7 +1,7 @@
 """The layers of a pass in one call of compiled code (`llama/cpu.c`), where each of their steps is compiled anyway.
 
 Step by step, Python takes longer between the products of a small model than it looks: it finds the processor's caches
-full of weights. What is computed is what `block.py` and `fused_drafter.py` compute step by step, to the last bit.
+full of weights. What is computed is what `block.py` and the fused drafter compute step by step, to the last bit.
 
 Shapes: N tokens, D hidden size, G key heads, K head dim, X concatenated auxiliary states, E inputs of a product.
 """
@@ -16,11 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from eyas.kernels.attention.cpu import AttentionKernel, load_kernel
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.attention.metadata import KVCache
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
+from eyas.kernels.elementwise import Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import PackedLinear
-from eyas.kernels.llama.elementwise import Elementwise, load_elementwise
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -139,7 +138,7 @@ class Layers:
         self.numbers_per_token = compiled.library.numbers_per_token(
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
         )
-        self._cache: KVCache | None = None
+        self._kv: list[Tensor] = []
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
 
@@ -148,7 +147,8 @@ class Layers:
         x_ND: Tensor,
         cos_NK: Tensor,
         sin_NK: Tensor,
-        attention: PagedAttention,
+        attention: AttentionBackend,
+        kv: Mapping[int, tuple[Tensor, Tensor]],
         states: Mapping[int, Tensor],
     ) -> bool:
         """Take x_ND through all layers, in place; False, and nothing is done, where the attention is not compiled.
@@ -156,7 +156,7 @@ class Layers:
         `states` is where x goes before the layers named, or behind the last: parts [N, D] of one memory [N, X].
         """
         assert all(x.is_contiguous() for x in (x_ND, cos_NK, sin_NK))
-        waves = self.waves(attention, len(x_ND))
+        waves = self.waves(attention, kv, len(x_ND))
         if waves is None:
             return False
         memory = torch.empty(len(x_ND) * self.numbers_per_token, dtype=torch.float32)
@@ -175,14 +175,26 @@ class Layers:
         self.library.run_layers(ctypes.addressof(run))
         return True
 
-    def waves(self, attention: PagedAttention, tokens: int) -> "ctypes.Array[ctypes.c_void_p] | None":
-        """How compiled code attends in this pass; the cache's memory is made known to all layers."""
-        if attention.cache is not self._cache:
-            self._take(attention.cache)
-        sizes = self.sizes
+    def waves(
+        self,
+        attention: AttentionBackend,
+        kv: Mapping[int, tuple[Tensor, Tensor]],
+        tokens: int,
+        window: int | None = None,
+    ) -> "ctypes.Array[ctypes.c_void_p] | None":
+        """How compiled code attends in this pass, over keys and values that all layers are told of; None if it cannot.
+
+        All layers have as many slots.
+        """
+        if not isinstance(attention, CompiledBackend):
+            return None
+        given = [x for layer in range(len(self._parts)) for x in kv[layer]]
+        if len(given) != len(self._kv) or any(x is not y for x, y in zip(given, self._kv, strict=True)):
+            self._take(given)
+        sizes, slots = self.sizes, given[0].shape[1]
         q_shape, v_shape = ((tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.key_heads))
-        waves = attention.waves(q_shape, v_shape, strides=self._strides)
-        return None if waves is None else (ctypes.c_void_p * len(waves))(*waves)
+        waves = attention.waves(q_shape, v_shape, self._strides, slots, window)
+        return (ctypes.c_void_p * len(waves))(*waves)
 
     def prepared(
         self,
@@ -205,12 +217,12 @@ class Layers:
             *(sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate, torch.get_num_threads()),
         )
 
-    def _take(self, cache: KVCache) -> None:
-        """Write to the memory of this cache from now on; a layer's is taken once and for good."""
-        like = torch.empty(0, self.sizes.key_heads, self.sizes.head_dim, dtype=torch.float32)
-        for number, layer in enumerate(self._layers):
-            layer.keys, layer.values = (x.data_ptr() for x in cache.memory(number, like, like))
-        self._cache = cache
+    def _take(self, kv: list[Tensor]) -> None:
+        """Read and write these from now on, keys and values of every layer in turn; they are held until others come."""
+        assert all(x.dtype == torch.float32 and x.is_contiguous() for x in kv)
+        for layer, keys, values in zip(self._layers, kv[::2], kv[1::2], strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._kv = kv
 
 
 def _layer(parts: Parts) -> _Layer:

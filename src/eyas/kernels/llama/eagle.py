@@ -4,16 +4,19 @@ Shapes: N tokens, D drafter hidden, V target vocabulary, K head dim, T positions
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from eyas.drafter.rope import Rope
-from eyas.kernels.attention.dense import PagedAttention
+from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.llama.cpu import Compiled, Layers, LlamaSizes, Norm, Parts
 
 FIRST_POSITIONS = 1024
+
+Rope = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+"""Cosines and sines [T, 1, K] of the rotation at positions [T]."""
 
 
 class RotaryTable:
@@ -69,10 +72,16 @@ class DraftLayer(Layers):
         self._around = around
 
     def run_depth(
-        self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attention: PagedAttention
+        self,
+        hidden_ND: Tensor,
+        token_N: Tensor,
+        position_N: Tensor,
+        attention: AttentionBackend,
+        kv: tuple[Tensor, Tensor],
+        window: int | None,
     ) -> tuple[Tensor, Tensor] | None:
         """The state behind the layer, and the same normed; None where the attention is not compiled."""
-        waves = self.waves(attention, len(hidden_ND))
+        waves = self.waves(attention, {0: kv}, len(hidden_ND), window)
         if waves is None:
             return None
         assert all(x.is_contiguous() for x in (hidden_ND, token_N, position_N))

@@ -9,7 +9,7 @@ to a number between two products is done in one kernel:
     gate               silu(gate) * up
 
 Invariant, as in `block.py`: every number is rounded where transformers rounds it. Whether that holds is tried before
-a target is served so (`recognise.py`).
+a model is served so (`trial.py`).
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
 heads, K head dim, E outputs of a product, X concatenated auxiliary states.
@@ -22,8 +22,9 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from eyas.kernels.attention.dense import PagedAttention
-from eyas.kernels.llama.block import FusedLlama, FusedRMSNorm
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.elementwise import RMSNorm
+from eyas.kernels.llama.block import FusedLlama, KVLayers
 
 
 @triton.jit
@@ -125,12 +126,17 @@ def _gate_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 class TritonLlama(FusedLlama):
-    """The lean pass by these kernels."""
+    """The fused pass by these kernels."""
 
     def forward(
-        self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None, aux_layer_ids: Sequence[int] = ()
+        self,
+        ids_N: Tensor,
+        attention: AttentionBackend,
+        kv: KVLayers,
+        keep_M: Tensor | None,
+        aux_layer_ids: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [M, V] behind the tokens `keep_M`, or all, and the states `aux_layer_ids` (`capture.py`) of all."""
+        """As `FusedLlama.forward`."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
         tokens = len(x_ND)
 
@@ -140,7 +146,8 @@ class TritonLlama(FusedLlama):
         q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
-        cos, sin = (t[0].contiguous() for t in self.rotary(x_ND, position_ids=attention.layout.position_N[None]))
+        metadata = attention.metadata
+        cos, sin = (t[0].contiguous() for t in self.rotary(x_ND, position_ids=metadata.position_N[None]))
 
         more_ND: Tensor | None = None
         for layer, block in enumerate(self.blocks):
@@ -150,10 +157,9 @@ class TritonLlama(FusedLlama):
             block.qkv(normed_ND, qkv_NE)
             if block.qk_norm is not None:
                 qk_NBK.copy_(block.qk_norm(qk_NBK))
-            like_NGK = qk_NBK[:, : sizes.key_heads]
-            keys, values = attention.cache.memory(layer, like_NGK, like_NGK)
-            _rotate(qkv_NE, cos, sin, attention.layout.slot_N, q_NHK, keys, values)
-            mixed_NHK = attention.answer(q_NHK, keys, values, block.scale)
+            keys, values = kv[layer]
+            _rotate(qkv_NE, cos, sin, metadata.slot_mapping_N, q_NHK, keys, values)
+            mixed_NHK = attention.attend(q_NHK, keys, values, block.scale)
             normed_ND = _add_norm(x_ND, block.output(mixed_NHK.reshape(tokens, -1), None), block.mlp_norm)
             block.gate_up(normed_ND, gate_up)
             _gate(gate_up, gated_NI)
@@ -167,7 +173,7 @@ class TritonLlama(FusedLlama):
         return self.head(normed_ND, None), aux_NX
 
 
-def _add_norm(x_ND: Tensor, more_ND: Tensor | None, norm: FusedRMSNorm) -> Tensor:
+def _add_norm(x_ND: Tensor, more_ND: Tensor | None, norm: RMSNorm) -> Tensor:
     """Add to x, in place, and norm it."""
     tokens, size = x_ND.shape
     output_ND = torch.empty_like(x_ND)
@@ -183,13 +189,13 @@ def _add_norm(x_ND: Tensor, more_ND: Tensor | None, norm: FusedRMSNorm) -> Tenso
 
 
 def _rotate(
-    qkv_NE: Tensor, cos_NK: Tensor, sin_NK: Tensor, slot_N: Tensor, q_NHK: Tensor, keys: Tensor, values: Tensor
+    qkv_NE: Tensor, cos_NK: Tensor, sin_NK: Tensor, slot_mapping_N: Tensor, q_NHK: Tensor, keys: Tensor, values: Tensor
 ) -> None:
     """Turn queries to `q_NHK`, keys to their slots, and copy values there."""
     tokens, heads, size = q_NHK.shape
     groups, half = keys.shape[0], size // 2
     _rotate_kernel[(tokens,)](
-        *(qkv_NE, cos_NK, sin_NK, slot_N, q_NHK, keys, values),
+        *(qkv_NE, cos_NK, sin_NK, slot_mapping_N, q_NHK, keys, values),
         *(*keys.stride()[:2], *values.stride()[:2]),
         HEADS=heads,
         GROUPS=groups,

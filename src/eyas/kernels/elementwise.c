@@ -6,7 +6,7 @@
  * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K numbers of a head, V logits of a row.
  */
 
-#include "../vectors.h"
+#include "vectors.h"
 
 enum { FEW = 1 << 14 }; /* numbers that one thread is through with before a second one has begun */
 

@@ -1,9 +1,8 @@
-"""What stands between the matrix products of a block and behind the last, each in one call of compiled code
-(`elementwise.c`).
+"""What stands between the matrix products of a block and behind the last: norms, gates, rotations, the largest logit.
 
 Little is computed here, but torch takes several operations for each step, and its silu on some processors takes longer
-than the attention beside it. All is float32 on the processor; rows lie densely unless it says
-otherwise.
+than the attention beside it. So for float32 on a CPU each is one call of compiled code (`elementwise.c`); rows lie
+densely unless it says otherwise. `rms_norm` chooses for itself, for the others `elementwise_for` says what there is.
 
 Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, V logits.
 """
@@ -80,6 +79,29 @@ class Elementwise:
         chance = None if chance_N is None else chance_N.data_ptr()
         threads = torch.get_num_threads()
         self.library.most_likely(logits_NV.data_ptr(), *logits_NV.shape, place_N.data_ptr(), chance, threads)
+
+
+@dataclass(frozen=True, eq=False)
+class RMSNorm:
+    """A root-mean-square norm: `rms_norm` with its weight [D], or one for each of several heads [B, K]."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Norm the last dimension."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm the last dimension as transformers does: statistics in float32, rounded to x's type before the weight.
+
+    A row's result does not depend on the rows beside it. There is no gradient.
+    """
+    compiled = elementwise_for(weight) if weight.ndim == 1 and x.ndim == 2 else None
+    if compiled is not None:
+        return compiled.norm(x, weight, eps)
+    return functional.rms_norm(x, weight.shape[-1:], None, eps) * weight
 
 
 def elementwise_for(like: Tensor) -> Elementwise | None:

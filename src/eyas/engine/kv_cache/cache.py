@@ -1,0 +1,126 @@
+"""Keys and values of all requests, in blocks, and the memory that there is for them.
+
+What a block is and who owns which is for `block_manager.py` to say; which slots a pass writes and reads is said by
+`kernels/attention/metadata.py`. Here are the tensors alone.
+
+Shapes: N tokens of a pass, C slots of the cache, G key heads, K head dim, M slots moved.
+"""
+
+import os
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.drafter.attention import KeysAndValues
+from eyas.drafter.model import Drafter
+from eyas.errors import UserError
+from eyas.kernels.attention.backend import write_slots
+
+
+class KVCache:
+    """Keys and values [G, C, K] of every layer: head by head, so that one head's slots lie side by side.
+
+    A layer's memory is taken on its first write or by `reserve`, once and for good. It starts as zeros, because a
+    masked NaN is still a NaN after a product. One block more than asked for is the null block: in passes of fixed
+    shape, tokens that are not real are written there.
+    """
+
+    def __init__(self, *, blocks: int, block_size: int) -> None:
+        for name, value in (("blocks", blocks), ("block_size", block_size)):
+            if value < 1:
+                raise UserError(f"{name} is {value}; it must be 1 or more")
+        self.blocks, self.block_size = blocks, block_size
+        self.layers: dict[int, KeysAndValues] = {}
+
+    @property
+    def null_slot(self) -> int:
+        """A slot of the null block, which nobody reads."""
+        return self.blocks * self.block_size
+
+    @property
+    def slots(self) -> int:
+        """Of every layer, C, those of the null block included."""
+        return self.null_slot + self.block_size
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken so far."""
+        return sum(x.nbytes for pair in self.layers.values() for x in pair)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What one block takes in all the layers seen so far."""
+        return self.bytes // (self.blocks + 1)
+
+    def reserve(self, like: "KVCache") -> None:
+        """Take the memory of every layer that `like` has seen."""
+        for layer, (keys, values) in like.layers.items():
+            if layer not in self.layers:
+                self.layers[layer] = self._zeros(keys.transpose(0, 1)), self._zeros(values.transpose(0, 1))
+
+    def memory(self, layer: int, k_NGK: Tensor, v_NGK: Tensor) -> KeysAndValues:
+        """A layer's memory, taken now if it was not yet, for keys and values like these."""
+        pair = self.layers.get(layer)
+        if pair is None:
+            pair = self.layers[layer] = self._zeros(k_NGK), self._zeros(v_NGK)
+        return pair
+
+    def write(self, layer: int, slot_mapping_N: Tensor, k_NGK: Tensor, v_NGK: Tensor) -> None:
+        """Put new keys and values in their slots."""
+        keys, values = self.memory(layer, k_NGK, v_NGK)
+        write_slots(keys, values, slot_mapping_N, k_NGK, v_NGK)
+
+    def move(self, from_M: Tensor, to_M: Tensor) -> None:
+        """Copy slots in every layer; all are read before any is written."""
+        for pair in self.layers.values():
+            for x_GCK in pair:
+                x_GCK.index_copy_(1, to_M, x_GCK.index_select(1, from_M))
+
+    def _zeros(self, like_NGK: Tensor) -> Tensor:
+        _, heads, size = like_NGK.shape
+        shape = heads, self.slots, size
+        with torch.inference_mode(False):  # else it could be written in inference mode only
+            if not like_NGK.is_cpu:
+                return like_NGK.new_zeros(shape)
+            # The system hands out zeros when they are first touched, and blocks that are never used cost nothing;
+            # torch would touch all of them now.
+            numbers = np.zeros(prod(shape) * like_NGK.element_size(), dtype=np.uint8)
+            return torch.from_numpy(numbers).view(like_NGK.dtype).view(shape)
+
+
+def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int) -> KVCache:
+    """Blocks for another drafter, all taken at once beside the old ones, or a refusal."""
+    config, weight = drafter.config, drafter.fc.weight
+    per_slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
+    needed, free = per_slot * (blocks + 1) * block_size, free_bytes(weight.device)
+    if needed > free:
+        raise UserError(
+            f"blocks for the drafter need {needed / 2**20:.1f} MiB, above the {free / 2**20:.1f} MiB that are free; "
+            "choose a smaller one, or restart with less memory for blocks"
+        )
+    cache = KVCache(blocks=blocks, block_size=block_size)
+    like_1GK = torch.empty(1, config.num_key_value_heads, config.head_dim, device=weight.device, dtype=weight.dtype)
+    for layer in range(config.num_hidden_layers):
+        cache.memory(layer, like_1GK, like_1GK)
+    return cache
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free where the caches will lie."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = [line.split()[1] for line in _meminfo() if line.startswith("MemAvailable:")]
+    if available:
+        return int(available[0]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _meminfo() -> list[str]:
+    """Linux counts what it could drop as available; other systems have no such file."""
+    try:
+        return Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,56 @@
+"""The fused pass of a target where it has one (`kernels/llama/`), tried against the model's own code before it is used.
+
+Shapes: N tokens of a pass, M logits asked for.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import fields
+
+from torch import Tensor
+
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.target import TargetRunner
+from eyas.errors import UserError
+from eyas.kernels.attention.choose import has_triton
+from eyas.kernels.attention.metadata import AttentionMetadata
+from eyas.kernels.llama import trial
+from eyas.kernels.llama.block import FusedLlama, NotLlamaError
+from eyas.kernels.llama.recognise import recognise
+from eyas.target.capture import capture
+from eyas.target.model import Target
+
+logger = logging.getLogger(__name__)
+
+
+def fused_target(target: Target) -> FusedLlama | None:
+    """The fused pass of a target; None where the model's own code must run, and why is logged."""
+    try:
+        fused = recognise(target.model)
+        if target.device.type == "cuda" and has_triton():
+            from eyas.kernels.llama.triton import TritonLlama  # torch for CPUs comes without triton
+
+            by_kernels = TritonLlama(**{part.name: getattr(fused, part.name) for part in fields(fused)})
+            try:
+                require_same(by_kernels, target)
+                return by_kernels
+            except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+                logger.info(f"{target.facts.source} runs without kernels of its own between its products: {reason}")
+        require_same(fused, target)
+    except (NotLlamaError, UserError) as reason:
+        logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")
+        return None
+    return fused
+
+
+def require_same(fused: FusedLlama, target: Target) -> None:
+    """Try a fused pass against the target; `NotLlamaError` where it computes anything else."""
+    runner = TargetRunner(target, KVCache(blocks=trial.BLOCKS, block_size=trial.BLOCK_SIZE))
+    states = range(len(fused.blocks) + 1)
+
+    def own(ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+        with capture(target.model, states) as captured:
+            logits_MV = runner.forward(ids_N, metadata, keep_M)
+        return captured.aux_hidden()[0].chunk(len(states), dim=-1), logits_MV
+
+    trial.require_same(fused, own, max_position_embeddings=target.facts.max_position_embeddings)

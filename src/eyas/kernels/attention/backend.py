@@ -1,0 +1,60 @@
+"""What every attention backend does in a pass: new keys and values are written, then every token reads what it sees.
+
+One law of visibility, for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
+row says (`metadata.py`); with a window it sees of these only positions above p - window, and the first `sinks` slots.
+
+Three backends keep it: kernels that read through the block tables, on CUDA (`triton.py`) and, where there is a C
+compiler, in float32 on a CPU (`cpu.py`), and torch's own operations anywhere else (`dense.py`), which are their oracle.
+`choose.py` knows which is for whom.
+
+Shapes: N tokens of a pass, C slots of the cache, H query heads, G key heads, K size of queries and keys, V of values.
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from eyas.kernels.attention.metadata import AttentionMetadata
+
+
+class AttentionBackend(ABC):
+    """Attention of one pass, over keys and values of a layer that the caller hands in."""
+
+    def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
+        self.metadata, self.sinks = metadata, sinks
+
+    @abstractmethod
+    def attend(
+        self,
+        q_NHK: Tensor,
+        keys_GCK: Tensor,
+        values_GCV: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Answer every query, [N, H, V], where the new keys and values have been written.
+
+        Scores are scaled and, with a softcap, bent to softcap * tanh(score / softcap).
+        """
+
+    def write_and_attend(
+        self,
+        q_NHK: Tensor,
+        k_NGK: Tensor,
+        v_NGV: Tensor,
+        keys_GCK: Tensor,
+        values_GCV: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Write the new keys and values, and answer every query."""
+        write_slots(keys_GCK, values_GCV, self.metadata.slot_mapping_N, k_NGK, v_NGV)
+        return self.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window)
+
+
+def write_slots(keys_GCK: Tensor, values_GCV: Tensor, slot_mapping_N: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> None:
+    """Put new keys and values in their slots."""
+    keys_GCK.index_copy_(1, slot_mapping_N, k_NGK.transpose(0, 1))
+    values_GCV.index_copy_(1, slot_mapping_N, v_NGV.transpose(0, 1))

@@ -1,0 +1,140 @@
+"""The proof that a fused pass may stand in for a model's own code: a trial of both over a few random tokens.
+
+The invariant, a fused pass that was handed out is right, rests on two halves:
+
+    each layer alone   given the model's own states before it, gives the model's own behind it, for every token; so do
+                       the embedding, and norm and head
+    all layers         one behind the other give the model's own states and logits, for most tokens
+
+Alone, because single tokens cannot be judged behind many layers: where a state is about to grow a hundredfold, as some
+token's does in many models, the rounding of all layers before decides how far it gets, and in half precision the
+model's own code lies as far from itself in float32. All, because layers that are right may follow each other wrongly.
+
+Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, C slots of a layer, G key heads, K head
+dim.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import inf, sqrt
+
+import torch
+from torch import Tensor
+
+from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.choose import choose_backend
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.llama.block import DecoderLayer, FusedLlama, KVLayers, NotLlamaError, in_one_call
+
+BLOCKS, BLOCK_SIZE = 4, 4
+"""What the passes of a trial are laid out for."""
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+"""How far most tokens' states may lie from the model's own behind the embedding, relative to their length; behind k
+layers sqrt(1 + k) times as far. Rounding errors of layers are independent and add up like that; a layer that computes
+anything else is further off at once."""
+UNSTABLE = 7.0
+"""How many times as far any single token may lie behind one layer: some tokens amplify rounding within a layer too,
+where what its attention adds decides what its gates let through."""
+
+OwnForward = Callable[[Tensor, AttentionMetadata, Tensor], tuple[Sequence[Tensor], Tensor]]
+"""A model's own code over the tokens [N] of a pass and those of them [M] behind which logits are asked for: the states
+[N, D] before every layer and behind the last, and logits [M, V].
+
+It remembers keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE."""
+
+
+@torch.inference_mode()
+def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings: int | None) -> None:
+    """Refuse a fused pass that is not the model's own: two chunks of one request, then three tokens beside another's.
+
+    Most of them read what an earlier pass has cached, so that layers which mix up their caches are off for most.
+    All of it once more at the end of the context: what models do to far positions (other rotations, scores that
+    grow) does not show at the beginning. Where a token lies and what it sees is not told by its position.
+    """
+    one, other = (2, 0, 3), (1,)
+    passes = (
+        [AttentionRow(blocks=one, base=0, count=2)],
+        [AttentionRow(blocks=one, base=2, count=5)],
+        [AttentionRow(blocks=one, base=7, count=3), AttentionRow(blocks=other, base=0, count=2)],
+    )
+    device, depth = fused.embedding_VD.device, len(fused.blocks)
+    singles, head = [_of_blocks(fused, [block]) for block in fused.blocks], _of_blocks(fused, [])
+    kv, alone_kv = ({layer: _keys_and_values(fused) for layer in range(depth)} for _ in range(2))
+    alone, together = _Errors(), _Errors()
+    generator = torch.Generator().manual_seed(0)
+    for shift in (0, max(0, (max_position_embeddings or 0) - 10)):
+        for rows in passes:
+            metadata = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=device)
+            metadata = replace(metadata, position_N=metadata.position_N + shift)
+            ids_N = torch.randint(len(fused.embedding_VD), metadata.position_N.shape, generator=generator).to(device)
+            keep_M = torch.arange(0, len(ids_N), 2, device=device)
+            theirs, their_logits = own(ids_N, metadata, keep_M)
+
+            attention = choose_backend(metadata)
+            logits, ours = _states(fused, ids_N, attention, kv, keep_M)
+            for layers in range(1, depth + 1):
+                together.add("states", layers, ours[layers], theirs[layers])
+            together.add("logits", depth, logits, their_logits)
+
+            alone.add("states", 0, ours[0], theirs[0])
+            every_N = torch.arange(len(ids_N), device=device)
+            for k, single in enumerate(singles):
+                given = replace(single, embedding_VD=theirs[k])
+                _, (_, behind) = _states(given, every_N, attention, {0: alone_kv[k]}, keep_M[:0])
+                alone.add("states", k + 1, behind, theirs[k + 1], before=theirs[k])
+            logits, _ = _states(replace(head, embedding_VD=theirs[depth]), every_N, attention, {}, keep_M)
+            alone.add("logits", depth, logits, their_logits)
+    tolerance = TOLERANCE[fused.embedding_VD.dtype]
+    alone.judge("each layer alone", lambda _: sqrt(2) * tolerance, single=UNSTABLE)
+    together.judge("all layers", lambda layers: sqrt(1 + layers) * tolerance)
+
+
+def _keys_and_values(fused: FusedLlama) -> tuple[Tensor, Tensor]:
+    """Memory of one layer [G, C, K], all zeros."""
+    shape = fused.sizes.key_heads, BLOCKS * BLOCK_SIZE, fused.sizes.head_dim
+    return fused.embedding_VD.new_zeros(shape), fused.embedding_VD.new_zeros(shape)
+
+
+def _of_blocks(fused: FusedLlama, blocks: Sequence[DecoderLayer]) -> FusedLlama:
+    """The pass with these blocks alone; states for it to begin with can take the place of its embedding."""
+    compiled = in_one_call(blocks, fused.sizes) if blocks and fused.layers is not None else None
+    return replace(fused, blocks=blocks, layers=compiled)
+
+
+def _states(
+    fused: FusedLlama, ids_N: Tensor, attention: AttentionBackend, kv: KVLayers, keep_M: Tensor
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Logits [M, V], and the states [N, D] before every block and behind the last."""
+    ids = range(len(fused.blocks) + 1)
+    logits, aux_NX = fused.forward(ids_N, attention, kv, keep_M, ids)
+    assert aux_NX is not None
+    return logits, aux_NX.chunk(len(ids), dim=-1)
+
+
+class _Errors:
+    """How far each token of a trial lies from the model's own, behind every layer."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[str, int], list[Tensor]] = {}
+
+    def add(self, what: str, layers: int, ours: Tensor, theirs: Tensor, *, before: Tensor | None = None) -> None:
+        """Take some tokens [N, ...] behind so many layers; `before` is what their last layer was given.
+
+        Errors are parts of the longer one: where a layer makes a state shorter, rounding is that of the long one.
+        """
+        length_N = theirs.float().norm(dim=-1).clamp(min=1e-30)
+        if before is not None:
+            length_N = length_N.maximum(before.float().norm(dim=-1))
+        self._of.setdefault((what, layers), []).append((ours.float() - theirs.float()).norm(dim=-1) / length_N)
+
+    def judge(self, tried: str, allowed_behind: Callable[[int], float], *, single: float = inf) -> None:
+        """Refuse a pass of which most tokens are off, or one by `single` times as much."""
+        for (what, layers), several in self._of.items():
+            error_N, allowed = torch.cat(several), allowed_behind(layers)
+            limits = (("most", error_N.quantile(0.5), allowed), ("one", error_N.max(), single * allowed))
+            for tokens, error, limit in limits:
+                if not error <= limit:  # nor if it is no number
+                    raise NotLlamaError(
+                        f"a trial of {tried} gave other {what} behind {layers} layers, by {error:.1e} of their length "
+                        f"for {tokens} of the tokens ({limit:.1e} allowed)"
+                    )
