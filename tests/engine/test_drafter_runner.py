@@ -10,7 +10,8 @@ from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner import fused_drafter
-from eyas.engine.runner.drafter import MANY, Draft, DrafterRunner, States
+from eyas.engine.runner.drafter import MANY, Draft, DrafterRunner
+from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.sampler import SamplingMetadata
 from eyas.sampling import Sampling
 from tiny import drafter_config, random_drafter
@@ -39,7 +40,7 @@ def read_in(drafter: Drafter, parts: Sequence[int], *, but_last: bool) -> tuple[
         for seq, state_TX in zip(seqs, states, strict=True):
             size = min(part, len(state_TX) - seq.target_length)
             if size:
-                paged.take(seq, States(state_TX, seq.target_length, size))
+                paged.states.add(seq, HiddenStates(state_TX, seq.target_length, size))
                 seq.target_length += size
         paged.read(seqs, but_last=but_last)
         for seq in seqs:

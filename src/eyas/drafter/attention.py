@@ -2,7 +2,7 @@
 
 The drafter computes queries, keys and values and hands them to an `Attend`; who may see whom, where keys are
 kept and which kernel runs is the caller's business. Training passes the training-time-test mask, the engine its
-pages, the doctor a recorder; this file holds the protocol and a dense reference.
+blocks, the doctor a recorder; this file holds the protocol and a dense reference.
 
 Shapes: T queries, S keys, H query heads, G key heads, K head dim.
 """

@@ -58,8 +58,8 @@ def choose(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
     """The target's own token of each row [N]. Something must be left to choose from in each."""
     assert len(wanted) == len(logits_NV), "one row for each wanted token"
     if _plainly_greedy(wanted):
-        glue = elementwise_for(logits_NV)
-        return logits_NV.argmax(dim=-1) if glue is None else glue.most_likely(logits_NV.contiguous())
+        compiled = elementwise_for(logits_NV)
+        return logits_NV.argmax(dim=-1) if compiled is None else compiled.most_likely(logits_NV.contiguous())
     token_N = torch.empty(len(wanted), dtype=torch.int64, device=logits_NV.device)
     for rows, group in _alike(wanted, logits_NV):
         token_N[rows] = _choose_alike(logits_NV[rows], group)
@@ -192,9 +192,9 @@ class Drawn:
 
 def draw(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tensor) -> Drawn:
     """One draft for each row [R]; see `draw_many`."""
-    glue = elementwise_for(q_logits_RW)
-    if glue is not None and all(one.sampling.temperature == 0 and one.mask_V is None for one in wanted):
-        index_R, chance_R = glue.most_likely_and_chance(q_logits_RW.contiguous())
+    compiled = elementwise_for(q_logits_RW)
+    if compiled is not None and all(one.sampling.temperature == 0 and one.mask_V is None for one in wanted):
+        index_R, chance_R = compiled.most_likely_and_chance(q_logits_RW.contiguous())
         return Drawn(index=index_R, token=token_W[index_R], confidence=chance_R)
     drawn = draw_many(q_logits_RW, wanted, token_W, 1)
     return Drawn(index=drawn.index[:, 0], token=drawn.token[:, 0], confidence=drawn.confidence[:, 0])

@@ -115,27 +115,27 @@ def load_elementwise() -> Elementwise | None:
     library, _ = load_native(SOURCE)
     if library is None:
         return None
-    glue = Elementwise(library)
-    return glue if _is_right(glue) else None
+    compiled = Elementwise(library)
+    return compiled if _is_right(compiled) else None
 
 
 @torch.no_grad()
-def _is_right(glue: Elementwise) -> bool:
+def _is_right(compiled: Elementwise) -> bool:
     """Try it: the compiler is one that nobody here has met."""
     x_ND = torch.linspace(-9, 9, 3 * 44).mul(7).sin().mul(5).view(3, 44)
     weight_D, halves = x_ND[1] + 1, x_ND.view(3, 2, 22)
     cos, sin = x_ND[:, :22].cos(), x_ND[:, :22].sin()
     turned, crossed = torch.empty(3, 2, 22), torch.cat([-halves[..., 11:], halves[..., :11]], dim=-1)
-    glue.rotate(halves, cos.contiguous(), sin.contiguous(), turned)
+    compiled.rotate(halves, cos.contiguous(), sin.contiguous(), turned)
     wide_ND = torch.zeros(3, 88)
-    glue.norm(x_ND, weight_D, 1e-5, wide_ND[:, 44:])
-    place_N, chance_N = glue.most_likely_and_chance(x_ND)
+    compiled.norm(x_ND, weight_D, 1e-5, wide_ND[:, 44:])
+    place_N, chance_N = compiled.most_likely_and_chance(x_ND)
     pairs = (
         (wide_ND[:, 44:], functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
         (place_N, x_ND.argmax(dim=-1)),
         (chance_N, x_ND.softmax(dim=-1).amax(dim=-1)),
-        (glue.norm(x_ND, weight_D, 1e-5), functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
-        (glue.gate(x_ND), functional.silu(x_ND[:, :22]) * x_ND[:, 22:]),
+        (compiled.norm(x_ND, weight_D, 1e-5), functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
+        (compiled.gate(x_ND), functional.silu(x_ND[:, :22]) * x_ND[:, 22:]),
         (turned, halves * cos.unsqueeze(1) + crossed * sin.unsqueeze(1)),
     )
     return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5) for ours, theirs in pairs)

@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 
 
 class Drafts(Protocol):
-    """What drafting needs of a drafter: its model, or a lean pass over it."""
+    """What drafting needs of a drafter: its model, or a fused pass over it."""
 
     def fuse(self, aux_X: Tensor) -> Tensor:
         """The target's auxiliary states as the depth-0 state."""
@@ -49,17 +49,17 @@ class Drafts(Protocol):
 
 
 def fused_drafter(drafter: Drafter) -> Drafts:
-    """The lean pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
-    glue = elementwise_for(drafter.norm.weight)
-    if glue is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
+    """The fused pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
+    elementwise = elementwise_for(drafter.norm.weight)
+    if elementwise is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
         return drafter
     if elementwise_for(drafter.embed_tokens.weight) is None:
         return drafter  # they may be the target's, which compiled code would misread
     try:
-        lean = _FusedDrafter(drafter, glue)
+        fused = _FusedDrafter(drafter, elementwise)
     except _NotEagleError:
         return drafter
-    return lean if _is_right(lean, drafter) else drafter
+    return fused if _is_right(fused, drafter) else drafter
 
 
 class _NotEagleError(Exception):
@@ -69,10 +69,10 @@ class _NotEagleError(Exception):
 class _FusedDrafter:
     """One layer behind fused states, over the weights of a loaded drafter."""
 
-    def __init__(self, drafter: Drafter, glue: Elementwise) -> None:
+    def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
         config, layer = drafter.config, _first(drafter)
         attention, mlp = layer.self_attn, layer.mlp
-        self._model, self._config, self._glue = drafter, config, glue
+        self._model, self._config, self._elementwise = drafter, config, elementwise
         assert drafter.embed_tokens is not None
         self._embedding_VD = drafter.embed_tokens.weight.detach()
         self._qkv = _product(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -146,11 +146,12 @@ class _FusedDrafter:
         both_NE, normed_ND = self._input(hidden, token_ids)
         qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
         turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
-        self._glue.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
+        self._elementwise.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
         attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
         x_ND = self._output(attended.reshape(tokens, -1), None)
         x_ND += normed_ND if config.norm_before_residual else hidden
-        x_ND += self._down(self._glue.gate(self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)), None)
+        gate_up = self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
+        x_ND += self._down(self._elementwise.gate(gate_up), None)
         return x_ND, self._norm(self._model.norm, x_ND)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
@@ -159,7 +160,7 @@ class _FusedDrafter:
         keys = config.num_key_value_heads
         kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
         turned = kv.new_empty(tokens, keys, config.head_dim)
-        self._glue.rotate(kv[:, :keys], *self._turns.at(positions), turned)
+        self._elementwise.rotate(kv[:, :keys], *self._turns.at(positions), turned)
         return turned, kv[:, keys:]
 
     def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +177,7 @@ class _FusedDrafter:
 
     def _norm(self, norm: nn.Module, x_ND: Tensor, out_ND: Tensor | None = None) -> Tensor:
         assert isinstance(norm, RMSNorm)
-        return self._glue.norm(x_ND, norm.weight, norm.eps, out_ND)
+        return self._elementwise.norm(x_ND, norm.weight, norm.eps, out_ND)
 
 
 def _first(drafter: Drafter) -> FirstLayer:
@@ -193,7 +194,7 @@ def _product(*linears: nn.Module) -> Product:
 
 
 @torch.inference_mode()
-def _is_right(lean: _FusedDrafter, drafter: Drafter) -> bool:
+def _is_right(fused: _FusedDrafter, drafter: Drafter) -> bool:
     """Try it: fuse some states, run a depth behind them and one behind that, far into the context, over blocks."""
     config, count = drafter.config, 3
     generator = torch.Generator().manual_seed(0)
@@ -201,16 +202,16 @@ def _is_right(lean: _FusedDrafter, drafter: Drafter) -> bool:
     token_N = torch.randint(config.vocab_size, (count,), generator=generator)
     position_N = torch.tensor([0, 7, max(8, config.max_position_embeddings - 1)])
     rows = [AttentionRow(blocks=(1, 0), base=base, count=count) for base in (0, count)]
-    layouts = [AttentionMetadata.of([row], block_size=4, device=torch.device("cpu")) for row in rows]
+    passes = [AttentionMetadata.of([row], block_size=4, device=torch.device("cpu")) for row in rows]
     results = []
-    for one in (lean, drafter):
+    for one in (fused, drafter):
         cache = KVCache(blocks=2, block_size=4)
-        attends = [PagedAttention(cache, layout) for layout in layouts]
-        fused = one.fuse(aux_NX)
-        first = one.step(fused, token_N, position_N, attends[0])
+        attends = [PagedAttention(cache, metadata) for metadata in passes]
+        hidden_ND = one.fuse(aux_NX)
+        first = one.step(hidden_ND, token_N, position_N, attends[0])
         second = one.step(first.feedback, token_N.flip(0), position_N + 1, attends[1])
-        keys, values = (x.flatten(1) for x in one.remember(fused, token_N, position_N))
-        results.append((fused, first.normed, first.feedback, second.normed, second.feedback, keys, values))
+        keys, values = (x.flatten(1) for x in one.remember(hidden_ND, token_N, position_N))
+        results.append((hidden_ND, first.normed, first.feedback, second.normed, second.feedback, keys, values))
     return all(_near(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 

@@ -148,7 +148,7 @@ class Rotation:
     """Turns the halves a, b of every query and key, in memory [N, B, K]: a cos - b sin, b cos + a sin."""
 
     def __init__(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> None:
-        self._glue, self._cos_NK, self._sin_NK = elementwise_for(qk_NBK), cos_NK, sin_NK
+        self._compiled, self._cos_NK, self._sin_NK = elementwise_for(qk_NBK), cos_NK, sin_NK
         self._qk, self._cos = qk_NBK, cos_NK.unsqueeze(1)
         self.turned_NBK = torch.empty_like(qk_NBK, memory_format=torch.contiguous_format)
         (self._a, self._b), (sin_a, sin_b) = qk_NBK.chunk(2, dim=-1), sin_NK.unsqueeze(1).chunk(2, dim=-1)
@@ -158,8 +158,8 @@ class Rotation:
 
     def __call__(self) -> None:
         """Turn what was written to the queries and keys since."""
-        if self._glue is not None:
-            self._glue.rotate(self._qk, self._cos_NK, self._sin_NK, self.turned_NBK)
+        if self._compiled is not None:
+            self._compiled.rotate(self._qk, self._cos_NK, self._sin_NK, self.turned_NBK)
             return
         torch.mul(self._qk, self._cos, out=self.turned_NBK)
         torch.mul(self._b, self._sin_a, out=self._crossed_a)
@@ -227,7 +227,7 @@ class FusedLlama:
         q, k = torch.split(rotate.turned_NBK, [sizes.heads, sizes.key_heads], dim=1)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gate, up = gate_up.chunk(2, dim=1)
-        glue = elementwise_for(x_ND)
+        compiled = elementwise_for(x_ND)
 
         for layer, block in enumerate(self.blocks):
             if layer in states:
@@ -239,7 +239,7 @@ class FusedLlama:
             attended = attention.write_and_attend(q, k, v, *kv[layer], block.scale)
             x_ND += block.output(attended.reshape(tokens, -1), None)
             block.gate_up(block.mlp_norm(x_ND), gate_up)
-            gated = functional.silu(gate).mul_(up) if glue is None else glue.gate(gate_up)
+            gated = functional.silu(gate).mul_(up) if compiled is None else compiled.gate(gate_up)
             x_ND += block.down(gated, None)
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)

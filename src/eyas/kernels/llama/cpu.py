@@ -99,14 +99,14 @@ class Compiled:
     """The compiled loop, and the compiled steps that it calls."""
 
     library: ctypes.CDLL
-    glue: Elementwise
+    elementwise: Elementwise
     attention: AttentionKernel
 
     def steps_with(self, parts: Sequence[Parts]) -> _Steps:
         """The steps of such layers."""
         product = parts[0].qkv.kernel.library.packed_linear
-        glue, attend = self.glue.library, self.attention.library.attend_blocks
-        functions = (glue.rms_norm, product, glue.rotate, attend, glue.gated)
+        steps, attend = self.elementwise.library, self.attention.library.attend_blocks
+        functions = (steps.rms_norm, product, steps.rotate, attend, steps.gated)
         return _Steps(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
@@ -114,8 +114,8 @@ class Compiled:
 def load_layers() -> Compiled | None:
     """What runs layers in one call; None where there is no compiler, or one of the steps cannot be trusted."""
     library, _ = load_native(SOURCE)
-    glue, (attention, _) = load_elementwise(), load_kernel()
-    if library is None or glue is None or attention is None:
+    elementwise, (attention, _) = load_elementwise(), load_kernel()
+    if library is None or elementwise is None or attention is None:
         return None
     if library.run_bytes() != ctypes.sizeof(_Call) or library.layer_bytes() != ctypes.sizeof(_Layer):
         return None
@@ -124,7 +124,7 @@ def load_layers() -> Compiled | None:
     for function, pointers in ((library.run_layers, 1), (library.run_depth, 2)):
         function.argtypes = [ctypes.c_void_p] * pointers
         function.restype = None
-    return Compiled(library, glue, attention)
+    return Compiled(library, elementwise, attention)
 
 
 class Layers:
