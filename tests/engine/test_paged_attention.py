@@ -9,7 +9,8 @@ from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.engine.speculation.draft import MOST_IN_TREE
+from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, AttentionRow
 
 CPU = torch.device("cpu")
 
@@ -60,3 +61,7 @@ def test_a_drafter_through_blocks_drafts_as_through_dense_attention(drafter: Dra
         deeper = DenseAttention(attention.present)
         alone = drafter.step(alone, torch.tensor([5]), torch.tensor([n + 1]), deeper).feedback
         torch.testing.assert_close(third[i : i + 1], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_attention_has_a_bit_for_every_slot_of_the_largest_tree() -> None:
+    assert MOST_IN_TREE <= TREE_BITS
