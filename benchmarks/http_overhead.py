@@ -119,7 +119,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         name="model", target=arguments.target, drafter=drafter_name, max_model_len=1024, max_num_seqs=arguments.users
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(Application(host, served, block=False), on_stop=lambda _: None)
+    server = Server(Application(host, served, page=False), on_stop=lambda _: None)
     serving = asyncio.create_task(server.serve([listener]))
     prompts = [
         [target.encode_chat([message]) for message in user] for user in questions(arguments.users, arguments.each)

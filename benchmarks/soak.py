@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from soak_clients import Books, Clients, TargetOutput, live
+from soak_clients import Books, Clients, Choices, live
 from soak_questions import FAREWELL, QUESTIONS, Question, refusals
 from soak_server import Server, Watch
 
@@ -110,9 +110,9 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
             _judge_log(verdict, server, books)
 
 
-async def _references(clients: Clients, count: int) -> list[tuple[Question, TargetOutput]]:
+async def _references(clients: Clients, count: int) -> list[tuple[Question, Choices]]:
     """Ask every question, one after the other."""
-    known: list[tuple[Question, TargetOutput]] = []
+    known: list[tuple[Question, Choices]] = []
 
     async def ask(question: Question) -> str:
         known.append((question, await clients.whole(question)))

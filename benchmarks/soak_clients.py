@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from soak_questions import Question, Refusal, bird, is_bird
 
-TargetOutput = tuple[tuple[str, str | None], ...]
+Choices = tuple[tuple[str, str | None], ...]
 """Text and finish reason of every choice."""
 JSON = {"content-type": "application/json"}
 NOTED = 20
@@ -107,7 +107,7 @@ class Clients:
         await self.session.close()
         await self.slow_session.close()
 
-    async def whole(self, question: Question, **fields: Any) -> TargetOutput:
+    async def whole(self, question: Question, **fields: Any) -> Choices:
         """The answer in one piece."""
         async with self.session.post(
             self.url + question.path, json={**question.body, **fields}, headers=JSON
@@ -119,7 +119,7 @@ class Clients:
 
     async def streamed(
         self, question: Question, *, pause: float = 0, leave_after: int | None = None, **fields: Any
-    ) -> TargetOutput | None:
+    ) -> Choices | None:
         """The answer of a stream; None if it was left after so many events. With a pause it is read slowly."""
         session = self.slow_session if pause else self.session
         body = {**question.body, "stream": True, **fields}
@@ -135,7 +135,7 @@ class Clients:
                     await asyncio.sleep(pause)
         return understood(events)
 
-    async def ask(self, question: Question, expected: TargetOutput, *, stream: bool, **manner: Any) -> str:
+    async def ask(self, question: Question, expected: Choices, *, stream: bool, **manner: Any) -> str:
         """Ask what has a known answer."""
         said = await (self.streamed if stream else self.whole)(question, **manner)
         if said is None:
@@ -188,7 +188,7 @@ class Clients:
 
 async def live(
     clients: Clients,
-    known: Sequence[tuple[Question, TargetOutput]],
+    known: Sequence[tuple[Question, Choices]],
     refusals: Sequence[Refusal],
     *,
     rng: random.Random,
@@ -206,7 +206,7 @@ async def live(
 
 
 def _choose(
-    clients: Clients, known: Sequence[tuple[Question, TargetOutput]], refusals: Sequence[Refusal], rng: random.Random
+    clients: Clients, known: Sequence[tuple[Question, Choices]], refusals: Sequence[Refusal], rng: random.Random
 ) -> tuple[str, Callable[[], Awaitable[str]]]:
     """What to ask next and how, as something that can be tried again."""
     question, expected = rng.choice(known)
@@ -234,7 +234,7 @@ def _choose(
     return refusal.kind, lambda: clients.ask_in_vain(refusal)
 
 
-def understood(events: Sequence[bytes]) -> TargetOutput:
+def understood(events: Sequence[bytes]) -> Choices:
     """What a stream says, if it is one: every choice ends once, nothing follows, and one [DONE] is last."""
     if events.count(b"[DONE]") != 1 or events[-1] != b"[DONE]":
         raise WrongAnswerError(f"a stream of {len(events)} events ends with {b' '.join(events[-2:])[:300]!r}")

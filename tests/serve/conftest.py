@@ -117,7 +117,7 @@ def serve(
     limits: Limits | None = None,
     keys: tuple[str, ...] = (),
     notices: list[str] | None = None,
-    block: bool = True,
+    page: bool = True,
     load: Callable[[str], Drafter] | None = None,
     tool_parser: str | None = None,
 ) -> Iterator[Client]:
@@ -140,7 +140,7 @@ def serve(
             tool_parser=tool_parser,
             created=7,
         )
-        application = Application(host, served, limits=limits, keys=keys, block=block, slot=slot)
+        application = Application(host, served, limits=limits, keys=keys, page=page, slot=slot)
         yield Client(application, engines)
 
 
