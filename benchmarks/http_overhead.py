@@ -103,8 +103,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from eyas.loading import load_pair
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
-    from eyas.serve.host import Host
-    from eyas.serve.served import Served
+    from eyas.serve.engine_client import EngineClient
+    from eyas.serve.model_info import ModelInfo
     from eyas.serve.server import Server, listen, url_of
     from eyas.train.journal import versions
 
@@ -114,12 +114,14 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         target, drafter, options=EngineConfig(max_num_seqs=arguments.users, max_model_len=1024, memory=2**30)
     )
     direct = AsyncEngine(engine)
-    host = Host(lambda: engine, report=print)  # both threads know the engine; rounds take turns, so one works at a time
-    served = Served(
+    engine_client = EngineClient(
+        lambda: engine, report=print
+    )  # both threads know the engine; rounds take turns, so one works at a time
+    model_info = ModelInfo(
         name="model", target=arguments.target, drafter=drafter_name, max_model_len=1024, max_num_seqs=arguments.users
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(Application(host, served, page=False), on_stop=lambda _: None)
+    server = Server(Application(engine_client, model_info, page=False), on_stop=lambda _: None)
     serving = asyncio.create_task(server.serve([listener]))
     prompts = [
         [target.encode_chat([message]) for message in user] for user in questions(arguments.users, arguments.each)
@@ -168,7 +170,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         server.should_exit = True
         await serving
         direct.close()
-        host.close()
+        engine_client.close()
     return {"versions": versions(), **_figures(rounds)}
 
 

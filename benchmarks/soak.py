@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from soak_clients import Books, Clients, Choices, live
+from soak_clients import Books, Choices, Clients, live
 from soak_questions import FAREWELL, QUESTIONS, Question, refusals
 from soak_server import Server, Watch
 

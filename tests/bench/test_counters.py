@@ -46,12 +46,12 @@ def test_a_vllm_without_speculation_tells_no_drafts() -> None:
 
 def test_our_own_page_is_read() -> None:
     from eyas.engine.output import SpecDecodeStats
-    from eyas.serve.host import Snapshot
-    from eyas.serve.metrics import Meters
+    from eyas.serve.engine_client import EngineSnapshot
+    from eyas.serve.metrics import ServerMetrics
 
     tally = SpecDecodeStats(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
-    seen = Snapshot(tally=tally, prefix_lookups=10, prefix_hits=4)
-    found = read_counters(Meters("m").text(seen, failed_steps=0, replaced=0).decode())
+    snapshot = EngineSnapshot(tally=tally, prefix_lookups=10, prefix_hits=4)
+    found = read_counters(ServerMetrics("m").render(snapshot, failed_steps=0, replaced=0).decode())
     assert found is not None
     assert found.draft_counts == DraftCounts(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))
     assert (found.prefix_hits, found.prefix_queries) == (4, 10)

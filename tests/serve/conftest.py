@@ -21,9 +21,9 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.app import Application
-from eyas.serve.host import Host
-from eyas.serve.served import Limits, Served
-from eyas.serve.swapping import Slot
+from eyas.serve.drafter_swap import DrafterSlot
+from eyas.serve.engine_client import EngineClient
+from eyas.serve.model_info import ModelInfo, ServerLimits
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
@@ -99,7 +99,7 @@ class Client:
 
     def all_back(self) -> None:
         """No request and no page is left behind."""
-        assert self.application.gate.taken == 0
+        assert self.application.admission.in_flight == 0
         assert not self.engine.busy
         assert self.engine.pool.used == 0
         self.engine.scheduler.check()
@@ -114,7 +114,7 @@ def serve(
     drafter: Drafter | None,
     *,
     options: EngineConfig = OPTIONS,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     keys: tuple[str, ...] = (),
     notices: list[str] | None = None,
     page: bool = True,
@@ -123,15 +123,15 @@ def serve(
 ) -> Iterator[Client]:
     """A client of a server around an engine; `load` is how it comes by other drafters."""
     engines: list[Engine] = []
-    slot = Slot(model=drafter, load=load or load_drafter)
+    slot = DrafterSlot(model=drafter, load=load or load_drafter)
 
     def build() -> Engine:
         engines.append(Engine(target, slot.model, options=options))
         return engines[-1]
 
-    with Host(build, report=(notices if notices is not None else []).append) as host:
+    with EngineClient(build, report=(notices if notices is not None else []).append) as engine_client:
         drafter_name = "tiny-drafter" if drafter is not None else None
-        served = Served(
+        model_info = ModelInfo(
             name="tiny",
             target="tiny",
             drafter=drafter_name,
@@ -140,7 +140,7 @@ def serve(
             tool_parser=tool_parser,
             created=7,
         )
-        application = Application(host, served, limits=limits, keys=keys, page=page, slot=slot)
+        application = Application(engine_client, model_info, limits=limits, keys=keys, page=page, slot=slot)
         yield Client(application, engines)
 
 

@@ -11,10 +11,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from eyas.engine.engine import Engine
-from eyas.serve.failure import ApiError
-from eyas.serve.gate import Gate
-from eyas.serve.log import JsonLines
-from eyas.serve.served import Limits
+from eyas.serve.admission import AdmissionController
+from eyas.serve.api_error import ApiError
+from eyas.serve.json_logging import JsonFormatter
+from eyas.serve.model_info import ServerLimits
 
 LONG = {"prompt": "abcabc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -30,7 +30,7 @@ def metrics(client: Any) -> dict[str, float]:
 
 
 def test_a_full_queue_says_when_to_come_back(new_server: Any) -> None:
-    with new_server(limits=Limits(queue=2)) as client:
+    with new_server(limits=ServerLimits(queue=2)) as client:
 
         async def main() -> list[Any]:
             return await asyncio.gather(*(client.send("POST", "/v1/completions", json=LONG) for _ in range(9)))
@@ -48,15 +48,15 @@ def test_a_full_queue_says_when_to_come_back(new_server: Any) -> None:
 
 
 def test_the_wait_grows_with_the_queue_and_is_bounded() -> None:
-    gate = Gate(max_num_seqs=2, queue=1000, clock=iter([0.0, 100.0] * 5).__next__)
-    with gate.enter(1):
+    admission = AdmissionController(max_num_seqs=2, queue=1000, clock=iter([0.0, 100.0] * 5).__next__)
+    with admission.admit(1):
         pass
-    short = gate.retry_after
-    with gate.enter(8):
-        assert short < gate.retry_after <= 60
-    gate.drain()
+    short = admission.retry_after
+    with admission.admit(8):
+        assert short < admission.retry_after <= 60
+    admission.drain()
     with pytest.raises(ApiError, match="shutting down"):
-        gate.require_room()
+        admission.check_capacity()
 
 
 def test_only_known_keys_use_the_api(new_server: Any) -> None:
@@ -72,12 +72,12 @@ def test_only_known_keys_use_the_api(new_server: Any) -> None:
 
 
 def test_a_large_body_is_not_read_to_its_end(new_server: Any) -> None:
-    with new_server(limits=Limits(body_bytes=1000)) as client:
+    with new_server(limits=ServerLimits(body_bytes=1000)) as client:
         client.complete(prompt="a" * 2000).assert_refused(413, "1,000 bytes")
 
 
 def test_a_request_has_a_deadline(new_server: Any) -> None:
-    with new_server(limits=Limits(request_seconds=0.05)) as client:
+    with new_server(limits=ServerLimits(request_seconds=0.05)) as client:
         slow = client.engine.step
         client.engine.step = lambda: (__import__("time").sleep(0.02), slow())[1]
         client.complete(**LONG).assert_refused(504, "took longer")
@@ -177,12 +177,12 @@ def test_an_engine_whose_books_do_not_balance_is_replaced_at_once(new_server: An
 
 def test_an_engine_that_cannot_be_replaced_is_told_to_health_checks(new_server: Any) -> None:
     with new_server() as client:
-        mender = client.application.host.mender
+        supervisor = client.application.engine_client.supervisor
 
         def broken() -> None:
             raise ValueError("worn out")
 
-        client.engine.step = client.engine.scheduler.check = mender._build = broken
+        client.engine.step = client.engine.scheduler.check = supervisor._build = broken
         client.complete().assert_refused(503, "could not be replaced")
         assert client.get("/health").status == 503
         assert client.get("/health").json == {"status": "failed", "reason": "ValueError"}
@@ -217,7 +217,7 @@ def test_the_log_has_figures_and_no_text(client: Any, caplog: pytest.LogCaptureF
         reply = client.chat("a very secret question", user="someone")
         client.chat("a very secret question", colour="a secret too")
         client.chat(messages=[{"role": "user", "content": "secret", "secret": 1}])
-    lines = [json.loads(JsonLines().format(record)) for record in caplog.records if record.name == "eyas.serve"]
+    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "eyas.serve"]
     assert len(lines) == 3
     assert not any("secret" in json.dumps(line) for line in lines)
     assert lines[0]["user"] == "someone"

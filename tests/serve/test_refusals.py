@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.protocol import NEUTRAL
+from eyas.serve.protocol import NEUTRAL_VALUES
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_bad_chat_is_named(client: Any, fields: dict[str, Any], parts: list[st
 
 def test_what_asks_for_nothing_is_no_reason_to_refuse(client: Any) -> None:
     plain = client.complete().json["choices"]
-    for name, values in NEUTRAL.items():
+    for name, values in NEUTRAL_VALUES.items():
         for value in (None, *values):
             assert client.complete(**{name: value}).json["choices"] == plain, name
     assert client.complete(stop=None, seed=None, n=None, stream_options=None).json["choices"] == plain
@@ -141,7 +141,7 @@ def test_the_schema_describes_every_field(client: Any) -> None:
     document = client.get("/openapi.json").json
     assert set(document["paths"]) >= {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics"}
     assert set(document["paths"]["/v1/drafter"]) == {"get", "post"}
-    chat = document["components"]["schemas"]["ChatRequest"]
+    chat = document["components"]["schemas"]["ChatCompletionRequest"]
     assert chat["additionalProperties"] is False
     assert {"messages", "speculative", "logit_bias", "max_completion_tokens"} <= set(chat["properties"])
     assert {"response_format", "structured_outputs", "guided_json", "tools", "tool_choice"} <= set(chat["properties"])

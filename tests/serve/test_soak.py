@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.served import Limits
+from eyas.serve.model_info import ServerLimits
 from serve.test_sockets import running
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
@@ -27,7 +27,7 @@ def soak(url: str, out: Path, **options: Any) -> tuple[int, dict[str, Any], str]
 
 
 def test_a_sound_server_stands_the_fire(new_server: Any, tmp_path: Path) -> None:
-    with new_server(limits=Limits(queue=4)) as client, running(client) as server:
+    with new_server(limits=ServerLimits(queue=4)) as client, running(client) as server:
         code, record, printed = soak(server.url, tmp_path / "soak.json")
         assert (code, set(record["bars"].values())) == (0, {True}), printed
         assert set(record["bars"]) == {"answers", "outcomes", "idle", "log", "again", "books"}

@@ -110,15 +110,15 @@ def test_the_drift_alarm_shows_in_status_and_metrics_while_it_fires(new_server: 
 
 def test_a_server_that_drains_or_failed_says_so(new_server: Any) -> None:
     with new_server() as client:
-        client.application.gate.drain()
+        client.application.admission.drain()
         assert client.get("/status").json["state"] == "draining"
     with new_server() as client:
-        mender = client.application.host.mender
+        supervisor = client.application.engine_client.supervisor
 
         def broken() -> None:
             raise ValueError("worn out")
 
-        client.engine.step = client.engine.scheduler.check = mender._build = broken
+        client.engine.step = client.engine.scheduler.check = supervisor._build = broken
         client.complete()
         told = client.get("/status").json
         assert told["state"] == "failed"

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from eyas.engine.grammar.llguidance import MOST_CHARACTERS
-from eyas.serve import forms
+from eyas.serve import structured_outputs
 from serve.test_sockets import running
 
 BIRD = {
@@ -129,8 +129,8 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(client: Any, fields: 
 
 def test_compiling_holds_up_nobody_and_has_an_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = client.application.compiler
-    monkeypatch.setattr(forms, "COMPILE_SECONDS", 0.2)
-    monkeypatch.setattr(compiler, "_make", lambda kind, text: time.sleep(0.6))
+    monkeypatch.setattr(structured_outputs, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(compiler, "_cached_compile", lambda kind, text: time.sleep(0.6))
 
     async def main() -> tuple[Any, Any, float]:
         body = {"prompt": "abcabc", "max_tokens": 3, "temperature": 0}

@@ -68,14 +68,14 @@ def serve(
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair
     from eyas.serve.app import Application
-    from eyas.serve.host import Host
-    from eyas.serve.log import warn
-    from eyas.serve.served import Limits, Served, banner
+    from eyas.serve.drafter_swap import DrafterSlot
+    from eyas.serve.engine_client import EngineClient
+    from eyas.serve.json_logging import warn
+    from eyas.serve.model_info import ModelInfo, ServerLimits, banner
     from eyas.serve.server import Server, listen, url_of
-    from eyas.serve.swapping import Slot
 
     config = read_speculative_config(speculative_config, target)
-    limits = Limits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
+    limits = ServerLimits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
     options = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -84,7 +84,7 @@ def serve(
     )
     listener = listen(host, port)  # before anything is loaded: a port that is taken should not cost a minute
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
-    slot = Slot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
+    slot = DrafterSlot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
     del model  # once another one drafts, nothing holds the first
 
     def build() -> Engine:
@@ -94,17 +94,17 @@ def serve(
             report(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")
         return engine
 
-    with listener, Host(build, report=warn) as engine:
-        served = Served(
+    with listener, EngineClient(build, report=warn) as engine_client:
+        model_info = ModelInfo(
             name=served_model_name or target,
             target=target,
             drafter=None if config.drafter is None else Path(config.drafter).name,
-            max_model_len=engine.budget.max_model_len,
+            max_model_len=engine_client.budget.max_model_len,
             max_num_seqs=max_num_seqs,
             speculation=config.speculation,
             tool_parser=tool_call_parser,
         )
-        for line in banner(served, engine.budget):
+        for line in banner(model_info, engine_client.budget):
             report(line)
         keys = [key for key in api_key or () if key]
         if not keys and not _is_loopback(host):
@@ -115,16 +115,16 @@ def serve(
         if check:
             return
         _log_to_stderr()
-        application = Application(engine, served, limits=limits, keys=keys, page=page, slot=slot)
+        application = Application(engine_client, model_info, limits=limits, keys=keys, page=page, slot=slot)
         Server(application, on_stop=report).run([listener])
 
 
 def _log_to_stderr() -> None:
     """One JSON line per request, and what the HTTP server itself complains about."""
-    from eyas.serve.log import LOGGER, JsonLines
+    from eyas.serve.json_logging import LOGGER, JsonFormatter
 
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
+    handler.setFormatter(JsonFormatter())
     for logger, level in ((LOGGER, logging.INFO), (logging.getLogger("uvicorn.error"), logging.WARNING)):
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)

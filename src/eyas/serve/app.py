@@ -11,116 +11,121 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from eyas.serve.answering import Desk, Endpoint
-from eyas.serve.asking import Translator
-from eyas.serve.failure import ApiError, failure_of
-from eyas.serve.forms import Compiler
-from eyas.serve.gate import Gate
-from eyas.serve.host import Host
-from eyas.serve.keys import KeyGuard
-from eyas.serve.metrics import CONTENT_TYPE, Meters
-from eyas.serve.openapi import describe
+from eyas.serve.admission import AdmissionController
+from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.auth import ApiKeyMiddleware
+from eyas.serve.drafter_swap import DrafterSlot, DrafterSwapEndpoint
+from eyas.serve.endpoint import Endpoint, ServerContext
+from eyas.serve.engine_client import EngineClient
+from eyas.serve.metrics import CONTENT_TYPE, ServerMetrics
+from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.openapi import openapi_document
 from eyas.serve.page_files import page_routes
-from eyas.serve.protocol import ChatRequest, CompletionRequest
-from eyas.serve.served import Limits, Served
+from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
+from eyas.serve.request_builder import RequestBuilder
 from eyas.serve.status import state_of, status_of
-from eyas.serve.swapping import Slot, Swapper
-from eyas.serve.words import Words
+from eyas.serve.structured_outputs import GrammarCompiler
+from eyas.serve.token_text import TokenText
 
 
 class Application:
-    """A served model behind HTTP. `asgi` is what a server runs; `gate` is where it is told to stop."""
+    """A served model behind HTTP. `asgi` is what a server runs; `admission` is where it is told to stop."""
 
     def __init__(
         self,
-        host: Host,
-        served: Served,
+        engine_client: EngineClient,
+        model_info: ModelInfo,
         *,
-        limits: Limits | None = None,
+        limits: ServerLimits | None = None,
         keys: Sequence[str] = (),
         page: bool = True,
-        slot: Slot | None = None,
+        slot: DrafterSlot | None = None,
     ) -> None:
-        self.host, self.served, self.limits = host, served, limits or Limits()
-        self.gate = Gate(max_num_seqs=served.max_num_seqs, queue=self.limits.queue)
+        self.engine_client, self.model_info, self.limits = engine_client, model_info, limits or ServerLimits()
+        self.admission = AdmissionController(max_num_seqs=model_info.max_num_seqs, queue=self.limits.queue)
         self.started = time.monotonic()
-        self.meters = Meters(served.name)
-        self.meters.in_flight.set_function(lambda: self.gate.taken)
-        translator = Translator(host.target, served)
-        self.toolbox, self.compiler = translator.toolbox, Compiler(host.target)
-        desk = Desk(
-            host=host,
-            served=served,
+        self.metrics = ServerMetrics(model_info.name)
+        self.metrics.in_flight.set_function(lambda: self.admission.in_flight)
+        request_builder = RequestBuilder(engine_client.target, model_info)
+        self.tool_support, self.compiler = request_builder.tool_support, GrammarCompiler(engine_client.target)
+        context = ServerContext(
+            engine_client=engine_client,
+            model_info=model_info,
             limits=self.limits,
-            gate=self.gate,
-            meters=self.meters,
-            words=Words(host.target.tokenizer, {token: mark for mark, token in translator.toolbox.marks.items()}),
-            form_of=translator.form,
+            admission=self.admission,
+            metrics=self.metrics,
+            token_text=TokenText(
+                engine_client.target.tokenizer,
+                {token: mark for mark, token in request_builder.tool_support.special_tokens.items()},
+            ),
+            grammar_spec_of=request_builder.grammar_spec,
             compiler=self.compiler,
         )
-        chat = Endpoint("chat", ChatRequest, translator.chat, desk)
-        self._swapper = Swapper(host, served, self.limits, self.meters, slot)
-        completion = Endpoint("text", CompletionRequest, translator.completion, desk)
+        chat = Endpoint("chat", ChatCompletionRequest, request_builder.chat, context)
+        self._drafter_swap = DrafterSwapEndpoint(engine_client, model_info, self.limits, self.metrics, slot)
+        completion = Endpoint("text", CompletionRequest, request_builder.completion, context)
         self.asgi = Starlette(
             routes=[
                 Route("/v1/chat/completions", chat, methods=["POST"]),
                 Route("/v1/completions", completion, methods=["POST"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-                Route("/v1/drafter", self._swapper.answer, methods=["GET", "POST"]),
+                Route("/v1/drafter", self._drafter_swap.handle, methods=["GET", "POST"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/status", self._status, methods=["GET"]),
                 Route("/openapi.json", self._openapi, methods=["GET"]),
                 *(page_routes() if page else ()),
             ],
-            middleware=[Middleware(KeyGuard, keys=tuple(keys))],
-            exception_handlers={HTTPException: _refuse, ApiError: _refuse, Exception: _refuse},
+            middleware=[Middleware(ApiKeyMiddleware, keys=tuple(keys))],
+            exception_handlers={HTTPException: _error_response, ApiError: _error_response, Exception: _error_response},
         )
 
     async def _models(self, _: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _model(self, http: HttpRequest) -> Response:
         name = http.path_params["name"]
-        if name != self.served.name:
-            raise ApiError(404, f"model {name!r} is not served here; use {self.served.name!r}", code="model_not_found")
-        return JSONResponse(self._card())
+        if name != self.model_info.name:
+            raise ApiError(
+                404, f"model {name!r} is not served here; use {self.model_info.name!r}", code="model_not_found"
+            )
+        return JSONResponse(self._model_card())
 
     async def _health(self, _: HttpRequest) -> Response:
-        state = state_of(self.host, self.gate)
-        told = {"status": state} | ({"reason": type(self.host.failure).__name__} if state == "failed" else {})
-        return JSONResponse(told, status_code=200 if state == "ok" else 503)
+        state = state_of(self.engine_client, self.admission)
+        body = {"status": state} | ({"reason": type(self.engine_client.failure).__name__} if state == "failed" else {})
+        return JSONResponse(body, status_code=200 if state == "ok" else 503)
 
     async def _metrics(self, _: HttpRequest) -> Response:
-        mender = self.host.mender
-        seen = await self.host.look()
-        text = self.meters.text(seen, failed_steps=mender.failed_steps, replaced=mender.replaced)
+        supervisor = self.engine_client.supervisor
+        snapshot = await self.engine_client.snapshot()
+        text = self.metrics.render(snapshot, failed_steps=supervisor.failed_steps, replaced=supervisor.replaced)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def _status(self, _: HttpRequest) -> Response:
-        told = await status_of(self.host, self.served, self.gate, started=self.started)
-        return JSONResponse(told, headers={"cache-control": "no-store"})
+        body = await status_of(self.engine_client, self.model_info, self.admission, started=self.started)
+        return JSONResponse(body, headers={"cache-control": "no-store"})
 
     async def _openapi(self, _: HttpRequest) -> Response:
-        return JSONResponse(describe())
+        return JSONResponse(openapi_document())
 
-    def _card(self) -> dict[str, Any]:
-        served = self.served
+    def _model_card(self) -> dict[str, Any]:
+        model_info = self.model_info
         return {
-            "id": served.name,
+            "id": model_info.name,
             "object": "model",
-            "created": served.created,
+            "created": model_info.created,
             "owned_by": "eyas",
-            "root": served.target,
-            "max_model_len": served.max_model_len,
-            "speculative": self._swapper.card(),
+            "root": model_info.target,
+            "max_model_len": model_info.max_model_len,
+            "speculative": self._drafter_swap.card(),
         }
 
 
-async def _refuse(_: HttpRequest, error: Exception) -> Response:
+async def _error_response(_: HttpRequest, error: Exception) -> Response:
     """Every error in the one format, those of the router too."""
-    failure, headers = failure_of(error), dict[str, str]()
+    failure, headers = to_api_error(error), dict[str, str]()
     if isinstance(error, HTTPException):
         failure = ApiError(error.status_code, f"{error.detail}; see /openapi.json for what there is")
         headers |= error.headers or {}

@@ -8,41 +8,45 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Send
 
-from eyas.serve.failure import ApiError
+from eyas.serve.api_error import ApiError
 
 Result = TypeVar("Result")
-LAST_WORDS_SECONDS = 5.0
+ERROR_SEND_SECONDS = 5.0
 """For an error to reach a client that may not be reading."""
-PLAIN = {"content-type": "application/json"}
-EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+JSON_HEADERS = {"content-type": "application/json"}
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 
 
-class ClientGoneError(Exception):
+class ClientDisconnectedError(Exception):
     """Nobody is there to hear the answer."""
 
 
-class Outlet:
+class ResponseWriter:
     """Where an answer goes. A stream's status is sent with its first event, so that it can still fail before."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._request_id = request_id
         self._streaming = False
-        self._turn = asyncio.Lock()  # several choices share the connection
+        self._write_lock = asyncio.Lock()  # several choices share the connection
         self.status: int | None = None
 
     async def json(self, body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """The whole answer."""
         payload = _dump(body)
-        await self._start(status, PLAIN | {"content-length": str(len(payload))} | (headers or {}))
+        await self._start(status, JSON_HEADERS | {"content-length": str(len(payload))} | (headers or {}))
         await self._send({"type": "http.response.body", "body": payload})
 
     async def event(self, body: Any) -> None:
         """One event of a stream."""
-        async with self._turn:
+        async with self._write_lock:
             if not self._streaming:
                 self._streaming = True
-                await self._start(200, EVENTS)
+                await self._start(200, SSE_HEADERS)
             await self._chunk(b"data: " + _dump(body) + b"\n\n")
 
     async def end(self) -> None:
@@ -53,7 +57,7 @@ class Outlet:
     async def fail(self, failure: ApiError) -> None:
         """Tell what went wrong, as a status if there was none yet, else as the stream's last event."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_WORDS_SECONDS):
+            async with asyncio.timeout(ERROR_SEND_SECONDS):
                 if self.status is None:
                     await self.json(failure.body, status=failure.status, headers=failure.headers)
                 elif self._streaming:
@@ -70,22 +74,22 @@ class Outlet:
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled when the client hangs up. The body must have been read."""
     working = asyncio.create_task(work)
-    listening = asyncio.create_task(_hang_up(receive))
+    watching = asyncio.create_task(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, listening), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGoneError
+        raise ClientDisconnectedError
     finally:
-        for task in (working, listening):
+        for task in (working, watching):
             task.cancel()
-        await asyncio.gather(working, listening, return_exceptions=True)
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _hang_up(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

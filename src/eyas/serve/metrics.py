@@ -1,7 +1,7 @@
 """What Prometheus sees. Names are vLLM's with `eyas_` for `vllm:`, so that dashboards need one replacement.
 
 Counts of the engine are read from it when somebody asks (`EngineCollector`); what only the server knows, times and
-outcomes, is counted as it happens (`Meters`).
+outcomes, is counted as it happens (`ServerMetrics`).
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from eyas.engine.speculation.drift import DriftReport
-from eyas.serve.host import Snapshot
+from eyas.serve.engine_client import EngineSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
-BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
-WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
+E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 
 
-class Meters:
+class ServerMetrics:
     """Counters and histograms of one server."""
 
     def __init__(self, model: str) -> None:
@@ -37,28 +37,30 @@ class Meters:
             "eyas_answers_in_flight", "Answers taken on, waiting or running.", registry=self.registry
         )
         self.prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens taken on.", registry=self.registry)
-        self.first_token = self._histogram("eyas_time_to_first_token_seconds", "Until the first token.", FIRST_TOKEN)
-        self.between_tokens = self._histogram(
+        self.time_to_first_token = self._histogram(
+            "eyas_time_to_first_token_seconds", "Until the first token.", TTFT_BUCKETS
+        )
+        self.inter_token_latency = self._histogram(
             "eyas_inter_token_latency_seconds",
             "Between tokens; tokens that came at once share their time.",
-            BETWEEN_TOKENS,
+            ITL_BUCKETS,
         )
-        self.whole = self._histogram("eyas_e2e_request_latency_seconds", "Whole requests.", WHOLE)
+        self.e2e_latency = self._histogram("eyas_e2e_request_latency_seconds", "Whole requests.", E2E_BUCKETS)
         self.swaps = Counter("eyas_drafter_swaps", "Drafters taken on at work.", registry=self.registry)
         self._drafter = Gauge("eyas_drafter_info", "What drafts.", ["drafter"], registry=self.registry)
         Gauge("eyas_model_info", "What is served.", ["model_name"], registry=self.registry).labels(model).set(1)
 
-    def tell_drafter(self, name: str | None) -> None:
+    def set_drafter(self, name: str | None) -> None:
         """Which drafter it is now."""
         self._drafter.clear()
         self._drafter.labels(name or "none").set(1)
 
-    def _histogram(self, name: str, words: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, words, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, description, buckets=buckets, registry=self.registry)
 
-    def text(self, seen: Snapshot, *, failed_steps: int, replaced: int) -> bytes:
-        """Everything, with the engine as it was just seen."""
-        self.engine.seen, self.engine.failed_steps, self.engine.replaced = seen, failed_steps, replaced
+    def render(self, snapshot: EngineSnapshot, *, failed_steps: int, replaced: int) -> bytes:
+        """Everything, with the engine as in the snapshot."""
+        self.engine.snapshot, self.engine.failed_steps, self.engine.replaced = snapshot, failed_steps, replaced
         return generate_latest(self.registry)
 
 
@@ -66,22 +68,22 @@ class EngineCollector(Collector):
     """The engine's own counts."""
 
     def __init__(self) -> None:
-        self.seen = Snapshot()
+        self.snapshot = EngineSnapshot()
         self.failed_steps = self.replaced = 0
 
     def collect(self) -> Iterator[Metric]:
         """All of them."""
-        seen, tally = self.seen, self.seen.tally
-        yield _gauge("eyas_num_requests_running", "Answers that own pages.", seen.running)
-        yield _gauge("eyas_num_requests_waiting", "Answers that wait for pages.", seen.waiting)
-        yield _gauge("eyas_pages", "Pages of the caches.", seen.blocks)
-        yield _gauge("eyas_pages_used", "Pages that answers under way own.", seen.blocks_used)
-        yield _gauge("eyas_pages_cached", "Free pages whose content can be found again.", seen.blocks_cached)
+        snapshot, tally = self.snapshot, self.snapshot.tally
+        yield _gauge("eyas_num_requests_running", "Answers that own pages.", snapshot.running)
+        yield _gauge("eyas_num_requests_waiting", "Answers that wait for pages.", snapshot.waiting)
+        yield _gauge("eyas_pages", "Pages of the caches.", snapshot.blocks)
+        yield _gauge("eyas_pages_used", "Pages that answers under way own.", snapshot.blocks_used)
+        yield _gauge("eyas_pages_cached", "Free pages whose content can be found again.", snapshot.blocks_cached)
         yield _gauge(
-            "eyas_kv_cache_usage_perc", "Share of pages used, 1 is all.", seen.blocks_used / max(1, seen.blocks)
+            "eyas_kv_cache_usage_perc", "Share of pages used, 1 is all.", snapshot.blocks_used / max(1, snapshot.blocks)
         )
-        yield _counter("eyas_prefix_cache_queries", "Pages looked for in the prefix cache.", seen.prefix_lookups)
-        yield _counter("eyas_prefix_cache_hits", "Pages found there.", seen.prefix_hits)
+        yield _counter("eyas_prefix_cache_queries", "Pages looked for in the prefix cache.", snapshot.prefix_lookups)
+        yield _counter("eyas_prefix_cache_hits", "Pages found there.", snapshot.prefix_hits)
         yield _counter("eyas_generation_tokens", "Tokens generated.", tally.tokens)
         yield _counter("eyas_target_passes", "Passes of the target that chose tokens, per answer.", tally.passes)
         yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", tally.drafts)
@@ -101,12 +103,12 @@ class EngineCollector(Collector):
             "Share of steps drafted this deep, 0 is not at all.",
             labels=["depth"],
         )
-        for depth, share in seen.share_of_depths.items():
+        for depth, share in snapshot.depth_shares.items():
             depths.add_metric([str(depth)], share)
         yield depths
-        yield _gauge("eyas_spec_decode_collapsed", "1 while the drafter is of no use.", float(seen.collapsed))
-        if seen.drift is not None:
-            yield from _drift(seen.drift)
+        yield _gauge("eyas_spec_decode_collapsed", "1 while the drafter is of no use.", float(snapshot.collapsed))
+        if snapshot.drift is not None:
+            yield from _drift(snapshot.drift)
         yield _counter("eyas_engine_failed_steps", "Steps that failed.", self.failed_steps)
         yield _counter("eyas_engine_replaced", "Engines given up and built anew.", self.replaced)
 
@@ -133,9 +135,9 @@ def _drift(drift: DriftReport) -> Iterator[Metric]:
     yield mass
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value=value)
+def _gauge(name: str, description: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, description, value=value)
 
 
-def _counter(name: str, words: str, value: float) -> Metric:
-    return CounterMetricFamily(name, words, value=value)
+def _counter(name: str, description: str, value: float) -> Metric:
+    return CounterMetricFamily(name, description, value=value)

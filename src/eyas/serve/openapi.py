@@ -5,9 +5,9 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from eyas import __version__
-from eyas.serve.protocol import NEUTRAL, ChatRequest, CompletionRequest
-from eyas.serve.status import SCHEMA
-from eyas.serve.swapping import DrafterWish
+from eyas.serve.drafter_swap import DrafterSwapRequest
+from eyas.serve.protocol import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
+from eyas.serve.status import STATUS_SCHEMA
 
 _ERROR = {
     "type": "object",
@@ -25,8 +25,8 @@ _ERROR = {
         }
     },
 }
-_REFUSALS = {
-    "400": "A field is wrong, unknown or not supported; the message names it.",
+_ERROR_RESPONSES = {
+    "400": "A field is errors, unknown or not supported; the message names it.",
     "401": "No valid API key.",
     "404": "Another model is served.",
     "408": "The body came too slowly.",
@@ -40,25 +40,27 @@ _REFUSALS = {
 }
 
 
-def describe() -> dict[str, Any]:
+def openapi_document() -> dict[str, Any]:
     """The OpenAPI document."""
-    bodies = (ChatRequest, CompletionRequest)
+    bodies = (ChatCompletionRequest, CompletionRequest)
     references, definitions = models_json_schema(
-        [(body, "validation") for body in (*bodies, DrafterWish)], ref_template="#/components/schemas/{model}"
+        [(body, "validation") for body in (*bodies, DrafterSwapRequest)], ref_template="#/components/schemas/{model}"
     )
-    schemas = definitions["$defs"] | {"Error": _ERROR, "Status": SCHEMA}
+    schemas = definitions["$defs"] | {"Error": _ERROR, "Status": STATUS_SCHEMA}
     for body in bodies:
-        schemas[body.__name__] = _with_nothing(schemas[body.__name__])
+        schemas[body.__name__] = _with_neutral_values(schemas[body.__name__])
     return {
         "openapi": "3.1.0",
         "info": {"title": "eyas", "version": __version__},
         "paths": {
-            "/v1/chat/completions": {"post": _post("Answer a conversation.", references[ChatRequest, "validation"])},
+            "/v1/chat/completions": {
+                "post": _post("Answer a conversation.", references[ChatCompletionRequest, "validation"])
+            },
             "/v1/completions": {"post": _post("Continue prompts.", references[CompletionRequest, "validation"])},
             "/v1/models": {"get": _get("The model that is served.", keys=True)},
             "/v1/drafter": {
                 "get": _get("What drafts.", keys=True),
-                "post": _post("Draft by another one from now on.", references[DrafterWish, "validation"]),
+                "post": _post("Draft by another one from now on.", references[DrafterSwapRequest, "validation"]),
             },
             "/health": {"get": _get("Whether requests are taken.", "503")},
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
@@ -71,20 +73,20 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _with_nothing(body: dict[str, Any]) -> dict[str, Any]:
+def _with_neutral_values(body: dict[str, Any]) -> dict[str, Any]:
     """The schema of a body with what it takes beside its fields' own values: null, and fields that ask for nothing."""
     required = body["required"]
     properties = {
         name: field if name in required else {"anyOf": [field, {"type": "null"}]}
         for name, field in body["properties"].items()
     }
-    neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL.items()}
+    neutral = {name: {"enum": [None, *values]} for name, values in NEUTRAL_VALUES.items()}
     return body | {"properties": neutral | properties}
 
 
-def _post(words: str, body: Any) -> dict[str, Any]:
+def _post(summary: str, body: Any) -> dict[str, Any]:
     return {
-        "summary": words,
+        "summary": summary,
         "security": [{"key": []}, {}],
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
@@ -95,20 +97,20 @@ def _post(words: str, body: Any) -> dict[str, Any]:
                     "text/event-stream": {},
                 },
             },
-            **{status: _refusal(why) for status, why in _REFUSALS.items()},
+            **{status: _error_response(why) for status, why in _ERROR_RESPONSES.items()},
         },
     }
 
 
 def _get(
-    words: str, *refusals: str, keys: bool = False, content: str = "application/json", schema: str | None = None
+    summary: str, *statuses: str, keys: bool = False, content: str = "application/json", schema: str | None = None
 ) -> dict[str, Any]:
     plain = {"type": "object"} if content == "application/json" else {"type": "string"}
-    told = plain if schema is None else {"$ref": f"#/components/schemas/{schema}"}
-    answers = {"200": {"description": words, "content": {content: {"schema": told}}}}
-    wrong = {status: _refusal(_REFUSALS[status]) for status in (*refusals, *(("401",) if keys else ()))}
-    return {"summary": words, "responses": answers | wrong} | ({"security": [{"key": []}, {}]} if keys else {})
+    content_schema = plain if schema is None else {"$ref": f"#/components/schemas/{schema}"}
+    responses = {"200": {"description": summary, "content": {content: {"schema": content_schema}}}}
+    errors = {status: _error_response(_ERROR_RESPONSES[status]) for status in (*statuses, *(("401",) if keys else ()))}
+    return {"summary": summary, "responses": responses | errors} | ({"security": [{"key": []}, {}]} if keys else {})
 
 
-def _refusal(why: str) -> dict[str, Any]:
+def _error_response(why: str) -> dict[str, Any]:
     return {"description": why, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}

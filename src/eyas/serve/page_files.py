@@ -18,7 +18,7 @@ TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-POLICY = "; ".join(
+CONTENT_SECURITY_POLICY = "; ".join(
     [
         "default-src 'self'",  # no inline script, no inline style, nothing from elsewhere
         "object-src 'none'",
@@ -29,7 +29,7 @@ POLICY = "; ".join(
     ]
 )
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -40,12 +40,12 @@ HEADERS = {
 
 def page_routes() -> list[Route]:
     """`/` and the files it is made of, below `/page/`."""
-    found = {item.name: _File(item).give for item in files("eyas.serve").joinpath("page").iterdir()}
-    routes = [Route(f"/page/{name}", give, methods=["GET"]) for name, give in found.items() if name != INDEX]
+    found = {item.name: _StaticFile(item).respond for item in files("eyas.serve").joinpath("page").iterdir()}
+    routes = [Route(f"/page/{name}", respond, methods=["GET"]) for name, respond in found.items() if name != INDEX]
     return [Route("/", found[INDEX], methods=["GET"]), *routes]
 
 
-class _File:
+class _StaticFile:
     """One file."""
 
     def __init__(self, file: Traversable) -> None:
@@ -53,7 +53,7 @@ class _File:
         self._type = TYPES[file.name.rpartition(".")[2]]
         self._tag = f'"{sha256(self._content).hexdigest()[:32]}"'
 
-    async def give(self, http: HttpRequest) -> Response:
+    async def respond(self, http: HttpRequest) -> Response:
         """The file, unless the browser has it."""
         headers = HEADERS | {"etag": self._tag}
         known = [tag.strip().removeprefix("W/") for tag in http.headers.get("if-none-match", "").split(",")]

@@ -1,14 +1,14 @@
 """What clients may send, field by field: OpenAI's names, vLLM's additions, and `speculative`.
 
 Only what is honoured is a field here. Anything else is refused by name, unless its value asks for nothing
-(`NEUTRAL`): a client that spells out `"echo": false` gets what it wants.
+(`NEUTRAL_VALUES`): a client that spells out `"echo": false` gets what it wants.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
@@ -31,13 +31,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 Count = Annotated[int, Field(ge=1)]
 
 
-class Wire(BaseModel):
+class WireModel(BaseModel):
     """JSON as it is: a number is no string, an unknown field no comment."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Speculative(Wire):
+class Speculative(WireModel):
     """How a request is drafted for; its text is the same either way."""
 
     mode: Literal["auto", "off", "fixed"] = "auto"
@@ -49,13 +49,13 @@ class Speculative(Wire):
     )
 
 
-class StreamOptions(Wire):
+class StreamOptions(WireModel):
     """What a stream carries beside the text."""
 
     include_usage: bool = False
 
 
-class NamedSchema(Wire):
+class JsonSchemaFormat(WireModel):
     """A JSON schema as OpenAI wraps it. It is enforced, strict or not."""
 
     name: str
@@ -64,14 +64,14 @@ class NamedSchema(Wire):
     strict: bool | None = None
 
 
-class ResponseFormat(Wire):
+class ResponseFormat(WireModel):
     """What an answer looks like, by OpenAI."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
+    json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(Wire):
+class StructuredOutputs(WireModel):
     """The same by vLLM: one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or the text of one.")
@@ -81,7 +81,7 @@ class StructuredOutputs(Wire):
     json_object: bool | None = None
 
 
-class Common(Wire):
+class GenerationRequest(WireModel):
     """Fields of both endpoints."""
 
     model: str | None = Field(None, description="The served name; may be left out, as there is one model.")
@@ -113,50 +113,54 @@ class Common(Wire):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_what_asks_for_nothing(cls, given: Any) -> Any:
+    def _drop_neutral_values(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         kept = {}
         for name, value in given.items():
             known = name in cls.model_fields
-            if value is None and (known or name in NEUTRAL):
+            if value is None and (known or name in NEUTRAL_VALUES):
                 continue  # null is what a field is that was not given
-            if not known and name in NEUTRAL and any(_same(value, neutral) for neutral in NEUTRAL[name]):
+            if (
+                not known
+                and name in NEUTRAL_VALUES
+                and any(_same_value(value, neutral) for neutral in NEUTRAL_VALUES[name])
+            ):
                 continue
             kept[name] = value
         return kept
 
 
-class TextPart(Wire):
+class TextPart(WireModel):
     """A part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Wire):
+class FunctionCall(WireModel):
     """A function that was called."""
 
     name: str
     arguments: str = Field(description="JSON.")
 
 
-class ToolCall(Wire):
+class ToolCall(WireModel):
     """A call that an earlier answer made."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
-class Spoken(Wire):
+class TextMessage(WireModel):
     """A turn of words. The developer's instructions are the system's, for templates that know no other."""
 
     role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
 
 
-class Answered(Wire):
+class AssistantMessage(WireModel):
     """A turn of the model's, of words or calls."""
 
     role: Literal["assistant"]
@@ -165,7 +169,7 @@ class Answered(Wire):
     refusal: None = None
 
 
-class ToolResult(Wire):
+class ToolMessage(WireModel):
     """What a call came to."""
 
     role: Literal["tool"]
@@ -173,10 +177,10 @@ class ToolResult(Wire):
     tool_call_id: str
 
 
-Message = Annotated[Spoken | Answered | ToolResult, Field(discriminator="role")]
+Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-class Function(Wire):
+class FunctionDefinition(WireModel):
     """A function that may be called."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
@@ -185,27 +189,27 @@ class Function(Wire):
     strict: bool | None = Field(None, description="Required calls keep to the schema either way.")
 
 
-class Tool(Wire):
+class Tool(WireModel):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class FunctionName(Wire):
+class NamedFunction(WireModel):
     """One of the functions."""
 
     name: str
 
 
-class ToolName(Wire):
+class NamedToolChoice(WireModel):
     """The tool to call."""
 
     type: Literal["function"]
-    function: FunctionName
+    function: NamedFunction
 
 
-class ChatRequest(Common):
+class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -213,17 +217,17 @@ class ChatRequest(Common):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolName | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool = True
 
 
-class CompletionRequest(Common):
+class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
-def _same(value: Any, neutral: Any) -> bool:
+def _same_value(value: Any, neutral: Any) -> bool:
     """Equal and of one type: 1 is not True."""
     return type(value) is type(neutral) and value == neutral

@@ -12,7 +12,7 @@ from eyas.errors import UserError
 from eyas.serve.app import Application
 
 BACKLOG = 1024
-LAST_SECONDS = 10
+CLOSE_SECONDS = 10
 """For errors to reach clients whose answers were cut off."""
 
 
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=ceil(self._drain_seconds) + LAST_SECONDS,
+                timeout_graceful_shutdown=ceil(self._drain_seconds) + CLOSE_SECONDS,
             )
         )
 
@@ -66,11 +66,11 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing more, wait for answers under way, and cut off those that take too long with an error."""
-        gate, host = self._application.gate, self._application.host
-        gate.drain()
-        self._on_stop(f"stopping: {gate.taken} answers under way have {self._drain_seconds:g} s")
+        admission, engine_client = self._application.admission, self._application.engine_client
+        admission.drain()
+        self._on_stop(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")
         loop = asyncio.get_running_loop()
-        deadline = loop.call_later(self._drain_seconds, lambda: loop.run_in_executor(None, host.close))
+        deadline = loop.call_later(self._drain_seconds, lambda: loop.run_in_executor(None, engine_client.close))
         try:
             await super().shutdown(sockets)
         finally:

@@ -7,16 +7,16 @@ client that looks from time to time gets rates as differences, over `at_seconds`
 from typing import Any
 
 from eyas import __version__
-from eyas.serve.gate import Gate
-from eyas.serve.host import Host, Snapshot
-from eyas.serve.served import Served
+from eyas.serve.admission import AdmissionController
+from eyas.serve.engine_client import EngineClient, EngineSnapshot
+from eyas.serve.model_info import ModelInfo
 
 DRIFTS = (
     "raised while the drafter's state or acceptance does not hold with depth: requests on auto then draft less deep"
 )
 COLLAPSED = "raised while the drafter is of no use: requests on auto then decode plainly, except for probes"
 
-SCHEMA: dict[str, Any] = {
+STATUS_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["version", "state", "at_seconds", "served", "load", "pages", "counts", "alarms", "notices"],
     "properties": {
@@ -84,58 +84,65 @@ SCHEMA: dict[str, Any] = {
 }
 
 
-def state_of(host: Host, gate: Gate) -> str:
+def state_of(engine_client: EngineClient, admission: AdmissionController) -> str:
     """Whether requests are taken, in a word."""
-    return "draining" if gate.draining else "failed" if host.failure is not None else "ok"
+    return "draining" if admission.draining else "failed" if engine_client.failure is not None else "ok"
 
 
-async def status_of(host: Host, served: Served, gate: Gate, *, started: float) -> dict[str, Any]:
+async def status_of(
+    engine_client: EngineClient, model_info: ModelInfo, admission: AdmissionController, *, started: float
+) -> dict[str, Any]:
     """Everything; `started` is when, by the monotonic clock."""
-    seen = await host.look()
+    snapshot = await engine_client.snapshot()
     return {
         "version": __version__,
-        "state": state_of(host, gate),
-        "at_seconds": round(seen.at - started, 3),
-        "served": _served(served, host.max_depth),
-        "load": {"running": seen.running, "waiting": seen.waiting, "in_flight": gate.taken, "places": gate.places},
-        "pages": {
-            "total": seen.blocks,
-            "used": seen.blocks_used,
-            "cached": seen.blocks_cached,
-            "lookups": seen.prefix_lookups,
-            "hits": seen.prefix_hits,
+        "state": state_of(engine_client, admission),
+        "at_seconds": round(snapshot.at - started, 3),
+        "served": _served(model_info, engine_client.max_depth),
+        "load": {
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "in_flight": admission.in_flight,
+            "places": admission.capacity,
         },
-        "counts": _counts(seen, host),
-        "alarms": _alarms(seen),
-        "notices": [{"at_seconds": round(at - started, 3), "text": text} for at, text in reversed(seen.notices)],
+        "pages": {
+            "total": snapshot.blocks,
+            "used": snapshot.blocks_used,
+            "cached": snapshot.blocks_cached,
+            "lookups": snapshot.prefix_lookups,
+            "hits": snapshot.prefix_hits,
+        },
+        "counts": _counts(snapshot, engine_client),
+        "alarms": _alarms(snapshot),
+        "notices": [{"at_seconds": round(at - started, 3), "text": text} for at, text in reversed(snapshot.notices)],
     }
 
 
-def _served(served: Served, max_depth: int) -> dict[str, Any]:
-    drafted = served.drafter is not None
+def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
+    drafted = model_info.drafter is not None
     return {
-        "model": served.name,
-        "target": served.target,
-        "drafter": served.drafter,
-        "mode": served.speculation.mode if drafted else "off",
-        "depth": served.speculation.depth,
+        "model": model_info.name,
+        "target": model_info.target,
+        "drafter": model_info.drafter,
+        "mode": model_info.speculation.mode if drafted else "off",
+        "depth": model_info.speculation.depth,
         "max_depth": max_depth if drafted else 0,
-        "max_length": served.max_model_len,
-        "max_rows": served.max_num_seqs,
+        "max_length": model_info.max_model_len,
+        "max_rows": model_info.max_num_seqs,
     }
 
 
-def _alarms(seen: Snapshot) -> list[dict[str, Any]]:
-    drift = seen.drift
+def _alarms(snapshot: EngineSnapshot) -> list[dict[str, Any]]:
+    drift = snapshot.drift
     signs = "; ".join(drift.signs.values()) if drift is not None else ""
     return [
-        {"name": "collapsed", "raised": seen.collapsed, "text": COLLAPSED},
+        {"name": "collapsed", "raised": snapshot.collapsed, "text": COLLAPSED},
         {"name": "drift", "raised": bool(signs), "text": signs or DRIFTS},
     ]
 
 
-def _counts(seen: Snapshot, host: Host) -> dict[str, Any]:
-    tally = seen.tally
+def _counts(snapshot: EngineSnapshot, engine_client: EngineClient) -> dict[str, Any]:
+    tally = snapshot.tally
     return {
         "tokens": tally.tokens,
         "passes": tally.passes,
@@ -143,7 +150,7 @@ def _counts(seen: Snapshot, host: Host) -> dict[str, Any]:
         "drafted_tokens": tally.drafted,
         "accepted_tokens": tally.accepted,
         "accepted_by_depth": list(tally.accepted_at),
-        "rows_by_depth": {str(depth): count for depth, count in seen.rows_by_depth.items()},
-        "failed_steps": host.mender.failed_steps,
-        "replaced_engines": host.mender.replaced,
+        "rows_by_depth": {str(depth): count for depth, count in snapshot.rows_by_depth.items()},
+        "failed_steps": engine_client.supervisor.failed_steps,
+        "replaced_engines": engine_client.supervisor.replaced,
     }

@@ -1,4 +1,4 @@
-"""Tools in a target's own dialect: how its template lets it call them, read back and, where required, enforced.
+"""Tools in a target's own format: how its template lets it call them, read back and, where required, enforced.
 
     hermes       <tool_call> JSON </tool_call>, as Hermes and Qwen templates ask for
     llama3_json  JSON alone, calls set apart by semicolons, as Llama 3 templates ask for
@@ -15,10 +15,10 @@ from typing import Any
 
 from eyas.engine.grammar.llguidance import ON_ONE_LINE
 from eyas.errors import UserError
-from eyas.serve.calls import BLANK, CallReader, long_id, short_id
-from eyas.serve.failure import ApiError
-from eyas.serve.forms import Form
-from eyas.serve.protocol import ChatRequest, Tool
+from eyas.serve.api_error import ApiError
+from eyas.serve.protocol import ChatCompletionRequest, Tool
+from eyas.serve.structured_outputs import GrammarSpec
+from eyas.serve.tool_parser import BLANK, ToolCallParser, mistral_call_id, openai_call_id
 from eyas.target.model import Target
 
 NOTHING_GIVEN: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -26,39 +26,39 @@ NOTHING_GIVEN: dict[str, Any] = {"type": "object", "properties": {}, "additional
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dialect:
+class ToolCallFormat:
     """How calls are written."""
 
     name: str
-    signs: tuple[str, ...]
-    """In a template, all of them together give the dialect away."""
+    template_markers: tuple[str, ...]
+    """In a template, all of them together give the format away."""
     opening: str
     closing: str = ""
-    between: str = BLANK
+    skipped: str = BLANK
     arguments: str = "arguments"
-    once: tuple[str, str] = ("", "")
+    around_all: tuple[str, str] = ("", "")
     """What stands around all calls together."""
-    around: tuple[str, str] = ("", "")
+    around_each: tuple[str, str] = ("", "")
     """What stands around each."""
-    joint: str
+    separator: str
     """What stands between two."""
     short_ids: bool = False
 
-    def reader(self, *, most: int | None) -> CallReader:
+    def new_parser(self, *, max_calls: int | None) -> ToolCallParser:
         """A reader of one answer, with so many calls at most."""
-        return CallReader(
+        return ToolCallParser(
             opening=self.opening,
             closing=self.closing,
-            between=self.between,
-            most=most,
-            new_id=short_id if self.short_ids else long_id,
+            skipped=self.skipped,
+            max_calls=max_calls,
+            new_id=mistral_call_id if self.short_ids else openai_call_id,
         )
 
-    def enforce(self, tools: Sequence[Tool], *, parallel: bool, marks: dict[str, int]) -> str:
-        """A Lark grammar of calls of these functions: one of them, or one or more. `marks` are special tokens."""
-        begin, end = (_literal(text, marks) for text in self.once)
-        before, after = (_literal(text, marks) for text in self.around)
-        more = f"({_literal(self.joint, marks)} call)*" if parallel else ""
+    def lark_grammar(self, tools: Sequence[Tool], *, parallel: bool, special_tokens: dict[str, int]) -> str:
+        """A Lark grammar of calls of these functions: one of them, or one or more."""
+        begin, end = (_literal(text, special_tokens) for text in self.around_all)
+        before, after = (_literal(text, special_tokens) for text in self.around_each)
+        more = f"({_literal(self.separator, special_tokens)} call)*" if parallel else ""
         rules = [f"start: {begin} call {more} {end}", f"call: {before} function {after}"]
         rules.append("function: " + " | ".join(f"f{number}" for number in range(len(tools))))
         rules += [f"f{number}: %json {json.dumps(self._schema(tool))}" for number, tool in enumerate(tools)]
@@ -77,64 +77,66 @@ class Dialect:
         }
 
 
-DIALECTS = (
-    Dialect(
+TOOL_CALL_FORMATS = (
+    ToolCallFormat(
         name="hermes",
-        signs=("<tool_call>",),
+        template_markers=("<tool_call>",),
         opening="<tool_call>",
         closing="</tool_call>",
-        around=("<tool_call>\n", "\n</tool_call>"),
-        joint="\n",
+        around_each=("<tool_call>\n", "\n</tool_call>"),
+        separator="\n",
     ),
-    Dialect(
+    ToolCallFormat(
         name="mistral",
-        signs=("[TOOL_CALLS]",),
+        template_markers=("[TOOL_CALLS]",),
         opening="[TOOL_CALLS]",
-        between=BLANK + "[],",
-        once=("[TOOL_CALLS][", "]"),
-        joint=", ",
+        skipped=BLANK + "[],",
+        around_all=("[TOOL_CALLS][", "]"),
+        separator=", ",
         short_ids=True,
     ),
-    Dialect(
+    ToolCallFormat(
         name="llama3_json",
-        signs=('"parameters"', "ipython"),
+        template_markers=('"parameters"', "ipython"),
         opening="{",
-        between=BLANK + ";",
+        skipped=BLANK + ";",
         arguments="parameters",
-        joint="; ",
+        separator="; ",
     ),
 )
-PARSERS = tuple(dialect.name for dialect in DIALECTS)
+PARSERS = tuple(format_.name for format_ in TOOL_CALL_FORMATS)
 
 
-class Toolbox:
+class ToolSupport:
     """Tools as far as one target knows them."""
 
     def __init__(self, target: Target, parser: str | None) -> None:
         self._name = target.facts.source
         template = _template(target)
         self._knows_tools = "tools" in template
-        by_name = {dialect.name: dialect for dialect in DIALECTS}
+        by_name = {format_.name: format_ for format_ in TOOL_CALL_FORMATS}
         if parser is not None and parser not in by_name:
             raise UserError(f"tool-call parser {parser!r} is unknown; use one of {', '.join(PARSERS)}")
-        seen = (dialect for dialect in DIALECTS if all(sign in template for sign in dialect.signs))
-        self.dialect = by_name[parser] if parser is not None else next(seen, None)
-        marks = (self.dialect.opening, self.dialect.closing) if self.dialect is not None else ()
+        seen = (format_ for format_ in TOOL_CALL_FORMATS if all(sign in template for sign in format_.template_markers))
+        self.format = by_name[parser] if parser is not None else next(seen, None)
+        special_tokens = (self.format.opening, self.format.closing) if self.format is not None else ()
         added = getattr(target.tokenizer, "added_tokens_decoder", {})
-        self.marks = {token.content: id_ for id_, token in added.items() if token.special and token.content in marks}
+        self.special_tokens = {
+            token.content: id_ for id_, token in added.items() if token.special and token.content in special_tokens
+        }
         """Marks that are special tokens, which have no text of their own, and their ids."""
 
-    def require(self, field: str, fix: str) -> Dialect:
-        """The dialect, or a refusal of the field that needs one."""
+    def require(self, field: str, fix: str) -> ToolCallFormat:
+        """The format, or a refusal of the field that needs one."""
         if not self._knows_tools:
             message = f"the chat template of {self._name} does not mention tools; {fix}"
             raise ApiError(400, f"{field}: {message}", field=field, code="unsupported_parameter")
-        if self.dialect is None:
+        if self.format is None:
             message = f"how {self._name} writes calls is not known; serve it with --tool-call-parser, or {fix}"
             raise ApiError(400, f"{field}: {message}", field=field, code="unsupported_parameter")
-        return self.dialect
+        return self.format
 
-    def offered(self, body: ChatRequest) -> list[Tool]:
+    def offered(self, body: ChatCompletionRequest) -> list[Tool]:
         """The tools that the model hears of: those it may call."""
         if not body.tools:
             if body.tool_choice not in (None, "none", "auto"):
@@ -154,24 +156,24 @@ class Toolbox:
             )
         return [] if body.tool_choice == "none" else body.tools
 
-    def form(self, body: ChatRequest) -> Form | None:
+    def grammar_spec(self, body: ChatCompletionRequest) -> GrammarSpec | None:
         """The grammar of calls, where one is required."""
         tools, chosen = self.offered(body), _chosen(body)
         if not tools or (chosen is None and body.tool_choice != "required"):
             return None
         called = [tool for tool in tools if chosen in (None, tool.function.name)]
         parallel = body.parallel_tool_calls and chosen is None
-        text = self.require("tools", "").enforce(called, parallel=parallel, marks=self.marks)
-        return Form(field="tools", kind="lark", text=text)
+        text = self.require("tools", "").lark_grammar(called, parallel=parallel, special_tokens=self.special_tokens)
+        return GrammarSpec(field="tools", kind="lark", text=text)
 
-    def reader(self, body: ChatRequest) -> "partial[CallReader] | None":
+    def new_parser(self, body: ChatCompletionRequest) -> "partial[ToolCallParser] | None":
         """What makes readers of the answers, if there are tools to call."""
-        if not self.offered(body) or self.dialect is None:
+        if not self.offered(body) or self.format is None:
             return None
-        return partial(self.dialect.reader, most=None if body.parallel_tool_calls else 1)
+        return partial(self.format.new_parser, max_calls=None if body.parallel_tool_calls else 1)
 
 
-def _chosen(body: ChatRequest) -> str | None:
+def _chosen(body: ChatCompletionRequest) -> str | None:
     """The function that tool_choice names."""
     choice = body.tool_choice
     return None if choice is None or isinstance(choice, str) else choice.function.name
@@ -185,10 +187,10 @@ def _template(target: Target) -> str:
     return str(tokenizer.get_chat_template(tools=[{}]))
 
 
-def _literal(text: str, marks: dict[str, int]) -> str:
+def _literal(text: str, special_tokens: dict[str, int]) -> str:
     """Text in Lark's notation; a mark that is a special token by its id."""
-    for mark, token in marks.items():
+    for mark, token in special_tokens.items():
         before, found, behind = text.partition(mark)
         if found:
-            return f"{_literal(before, marks)} <[{token}]> {_literal(behind, marks)}"
+            return f"{_literal(before, special_tokens)} <[{token}]> {_literal(behind, special_tokens)}"
     return json.dumps(text) if text else ""

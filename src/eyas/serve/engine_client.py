@@ -14,18 +14,18 @@ from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import Request
 from eyas.engine.speculation.drift import DriftReport
-from eyas.serve.mending import Mender, add
+from eyas.serve.supervisor import Supervisor, add_stats
 
-Hear = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
+OnOutput = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
 """Takes a piece of the answer of that number, and how speculation goes for it."""
-LOOK_SECONDS = 2.0
+SNAPSHOT_SECONDS = 2.0
 """How long to wait for a step to end before an older look will do."""
 NOTICES = 8
 """Of the engine's own words, how many are kept to be shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
+class EngineSnapshot:
     """The engine between two steps."""
 
     at: float = field(default_factory=time.monotonic)
@@ -39,7 +39,7 @@ class Snapshot:
     prefix_hits: int = 0
     tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     """Since the server started, over all engines it had."""
-    share_of_depths: dict[int, float] = field(default_factory=dict)
+    depth_shares: dict[int, float] = field(default_factory=dict)
     rows_by_depth: dict[int, int] = field(default_factory=dict)
     """How often each depth was chosen for an answer, by the engine in use."""
     collapsed: bool = False
@@ -50,53 +50,53 @@ class Snapshot:
     """What the engine last had to say about itself, and when by the monotonic clock; the newest last."""
 
 
-class Host:
+class EngineClient:
     """Runs an engine and mends it. Use it as a context manager, or call `close`."""
 
     def __init__(self, build: Callable[[], Engine], *, report: Callable[[str], None]) -> None:
-        self.mender = Mender(build, report)
+        self.supervisor = Supervisor(build, report)
         self._report = report
         engine = build()
         self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
-        self._streaming = AsyncEngine(engine, mend=self.mender)
-        self._seen = Snapshot(blocks=self.budget.blocks)
+        self._async_engine = AsyncEngine(engine, mend=self.supervisor)
+        self._last_snapshot = EngineSnapshot(blocks=self.budget.blocks)
 
     @property
     def failure(self) -> BaseException | None:
         """Why nothing can be served any more, if so."""
-        return self._streaming.failure
+        return self._async_engine.failure
 
-    async def answer(self, requests: Sequence[Request], hear: Hear) -> None:
+    async def generate(self, requests: Sequence[Request], on_output: OnOutput) -> None:
         """Answer all requests; if one fails or the caller leaves, none is left behind."""
         if len(requests) == 1:
-            await self._pump(0, requests[0], hear)
+            await self._stream(0, requests[0], on_output)
             return
         try:
             async with asyncio.TaskGroup() as group:
                 for index, request in enumerate(requests):
-                    group.create_task(self._pump(index, request, hear))
+                    group.create_task(self._stream(index, request, on_output))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the others were cancelled on its account
 
-    async def look(self) -> Snapshot:
+    async def snapshot(self) -> EngineSnapshot:
         """The engine's state; an older one if a step takes long."""
         try:
-            async with asyncio.timeout(LOOK_SECONDS):
-                self._seen = await self._streaming.between_steps(self._snapshot)
+            async with asyncio.timeout(SNAPSHOT_SECONDS):
+                self._last_snapshot = await self._async_engine.between_steps(self._take_snapshot)
         except (TimeoutError, EngineError):
             pass
-        return self._seen
+        return self._last_snapshot
 
     async def swap_drafter(self, drafter: Drafter | None) -> None:
         """Go on with another drafter, or none, from the next step on; if it is refused, nothing has changed."""
-        await self._streaming.between_steps(lambda engine: engine.swap_drafter(drafter))
+        await self._async_engine.between_steps(lambda engine: engine.swap_drafter(drafter))
 
     def close(self) -> None:
         """Stop after the step under way; answers under way end with an error."""
-        self._streaming.close()
+        self._async_engine.close()
 
-    def __enter__(self) -> "Host":
+    def __enter__(self) -> "EngineClient":
         return self
 
     def __exit__(
@@ -104,29 +104,29 @@ class Host:
     ) -> None:
         self.close()
 
-    async def _pump(self, index: int, request: Request, hear: Hear) -> None:
+    async def _stream(self, index: int, request: Request, on_output: OnOutput) -> None:
         tallies: list[SpecDecodeStats] = []
 
         def taken_on(engine: Engine, key: int) -> None:
             tallies.append(engine.tally_of(key))
-            self._pass_on_events(engine)
+            self._log_events(engine)
 
-        async with aclosing(self._streaming.stream(request, taken_on=taken_on)) as pieces:
+        async with aclosing(self._async_engine.stream(request, taken_on=taken_on)) as pieces:
             async for piece in pieces:
-                await hear(index, piece, tallies[0])
+                await on_output(index, piece, tallies[0])
 
-    def _pass_on_events(self, engine: Engine) -> None:
+    def _log_events(self, engine: Engine) -> None:
         for event in engine.controller.events():
             self._notices.append((time.monotonic(), event))
             self._report(event)
 
-    def _snapshot(self, engine: Engine) -> Snapshot:
-        self._pass_on_events(engine)
+    def _take_snapshot(self, engine: Engine) -> EngineSnapshot:
+        self._log_events(engine)
         tally = SpecDecodeStats()
-        add(tally, self.mender.past)
-        add(tally, engine.tally)
-        told = engine.controller.report()
-        return Snapshot(
+        add_stats(tally, self.supervisor.replaced_stats)
+        add_stats(tally, engine.tally)
+        report = engine.controller.report()
+        return EngineSnapshot(
             running=len(engine.scheduler.running),
             waiting=engine.scheduler.waiting,
             blocks=engine.pool.blocks,
@@ -135,9 +135,9 @@ class Host:
             prefix_lookups=engine.pool.lookups,
             prefix_hits=engine.pool.hits,
             tally=tally,
-            share_of_depths=told["share_of_depths"],
-            rows_by_depth=told["rows_by_depth"],
-            collapsed=bool(told["collapsed"]),
+            depth_shares=report["share_of_depths"],
+            rows_by_depth=report["rows_by_depth"],
+            collapsed=bool(report["collapsed"]),
             drift=engine.drift.report(),
             notices=tuple(self._notices),
         )

@@ -23,7 +23,7 @@ def warn(message: str) -> None:
     log("notice", level=logging.WARNING, message=message)
 
 
-class JsonLines(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """A record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -9,27 +9,29 @@ from transformers import PreTrainedTokenizerBase
 from eyas.engine.detokenizer import UNFINISHED
 from eyas.engine.sampler import TokenLogprobs
 
-LEAST = -9999.0
+MIN_LOGPROB = -9999.0
 """JSON has no minus infinity; OpenAI writes this for what cannot come."""
 
 
-class Words:
+class TokenText:
     """The text of tokens by themselves, special ones included."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Mapping[int, str] | None = None) -> None:
-        self._marks = marks or {}
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, str] | None = None) -> None:
+        self._special = special or {}
         self._text = lru_cache(maxsize=2**16)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
-    def mark(self, token: int) -> str:
+    def special(self, token: int) -> str:
         """What a token that sets off tool calls is to be read as; an answer's text leaves special tokens out."""
-        return self._marks.get(token, "")
+        return self._special.get(token, "")
 
-    def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+    def chat_logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
         """A token as chats report it."""
-        top = [self._one(token, logprob) for token, logprob in entry.top]
-        return self._one(entry.token, entry.logprob) | {"top_logprobs": top}
+        top = [self._logprob(token, logprob) for token, logprob in entry.top]
+        return self._logprob(entry.token, entry.logprob) | {"top_logprobs": top}
 
-    def text_entries(self, entries: Sequence[TokenLogprobs], texts: Sequence[str], offset: int) -> dict[str, Any]:
+    def completion_logprobs(
+        self, entries: Sequence[TokenLogprobs], texts: Sequence[str], offset: int
+    ) -> dict[str, Any]:
         """Tokens as completions report them; offsets are where their text begins in the answer."""
         offsets = []
         for text in texts:
@@ -37,15 +39,16 @@ class Words:
             offset += len(text)
         return {
             "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [max(entry.logprob, LEAST) for entry in entries],
+            "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in entries],
             "top_logprobs": [
-                {self._text(token): max(logprob, LEAST) for token, logprob in reversed(entry.top)} for entry in entries
+                {self._text(token): max(logprob, MIN_LOGPROB) for token, logprob in reversed(entry.top)}
+                for entry in entries
             ],
             "text_offset": offsets,
         }
 
-    def _one(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
         # Part of a character has no text of its own, and which bytes it has only its tokenizer's kind could tell.
         known = list(text.encode()) if UNFINISHED not in text else None
-        return {"token": text, "logprob": max(logprob, LEAST), "bytes": known}
+        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": known}

@@ -9,7 +9,7 @@ from eyas.plan.memory import BlockBudget
 
 
 @dataclass(kw_only=True)
-class Served:
+class ModelInfo:
     """A target and perhaps its drafter, as clients see them."""
 
     name: str
@@ -28,7 +28,7 @@ class Served:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """How much the server takes on, and how long it waits."""
 
     queue: int = 256
@@ -50,19 +50,19 @@ class Limits:
                 raise UserError(f"limit {name} is {getattr(self, name)}; it must be above 0")
 
 
-def banner(served: Served, budget: BlockBudget) -> list[str]:
+def banner(model_info: ModelInfo, budget: BlockBudget) -> list[str]:
     """What an operator wants to see when the server starts."""
-    if served.drafter is None:
+    if model_info.drafter is None:
         policy = "no drafter: every token is a pass of the target"
-    elif served.speculation.mode == "fixed":
-        policy = f"{served.drafter}, {served.speculation.depth} tokens deep unless a request says otherwise"
-    elif served.speculation.mode == "off":
-        policy = f"{served.drafter}, only for requests that ask for it"
+    elif model_info.speculation.mode == "fixed":
+        policy = f"{model_info.drafter}, {model_info.speculation.depth} tokens deep unless a request says otherwise"
+    elif model_info.speculation.mode == "off":
+        policy = f"{model_info.drafter}, only for requests that ask for it"
     else:
-        policy = f"{served.drafter}, as deep as pays by measured cost and acceptance"
+        policy = f"{model_info.drafter}, as deep as pays by measured cost and acceptance"
     return [
-        f"serving   {served.name} ({served.target}), up to {served.max_model_len:,} tokens, "
-        f"{served.max_num_seqs} at once",
+        f"serving   {model_info.name} ({model_info.target}), up to {model_info.max_model_len:,} tokens, "
+        f"{model_info.max_num_seqs} at once",
         f"drafting  {policy}",
         f"memory    {budget}",
     ]

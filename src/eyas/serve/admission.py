@@ -9,54 +9,57 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import ceil
 
-from eyas.serve.failure import ApiError
+from eyas.serve.api_error import ApiError
 
-LONGEST_WAIT = 60
+MAX_RETRY_SECONDS = 60
 """Seconds; what is further away nobody can tell."""
-WEIGHT = 0.1
+DECAY = 0.1
 """Of the newest answer in the mean duration."""
 
 
-class Gate:
+class AdmissionController:
     """Counts answers under way. All of it happens on the event loop."""
 
     def __init__(self, *, max_num_seqs: int, queue: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.places = max_num_seqs + queue
-        self.taken = 0
+        self.capacity = max_num_seqs + queue
+        self.in_flight = 0
         self.draining = False
         self._max_num_seqs, self._clock = max_num_seqs, clock
         self._mean_seconds = 1.0
 
-    def require_room(self, count: int = 1) -> None:
+    def check_capacity(self, count: int = 1) -> None:
         """Refuse where so many more cannot be taken on."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; try another one", code="shutting_down", retry=1)
-        if count > self.places:
+        if count > self.capacity:
             raise ApiError(
-                400, f"{count} answers were asked for at once, above the {self.places} there is room for; ask for fewer"
+                400,
+                f"{count} answers were asked for at once, above the {self.capacity} there is room for; ask for fewer",
             )
-        if self.taken + count > self.places:
+        if self.in_flight + count > self.capacity:
             retry = self.retry_after
-            message = f"{self.taken} of {self.places} places are taken and {count} are needed; try again in {retry} s"
+            message = (
+                f"{self.in_flight} of {self.capacity} places are taken and {count} are needed; try again in {retry} s"
+            )
             raise ApiError(429, message, code="queue_full", retry=retry)
 
     @property
     def retry_after(self) -> int:
         """Seconds until about half of those under way are done."""
-        rounds = self.taken / self._max_num_seqs
-        return max(1, min(LONGEST_WAIT, ceil(self._mean_seconds * rounds / 2)))
+        rounds = self.in_flight / self._max_num_seqs
+        return max(1, min(MAX_RETRY_SECONDS, ceil(self._mean_seconds * rounds / 2)))
 
     @contextmanager
-    def enter(self, count: int) -> Iterator[None]:
+    def admit(self, count: int) -> Iterator[None]:
         """Hold so many places."""
-        self.require_room(count)
-        self.taken += count
+        self.check_capacity(count)
+        self.in_flight += count
         started = self._clock()
         try:
             yield
         finally:
-            self.taken -= count
-            self._mean_seconds += WEIGHT * (self._clock() - started - self._mean_seconds)
+            self.in_flight -= count
+            self._mean_seconds += DECAY * (self._clock() - started - self._mean_seconds)
 
     def drain(self) -> None:
         """Take on nothing more."""

@@ -1,7 +1,7 @@
 """Tool calls found in an answer's text as it comes: what was said, which functions are called, with which arguments.
 
 Dialects differ in how calls are set off from words (`tools.py`); within, a call is a JSON object with a name and
-arguments. `CallReader` takes text piece by piece and gives what is certain. What turns out to be no call is given as
+arguments. `ToolCallParser` takes text as it comes and gives what is certain. What turns out to be no call is given as
 the words it was.
 """
 
@@ -15,7 +15,7 @@ NAME, ARGUMENTS = "name", ("arguments", "parameters")
 
 
 @dataclass(kw_only=True)
-class Call:
+class ParsedToolCall:
     """A function call, as far as it has come."""
 
     id: str
@@ -24,33 +24,33 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class CallPiece:
+class ToolCallDelta:
     """What is new of a call: its beginning, more of its arguments, or both."""
 
     index: int
-    begun: Call | None = None
+    started: ParsedToolCall | None = None
     arguments: str = ""
 
 
 @dataclass(kw_only=True)
-class Delta:
-    """What a piece of text came to."""
+class ParsedDelta:
+    """What a delta of text came to."""
 
     content: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
 
-def long_id() -> str:
+def openai_call_id() -> str:
     """A call's name, in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
-def short_id() -> str:
+def mistral_call_id() -> str:
     """Nine letters or digits: templates of Mistral's models take no others."""
     return secrets.token_hex(5)[:9]
 
 
-class CallReader:
+class ToolCallParser:
     """Reads one answer."""
 
     def __init__(
@@ -58,63 +58,73 @@ class CallReader:
         *,
         opening: str,
         closing: str = "",
-        between: str = BLANK,
-        most: int | None = None,
-        new_id: Callable[[], str] = long_id,
+        skipped: str = BLANK,
+        max_calls: int | None = None,
+        new_id: Callable[[], str] = openai_call_id,
     ) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ParsedToolCall] = []
         self.content = ""
-        self._opening, self._closing, self._between, self._most, self._new_id = opening, closing, between, most, new_id
+        self._opening, self._closing, self._skipped, self._max_calls, self._new_id = (
+            opening,
+            closing,
+            skipped,
+            max_calls,
+            new_id,
+        )
         self._text = ""
         """Not decided on yet."""
         self._among_calls = False
-        self._object: _ObjectReader | None = None
-        self._delta = Delta()
+        self._object_parser: _JsonObjectParser | None = None
+        self._delta = ParsedDelta()
 
-    def feed(self, text: str, *, last: bool = False) -> Delta:
+    def feed(self, text: str, *, last: bool = False) -> ParsedDelta:
         """Take more text, perhaps the last."""
         self._text += text
-        self._delta = Delta()
-        while self._go_on():
+        self._delta = ParsedDelta()
+        while self._advance():
             pass
         if last:
             rest, self._text = self._text, ""
-            if self._object is not None:
-                rest = "" if self._object.call is not None or self._full else self._mark + self._object.raw
-            elif self._among_calls and self._closing.startswith(rest.strip(self._between)):
+            if self._object_parser is not None:
+                rest = (
+                    ""
+                    if self._object_parser.call is not None or self._at_limit
+                    else self._opening_text + self._object_parser.raw
+                )
+            elif self._among_calls and self._closing.startswith(rest.strip(self._skipped)):
                 rest = ""
-            self._say(rest if rest.strip() or not self.calls else "")
+            self._emit_text(rest if rest.strip() or not self.calls else "")
         self.content += self._delta.content
         return self._delta
 
-    def _go_on(self) -> bool:
+    def _advance(self) -> bool:
         """One step; False where more text is needed."""
-        if self._object is not None:
-            return self._in_object(self._object)
-        return self._between_calls() if self._among_calls else self._in_words()
+        if self._object_parser is not None:
+            return self._in_object(self._object_parser)
+        return self._between_calls() if self._among_calls else self._in_text()
 
-    def _in_words(self) -> bool:
+    def _in_text(self) -> bool:
         at, bare = self._text.find(self._opening), self._opening == "{"
         # Calls that are set off by nothing but the brace they begin with can only come first.
         first = not (self.content or self._delta.content) and self._text.lstrip().startswith("{")
         if at >= 0 and (first or not bare):
-            self._say(self._text[:at].rstrip())
+            self._emit_text(self._text[:at].rstrip())
             self._text = self._text[at + (0 if bare else len(self._opening)) :]
             self._among_calls = True
             return True
         # What may be the beginning of the mark, or the blanks before it, is not said yet.
         held = max((n for n in range(1, len(self._opening)) if self._text.endswith(self._opening[:n])), default=0)
         sure = self._text[: len(self._text) - held].rstrip()
-        self._say(sure)
+        self._emit_text(sure)
         self._text = self._text[len(sure) :]
         return False
 
     def _between_calls(self) -> bool:
-        self._text = self._text.lstrip(self._between)
+        self._text = self._text.lstrip(self._skipped)
         if not self._text:
             return False
         if self._text.startswith("{"):
-            self._object = _ObjectReader()
+            self._object_parser = _JsonObjectParser()
             return True
         if self._closing and self._closing.startswith(self._text[: len(self._closing)]):
             if len(self._text) < len(self._closing):
@@ -123,56 +133,56 @@ class CallReader:
         self._among_calls = False
         return True
 
-    def _in_object(self, reader: "_ObjectReader") -> bool:
+    def _in_object(self, parser: "_JsonObjectParser") -> bool:
         if not self._text:
             return False
-        taken = reader.feed(self._text)
+        taken = parser.feed(self._text)
         self._text = self._text[taken:]
-        ignored = self._full and reader.call is None
-        if reader.name is not None and not ignored and (reader.arguments or reader.done):
-            self._tell(reader)
-        if reader.done:
-            self._object = None
-            if reader.call is None and not ignored:  # an object, but no call
-                self._say(self._mark + reader.raw)
+        ignored = self._at_limit and parser.call is None
+        if parser.name is not None and not ignored and (parser.arguments or parser.done):
+            self._emit_call(parser)
+        if parser.done:
+            self._object_parser = None
+            if parser.call is None and not ignored:  # an object, but no call
+                self._emit_text(self._opening_text + parser.raw)
                 self._among_calls = False
-        return reader.done
+        return parser.done
 
-    def _tell(self, reader: "_ObjectReader") -> None:
+    def _emit_call(self, parser: "_JsonObjectParser") -> None:
         """Give what a call has come to."""
-        assert reader.name is not None
-        begun = None
-        if reader.call is None:
-            begun = reader.call = Call(id=self._new_id(), name=reader.name)
-            self.calls.append(reader.call)
-        call = reader.call
-        arguments = reader.arguments or ("{}" if reader.done else "")
-        piece = CallPiece(index=self.calls.index(call), begun=begun, arguments=arguments[len(call.arguments) :])
+        assert parser.name is not None
+        started = None
+        if parser.call is None:
+            started = parser.call = ParsedToolCall(id=self._new_id(), name=parser.name)
+            self.calls.append(parser.call)
+        call = parser.call
+        arguments = parser.arguments or ("{}" if parser.done else "")
+        delta = ToolCallDelta(index=self.calls.index(call), started=started, arguments=arguments[len(call.arguments) :])
         call.arguments = arguments
-        if piece.begun is not None or piece.arguments:
-            self._delta.calls.append(piece)
+        if delta.started is not None or delta.arguments:
+            self._delta.calls.append(delta)
 
     @property
-    def _mark(self) -> str:
+    def _opening_text(self) -> str:
         """What stood before an object that is no call."""
         return "" if self._opening == "{" else self._opening
 
     @property
-    def _full(self) -> bool:
+    def _at_limit(self) -> bool:
         """Whether further calls are left out."""
-        return self._most is not None and len(self.calls) >= self._most
+        return self._max_calls is not None and len(self.calls) >= self._max_calls
 
-    def _say(self, words: str) -> None:
-        self._delta.content += words
+    def _emit_text(self, text: str) -> None:
+        self._delta.content += text
 
 
-class _ObjectReader:
-    """A JSON object letter by letter: the string called name, and the raw text of arguments."""
+class _JsonObjectParser:
+    """A JSON object char by char: the string called name, and the raw text of arguments."""
 
     def __init__(self) -> None:
         self.raw = ""
         self.name: str | None = None
-        self.call: Call | None = None
+        self.call: ParsedToolCall | None = None
         self.done = False
         self._depth = 0
         self._in_string = self._escaped = False
@@ -191,39 +201,39 @@ class _ObjectReader:
 
     def feed(self, text: str) -> int:
         """Take letters up to the end of the object; how many."""
-        for count, letter in enumerate(text, 1):
-            self.raw += letter
-            self._take(letter)
+        for count, char in enumerate(text, 1):
+            self.raw += char
+            self._feed_char(char)
             if self.done:
                 return count
         return len(text)
 
-    def _take(self, letter: str) -> None:
+    def _feed_char(self, char: str) -> None:
         if self._in_string:
-            self._in_string = self._escaped or letter != '"'
-            self._escaped = letter == "\\" and not self._escaped
-        elif letter == '"':
+            self._in_string = self._escaped or char != '"'
+            self._escaped = char == "\\" and not self._escaped
+        elif char == '"':
             self._in_string = True
-        elif letter in "{[":
+        elif char in "{[":
             self._depth += 1
             if self._depth == 1:
                 return
-        elif letter in "]}":
+        elif char in "]}":
             self._depth -= 1
             if self._depth == 0:
                 self._end_value()
                 self.done = True
                 return
-        elif letter == ":" and self._depth == 1 and self._key is None:
-            self._key, self._value = str(_loaded(self._value)), ""
+        elif char == ":" and self._depth == 1 and self._key is None:
+            self._key, self._value = str(_json_or_none(self._value)), ""
             return
-        elif letter == "," and self._depth == 1:
+        elif char == "," and self._depth == 1:
             self._end_value()
             return
-        self._value += letter
+        self._value += char
 
     def _end_value(self) -> None:
-        value = _loaded(self._value)
+        value = _json_or_none(self._value)
         if self._key == NAME and isinstance(value, str) and value:
             self.name = value
         elif self._key in ARGUMENTS and self._arguments is None:
@@ -231,7 +241,7 @@ class _ObjectReader:
         self._key, self._value = None, ""
 
 
-def _loaded(text: str) -> object:
+def _json_or_none(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:

@@ -14,22 +14,22 @@ from typing import Any, Literal
 
 from eyas.engine.grammar.llguidance import LlGuidance, LlGuidanceGrammar
 from eyas.errors import UserError
-from eyas.serve.failure import ApiError
-from eyas.serve.protocol import Common
+from eyas.serve.api_error import ApiError
+from eyas.serve.protocol import GenerationRequest
 from eyas.target.model import Target
 
 Kind = Literal["json", "regex", "grammar", "choice", "lark"]
 COMPILE_SECONDS = 10.0
-COMPILERS = 2
+COMPILE_THREADS = 2
 """Threads, so that one slow grammar does not hold up the next."""
-KEPT = 64
+CACHED_GRAMMARS = 64
 """Grammars that need not be compiled again."""
 ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Form:
-    """A wish for a form, and who made it."""
+class GrammarSpec:
+    """A wish for a spec, and who made it."""
 
     field: str
     kind: Kind
@@ -37,17 +37,17 @@ class Form:
     """A schema or choices as JSON; else the pattern or the grammar itself."""
 
 
-def form_of(body: Common) -> Form | None:
-    """The form that a body asks for, if any."""
-    forms = list(_forms(body))
-    if len(forms) > 1:
-        first, second = forms[0].field, forms[1].field
+def grammar_spec_of(body: GenerationRequest) -> GrammarSpec | None:
+    """The spec that a body asks for, if any."""
+    specs = list(_grammar_specs(body))
+    if len(specs) > 1:
+        first, second = specs[0].field, specs[1].field
         raise ApiError(400, f"{first} and {second} both say what the answer looks like; give one", field=second)
-    return forms[0] if forms else None
+    return specs[0] if specs else None
 
 
-def _forms(body: Common) -> list[Form]:
-    wishes: list[tuple[str, Kind, Any]] = [
+def _grammar_specs(body: GenerationRequest) -> list[GrammarSpec]:
+    fields: list[tuple[str, Kind, Any]] = [
         ("guided_json", "json", body.guided_json),
         ("guided_regex", "regex", body.guided_regex),
         ("guided_choice", "choice", body.guided_choice),
@@ -67,48 +67,49 @@ def _forms(body: Common) -> list[Form]:
                 "structured_outputs asks for nothing; give one of json, regex, choice, grammar or json_object",
                 field="structured_outputs",
             )
-        wishes += [(f"structured_outputs.{name}", kind, value) for name, kind, value in within]
-    if (wanted := body.response_format) is not None:
-        if (wanted.json_schema is None) == (wanted.type == "json_schema"):
+        fields += [(f"structured_outputs.{name}", kind, value) for name, kind, value in within]
+    if (response_format := body.response_format) is not None:
+        if (response_format.json_schema is None) == (response_format.type == "json_schema"):
             raise ApiError(
                 400,
-                f"response_format is {wanted.type} {'without' if wanted.json_schema is None else 'with'} json_schema; "
+                f"response_format is {response_format.type} "
+                f"{'without' if response_format.json_schema is None else 'with'} json_schema; "
                 "type json_schema needs it and no other takes it",
                 field="response_format.json_schema",
             )
-        if wanted.json_schema is not None:
-            wishes.append(("response_format.json_schema.schema", "json", wanted.json_schema.schema_))
-        elif wanted.type == "json_object":
-            wishes.append(("response_format", "json", ANY_OBJECT))
+        if response_format.json_schema is not None:
+            fields.append(("response_format.json_schema.schema", "json", response_format.json_schema.schema_))
+        elif response_format.type == "json_object":
+            fields.append(("response_format", "json", ANY_OBJECT))
     return [
-        Form(field=field, kind=kind, text=value if isinstance(value, str) else json.dumps(value))
-        for field, kind, value in wishes
+        GrammarSpec(field=field, kind=kind, text=value if isinstance(value, str) else json.dumps(value))
+        for field, kind, value in fields
         if value is not None
     ]
 
 
-class Compiler:
+class GrammarCompiler:
     """Makes grammars for one target, off the event loop, and keeps the latest."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._threads = ThreadPoolExecutor(COMPILERS, "eyas-grammar")
+        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "eyas-grammar")
         self._lock = threading.Lock()
         self._guidance: LlGuidance | None = None
-        self._make = lru_cache(maxsize=KEPT)(self._compile)
+        self._cached_compile = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
 
-    async def grammar(self, form: Form) -> LlGuidanceGrammar:
-        """The grammar of a form, or a refusal that says what is wrong with it."""
+    async def compile(self, spec: GrammarSpec) -> LlGuidanceGrammar:
+        """The grammar of a spec, or a refusal that says what is wrong with it."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_SECONDS):
-                return await loop.run_in_executor(self._threads, self._make, form.kind, form.text)
+                return await loop.run_in_executor(self._threads, self._cached_compile, spec.kind, spec.text)
         except TimeoutError:
-            message = f"{form.field} was not compiled within {COMPILE_SECONDS:g} s; simplify it"
-            raise ApiError(400, message, field=form.field, code="grammar_too_complex") from None
+            message = f"{spec.field} was not compiled within {COMPILE_SECONDS:g} s; simplify it"
+            raise ApiError(400, message, field=spec.field, code="grammar_too_complex") from None
         except UserError as error:
-            message = f"{form.field} cannot be followed ({error}); change it"
-            raise ApiError(400, message, field=form.field, code="invalid_grammar") from None
+            message = f"{spec.field} cannot be followed ({error}); change it"
+            raise ApiError(400, message, field=spec.field, code="invalid_grammar") from None
 
     def _compile(self, kind: Kind, text: str) -> LlGuidanceGrammar:
         with self._lock:

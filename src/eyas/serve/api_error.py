@@ -44,7 +44,7 @@ _KINDS = {
 }
 
 
-def failure_of(error: BaseException) -> ApiError:
+def to_api_error(error: BaseException) -> ApiError:
     """The failure that a client hears of for an exception."""
     if isinstance(error, ApiError):
         return error

@@ -15,7 +15,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.output import SpecDecodeStats
 
 
-class Mender:
+class Supervisor:
     """Decides what becomes of an engine whose step failed. It runs on the engine's thread."""
 
     def __init__(self, build: Callable[[], Engine], report: Callable[[str], None]) -> None:
@@ -23,27 +23,27 @@ class Mender:
         self.failed_steps = 0
         self.replaced = 0
         """Engines so far that were given up."""
-        self.past = SpecDecodeStats()
+        self.replaced_stats = SpecDecodeStats()
         """What those had counted."""
         self._passes_at_failure: int | None = None
 
     def __call__(self, engine: Engine, error: BaseException) -> tuple[Engine, Collection[int] | None]:
         """An engine to go on with and the requests that were lost, None for all."""
         self.failed_steps += 1
-        words = f"a step failed ({_name(error)})"
+        failed = f"a step failed ({_name(error)})"
         try:
             if self._passes_at_failure == engine.tally.passes:
                 raise RuntimeError("it failed again before a token came")
             lost = _drop_running(engine)
-        except Exception as doubt:
-            self._report(f"{words}; the engine is replaced, all its requests are lost: {_name(doubt)}")
+        except Exception as second:
+            self._report(f"{failed}; the engine is replaced, all its requests are lost: {_name(second)}")
             return self._replace(engine, error), None
         self._passes_at_failure = engine.tally.passes
-        self._report(f"{words}; its {len(lost)} requests are lost, those that wait go on")
+        self._report(f"{failed}; its {len(lost)} requests are lost, those that wait go on")
         return engine, lost
 
     def _replace(self, engine: Engine, error: BaseException) -> Engine:
-        add(self.past, engine.tally)
+        add_stats(self.replaced_stats, engine.tally)
         self.replaced += 1
         self._passes_at_failure = None
         # Two engines may not fit. Nobody steps the old one again, so its pages go first, wherever it is still named.
@@ -76,7 +76,7 @@ def _name(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def add(to: SpecDecodeStats, more: SpecDecodeStats) -> None:
+def add_stats(to: SpecDecodeStats, more: SpecDecodeStats) -> None:
     """Count what another one counted."""
     to.passes += more.passes
     to.drafts += more.drafts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eyas.errors import UserError
-from eyas.serve.served import Limits
+from eyas.serve.model_info import ServerLimits
 from serve.test_operation import metrics
 from serve.test_sockets import slow_down
 from tiny import drafter_config, random_drafter
@@ -113,7 +113,7 @@ def test_loading_holds_up_nobody_and_happens_once_at_a_time(new_server: Any, tin
         assert go_on.wait(20)
         return tiny_drafter
 
-    with new_server(load=slowly, limits=Limits(queue=2)) as client:
+    with new_server(load=slowly, limits=ServerLimits(queue=2)) as client:
 
         async def main() -> tuple[Any, Any, Any]:
             first = asyncio.create_task(client.send("POST", "/v1/drafter", json={"model": "slow"}))

@@ -9,13 +9,13 @@ from hmac import compare_digest
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from eyas.serve.connection import Outlet
-from eyas.serve.failure import ApiError
+from eyas.serve.api_error import ApiError
+from eyas.serve.connection import ResponseWriter
 
-GUARDED = ("/v1", "/status")
+PROTECTED_PATHS = ("/v1", "/status")
 
 
-class KeyGuard:
+class ApiKeyMiddleware:
     """Lets requests to guarded paths through if they carry one of the keys; without keys, all of them."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
@@ -25,13 +25,18 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or refuse."""
-        if scope["type"] == "http" and scope["path"].startswith(GUARDED) and self._digests and not self._knows(scope):
+        if (
+            scope["type"] == "http"
+            and scope["path"].startswith(PROTECTED_PATHS)
+            and self._digests
+            and not self._has_valid_key(scope)
+        ):
             failure = ApiError(401, "the API key is missing or unknown; send Authorization: Bearer KEY", code="bad_key")
-            await Outlet(send, "").fail(failure)
+            await ResponseWriter(send, "").fail(failure)
             return
         await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _has_valid_key(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = sha256(key.strip().encode("latin-1", "replace")).digest()
         matches = [compare_digest(digest, known) for known in self._digests]

@@ -7,27 +7,27 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.calls import CallReader
-from eyas.serve.tools import DIALECTS
+from eyas.serve.tool_parser import ToolCallParser
+from eyas.serve.tools import TOOL_CALL_FORMATS
 
-BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+BY_NAME = {format_.name: format_ for format_ in TOOL_CALL_FORMATS}
 
 
-def read(name: str, pieces: list[str], most: int | None = None) -> tuple[str, list[tuple[str, str]]]:
+def read(name: str, pieces: list[str], max_calls: int | None = None) -> tuple[str, list[tuple[str, str]]]:
     """Content and calls, put together from what came of each piece."""
-    reader: CallReader = BY_NAME[name].reader(most=most)
+    parser: ToolCallParser = BY_NAME[name].new_parser(max_calls=max_calls)
     content, calls = "", dict[int, list[str]]()
     for number, piece in enumerate(pieces):
-        delta = reader.feed(piece, last=number == len(pieces) - 1)
+        delta = parser.feed(piece, last=number == len(pieces) - 1)
         content += delta.content
         for one in delta.calls:
-            if one.begun is not None:
-                calls[one.index] = [one.begun.name, ""]
+            if one.started is not None:
+                calls[one.index] = [one.started.name, ""]
             calls[one.index][1] += one.arguments
-    assert content == reader.content
-    assert list(calls.values()) == [[call.name, call.arguments] for call in reader.calls]
-    assert len({call.id for call in reader.calls}) == len(reader.calls)
-    return content, [(call.name, call.arguments) for call in reader.calls]
+    assert content == parser.content
+    assert list(calls.values()) == [[call.name, call.arguments] for call in parser.calls]
+    assert len({call.id for call in parser.calls}) == len(parser.calls)
+    return content, [(call.name, call.arguments) for call in parser.calls]
 
 
 CASES: list[tuple[str, str, str, list[tuple[str, str]], dict[str, Any]]] = [
@@ -50,7 +50,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]], dict[str, Any]]] = [
         '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {"a',
         "",
         [("f", "{}")],
-        {"most": 1},
+        {"max_calls": 1},
     ),
     (
         "llama3_json",
@@ -87,14 +87,14 @@ def test_calls_are_found_however_the_text_is_cut(
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    reader = BY_NAME["hermes"].reader(most=None)
-    assert reader.feed('<tool_call>{"name": "f", "arguments": {"a":').calls[0].arguments == '{"a":'
-    assert reader.feed(' "long').calls[0].arguments == ' "long'
-    assert reader.feed(' text"').calls[0].arguments == ' text"'
+    parser = BY_NAME["hermes"].new_parser(max_calls=None)
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"a":').calls[0].arguments == '{"a":'
+    assert parser.feed(' "long').calls[0].arguments == ' "long'
+    assert parser.feed(' text"').calls[0].arguments == ' text"'
 
 
 def test_ids_have_the_form_that_templates_take() -> None:
-    reader = BY_NAME["mistral"].reader(most=None)
-    reader.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}]', last=True)
-    assert len(reader.calls[0].id) == 9
-    assert reader.calls[0].id.isalnum()
+    parser = BY_NAME["mistral"].new_parser(max_calls=None)
+    parser.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}]', last=True)
+    assert len(parser.calls[0].id) == 9
+    assert parser.calls[0].id.isalnum()

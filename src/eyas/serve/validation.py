@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
-from eyas.serve.failure import ApiError
-from eyas.serve.protocol import NEUTRAL, Wire
+from eyas.serve.api_error import ApiError
+from eyas.serve.protocol import NEUTRAL_VALUES, WireModel
 
-Body = TypeVar("Body", bound=Wire)
+Body = TypeVar("Body", bound=WireModel)
 
-SHAPES = {
+EXPECTED_SHAPES = {
     "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
     "stop": "a string or a list of strings",
     "logit_bias": "an object from token ids to numbers",
@@ -22,10 +22,10 @@ SHAPES = {
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
 """Where a value may have several shapes, one sentence says more than an error for each of them."""
-LONGEST_SHOWN = 60
+MAX_SHOWN = 60
 
 
-async def read_body(http: HttpRequest, *, most_bytes: int, seconds: float) -> bytes:
+async def read_body(http: HttpRequest, *, max_bytes: int, seconds: float) -> bytes:
     """The whole body, if it is JSON, small enough and comes in time."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -38,10 +38,10 @@ async def read_body(http: HttpRequest, *, most_bytes: int, seconds: float) -> by
         async with asyncio.timeout(seconds):
             async for chunk in http.stream():
                 body += chunk
-                if len(body) > most_bytes:
+                if len(body) > max_bytes:
                     raise ApiError(
                         413,
-                        f"the body is above the {most_bytes:,} bytes this server takes; send less",
+                        f"the body is above the {max_bytes:,} bytes this server takes; send less",
                         code="too_large",
                     )
     except TimeoutError:
@@ -49,18 +49,18 @@ async def read_body(http: HttpRequest, *, most_bytes: int, seconds: float) -> by
     return bytes(body)
 
 
-def parse(kind: type[Body], body: bytes) -> Body:
+def parse_body(kind: type[Body], body: bytes) -> Body:
     """The body as `kind`."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _refusal(kind, error) from None
+        raise _validation_error(kind, error) from None
 
 
-def _refusal(kind: type[Wire], error: ValidationError) -> ApiError:
+def _validation_error(kind: type[WireModel], error: ValidationError) -> ApiError:
     # URLs and context of pydantic's own are of no use to a client; of several errors the first is told.
     first = error.errors(include_url=False, include_context=False)[0]
-    field = _path(first["loc"])
+    field = _field_path(first["loc"])
     top = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON ({first['msg'].partition(': ')[2]})", code="invalid_json")
@@ -70,23 +70,26 @@ def _refusal(kind: type[Wire], error: ValidationError) -> ApiError:
         known = "system, developer, user, assistant or tool"
         role = first["input"].get("role") if isinstance(first["input"], dict) else first["input"]
         return ApiError(
-            400, f"{field}.role is {_shown(role)}; it should be {known}", field=f"{field}.role", code="invalid_value"
+            400,
+            f"{field}.role is {_short_repr(role)}; it should be {known}",
+            field=f"{field}.role",
+            code="invalid_value",
         )
     if first["type"] == "extra_forbidden":
-        return _unknown(kind, field, first["input"])
+        return _unknown_field_error(kind, field, first["input"])
     if first["type"] == "missing":
         return ApiError(400, f"{field} is missing; give it", field=field, code="missing_required_parameter")
-    if top in SHAPES:
-        return ApiError(400, f"{top} is not {SHAPES[top]}; change it", field=top, code="invalid_type")
+    if top in EXPECTED_SHAPES:
+        return ApiError(400, f"{top} is not {EXPECTED_SHAPES[top]}; change it", field=top, code="invalid_type")
     if top == "messages" and "content" in first["loc"]:
         return ApiError(400, f"{field} is neither a string nor a list of text parts; change it", field=field)
     limit = first["msg"].removeprefix("Input should be ")
     return ApiError(
-        400, f"{field} is {_shown(first['input'])}; it should be {limit}", field=field, code="invalid_value"
+        400, f"{field} is {_short_repr(first['input'])}; it should be {limit}", field=field, code="invalid_value"
     )
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
+def _field_path(loc: tuple[int | str, ...]) -> str:
     """A field's name, as a client would write it."""
     if loc[:1] == ("messages",) and len(loc) > 3:
         # Behind the number stands which kind of message it was taken for; behind the content, which kind of content.
@@ -94,15 +97,15 @@ def _path(loc: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in loc)
 
 
-def _unknown(kind: type[Wire], field: str, value: Any) -> ApiError:
-    if field in NEUTRAL:
-        message = f"{field} is not supported yet, so {_shown(value)} would have no effect; leave it out"
+def _unknown_field_error(kind: type[WireModel], field: str, value: Any) -> ApiError:
+    if field in NEUTRAL_VALUES:
+        message = f"{field} is not supported yet, so {_short_repr(value)} would have no effect; leave it out"
         return ApiError(400, message, field=field, code="unsupported_parameter")
     near = get_close_matches(field, kind.model_fields, n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
     return ApiError(400, f"{field} is not a field of this request; {hint}", field=field, code="unknown_parameter")
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

@@ -1,0 +1,210 @@
+"""One request from its first byte to its last: read, take on, answer, and tell how it went.
+
+However it ends (an answer, a refusal, a failing engine, a client that left, a deadline) its places are given back, its
+requests leave the engine, and one line in the log and one count in the metrics say so.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
+
+from eyas.engine.grammar.base import Grammar
+from eyas.engine.output import OutputDelta, SpecDecodeStats
+from eyas.engine.request import FinishReason
+from eyas.serve import response_builder
+from eyas.serve.admission import AdmissionController
+from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
+from eyas.serve.engine_client import EngineClient
+from eyas.serve.json_logging import LOGGER, log
+from eyas.serve.metrics import ServerMetrics
+from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.protocol import GenerationRequest
+from eyas.serve.request_builder import EngineRequests
+from eyas.serve.response_builder import ChoiceOutput, Kind, ResponseMeta
+from eyas.serve.structured_outputs import GrammarCompiler, GrammarSpec
+from eyas.serve.token_text import TokenText
+from eyas.serve.validation import parse_body, read_body
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServerContext:
+    """What all requests share: everything that answering one needs."""
+
+    engine_client: EngineClient
+    model_info: ModelInfo
+    limits: ServerLimits
+    admission: AdmissionController
+    metrics: ServerMetrics
+    token_text: TokenText
+    grammar_spec_of: Callable[[GenerationRequest], GrammarSpec | None]
+    compiler: GrammarCompiler
+    tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-encode"))
+    """One thread, so that long prompts do not hold up the loop: tokenizers are not made for several at once."""
+
+
+@dataclass(kw_only=True)
+class RequestTrace:
+    """How one request went, for log and metrics."""
+
+    request_id: str
+    started: float
+    body: GenerationRequest | None = None
+    engine_requests: EngineRequests | None = None
+    choices: list[ChoiceOutput] = field(default_factory=list)
+    first_token: float | None = None
+    last_token: dict[int, float] = field(default_factory=dict)
+    """When the newest delta of each choice came."""
+    outcome: str = "error"
+
+
+class Endpoint:
+    """An ASGI application for one path."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        body: type[GenerationRequest],
+        build: Callable[[Any, Grammar | None], EngineRequests],
+        context: ServerContext,
+    ) -> None:
+        self._kind, self._body, self._build, self._context = kind, body, build, context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        trace = RequestTrace(request_id=uuid.uuid4().hex, started=time.monotonic())
+        writer = ResponseWriter(send, trace.request_id)
+        try:
+            async with asyncio.timeout(self._context.limits.request_seconds):
+                await self._answer(HttpRequest(scope, receive), receive, writer, trace)
+        except ClientDisconnectedError:
+            trace.outcome = "disconnected"
+        except asyncio.CancelledError:
+            trace.outcome = "cancelled"
+            raise
+        except Exception as error:
+            failure = self._to_api_error(error)
+            trace.outcome = failure.code or str(failure.status)
+            await writer.fail(failure)
+        finally:
+            self._log_request(scope, trace, writer)
+
+    async def _answer(self, http: HttpRequest, receive: Receive, writer: ResponseWriter, trace: RequestTrace) -> None:
+        context = self._context
+        context.admission.check_capacity()  # before the work of reading, not only after it
+        raw = await read_body(http, max_bytes=context.limits.body_bytes, seconds=context.limits.body_seconds)
+        trace.body = body = parse_body(self._body, raw)
+        if body.model is not None and body.model != context.model_info.name:
+            raise ApiError(
+                404, f"model {body.model!r} is not served here; use {context.model_info.name!r}", code="model_not_found"
+            )
+        spec = context.grammar_spec_of(body)
+        grammar = None if spec is None else await context.compiler.compile(spec)
+        loop = asyncio.get_running_loop()
+        trace.engine_requests = engine_requests = await loop.run_in_executor(
+            context.tokenizer_thread, self._build, body, grammar
+        )
+        meta = ResponseMeta(
+            kind=self._kind,
+            request_id=trace.request_id,
+            model=context.model_info.name,
+            created=int(time.time()),
+            prompt_tokens=engine_requests.prompt_tokens,
+            details=body.speculative is not None and body.speculative.details,
+        )
+        trace.choices = [
+            ChoiceOutput(tool_parser=engine_requests.new_parser and engine_requests.new_parser())
+            for _ in engine_requests.requests
+        ]
+        with context.admission.admit(len(engine_requests.requests)):
+            context.metrics.prompt_tokens.inc(engine_requests.prompt_tokens)
+            await cancel_on_disconnect(receive, self._generate(meta, body, engine_requests, writer, trace))
+
+    async def _generate(
+        self,
+        meta: ResponseMeta,
+        body: GenerationRequest,
+        engine_requests: EngineRequests,
+        writer: ResponseWriter,
+        trace: RequestTrace,
+    ) -> None:
+        token_text = self._context.token_text
+
+        async def on_output(index: int, delta: OutputDelta, tally: SpecDecodeStats) -> None:
+            choice = trace.choices[index]
+            choice.tally = tally
+            choice.append(delta, token_text)
+            self._observe_latency(trace, index, delta)
+            if delta.finished is FinishReason.ERROR:
+                message = "the form became too complex to follow on the way; simplify it"
+                raise ApiError(400, message, code="grammar_too_complex")
+            if not body.stream:
+                return
+            first = response_builder.role_chunk(meta, index) if len(choice.deltas) == 1 else None
+            for event in (first, response_builder.stream_chunk(meta, index, choice, token_text)):
+                if event is not None:
+                    await writer.event(event)
+
+        await self._context.engine_client.generate(engine_requests.requests, on_output)
+        ends = {choice.deltas[-1].finished for choice in trace.choices}
+        trace.outcome = "+".join(sorted(end.value for end in ends if end is not None))
+        if not body.stream:
+            await writer.json(response_builder.full_response(meta, trace.choices, token_text))
+            return
+        if body.stream_options is not None and body.stream_options.include_usage:
+            await writer.event(response_builder.usage_chunk(meta, trace.choices))
+        await writer.end()
+
+    def _observe_latency(self, trace: RequestTrace, index: int, delta: OutputDelta) -> None:
+        """Note when tokens came."""
+        now, metrics = time.monotonic(), self._context.metrics
+        if trace.first_token is None:
+            trace.first_token = now - trace.started
+            metrics.time_to_first_token.observe(trace.first_token)
+        before = trace.last_token.get(index)
+        if before is not None and delta.tokens:
+            for _ in delta.tokens:
+                metrics.inter_token_latency.observe((now - before) / len(delta.tokens))
+        trace.last_token[index] = now
+
+    def _to_api_error(self, error: Exception) -> ApiError:
+        failure = to_api_error(error)
+        if failure.status == 500 and self._context.admission.draining:
+            return ApiError(503, "the server was shut down before the answer was complete", code="shutting_down")
+        if failure.status == 500 and self._context.engine_client.failure is not None:
+            return ApiError(503, "the engine has failed and could not be replaced; see /health", code="engine_down")
+        if failure.code == "internal_error":
+            LOGGER.error("bug", exc_info=error)
+        return failure
+
+    def _log_request(self, scope: Scope, trace: RequestTrace, writer: ResponseWriter) -> None:
+        seconds = time.monotonic() - trace.started
+        metrics = self._context.metrics
+        metrics.requests.labels(scope["path"], trace.outcome).inc()
+        metrics.e2e_latency.observe(seconds)
+        speculative = response_builder.speculative_usage([choice.tally for choice in trace.choices])
+        client = scope.get("client")
+        log(
+            "request",
+            request_id=trace.request_id,
+            path=scope["path"],
+            client=client[0] if client else None,
+            user=trace.body.user if trace.body else None,
+            status=writer.status,
+            outcome=trace.outcome,
+            stream=trace.body.stream if trace.body else None,
+            answers=len(trace.choices),
+            prompt_tokens=trace.engine_requests.prompt_tokens if trace.engine_requests else None,
+            completion_tokens=sum(choice.tokens for choice in trace.choices),
+            seconds=round(seconds, 4),
+            first_token_seconds=None if trace.first_token is None else round(trace.first_token, 4),
+            drafts=speculative["drafts"],
+            acceptance_length=speculative["acceptance_length"],
+        )
