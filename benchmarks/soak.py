@@ -45,7 +45,7 @@ SERVE = (
     "eyas serve --max-model-len 1024 --max-num-seqs 16 --max-queue 24 --memory-gib 0.06 --no-page "
     "--request-seconds 3600 --drain-seconds 600"
 )
-"""Limits low enough for 429s and for pages to run out; time enough for a machine that others use too."""
+"""Limits low enough for 429s and for KV blocks to run out; time enough for a machine that others use too."""
 
 
 class Verdict:
@@ -76,7 +76,7 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
         session = clients.session
         await server.until_ready(session, arguments.start_seconds)
         before = await server.counted(session)
-        max_model_len = (await server.status(session))["served"]["max_length"]
+        max_model_len = (await server.status(session))["served"]["max_model_len"]
         known = await _references(clients, arguments.questions)
         print(f"{len(known)} answers known; {arguments.clients} clients for {arguments.minutes:g} minutes", flush=True)
 
@@ -157,7 +157,7 @@ async def _judge_rest(verdict: Verdict, server: Server, clients: Clients, patien
     while True:
         told = await server.status(clients.session)
         left = {name: told["load"][name] for name in ("running", "waiting", "in_flight")}
-        left |= {"pages used": told["pages"]["used"]}
+        left |= {"KV blocks used": told["kv_blocks"]["used"]}
         if not any(left.values()) or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.2)

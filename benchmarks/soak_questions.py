@@ -49,7 +49,7 @@ BIRD = {
 FORM = {"type": "json_schema", "json_schema": {"name": "bird", "schema": BIRD}}
 FORMED = "in a form"
 LEDGER = "The ledger of the harbour lists what came in that week: salt, rope, tar, oil, grain and slate. " * 16
-"""Long enough for pages to become scarce when several read it."""
+"""Long enough for KV blocks to become scarce when several read it."""
 
 QUESTIONS = (
     _chat("Name a bird.", 8),

@@ -107,7 +107,7 @@ class Server:
 
 
 class Watch:
-    """Looks at a server from time to time: memory, load, pages."""
+    """Looks at a server from time to time: memory, load, KV blocks."""
 
     def __init__(self) -> None:
         self.memory: list[tuple[float, float]] = []
@@ -122,7 +122,7 @@ class Watch:
             if memory is not None:
                 self.memory.append((now, memory))
             told = await server.status(session)
-            seen = told["load"] | told["pages"]
+            seen = told["load"] | told["kv_blocks"]
             self.most = {name: max(most, seen[name]) for name, most in self.most.items()}
             if now - said >= 60:
                 said = now

@@ -230,7 +230,7 @@ def test_the_dashboard_shows_what_happens(page: Browser, client: Any) -> None:
         "return [...document.querySelectorAll('#plots figure')].map(f => f.querySelector('h3').textContent)"
     )
     assert set(figures) == {
-        "Acceptance by depth", "Depth chosen", "Throughput", "Acceptance length", "Users", "Pages",
+        "Acceptance by depth", "Depth chosen", "Throughput", "Acceptance length", "Users", "KV cache",
     }  # fmt: skip
     assert page.run("return document.querySelectorAll('#plots figure .bar.c1').length") >= 4
     assert page.run("return document.querySelectorAll('#plots figure .line').length") >= 4

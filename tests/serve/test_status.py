@@ -50,9 +50,9 @@ def test_counts_differenced_are_what_happened_between(new_server: Any) -> None:
         for name in ("passes", "drafts", "drafted_tokens", "accepted_tokens", "accepted_by_depth"):
             assert counts[name] == figures[name], name
         assert counts["rows_by_depth"]["3"] >= counts["drafts"]
-        assert after["pages"]["used"] == 0
-        assert after["pages"]["total"] == client.engine.pool.blocks
-        assert after["load"] == {"running": 0, "waiting": 0, "in_flight": 0, "places": 4 + 256}
+        assert after["kv_blocks"]["used"] == 0
+        assert after["kv_blocks"]["total"] == client.engine.pool.blocks
+        assert after["load"] == {"running": 0, "waiting": 0, "in_flight": 0, "capacity": 4 + 256}
 
 
 def test_what_is_served_is_told(client: Any, target: Any) -> None:
@@ -63,8 +63,8 @@ def test_what_is_served_is_told(client: Any, target: Any) -> None:
         "mode": "auto",
         "depth": None,
         "max_depth": 7,
-        "max_length": 256,
-        "max_rows": 4,
+        "max_model_len": 256,
+        "max_num_seqs": 4,
     }
     assert client.get("/status").json["state"] == "ok"
 

@@ -44,7 +44,7 @@ def serve(
         typer.Option(help="How tool calls are written: hermes, llama3_json, mistral.", show_default="by the template"),
     ] = None,
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory for pages, in GiB.", show_default="half of what is free")
+        float | None, typer.Option(help="Memory for the KV cache, in GiB.", show_default="half of what is free")
     ] = None,
     request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,

@@ -74,16 +74,16 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All of them."""
         snapshot, tally = self.snapshot, self.snapshot.tally
-        yield _gauge("eyas_num_requests_running", "Answers that own pages.", snapshot.running)
-        yield _gauge("eyas_num_requests_waiting", "Answers that wait for pages.", snapshot.waiting)
-        yield _gauge("eyas_pages", "Pages of the caches.", snapshot.blocks)
-        yield _gauge("eyas_pages_used", "Pages that answers under way own.", snapshot.blocks_used)
-        yield _gauge("eyas_pages_cached", "Free pages whose content can be found again.", snapshot.blocks_cached)
+        yield _gauge("eyas_num_requests_running", "Answers that hold KV blocks.", snapshot.running)
+        yield _gauge("eyas_num_requests_waiting", "Answers that wait for KV blocks.", snapshot.waiting)
+        yield _gauge("eyas_kv_blocks", "KV blocks in all.", snapshot.blocks)
+        yield _gauge("eyas_kv_blocks_used", "KV blocks that running answers hold.", snapshot.blocks_used)
+        yield _gauge("eyas_kv_blocks_cached", "Free KV blocks that the prefix cache can still use.", snapshot.blocks_cached)
         yield _gauge(
-            "eyas_kv_cache_usage_perc", "Share of pages used, 1 is all.", snapshot.blocks_used / max(1, snapshot.blocks)
+            "eyas_kv_cache_usage_perc", "Share of KV blocks used, 1 is all.", snapshot.blocks_used / max(1, snapshot.blocks)
         )
-        yield _counter("eyas_prefix_cache_queries", "Pages looked for in the prefix cache.", snapshot.prefix_lookups)
-        yield _counter("eyas_prefix_cache_hits", "Pages found there.", snapshot.prefix_hits)
+        yield _counter("eyas_prefix_cache_queries", "KV blocks looked up in the prefix cache.", snapshot.prefix_lookups)
+        yield _counter("eyas_prefix_cache_hits", "KV blocks found there.", snapshot.prefix_hits)
         yield _counter("eyas_generation_tokens", "Tokens generated.", tally.tokens)
         yield _counter("eyas_target_passes", "Passes of the target that chose tokens, per answer.", tally.passes)
         yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", tally.drafts)

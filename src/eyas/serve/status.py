@@ -18,7 +18,7 @@ COLLAPSED = "raised while the drafter is of no use: requests on auto then decode
 
 STATUS_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "required": ["version", "state", "at_seconds", "served", "load", "pages", "counts", "alarms", "notices"],
+    "required": ["version", "state", "at_seconds", "served", "load", "kv_blocks", "counts", "alarms", "notices"],
     "properties": {
         "version": {"type": "string"},
         "state": {"enum": ["ok", "draining", "failed"]},
@@ -32,15 +32,15 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "mode": {"enum": ["auto", "off", "fixed"]},
                 "depth": {"type": ["integer", "null"]},
                 "max_depth": {"type": "integer", "description": "The deepest a request may ask for; 0: no drafter."},
-                "max_length": {"type": "integer"},
-                "max_rows": {"type": "integer"},
+                "max_model_len": {"type": "integer"},
+                "max_num_seqs": {"type": "integer"},
             },
         },
         "load": {
             "type": "object",
-            "properties": {name: {"type": "integer"} for name in ("running", "waiting", "in_flight", "places")},
+            "properties": {name: {"type": "integer"} for name in ("running", "waiting", "in_flight", "capacity")},
         },
-        "pages": {
+        "kv_blocks": {
             "type": "object",
             "properties": {name: {"type": "integer"} for name in ("total", "used", "cached", "lookups", "hits")},
         },
@@ -103,9 +103,9 @@ async def status_of(
             "running": snapshot.running,
             "waiting": snapshot.waiting,
             "in_flight": admission.in_flight,
-            "places": admission.capacity,
+            "capacity": admission.capacity,
         },
-        "pages": {
+        "kv_blocks": {
             "total": snapshot.blocks,
             "used": snapshot.blocks_used,
             "cached": snapshot.blocks_cached,
@@ -127,8 +127,8 @@ def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
         "mode": model_info.speculation.mode if drafted else "off",
         "depth": model_info.speculation.depth,
         "max_depth": max_depth if drafted else 0,
-        "max_length": model_info.max_model_len,
-        "max_rows": model_info.max_num_seqs,
+        "max_model_len": model_info.max_model_len,
+        "max_num_seqs": model_info.max_num_seqs,
     }
 
 

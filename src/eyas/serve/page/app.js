@@ -32,7 +32,7 @@ function seen(status) {
 function adapt({ served, version }) {
   const drafter = served.drafter ? `drafted by ${served.drafter}` : "no drafter";
   byId("served").textContent = `${served.model}, ${drafter}`;
-  byId("foot").textContent = `eyas ${version}: up to ${served.max_length.toLocaleString("en")} tokens, ${served.max_rows} answers at once.`;
+  byId("foot").textContent = `eyas ${version}: up to ${served.max_model_len.toLocaleString("en")} tokens, ${served.max_num_seqs} answers at once.`;
   document.title = `${served.model} · eyas`;
   adaptTo(served);
   allowCompare(served.max_depth > 0);

@@ -34,10 +34,10 @@ const OVER_TIME = [
     digits: 0,
   },
   {
-    title: "Pages",
-    caption: "Memory for keys and values: owned by answers, and free but remembered for prompts that begin alike.",
-    names: ["used", "remembered"],
-    read: (history) => [history.gauge((seen) => seen.pages.used), history.gauge((seen) => seen.pages.cached)],
+    title: "KV cache",
+    caption: "KV blocks: held by answers, and free but cached for prompts that begin alike.",
+    names: ["used", "cached"],
+    read: (history) => [history.gauge((seen) => seen.kv_blocks.used), history.gauge((seen) => seen.kv_blocks.cached)],
     most: 10,
     natural: true,
     digits: 0,
@@ -82,13 +82,13 @@ export class Dashboard {
 }
 
 function showTiles(latest, recent, instant) {
-  const { load, pages, counts } = latest;
+  const { load, kv_blocks: blocks, counts } = latest;
   const since = counts.drafts ? 1 + counts.accepted_tokens / counts.drafts : null;
   const tiles = [
     ["Throughput", `${fixed(tokensPerSecond(instant))}`, "tokens/s now"],
     ["Acceptance length", fixed(acceptanceLength(recent), 2), `last ${RECENT} s; ${fixed(since, 2)} since the start`],
-    ["Users", `${load.running}`, `running; ${load.waiting} waiting, ${load.places} places`],
-    ["Pages", percent(pages.used / Math.max(1, pages.total)), `${whole(pages.used)} of ${whole(pages.total)} used`],
+    ["Users", `${load.running}`, `running; ${load.waiting} waiting, at most ${load.capacity}`],
+    ["KV cache", percent(blocks.used / Math.max(1, blocks.total)), `${whole(blocks.used)} of ${whole(blocks.total)} blocks used`],
     ["Tokens", whole(counts.tokens), `${fixed(counts.tokens / Math.max(1, counts.passes), 2)} for each pass of the target`],
   ];
   byId("tiles").replaceChildren(

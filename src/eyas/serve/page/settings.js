@@ -26,7 +26,7 @@ export function systemMessages() {
 
 /** What the server serves decides what can be asked for. */
 export function adaptTo(served) {
-  byId("max-tokens").max = served.max_length;
+  byId("max-tokens").max = served.max_model_len;
   byId("depth").max = Math.max(1, served.max_depth);
   for (const option of byId("speculation").options) option.disabled = served.max_depth === 0 && option.value !== "off";
   if (served.max_depth === 0) byId("speculation").value = "off";
