@@ -115,13 +115,13 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     direct = AsyncEngine(engine)
     engine_client = EngineClient(
-        lambda: engine, report=print
+        lambda: engine
     )  # both threads know the engine; rounds take turns, so one works at a time
     model_info = ModelInfo(
         name="model", target=arguments.target, drafter=drafter_name, max_model_len=1024, max_num_seqs=arguments.users
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(Application(engine_client, model_info, page=False), on_stop=lambda _: None)
+    server = Server(Application(engine_client, model_info, page=False))
     serving = asyncio.create_task(server.serve([listener]))
     prompts = [
         [target.encode_chat([message]) for message in user] for user in questions(arguments.users, arguments.each)

@@ -116,7 +116,6 @@ def serve(
     options: EngineConfig = OPTIONS,
     limits: ServerLimits | None = None,
     keys: tuple[str, ...] = (),
-    notices: list[str] | None = None,
     page: bool = True,
     load: Callable[[str], Drafter] | None = None,
     tool_parser: str | None = None,
@@ -129,7 +128,7 @@ def serve(
         engines.append(Engine(target, slot.model, options=options))
         return engines[-1]
 
-    with EngineClient(build, report=(notices if notices is not None else []).append) as engine_client:
+    with EngineClient(build) as engine_client:
         drafter_name = "tiny-drafter" if drafter is not None else None
         model_info = ModelInfo(
             name="tiny",

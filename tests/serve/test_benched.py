@@ -24,7 +24,7 @@ from eyas.serve.server import Server, listen, url_of
 def running(new_server: Any) -> Iterator[tuple[str, Any]]:
     with new_server() as client:
         listener = listen("127.0.0.1", 0)
-        server = Server(client.application, on_stop=print)
+        server = Server(client.application)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         yield url_of(listener), client

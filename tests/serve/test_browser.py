@@ -101,7 +101,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def running(client: Any) -> Iterator[str]:
     """The address of an application that listens."""
     listener = listen("127.0.0.1", 0)
-    server = Server(client.application, on_stop=print)
+    server = Server(client.application)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:

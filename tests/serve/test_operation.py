@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from eyas.engine.engine import Engine
 from eyas.serve.admission import AdmissionController
 from eyas.serve.api_error import ApiError
-from eyas.serve.json_logging import JsonFormatter
+from eyas.serve.json_logging import LOGGERS, JsonFormatter, log_event, log_json_lines
 from eyas.serve.model_info import ServerLimits
 
 LONG = {"prompt": "abcabc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -110,9 +111,8 @@ def fail_once(engine: Engine, error: Exception, *, after: int) -> None:
     engine._commit = commit_or_fail  # type: ignore[method-assign]
 
 
-def test_a_failing_step_loses_its_requests_and_no_others(new_server: Any) -> None:
-    notices: list[str] = []
-    with new_server(notices=notices) as client:
+def test_a_failing_step_loses_its_requests_and_no_others(new_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with new_server() as client:
         expected = client.complete(**LONG).json["choices"][0]["text"]
         fail_once(client.engine, MemoryError("no more"), after=30)
 
@@ -128,7 +128,7 @@ def test_a_failing_step_loses_its_requests_and_no_others(new_server: Any) -> Non
             else:
                 assert reply.json["choices"][0]["text"] == expected
         assert len(client.engines) == 1
-        assert any("MemoryError: no more" in notice and "4 requests are lost" in notice for notice in notices)
+        assert any("MemoryError: no more" in notice and "4 requests are lost" in notice for notice in caplog.messages)
         client.all_back()
         assert metrics(client)["eyas_engine_failed_steps_total"] == 1
 
@@ -142,9 +142,8 @@ def test_a_stream_that_fails_ends_with_an_error(new_server: Any) -> None:
         assert client.complete().status == 200
 
 
-def test_an_engine_that_fails_again_is_replaced(new_server: Any) -> None:
-    notices: list[str] = []
-    with new_server(notices=notices) as client:
+def test_an_engine_that_fails_again_is_replaced(new_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with new_server() as client:
         expected = client.complete().json["choices"]
 
         def broken() -> None:
@@ -155,7 +154,7 @@ def test_an_engine_that_fails_again_is_replaced(new_server: Any) -> None:
         assert len(client.engines) == 2
         assert client.complete().json["choices"] == expected
         client.all_back()
-        assert any("replaced" in notice and "all its requests are lost" in notice for notice in notices)
+        assert any("replaced" in notice and "all its requests are lost" in notice for notice in caplog.messages)
         told = metrics(client)
         assert told["eyas_engine_replaced_total"] == 1
         assert told["eyas_generation_tokens_total"] == 16  # of both engines
@@ -213,11 +212,12 @@ def test_metrics_tell_what_happened(new_server: Any) -> None:
 
 
 def test_the_log_has_figures_and_no_text(client: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="eyas.serve"):
+    with caplog.at_level(logging.INFO, logger="eyas"):
         reply = client.chat("a very secret question", user="someone")
         client.chat("a very secret question", colour="a secret too")
         client.chat(messages=[{"role": "user", "content": "secret", "secret": 1}])
-    lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records if record.name == "eyas.serve"]
+    records = [record for record in caplog.records if record.name.startswith("eyas")]
+    lines = [json.loads(JsonFormatter().format(record)) for record in records]
     assert len(lines) == 3
     assert not any("secret" in json.dumps(line) for line in lines)
     assert lines[0]["user"] == "someone"
@@ -225,6 +225,47 @@ def test_the_log_has_figures_and_no_text(client: Any, caplog: pytest.LogCaptureF
     assert lines[0]["completion_tokens"] == reply.json["usage"]["completion_tokens"]
     assert lines[0]["request_id"] == reply.headers["x-request-id"]
     assert lines[1]["outcome"] == "unknown_parameter"
+
+
+@pytest.fixture
+def restored_loggers() -> Iterator[None]:
+    """Loggers as they were, after a test that sets them up for a server."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("restored_loggers")
+def test_once_the_server_serves_everything_under_eyas_is_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("eyas").handlers = [logging.StreamHandler()]  # what the command line had set up
+    log_json_lines()
+    logging.getLogger("eyas.engine.runner.graph_capture").warning("no room for graphs")
+    logging.getLogger("eyas.target.model").info("loading tiny")
+    logging.getLogger("eyas.engine").debug("not shown")
+    logging.getLogger("uvicorn.error").info("not shown")
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    log_event(logging.getLogger("eyas.serve.endpoint"), "request", status=200, user=None)
+    try:
+        raise ValueError("worn out")
+    except ValueError:
+        logging.getLogger("eyas.serve.endpoint").exception("a bug")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert all(line.pop("time").endswith("Z") for line in lines)
+    assert "ValueError: worn out" in lines[4].pop("trace")
+    assert lines == [
+        {"level": level, "event": "notice", "logger": logger, "message": message}
+        for level, logger, message in (
+            ("warning", "eyas.engine.runner.graph_capture", "no room for graphs"),
+            ("info", "eyas.target.model", "loading tiny"),
+            ("warning", "uvicorn.error", "Invalid HTTP request received."),
+        )
+    ] + [
+        {"level": "info", "event": "request", "status": 200},
+        {"level": "error", "event": "notice", "logger": "eyas.serve.endpoint", "message": "a bug"},
+    ]
 
 
 def test_the_model_is_described(client: Any) -> None:

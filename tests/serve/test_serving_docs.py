@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 def url(new_server: Any) -> Any:
     with new_server() as client:
         listener = listen("127.0.0.1", 0)
-        server = Server(client.application, on_stop=print)
+        server = Server(client.application)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         yield url_of(listener)

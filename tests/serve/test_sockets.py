@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -26,10 +27,9 @@ class Running:
 
     def __init__(self, client: Any) -> None:
         self.client = client
-        self.notices: list[str] = []
         listener = listen("127.0.0.1", 0)
         self.url = url_of(listener)
-        self.server = Server(client.application, on_stop=self.notices.append)
+        self.server = Server(client.application)
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
         self.thread.start()
         until(lambda: self.server.started)
@@ -157,8 +157,8 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(new_server: Any, st
         assert 'eyas_requests_total{endpoint="/v1/completions",outcome="disconnected"} 1.0' in told
 
 
-def test_a_server_that_stops_lets_answers_come_to_their_end(new_server: Any) -> None:
-    with new_server() as client:
+def test_a_server_that_stops_lets_answers_come_to_their_end(new_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="eyas.serve"), new_server() as client:
         expected = client.complete(**LONG).json["choices"][0]["text"]
         with running(client) as server:
             slow_down(client, 0.005)
@@ -182,7 +182,7 @@ def test_a_server_that_stops_lets_answers_come_to_their_end(new_server: Any) -> 
                 thread.join(30)
             server.thread.join(30)
         assert texts == [expected] * 3
-        assert server.notices == ["stopping: 3 answers under way have 30 s"]
+        assert "stopping: 3 answers under way have 30 s" in caplog.messages
         client.all_back()
 
 

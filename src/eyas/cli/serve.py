@@ -2,7 +2,6 @@
 
 import ipaddress
 import logging
-import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 
 from eyas.cli.options import Cache, Dtype, report
 
+logger = logging.getLogger(__name__)
 DEEPEST = 7
 """How deep the controller may go, and a request ask for, unless the server's own depth is above."""
 
@@ -70,7 +70,7 @@ def serve(
     from eyas.serve.app import Application
     from eyas.serve.drafter_swap import DrafterSlot
     from eyas.serve.engine_client import EngineClient
-    from eyas.serve.json_logging import warn
+    from eyas.serve.json_logging import log_json_lines
     from eyas.serve.model_info import ModelInfo, ServerLimits, banner
     from eyas.serve.server import Server, listen, url_of
 
@@ -91,10 +91,10 @@ def serve(
         engine, started = Engine(loaded, slot.model, options=options), perf_counter()
         steps = engine.capture_graphs()
         if steps:
-            report(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")
+            logger.info(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")
         return engine
 
-    with listener, EngineClient(build, report=warn) as engine_client:
+    with listener, EngineClient(build) as engine_client:
         model_info = ModelInfo(
             name=served_model_name or target,
             target=target,
@@ -114,20 +114,9 @@ def serve(
             report(f"page      {url_of(listener)}/")
         if check:
             return
-        _log_to_stderr()
+        log_json_lines()
         application = Application(engine_client, model_info, limits=limits, keys=keys, page=page, slot=slot)
-        Server(application, on_stop=report).run([listener])
-
-
-def _log_to_stderr() -> None:
-    """One JSON line per request, and what the HTTP server itself complains about."""
-    from eyas.serve.json_logging import LOGGER, JsonFormatter
-
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    for logger, level in ((LOGGER, logging.INFO), (logging.getLogger("uvicorn.error"), logging.WARNING)):
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        Server(application).run([listener])
 
 
 def _is_loopback(host: str) -> bool:

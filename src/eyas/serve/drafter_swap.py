@@ -1,6 +1,7 @@
 """Another drafter for a server at work: loaded beside it, taken between two steps, or refused with nothing changed."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ from eyas.drafter.shipped import NO_DRAFTER
 from eyas.engine.request import Speculation
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.engine_client import EngineClient
-from eyas.serve.json_logging import LOGGER, warn
 from eyas.serve.metrics import ServerMetrics
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.protocol import Count, WireModel
 from eyas.serve.validation import parse_body, read_body
+
+logger = logging.getLogger(__name__)
 
 
 class DrafterSwapRequest(WireModel):
@@ -85,7 +87,7 @@ class DrafterSwapEndpoint:
             except Exception as error:
                 failure = to_api_error(error)
                 if failure.status >= 500:
-                    LOGGER.error("swap", exc_info=error)
+                    logger.error("swapping the drafter failed", exc_info=error)
                 raise failure from error
         return JSONResponse(self.card())
 
@@ -107,4 +109,4 @@ class DrafterSwapEndpoint:
         self._model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
         self._metrics.set_drafter(self._model_info.drafter)
         self._metrics.swaps.inc()
-        warn(f"the drafter is {self._model_info.drafter or NO_DRAFTER} now")
+        logger.warning(f"the drafter is {self._model_info.drafter or NO_DRAFTER} now")

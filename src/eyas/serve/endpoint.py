@@ -5,6 +5,7 @@ requests leave the engine, and one line in the log and one count in the metrics 
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from eyas.serve.admission import AdmissionController
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
 from eyas.serve.engine_client import EngineClient
-from eyas.serve.json_logging import LOGGER, log
+from eyas.serve.json_logging import log_event
 from eyas.serve.metrics import ServerMetrics
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.protocol import GenerationRequest
@@ -32,6 +33,8 @@ from eyas.serve.response_builder import ChoiceOutput, Kind, ResponseMeta
 from eyas.serve.structured_outputs import GrammarCompiler, GrammarSpec
 from eyas.serve.token_text import TokenText
 from eyas.serve.validation import parse_body, read_body
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -181,7 +184,7 @@ class Endpoint:
         if failure.status == 500 and self._context.engine_client.failure is not None:
             return ApiError(503, "the engine has failed and could not be replaced; see /health", code="engine_down")
         if failure.code == "internal_error":
-            LOGGER.error("bug", exc_info=error)
+            logger.error("a bug in eyas ended a request", exc_info=error)
         return failure
 
     def _log_request(self, scope: Scope, trace: RequestTrace, writer: ResponseWriter) -> None:
@@ -191,7 +194,8 @@ class Endpoint:
         metrics.e2e_latency.observe(seconds)
         speculative = response_builder.speculative_usage([choice.tally for choice in trace.choices])
         client = scope.get("client")
-        log(
+        log_event(
+            logger,
             "request",
             request_id=trace.request_id,
             path=scope["path"],

@@ -1,6 +1,7 @@
 """The engine as the server knows it: answers for requests, a look at its state, and an end."""
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,6 +17,7 @@ from eyas.engine.request import Request
 from eyas.engine.speculation.drift import DriftReport
 from eyas.serve.supervisor import Supervisor, add_stats
 
+logger = logging.getLogger(__name__)
 OnOutput = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
 """Takes a piece of the answer of that number, and how speculation goes for it."""
 SNAPSHOT_SECONDS = 2.0
@@ -53,9 +55,8 @@ class EngineSnapshot:
 class EngineClient:
     """Runs an engine and mends it. Use it as a context manager, or call `close`."""
 
-    def __init__(self, build: Callable[[], Engine], *, report: Callable[[str], None]) -> None:
-        self.supervisor = Supervisor(build, report)
-        self._report = report
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self.supervisor = Supervisor(build)
         engine = build()
         self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
@@ -118,7 +119,7 @@ class EngineClient:
     def _log_events(self, engine: Engine) -> None:
         for event in engine.controller.events():
             self._notices.append((time.monotonic(), event))
-            self._report(event)
+            logger.warning(event)
 
     def _take_snapshot(self, engine: Engine) -> EngineSnapshot:
         self._log_events(engine)

@@ -1,36 +1,46 @@
-"""One line of JSON for each event, for machines that collect logs. Never what users wrote or were told.
+"""Logs as JSON lines, for machines that collect them. They never hold a prompt or an answer.
 
-Invariant: fields are numbers, ids and words of our own; the two exceptions are the `user` a client named itself by and
-its address.
+Invariant: values are numbers, ids and text of our own. The two exceptions are the client's address and the `user` that
+a request names.
 """
 
 import json
 import logging
+import sys
 import time
 from typing import Any
 
-LOGGER = logging.getLogger("eyas.serve")
+LOGGERS = {"eyas": logging.INFO, "uvicorn.error": logging.WARNING}
+"""What is logged once the server serves: all of eyas, and what the HTTP server complains about."""
 
 
-def log(event: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Write a line; fields that are None are left out."""
-    known = {name: value for name, value in fields.items() if value is not None}
-    LOGGER.log(level, event, extra={"fields": known})
+def log_json_lines() -> None:
+    """From now on, write these loggers to stderr as JSON lines and nowhere else."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    for name, level in LOGGERS.items():
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
 
 
-def warn(message: str) -> None:
-    """Something an operator should know."""
-    log("notice", level=logging.WARNING, message=message)
+def log_event(logger: logging.Logger, event: str, **fields: Any) -> None:
+    """Log an event with fields; fields that are None are left out."""
+    logger.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one JSON object."""
+    """Formats a record as one JSON object: an event with its fields, or any other message as a notice."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line of a record, our own or a library's."""
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
-        line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower(), "event": record.getMessage()}
-        line |= getattr(record, "fields", {})
+        line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower()}
+        fields = getattr(record, "fields", None)
+        if fields is None:
+            line |= {"event": "notice", "logger": record.name, "message": record.getMessage()}
+        else:
+            line |= {"event": record.getMessage()} | fields
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)

@@ -78,9 +78,13 @@ class EngineCollector(Collector):
         yield _gauge("eyas_num_requests_waiting", "Answers that wait for KV blocks.", snapshot.waiting)
         yield _gauge("eyas_kv_blocks", "KV blocks in all.", snapshot.blocks)
         yield _gauge("eyas_kv_blocks_used", "KV blocks that running answers hold.", snapshot.blocks_used)
-        yield _gauge("eyas_kv_blocks_cached", "Free KV blocks that the prefix cache can still use.", snapshot.blocks_cached)
         yield _gauge(
-            "eyas_kv_cache_usage_perc", "Share of KV blocks used, 1 is all.", snapshot.blocks_used / max(1, snapshot.blocks)
+            "eyas_kv_blocks_cached", "Free KV blocks that the prefix cache can still use.", snapshot.blocks_cached
+        )
+        yield _gauge(
+            "eyas_kv_cache_usage_perc",
+            "Share of KV blocks used, 1 is all.",
+            snapshot.blocks_used / max(1, snapshot.blocks),
         )
         yield _counter("eyas_prefix_cache_queries", "KV blocks looked up in the prefix cache.", snapshot.prefix_lookups)
         yield _counter("eyas_prefix_cache_hits", "KV blocks found there.", snapshot.prefix_hits)

@@ -1,8 +1,8 @@
 """From a socket to the last answer: listen, serve, and on SIGTERM or SIGINT let answers under way come to their end."""
 
 import asyncio
+import logging
 import socket
-from collections.abc import Callable
 from math import ceil
 from types import FrameType
 
@@ -11,6 +11,7 @@ import uvicorn
 from eyas.errors import UserError
 from eyas.serve.app import Application
 
+logger = logging.getLogger(__name__)
 BACKLOG = 1024
 CLOSE_SECONDS = 10
 """For errors to reach clients whose answers were cut off."""
@@ -41,8 +42,8 @@ def url_of(listener: socket.socket) -> str:
 class Server(uvicorn.Server):
     """Runs an application until it is told to stop, then drains it."""
 
-    def __init__(self, application: Application, *, on_stop: Callable[[str], None]) -> None:
-        self._application, self._on_stop = application, on_stop
+    def __init__(self, application: Application) -> None:
+        self._application = application
         self._drain_seconds = application.limits.drain_seconds
         super().__init__(
             uvicorn.Config(
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
         """Take nothing more, wait for answers under way, and cut off those that take too long with an error."""
         admission, engine_client = self._application.admission, self._application.engine_client
         admission.drain()
-        self._on_stop(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")
+        logger.info(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._drain_seconds, lambda: loop.run_in_executor(None, engine_client.close))
         try:

@@ -6,6 +6,7 @@ not balance, or the next step fails as well before a single token came, the engi
 drafter, new pages. Either way it is said.
 """
 
+import logging
 import traceback
 from collections.abc import Callable, Collection
 
@@ -14,12 +15,14 @@ import torch
 from eyas.engine.engine import Engine
 from eyas.engine.output import SpecDecodeStats
 
+logger = logging.getLogger(__name__)
+
 
 class Supervisor:
     """Decides what becomes of an engine whose step failed. It runs on the engine's thread."""
 
-    def __init__(self, build: Callable[[], Engine], report: Callable[[str], None]) -> None:
-        self._build, self._report = build, report
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._build = build
         self.failed_steps = 0
         self.replaced = 0
         """Engines so far that were given up."""
@@ -36,10 +39,10 @@ class Supervisor:
                 raise RuntimeError("it failed again before a token came")
             lost = _drop_running(engine)
         except Exception as second:
-            self._report(f"{failed}; the engine is replaced, all its requests are lost: {_name(second)}")
+            logger.warning(f"{failed}; the engine is replaced, all its requests are lost: {_name(second)}")
             return self._replace(engine, error), None
         self._passes_at_failure = engine.tally.passes
-        self._report(f"{failed}; its {len(lost)} requests are lost, those that wait go on")
+        logger.warning(f"{failed}; its {len(lost)} requests are lost, those that wait go on")
         return engine, lost
 
     def _replace(self, engine: Engine, error: BaseException) -> Engine:
@@ -51,7 +54,7 @@ class Supervisor:
         vars(engine).clear()
         _release_memory()
         new = self._build()
-        self._report("the engine was replaced and serves again")
+        logger.warning("the engine was replaced and serves again")
         return new
 
 
