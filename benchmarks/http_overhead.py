@@ -100,9 +100,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.engine.request import Request
-    from eyas.loading import load_pair
+    from eyas.loading import load_another, load_pair
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
+    from eyas.serve.drafter_swap import DrafterSlot
     from eyas.serve.engine_client import EngineClient
     from eyas.serve.model_info import ModelInfo
     from eyas.serve.server import Server, listen, url_of
@@ -117,11 +118,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engine_client = EngineClient(
         lambda: engine
     )  # both threads know the engine; rounds take turns, so one works at a time
+    slot = DrafterSlot(model=drafter, load=lambda name: load_another(target, name, cache=None))
     model_info = ModelInfo(
         name="model", target=arguments.target, drafter=drafter_name, max_model_len=1024, max_num_seqs=arguments.users
     )
     listener = listen("127.0.0.1", 0)
-    server = Server(Application(engine_client, model_info, page=False))
+    server = Server(Application(engine_client, model_info, page=False, slot=slot))
     serving = asyncio.create_task(server.serve([listener]))
     prompts = [
         [target.encode_chat([message]) for message in user] for user in questions(arguments.users, arguments.each)

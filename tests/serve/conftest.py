@@ -99,7 +99,7 @@ class Client:
 
     def all_back(self) -> None:
         """No request and no page is left behind."""
-        assert self.application.admission.in_flight == 0
+        assert self.application.context.admission.in_flight == 0
         assert not self.engine.busy
         assert self.engine.pool.used == 0
         self.engine.scheduler.check()
@@ -137,7 +137,6 @@ def serve(
             max_model_len=256,
             max_num_seqs=options.max_num_seqs,
             tool_parser=tool_parser,
-            created=7,
         )
         application = Application(engine_client, model_info, limits=limits, keys=keys, page=page, slot=slot)
         yield Client(application, engines)

@@ -109,7 +109,7 @@ def running(client: Any) -> Iterator[str]:
     finally:
         server.handle_exit(15, None)
         thread.join(30)
-        client.application.admission.draining = False  # other tests ask the same application
+        client.application.context.admission.draining = False  # other tests ask the same application
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_an_answer_can_be_stopped(browser: Browser, new_server: Any) -> None:
         browser.one("#stop").click()
         browser.answered()
         deadline = time.monotonic() + 5
-        while client.application.admission.in_flight or client.engine.busy:
+        while client.application.context.admission.in_flight or client.engine.busy:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert "stopped" in browser.text(".figures")

@@ -64,5 +64,5 @@ def test_nasty_values_fail_nothing(client: Any) -> None:
     asyncio.run(main())
     assert not wrong, wrong[0]
     assert client.complete().json["choices"] == good
-    assert client.application.engine_client.supervisor.failed_steps == 0
+    assert client.application.context.engine_client.supervisor.failed_steps == 0
     client.all_back()

@@ -48,8 +48,9 @@ def test_a_full_queue_says_when_to_come_back(new_server: Any) -> None:
         client.all_back()
 
 
-def test_the_wait_grows_with_the_queue_and_is_bounded() -> None:
-    admission = AdmissionController(max_num_seqs=2, queue=1000, clock=iter([0.0, 100.0] * 5).__next__)
+def test_the_wait_grows_with_the_queue_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.serve.admission.monotonic", iter([0.0, 100.0] * 5).__next__)
+    admission = AdmissionController(max_num_seqs=2, queue=1000)
     with admission.admit(1):
         pass
     short = admission.retry_after
@@ -176,7 +177,7 @@ def test_an_engine_whose_books_do_not_balance_is_replaced_at_once(new_server: An
 
 def test_an_engine_that_cannot_be_replaced_is_told_to_health_checks(new_server: Any) -> None:
     with new_server() as client:
-        supervisor = client.application.engine_client.supervisor
+        supervisor = client.application.context.engine_client.supervisor
 
         def broken() -> None:
             raise ValueError("worn out")

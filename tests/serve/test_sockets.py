@@ -71,7 +71,7 @@ def slow_down(client: Any, seconds: float) -> None:
 def socketed(client: Any) -> Iterator[openai.OpenAI]:
     with running(client) as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    client.application.admission.draining = False  # other tests ask the same application
+    client.application.context.admission.draining = False  # other tests ask the same application
 
 
 def test_the_openai_client_lists_models(socketed: openai.OpenAI) -> None:
@@ -150,7 +150,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(new_server: Any, st
             until(lambda: client.engine.pool.used > 0)
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
-        until(lambda: client.application.admission.in_flight == 0)
+        until(lambda: client.application.context.admission.in_flight == 0)
         until(lambda: not client.engine.busy)
         client.all_back()
         told = httpx2.get(f"{server.url}/metrics").text
@@ -173,9 +173,9 @@ def test_a_server_that_stops_lets_answers_come_to_their_end(new_server: Any, cap
             asking = [threading.Thread(target=ask) for _ in range(3)]
             for thread in asking:
                 thread.start()
-            until(lambda: client.application.admission.in_flight == 3)
+            until(lambda: client.application.context.admission.in_flight == 3)
             server.stop()
-            until(lambda: client.application.admission.draining)
+            until(lambda: client.application.context.admission.draining)
             with pytest.raises(httpx2.TransportError):
                 httpx2.post(f"{server.url}/v1/completions", json=LONG)
             for thread in asking:

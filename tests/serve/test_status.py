@@ -114,10 +114,10 @@ def test_the_drift_alarm_shows_in_status_and_metrics_while_it_fires(new_server: 
 
 def test_a_server_that_drains_or_failed_says_so(new_server: Any) -> None:
     with new_server() as client:
-        client.application.admission.drain()
+        client.application.context.admission.drain()
         assert client.get("/status").json["state"] == "draining"
     with new_server() as client:
-        supervisor = client.application.engine_client.supervisor
+        supervisor = client.application.context.engine_client.supervisor
 
         def broken() -> None:
             raise ValueError("worn out")

@@ -128,7 +128,7 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(client: Any, fields: 
 
 
 def test_compiling_holds_up_nobody_and_has_an_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = client.application.compiler
+    compiler = client.application.context.compiler
     monkeypatch.setattr(structured_outputs, "COMPILE_SECONDS", 0.2)
     monkeypatch.setattr(compiler, "_cached_compile", lambda kind, text: time.sleep(0.6))
 

@@ -143,14 +143,14 @@ def script(client: Any, text: str, marks: dict[str, int]) -> None:
             piece = OutputDelta(key=0, tokens=tuple(ids), texts=tuple(said), depths=(0,) * len(ids), finished=finished)
             await on_output(0, piece, SpecDecodeStats())
 
-    client.application.engine_client.generate = generate
+    client.application.context.engine_client.generate = generate
 
 
 def test_calls_of_the_models_own_will_are_found_by_the_openai_client(
     target: Target, tiny_drafter: Drafter, dialect: str
 ) -> None:
     with serve(speaking(target, dialect), tiny_drafter) as client, running(client) as server:
-        script(client, CALLS[dialect], client.application.tool_support.special_tokens)
+        script(client, CALLS[dialect], client.application.context.request_builder.tool_support.special_tokens)
         asking = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
         choice = asking.chat.completions.create(**ask).choices[0]
@@ -182,7 +182,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_template(tooled: Any,
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "9"},
     ]
     seen: list[Any] = []
-    tokenizer = tooled.application.engine_client.target.tokenizer
+    tokenizer = tooled.application.context.engine_client.target.tokenizer
     apply = tokenizer.apply_chat_template
     tokenizer.apply_chat_template = lambda *arguments, **named: seen.append(apply(*arguments, **named)) or seen[-1]
     try:

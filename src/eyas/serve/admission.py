@@ -4,10 +4,10 @@ Beyond the engine's own places and a queue, a client is told to come back rather
 is enough: who waits for what is the scheduler's affair.
 """
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
+from time import monotonic
 
 from eyas.serve.api_error import ApiError
 
@@ -20,11 +20,11 @@ DECAY = 0.1
 class AdmissionController:
     """Counts answers under way. All of it happens on the event loop."""
 
-    def __init__(self, *, max_num_seqs: int, queue: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, max_num_seqs: int, queue: int) -> None:
         self.capacity = max_num_seqs + queue
         self.in_flight = 0
         self.draining = False
-        self._max_num_seqs, self._clock = max_num_seqs, clock
+        self._max_num_seqs = max_num_seqs
         self._mean_seconds = 1.0
 
     def check_capacity(self, count: int = 1) -> None:
@@ -54,12 +54,12 @@ class AdmissionController:
         """Hold so many places."""
         self.check_capacity(count)
         self.in_flight += count
-        started = self._clock()
+        started = monotonic()
         try:
             yield
         finally:
             self.in_flight -= count
-            self._mean_seconds += DECAY * (self._clock() - started - self._mean_seconds)
+            self._mean_seconds += DECAY * (monotonic() - started - self._mean_seconds)
 
     def drain(self) -> None:
         """Take on nothing more."""

@@ -9,9 +9,6 @@ from typing import Any
 from eyas.engine.async_engine import EngineError
 from eyas.errors import UserError
 
-RETRY_SOON = 1
-"""Seconds to wait where nothing better is known."""
-
 
 class ApiError(Exception):
     """An answer other than success."""

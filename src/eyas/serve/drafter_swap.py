@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -16,9 +15,7 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import NO_DRAFTER
 from eyas.engine.request import Speculation
 from eyas.serve.api_error import ApiError, to_api_error
-from eyas.serve.engine_client import EngineClient
-from eyas.serve.metrics import ServerMetrics
-from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.context import ServerContext
 from eyas.serve.protocol import Count, WireModel
 from eyas.serve.validation import parse_body, read_body
 
@@ -43,70 +40,48 @@ class DrafterSlot:
 class DrafterSwapEndpoint:
     """The endpoint. One swap at a time."""
 
-    def __init__(
-        self,
-        engine_client: EngineClient,
-        model_info: ModelInfo,
-        limits: ServerLimits,
-        metrics: ServerMetrics,
-        slot: DrafterSlot | None,
-    ) -> None:
-        self._engine_client, self._model_info, self._limits, self._metrics, self._slot = (
-            engine_client,
-            model_info,
-            limits,
-            metrics,
-            slot,
-        )
+    def __init__(self, context: ServerContext, slot: DrafterSlot) -> None:
+        self._context, self._slot = context, slot
         self._thread = ThreadPoolExecutor(1, "eyas-load")
         self._swap_lock = asyncio.Lock()
-        metrics.set_drafter(model_info.drafter)
-
-    def card(self) -> dict[str, Any]:
-        """What drafts now, and how deep where a request does not say."""
-        model_info = self._model_info
-        return {
-            "drafter": model_info.drafter,
-            "mode": model_info.speculation.mode if model_info.drafter is not None else "off",
-            "depth": model_info.speculation.depth if model_info.drafter is not None else None,
-        }
+        context.metrics.set_drafter(context.model_info.drafter)
 
     async def handle(self, http: HttpRequest) -> Response:
         """Tell what drafts now; with POST, after a swap."""
         if http.method != "POST":
-            return JSONResponse(self.card())
-        raw = await read_body(http, max_bytes=self._limits.body_bytes, seconds=self._limits.body_seconds)
+            return JSONResponse(self._context.model_info.speculative_card())
+        limits = self._context.limits
+        raw = await read_body(http, max_bytes=limits.body_bytes, seconds=limits.body_seconds)
         body = parse_body(DrafterSwapRequest, raw)
-        if self._slot is None:
-            raise ApiError(400, "this server was started without a way to load drafters; restart it with one")
         if self._swap_lock.locked():
             raise ApiError(409, "another drafter is being loaded; try again when it is there", code="busy", retry=1)
         async with self._swap_lock:
             try:
-                await self._swap(body, self._slot)
+                await self._swap(body)
             except Exception as error:
                 failure = to_api_error(error)
                 if failure.status >= 500:
                     logger.error("swapping the drafter failed", exc_info=error)
                 raise failure from error
-        return JSONResponse(self.card())
+        return JSONResponse(self._context.model_info.speculative_card())
 
-    async def _swap(self, body: DrafterSwapRequest, slot: DrafterSlot) -> None:
+    async def _swap(self, body: DrafterSwapRequest) -> None:
+        engine_client, model_info = self._context.engine_client, self._context.model_info
         model = None
         if body.model != NO_DRAFTER:
-            model = await asyncio.get_running_loop().run_in_executor(self._thread, slot.load, body.model)
+            model = await asyncio.get_running_loop().run_in_executor(self._thread, self._slot.load, body.model)
         depth = body.num_speculative_tokens
-        most = self._engine_client.max_depth
+        most = engine_client.max_depth
         if depth is not None and (model is None or depth > most):
             limit = "there is no drafter" if model is None else f"the most here is {most}"
             raise ApiError(
                 400, f"num_speculative_tokens is {depth}, but {limit}; change it", field="num_speculative_tokens"
             )
-        await self._engine_client.swap_drafter(model)
+        await engine_client.swap_drafter(model)
         # From here on nothing fails: what is told, what is drafted and what an engine is rebuilt from agree.
-        slot.model = model
-        self._model_info.drafter = None if model is None else Path(body.model).name
-        self._model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
-        self._metrics.set_drafter(self._model_info.drafter)
-        self._metrics.swaps.inc()
-        logger.warning(f"the drafter is {self._model_info.drafter or NO_DRAFTER} now")
+        self._slot.model = model
+        model_info.drafter = None if model is None else Path(body.model).name
+        model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
+        self._context.metrics.set_drafter(model_info.drafter)
+        self._context.metrics.swaps.inc()
+        logger.warning(f"the drafter is {model_info.drafter or NO_DRAFTER} now")

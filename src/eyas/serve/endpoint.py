@@ -9,7 +9,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,37 +19,16 @@ from eyas.engine.grammar.base import Grammar
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve import response_builder
-from eyas.serve.admission import AdmissionController
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
-from eyas.serve.engine_client import EngineClient
+from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
-from eyas.serve.metrics import ServerMetrics
-from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.protocol import GenerationRequest
 from eyas.serve.request_builder import EngineRequests
 from eyas.serve.response_builder import ChoiceOutput, Kind, ResponseMeta
-from eyas.serve.structured_outputs import GrammarCompiler, GrammarSpec
-from eyas.serve.token_text import TokenText
 from eyas.serve.validation import parse_body, read_body
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ServerContext:
-    """What all requests share: everything that answering one needs."""
-
-    engine_client: EngineClient
-    model_info: ModelInfo
-    limits: ServerLimits
-    admission: AdmissionController
-    metrics: ServerMetrics
-    token_text: TokenText
-    grammar_spec_of: Callable[[GenerationRequest], GrammarSpec | None]
-    compiler: GrammarCompiler
-    tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-encode"))
-    """One thread, so that long prompts do not hold up the loop: tokenizers are not made for several at once."""
 
 
 @dataclass(kw_only=True)
@@ -104,11 +82,9 @@ class Endpoint:
         context.admission.check_capacity()  # before the work of reading, not only after it
         raw = await read_body(http, max_bytes=context.limits.body_bytes, seconds=context.limits.body_seconds)
         trace.body = body = parse_body(self._body, raw)
-        if body.model is not None and body.model != context.model_info.name:
-            raise ApiError(
-                404, f"model {body.model!r} is not served here; use {context.model_info.name!r}", code="model_not_found"
-            )
-        spec = context.grammar_spec_of(body)
+        if body.model is not None:
+            context.model_info.require(body.model)
+        spec = context.request_builder.grammar_spec(body)
         grammar = None if spec is None else await context.compiler.compile(spec)
         loop = asyncio.get_running_loop()
         trace.engine_requests = engine_requests = await loop.run_in_executor(
@@ -192,7 +168,7 @@ class Endpoint:
         metrics = self._context.metrics
         metrics.requests.labels(scope["path"], trace.outcome).inc()
         metrics.e2e_latency.observe(seconds)
-        speculative = response_builder.speculative_usage([choice.tally for choice in trace.choices])
+        speculative = response_builder.speculative_usage(choice.tally for choice in trace.choices)
         client = scope.get("client")
         log_event(
             logger,

@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from eyas.engine.request import Speculation
 from eyas.errors import UserError
 from eyas.plan.memory import BlockBudget
+from eyas.serve.api_error import ApiError
 
 
 @dataclass(kw_only=True)
@@ -24,7 +26,21 @@ class ModelInfo:
     """For requests that say nothing about it."""
     tool_parser: str | None = None
     """How the target writes tool calls, where its template does not tell."""
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=lambda: int(time.time()), init=False)
+
+    def require(self, name: str) -> None:
+        """Raise an error unless this is the model's name."""
+        if name != self.name:
+            raise ApiError(404, f"model {name!r} is not served here; use {self.name!r}", code="model_not_found")
+
+    def speculative_card(self) -> dict[str, Any]:
+        """The drafter, and how requests that do not say are drafted for."""
+        drafted = self.drafter is not None
+        return {
+            "drafter": self.drafter,
+            "mode": self.speculation.mode if drafted else "off",
+            "depth": self.speculation.depth if drafted else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

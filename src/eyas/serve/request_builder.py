@@ -40,7 +40,7 @@ class EngineRequests:
     requests: tuple[Request, ...]
     prompt_tokens: int
     """Of all prompts together; a prompt with several answers counts once."""
-    new_parser: Callable[[], ToolCallParser] | None = None
+    new_parser: Callable[[], ToolCallParser] | None
     """Makes what finds tool calls in an answer, where there are tools."""
 
 

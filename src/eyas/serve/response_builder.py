@@ -1,11 +1,12 @@
 """From deltas to the JSON of OpenAI's answers, whole or in chunks. Pure functions of what the engine gave."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
+from eyas.serve.supervisor import add_stats
 from eyas.serve.token_text import TokenText
 from eyas.serve.tool_parser import ParsedDelta, ToolCallParser
 
@@ -160,26 +161,28 @@ def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]
         "prompt_tokens": meta.prompt_tokens,
         "completion_tokens": made,
         "total_tokens": meta.prompt_tokens + made,
-        "speculative": speculative_usage([choice.tally for choice in choices]),
+        "speculative": speculative_usage(choice.tally for choice in choices),
     }
 
 
-def speculative_usage(tallies: Sequence[SpecDecodeStats]) -> dict[str, Any]:
-    """Counts of speculation, pooled."""
-    depth = max((len(tally.accepted_at) for tally in tallies), default=0)
-    drafts, accepted = sum(tally.drafts for tally in tallies), sum(tally.accepted for tally in tallies)
+def speculative_usage(stats: Iterable[SpecDecodeStats]) -> dict[str, Any]:
+    """Counts of speculation over all choices, with the acceptance length."""
+    total = SpecDecodeStats()
+    for one in stats:
+        add_stats(total, one)
+    length = round(total.acceptance_length, 4) if total.drafts else None
+    return speculative_counts(total) | {"acceptance_length": length}
+
+
+def speculative_counts(stats: SpecDecodeStats) -> dict[str, Any]:
+    """Counts of speculation by the names that the API gives them."""
     return {
-        "passes": sum(tally.passes for tally in tallies),
-        "drafts": drafts,
-        "drafted_tokens": sum(tally.drafted for tally in tallies),
-        "accepted_tokens": accepted,
-        "accepted_by_depth": [sum(_at(tally, i) for tally in tallies) for i in range(depth)],
-        "acceptance_length": round(1 + accepted / drafts, 4) if drafts else None,
+        "passes": stats.passes,
+        "drafts": stats.drafts,
+        "drafted_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "accepted_by_depth": list(stats.accepted_at),
     }
-
-
-def _at(tally: SpecDecodeStats, depth: int) -> int:
-    return tally.accepted_at[depth] if depth < len(tally.accepted_at) else 0
 
 
 def _token_details(deltas: Sequence[OutputDelta]) -> dict[str, Any]:

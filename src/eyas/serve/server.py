@@ -43,8 +43,8 @@ class Server(uvicorn.Server):
     """Runs an application until it is told to stop, then drains it."""
 
     def __init__(self, application: Application) -> None:
-        self._application = application
-        self._drain_seconds = application.limits.drain_seconds
+        self._context = application.context
+        self._drain_seconds = self._context.limits.drain_seconds
         super().__init__(
             uvicorn.Config(
                 application.asgi,
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing more, wait for answers under way, and cut off those that take too long with an error."""
-        admission, engine_client = self._application.admission, self._application.engine_client
+        admission, engine_client = self._context.admission, self._context.engine_client
         admission.drain()
         logger.info(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")
         loop = asyncio.get_running_loop()

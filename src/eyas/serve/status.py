@@ -7,9 +7,10 @@ client that looks from time to time gets rates as differences, over `at_seconds`
 from typing import Any
 
 from eyas import __version__
-from eyas.serve.admission import AdmissionController
-from eyas.serve.engine_client import EngineClient, EngineSnapshot
+from eyas.serve.context import ServerContext
+from eyas.serve.engine_client import EngineSnapshot
 from eyas.serve.model_info import ModelInfo
+from eyas.serve.response_builder import speculative_counts
 
 DRIFTS = (
     "raised while the drafter's state or acceptance does not hold with depth: requests on auto then draft less deep"
@@ -84,21 +85,20 @@ STATUS_SCHEMA: dict[str, Any] = {
 }
 
 
-def state_of(engine_client: EngineClient, admission: AdmissionController) -> str:
-    """Whether requests are taken, in a word."""
-    return "draining" if admission.draining else "failed" if engine_client.failure is not None else "ok"
+def state_of(context: ServerContext) -> str:
+    """Whether requests are accepted, in a word."""
+    return "draining" if context.admission.draining else "failed" if context.engine_client.failure is not None else "ok"
 
 
-async def status_of(
-    engine_client: EngineClient, model_info: ModelInfo, admission: AdmissionController, *, started: float
-) -> dict[str, Any]:
-    """Everything; `started` is when, by the monotonic clock."""
-    snapshot = await engine_client.snapshot()
+async def status_of(context: ServerContext) -> dict[str, Any]:
+    """The whole state."""
+    snapshot, admission = await context.engine_client.snapshot(), context.admission
+    supervisor, stats = context.engine_client.supervisor, snapshot.tally
     return {
         "version": __version__,
-        "state": state_of(engine_client, admission),
-        "at_seconds": round(snapshot.at - started, 3),
-        "served": _served(model_info, engine_client.max_depth),
+        "state": state_of(context),
+        "at_seconds": round(snapshot.at - context.started, 3),
+        "served": _served(context.model_info, context.engine_client.max_depth),
         "load": {
             "running": snapshot.running,
             "waiting": snapshot.waiting,
@@ -112,21 +112,26 @@ async def status_of(
             "lookups": snapshot.prefix_lookups,
             "hits": snapshot.prefix_hits,
         },
-        "counts": _counts(snapshot, engine_client),
+        "counts": {
+            "tokens": stats.tokens,
+            **speculative_counts(stats),
+            "rows_by_depth": {str(depth): count for depth, count in snapshot.rows_by_depth.items()},
+            "failed_steps": supervisor.failed_steps,
+            "replaced_engines": supervisor.replaced,
+        },
         "alarms": _alarms(snapshot),
-        "notices": [{"at_seconds": round(at - started, 3), "text": text} for at, text in reversed(snapshot.notices)],
+        "notices": [
+            {"at_seconds": round(at - context.started, 3), "text": text} for at, text in reversed(snapshot.notices)
+        ],
     }
 
 
 def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
-    drafted = model_info.drafter is not None
     return {
         "model": model_info.name,
         "target": model_info.target,
-        "drafter": model_info.drafter,
-        "mode": model_info.speculation.mode if drafted else "off",
-        "depth": model_info.speculation.depth,
-        "max_depth": max_depth if drafted else 0,
+        **model_info.speculative_card(),
+        "max_depth": max_depth if model_info.drafter is not None else 0,
         "max_model_len": model_info.max_model_len,
         "max_num_seqs": model_info.max_num_seqs,
     }
@@ -139,18 +144,3 @@ def _alarms(snapshot: EngineSnapshot) -> list[dict[str, Any]]:
         {"name": "collapsed", "raised": snapshot.collapsed, "text": COLLAPSED},
         {"name": "drift", "raised": bool(signs), "text": signs or DRIFTS},
     ]
-
-
-def _counts(snapshot: EngineSnapshot, engine_client: EngineClient) -> dict[str, Any]:
-    tally = snapshot.tally
-    return {
-        "tokens": tally.tokens,
-        "passes": tally.passes,
-        "drafts": tally.drafts,
-        "drafted_tokens": tally.drafted,
-        "accepted_tokens": tally.accepted,
-        "accepted_by_depth": list(tally.accepted_at),
-        "rows_by_depth": {str(depth): count for depth, count in snapshot.rows_by_depth.items()},
-        "failed_steps": engine_client.supervisor.failed_steps,
-        "replaced_engines": engine_client.supervisor.replaced,
-    }

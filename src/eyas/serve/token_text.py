@@ -16,8 +16,8 @@ MIN_LOGPROB = -9999.0
 class TokenText:
     """The text of tokens by themselves, special ones included."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, str] | None = None) -> None:
-        self._special = special or {}
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: Mapping[int, str]) -> None:
+        self._special = special
         self._text = lru_cache(maxsize=2**16)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
     def special(self, token: int) -> str:

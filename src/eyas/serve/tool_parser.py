@@ -57,20 +57,15 @@ class ToolCallParser:
         self,
         *,
         opening: str,
-        closing: str = "",
-        skipped: str = BLANK,
-        max_calls: int | None = None,
-        new_id: Callable[[], str] = openai_call_id,
+        closing: str,
+        skipped: str,
+        max_calls: int | None,
+        new_id: Callable[[], str],
     ) -> None:
         self.calls: list[ParsedToolCall] = []
         self.content = ""
-        self._opening, self._closing, self._skipped, self._max_calls, self._new_id = (
-            opening,
-            closing,
-            skipped,
-            max_calls,
-            new_id,
-        )
+        self._opening, self._closing, self._skipped = opening, closing, skipped
+        self._max_calls, self._new_id = max_calls, new_id
         self._text = ""
         """Not decided on yet."""
         self._among_calls = False
@@ -86,11 +81,8 @@ class ToolCallParser:
         if last:
             rest, self._text = self._text, ""
             if self._object_parser is not None:
-                rest = (
-                    ""
-                    if self._object_parser.call is not None or self._at_limit
-                    else self._opening_text + self._object_parser.raw
-                )
+                is_call = self._object_parser.call is not None or self._at_limit
+                rest = "" if is_call else self._opening_text + self._object_parser.raw
             elif self._among_calls and self._closing.startswith(rest.strip(self._skipped)):
                 rest = ""
             self._emit_text(rest if rest.strip() or not self.calls else "")

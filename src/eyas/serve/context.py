@@ -1,0 +1,51 @@
+"""What all requests to one server share."""
+
+import time
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from eyas.serve.admission import AdmissionController
+from eyas.serve.engine_client import EngineClient
+from eyas.serve.metrics import ServerMetrics
+from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.request_builder import RequestBuilder
+from eyas.serve.structured_outputs import GrammarCompiler
+from eyas.serve.token_text import TokenText
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServerContext:
+    """The engine, the model's facts and everything that is built once per server."""
+
+    engine_client: EngineClient
+    model_info: ModelInfo
+    limits: ServerLimits
+    admission: AdmissionController
+    metrics: ServerMetrics
+    request_builder: RequestBuilder
+    compiler: GrammarCompiler
+    token_text: TokenText
+    started: float = field(default_factory=time.monotonic)
+    """When the server started, by the monotonic clock."""
+    tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-tokenizer"))
+    """Long prompts must not block the event loop. One thread, because tokenizers are not thread-safe."""
+
+    @classmethod
+    def create(cls, engine_client: EngineClient, model_info: ModelInfo, limits: ServerLimits) -> "ServerContext":
+        """Build what the endpoints need around an engine."""
+        target = engine_client.target
+        admission = AdmissionController(max_num_seqs=model_info.max_num_seqs, queue=limits.queue)
+        metrics = ServerMetrics(model_info.name)
+        metrics.in_flight.set_function(lambda: admission.in_flight)
+        request_builder = RequestBuilder(target, model_info)
+        special_tokens = {token: text for text, token in request_builder.tool_support.special_tokens.items()}
+        return cls(
+            engine_client=engine_client,
+            model_info=model_info,
+            limits=limits,
+            admission=admission,
+            metrics=metrics,
+            request_builder=request_builder,
+            compiler=GrammarCompiler(target),
+            token_text=TokenText(target.tokenizer, special_tokens),
+        )
