@@ -11,8 +11,8 @@ import typer
 from eyas.cli.options import Cache, Dtype, report
 
 logger = logging.getLogger(__name__)
-DEEPEST = 7
-"""How deep the controller may go, and a request ask for, unless the server's own depth is above."""
+MAX_DEPTH = 7
+"""The deepest that the controller and requests may draft, unless `num_speculative_tokens` is larger."""
 
 
 def serve(
@@ -29,39 +29,41 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="EYAS_API_KEY", help="Let only holders of this key in; repeat for several."),
+        typer.Option(envvar="EYAS_API_KEY", help="Require this key; repeat for several."),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model.", show_default="the target as given")
+        str | None, typer.Option(help="The model name in the API.", show_default="the target as given")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer.", show_default="the target's, at most 8192", min=2)
+        int | None,
+        typer.Option(
+            help="Most tokens of prompt and answer together.", show_default="the target's, at most 8192", min=2
+        ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Answers at the same time.", min=1)] = 64,
-    max_queue: Annotated[int, typer.Option(help="Answers that may wait; beyond, clients get 429.", min=0)] = 256,
+    max_num_seqs: Annotated[int, typer.Option(help="Most answers that run at once.", min=1)] = 64,
+    max_queue: Annotated[int, typer.Option(help="Most answers that wait; beyond that clients get 429.", min=0)] = 256,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(help="How tool calls are written: hermes, llama3_json, mistral.", show_default="by the template"),
+        typer.Option(help="The tool-call format: hermes, llama3_json, mistral.", show_default="by the template"),
     ] = None,
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory for the KV cache, in GiB.", show_default="half of what is free")
     ] = None,
     request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(help="For answers under way, once told to stop.")] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(help="Time for answers in flight after SIGTERM.")] = 30.0,
     dtype: Dtype = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Serve a page to chat, compare and watch, at /.")
+        bool, typer.Option("--page/--no-page", help="Serve the web page at /: chat, compare, dashboard.")
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Load everything, say what would be served, and exit.")
+        bool, typer.Option("--check", help="Load everything, print what would be served, and exit.")
     ] = False,
     cache: Cache = None,
 ) -> None:
-    """Serve a target with its drafter: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, /status,
-    and a page at /.
+    """Serve a target with its drafter behind OpenAI's API, with /health, /metrics, /status and a web page at /.
 
-    Without arguments it serves the default target with the drafter that comes with eyas, on this machine alone.
+    Without arguments it serves the default target with the drafter that comes with eyas, on the loopback address.
     """
     from eyas.cli.speculative_config import read_speculative_config
     from eyas.engine.config import EngineConfig
@@ -80,12 +82,12 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         memory=None if memory_gib is None else int(memory_gib * 2**30),
-        max_depth=max(DEEPEST, config.depth or 0),
+        max_depth=max(MAX_DEPTH, config.depth or 0),
     )
-    listener = listen(host, port)  # before anything is loaded: a port that is taken should not cost a minute
+    listener = listen(host, port)  # before loading: a port in use should fail at once
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
     slot = DrafterSlot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
-    del model  # once another one drafts, nothing holds the first
+    del model  # so that a swap frees it
 
     def build() -> Engine:
         engine, started = Engine(loaded, slot.model, options=options), perf_counter()

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible server around the engine: HTTP in, pieces out, and everything that keeps it running."""
+"""An OpenAI-compatible HTTP server around the engine."""

@@ -1,7 +1,7 @@
-"""How many answers are taken on at once, and the end of taking on.
+"""Admission control: how many answers the server accepts at once, and when it stops accepting.
 
-Beyond the engine's own places and a queue, a client is told to come back rather than left to wait for nothing. A count
-is enough: who waits for what is the scheduler's affair.
+When the engine and the queue are full, a client gets 429 with Retry-After instead of an endless wait. A count is
+enough, because the scheduler decides who runs.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ from time import monotonic
 from eyas.serve.api_error import ApiError
 
 MAX_RETRY_SECONDS = 60
-"""Seconds; what is further away nobody can tell."""
+"""The longest Retry-After; a longer estimate would be a guess."""
 DECAY = 0.1
-"""Of the newest answer in the mean duration."""
+"""Weight of the newest answer in the mean duration."""
 
 
 class AdmissionController:
-    """Counts answers under way. All of it happens on the event loop."""
+    """Counts answers in flight. It is used on the event loop only."""
 
     def __init__(self, *, max_num_seqs: int, queue: int) -> None:
         self.capacity = max_num_seqs + queue
@@ -28,7 +28,7 @@ class AdmissionController:
         self._mean_seconds = 1.0
 
     def check_capacity(self, count: int = 1) -> None:
-        """Refuse where so many more cannot be taken on."""
+        """Raise an error if `count` more answers cannot be accepted."""
         if self.draining:
             raise ApiError(503, "the server is shutting down; try another one", code="shutting_down", retry=1)
         if count > self.capacity:
@@ -45,13 +45,13 @@ class AdmissionController:
 
     @property
     def retry_after(self) -> int:
-        """Seconds until about half of those under way are done."""
+        """Estimated seconds until half of the answers in flight are done."""
         rounds = self.in_flight / self._max_num_seqs
         return max(1, min(MAX_RETRY_SECONDS, ceil(self._mean_seconds * rounds / 2)))
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Hold so many places."""
+        """Count `count` answers as in flight while the block runs."""
         self.check_capacity(count)
         self.in_flight += count
         started = monotonic()
@@ -62,5 +62,5 @@ class AdmissionController:
             self._mean_seconds += DECAY * (monotonic() - started - self._mean_seconds)
 
     def drain(self) -> None:
-        """Take on nothing more."""
+        """Accept no more answers."""
         self.draining = True

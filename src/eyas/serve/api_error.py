@@ -1,7 +1,7 @@
-"""What goes wrong, as clients hear it: a status and the body that OpenAI's clients know how to read.
+"""Errors as clients get them: an HTTP status and OpenAI's error body.
 
-Invariant: a failure that is the client's names the field, the value, the limit and the fix; a failure that is ours
-says so and whether trying again makes sense.
+Invariant: an error by the client names the field, the value, the limit and the fix. An error by the server says so, and
+whether a retry makes sense.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from eyas.errors import UserError
 
 
 class ApiError(Exception):
-    """An answer other than success."""
+    """An error response."""
 
     def __init__(
         self, status: int, message: str, *, field: str | None = None, code: str | None = None, retry: int | None = None
@@ -21,13 +21,13 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of it."""
+        """The JSON body."""
         kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.field, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a client's own retries go by."""
+        """Headers that clients use for retries and authentication."""
         headers = {} if self.retry is None else {"Retry-After": str(self.retry)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
@@ -42,7 +42,7 @@ _KINDS = {
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """The failure that a client hears of for an exception."""
+    """The error response for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -51,7 +51,7 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(504, "the request took longer than this server allows; ask for fewer tokens", code="timeout")
     if isinstance(error, EngineError):
         cause = error.__cause__
-        # Which exception it was is of use to an operator, who finds it in the log; its words may hold anything.
+        # Only the type: the message may hold anything, and the operator finds it in the log.
         kind = "" if cause is None else f" ({type(cause).__name__})"
         return ApiError(500, f"the engine failed while answering{kind}; try again", code="engine_failed")
     return ApiError(500, f"the server failed ({type(error).__name__}); this is a bug in eyas", code="internal_error")

@@ -1,4 +1,4 @@
-"""The paths of the server and what stands behind each."""
+"""The routes of the server."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -96,7 +96,7 @@ class Application:
 
 
 async def _error_response(_: HttpRequest, error: Exception) -> Response:
-    """Every error in the one format, those of the router too."""
+    """Every error in OpenAI's format, the router's too."""
     failure, headers = to_api_error(error), dict[str, str]()
     if isinstance(error, HTTPException):
         failure = ApiError(error.status_code, f"{error.detail}; see /openapi.json for what there is")

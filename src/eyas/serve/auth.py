@@ -1,5 +1,6 @@
-"""API keys: who may use /v1 and see /status. Health and metrics stay open to probes, which carry no keys and see no
-texts; so does the page, which holds nothing before its user gives it a key.
+"""API keys protect /v1 and /status. Health and metrics stay open: probes carry no keys and see no text.
+
+The web page stays open too; it shows nothing until its user enters a key.
 """
 
 from collections.abc import Iterable
@@ -16,15 +17,15 @@ PROTECTED_PATHS = ("/v1", "/status")
 
 
 class ApiKeyMiddleware:
-    """Lets requests to guarded paths through if they carry one of the keys; without keys, all of them."""
+    """Rejects requests to protected paths without a valid key. If no keys are set, everything passes."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
-        # Digests have one length, so that comparing tells nothing about a key.
+        # Digests have equal length, so the comparison leaks nothing about a key.
         self._digests = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or refuse."""
+        """Check the key and pass the request on."""
         if (
             scope["type"] == "http"
             and scope["path"].startswith(PROTECTED_PATHS)

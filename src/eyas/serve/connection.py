@@ -1,4 +1,4 @@
-"""One client's connection: what goes out, in JSON or as server-sent events, and whether anyone is still there."""
+"""One client's connection: responses as JSON or server-sent events, and detection of a disconnect."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from eyas.serve.api_error import ApiError
 
 Result = TypeVar("Result")
 ERROR_SEND_SECONDS = 5.0
-"""For an error to reach a client that may not be reading."""
+"""Time for an error to reach a client that may not be reading."""
 JSON_HEADERS = {"content-type": "application/json"}
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -22,11 +22,11 @@ SSE_HEADERS = {
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody is there to hear the answer."""
+    """The client closed the connection."""
 
 
 class ResponseWriter:
-    """Where an answer goes. A stream's status is sent with its first event, so that it can still fail before."""
+    """Writes one response. A stream sends its status with the first event, so an earlier error has its own status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -36,13 +36,13 @@ class ResponseWriter:
         self.status: int | None = None
 
     async def json(self, body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        """The whole answer."""
+        """Send a whole response."""
         payload = _dump(body)
         await self._start(status, JSON_HEADERS | {"content-length": str(len(payload))} | (headers or {}))
         await self._send({"type": "http.response.body", "body": payload})
 
     async def event(self, body: Any) -> None:
-        """One event of a stream."""
+        """Send one event of a stream."""
         async with self._write_lock:
             if not self._streaming:
                 self._streaming = True
@@ -50,12 +50,12 @@ class ResponseWriter:
             await self._chunk(b"data: " + _dump(body) + b"\n\n")
 
     async def end(self) -> None:
-        """The end of a stream that came to its end."""
+        """End a complete stream."""
         await self._chunk(b"data: [DONE]\n\n")
         await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, failure: ApiError) -> None:
-        """Tell what went wrong, as a status if there was none yet, else as the stream's last event."""
+        """Send an error: as a status if none was sent yet, else as the last event of the stream."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ERROR_SEND_SECONDS):
                 if self.status is None:
@@ -75,7 +75,7 @@ class ResponseWriter:
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client hangs up. The body must have been read."""
+    """The result of `work`, which is cancelled if the client disconnects. Call it after the body was read."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_wait_for_disconnect(receive))
     try:

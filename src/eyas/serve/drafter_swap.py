@@ -1,4 +1,4 @@
-"""Another drafter for a server at work: loaded beside it, taken between two steps, or refused with nothing changed."""
+"""Swap the drafter while serving: load it in a thread, switch between two steps, or refuse and change nothing."""
 
 import asyncio
 import logging
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 
 
 class DrafterSwapRequest(WireModel):
-    """The body of POST /v1/drafter, in the words of vLLM's speculative config."""
+    """The body of POST /v1/drafter, with the fields of vLLM's speculative config."""
 
-    model: str = Field(min_length=1, description="A drafter's name, folder or hub id; none for no drafter.")
+    model: str = Field(min_length=1, description="Name, folder or hub id of a drafter; none for no drafter.")
     num_speculative_tokens: Count | None = Field(None, description="Without it, as deep as pays.")
 
 
 @dataclass(kw_only=True, eq=False)
 class DrafterSlot:
-    """The drafter in use, from which an engine that must be replaced is built anew, and how others are loaded."""
+    """The drafter in use, for an engine that must be rebuilt, and the function that loads another."""
 
     model: Drafter | None
     load: Callable[[str], Drafter]
 
 
 class DrafterSwapEndpoint:
-    """The endpoint. One swap at a time."""
+    """/v1/drafter. One swap at a time."""
 
     def __init__(self, context: ServerContext, slot: DrafterSlot) -> None:
         self._context, self._slot = context, slot
@@ -47,7 +47,7 @@ class DrafterSwapEndpoint:
         context.metrics.set_drafter(context.model_info.drafter)
 
     async def handle(self, http: HttpRequest) -> Response:
-        """Tell what drafts now; with POST, after a swap."""
+        """GET: the current drafter. POST: swap it, then the same."""
         if http.method != "POST":
             return JSONResponse(self._context.model_info.speculative_card())
         limits = self._context.limits
@@ -78,7 +78,7 @@ class DrafterSwapEndpoint:
                 400, f"num_speculative_tokens is {depth}, but {limit}; change it", field="num_speculative_tokens"
             )
         await engine_client.swap_drafter(model)
-        # From here on nothing fails: what is told, what is drafted and what an engine is rebuilt from agree.
+        # Nothing below can fail, so status, engine and the slot for a rebuild agree.
         self._slot.model = model
         model_info.drafter = None if model is None else Path(body.model).name
         model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)

@@ -1,7 +1,7 @@
-"""One request from its first byte to its last: read, take on, answer, and tell how it went.
+"""One HTTP request from first byte to last: read, validate, admit, generate, respond.
 
-However it ends (an answer, a refusal, a failing engine, a client that left, a deadline) its places are given back, its
-requests leave the engine, and one line in the log and one count in the metrics say so.
+Invariant: however it ends (a response, a refusal, a failed engine, a disconnect, a timeout), its places are released,
+its requests leave the engine, and one log line and one count in the metrics record it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class RequestTrace:
-    """How one request went, for log and metrics."""
+    """What happened to one request, for log and metrics."""
 
     request_id: str
     started: float
@@ -42,12 +42,12 @@ class RequestTrace:
     choices: list[ChoiceOutput] = field(default_factory=list)
     first_token: float | None = None
     last_token: dict[int, float] = field(default_factory=dict)
-    """When the newest delta of each choice came."""
+    """When the newest tokens of each choice arrived."""
     outcome: str = "error"
 
 
 class Endpoint:
-    """An ASGI application for one path."""
+    """The ASGI application of one completion route."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Endpoint:
 
     async def _answer(self, http: HttpRequest, receive: Receive, writer: ResponseWriter, trace: RequestTrace) -> None:
         context = self._context
-        context.admission.check_capacity()  # before the work of reading, not only after it
+        context.admission.check_capacity()  # before reading the body too: a full server should refuse cheaply
         raw = await read_body(http, max_bytes=context.limits.body_bytes, seconds=context.limits.body_seconds)
         trace.body = body = parse_body(self._body, raw)
         if body.model is not None:
@@ -122,7 +122,7 @@ class Endpoint:
             choice.append(delta, token_text)
             self._observe_latency(trace, index, delta)
             if delta.finished is FinishReason.ERROR:
-                message = "the form became too complex to follow on the way; simplify it"
+                message = "the grammar became too complex during generation; simplify it"
                 raise ApiError(400, message, code="grammar_too_complex")
             if not body.stream:
                 return
@@ -142,7 +142,7 @@ class Endpoint:
         await writer.end()
 
     def _observe_latency(self, trace: RequestTrace, index: int, delta: OutputDelta) -> None:
-        """Note when tokens came."""
+        """Record time to first token and inter-token latency."""
         now, metrics = time.monotonic(), self._context.metrics
         if trace.first_token is None:
             trace.first_token = now - trace.started

@@ -1,4 +1,4 @@
-"""The engine as the server knows it: answers for requests, a look at its state, and an end."""
+"""The engine as the server uses it: generate for requests, take snapshots of its state, swap the drafter, close."""
 
 import asyncio
 import logging
@@ -19,19 +19,19 @@ from eyas.serve.supervisor import Supervisor, add_stats
 
 logger = logging.getLogger(__name__)
 OnOutput = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
-"""Takes a piece of the answer of that number, and how speculation goes for it."""
+"""Takes the index of a request, its newest output, and its speculation counts so far."""
 SNAPSHOT_SECONDS = 2.0
-"""How long to wait for a step to end before an older look will do."""
+"""How long to wait for a step to end before the previous snapshot is used."""
 NOTICES = 8
-"""Of the engine's own words, how many are kept to be shown."""
+"""How many of the engine's latest events are kept for /status."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSnapshot:
-    """The engine between two steps."""
+    """The engine's state between two steps."""
 
     at: float = field(default_factory=time.monotonic)
-    """When it was looked at."""
+    """When it was taken, by the monotonic clock."""
     running: int = 0
     waiting: int = 0
     blocks: int = 0
@@ -40,20 +40,20 @@ class EngineSnapshot:
     prefix_lookups: int = 0
     prefix_hits: int = 0
     tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
-    """Since the server started, over all engines it had."""
+    """Since the server started, over all engines."""
     depth_shares: dict[int, float] = field(default_factory=dict)
     rows_by_depth: dict[int, int] = field(default_factory=dict)
-    """How often each depth was chosen for an answer, by the engine in use."""
+    """How often each depth was chosen for an answer, in the current engine."""
     collapsed: bool = False
-    """Whether the drafter has become useless."""
+    """Whether the drafter is of no use at present."""
     drift: DriftReport | None = None
-    """Whether it holds as deep as it is served; None before the engine was looked at."""
+    """The drift probe's report; None before the first snapshot."""
     notices: tuple[tuple[float, str], ...] = ()
-    """What the engine last had to say about itself, and when by the monotonic clock; the newest last."""
+    """The engine's latest events and when they came, by the monotonic clock; the newest last."""
 
 
 class EngineClient:
-    """Runs an engine and mends it. Use it as a context manager, or call `close`."""
+    """Runs an engine under a supervisor. Use it as a context manager, or call `close`."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.supervisor = Supervisor(build)
@@ -65,11 +65,11 @@ class EngineClient:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why nothing can be served any more, if so."""
+        """The error that stopped the engine for good, if any."""
         return self._async_engine.failure
 
     async def generate(self, requests: Sequence[Request], on_output: OnOutput) -> None:
-        """Answer all requests; if one fails or the caller leaves, none is left behind."""
+        """Run all requests to their end; if one fails or the caller is cancelled, all leave the engine."""
         if len(requests) == 1:
             await self._stream(0, requests[0], on_output)
             return
@@ -78,10 +78,10 @@ class EngineClient:
                 for index, request in enumerate(requests):
                     group.create_task(self._stream(index, request, on_output))
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the others were cancelled on its account
+            raise failures.exceptions[0] from None  # the others were cancelled because of it
 
     async def snapshot(self) -> EngineSnapshot:
-        """The engine's state; an older one if a step takes long."""
+        """The engine's current state, or the previous snapshot if a step takes long."""
         try:
             async with asyncio.timeout(SNAPSHOT_SECONDS):
                 self._last_snapshot = await self._async_engine.between_steps(self._take_snapshot)
@@ -90,11 +90,11 @@ class EngineClient:
         return self._last_snapshot
 
     async def swap_drafter(self, drafter: Drafter | None) -> None:
-        """Go on with another drafter, or none, from the next step on; if it is refused, nothing has changed."""
+        """Use another drafter, or none, from the next step on; if it is refused, nothing changes."""
         await self._async_engine.between_steps(lambda engine: engine.swap_drafter(drafter))
 
     def close(self) -> None:
-        """Stop after the step under way; answers under way end with an error."""
+        """Stop after the current step; requests in flight end with an error."""
         self._async_engine.close()
 
     def __enter__(self) -> "EngineClient":
@@ -112,9 +112,9 @@ class EngineClient:
             tallies.append(engine.tally_of(key))
             self._log_events(engine)
 
-        async with aclosing(self._async_engine.stream(request, taken_on=taken_on)) as pieces:
-            async for piece in pieces:
-                await on_output(index, piece, tallies[0])
+        async with aclosing(self._async_engine.stream(request, taken_on=taken_on)) as deltas:
+            async for delta in deltas:
+                await on_output(index, delta, tallies[0])
 
     def _log_events(self, engine: Engine) -> None:
         for event in engine.controller.events():

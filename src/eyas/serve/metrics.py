@@ -1,7 +1,7 @@
-"""What Prometheus sees. Names are vLLM's with `eyas_` for `vllm:`, so that dashboards need one replacement.
+"""Prometheus metrics. Names are vLLM's with `eyas_` for `vllm:`, so a dashboard needs one replacement.
 
-Counts of the engine are read from it when somebody asks (`EngineCollector`); what only the server knows, times and
-outcomes, is counted as it happens (`ServerMetrics`).
+`EngineCollector` reads the engine's counts on each scrape. `ServerMetrics` counts what only the server knows, such as
+latencies and outcomes, as it happens.
 """
 
 from collections.abc import Iterator
@@ -29,29 +29,31 @@ class ServerMetrics:
         self.registry.register(self.engine)
         self.requests = Counter(
             "eyas_requests",
-            "Requests by how they ended: stop, length, a status, disconnected, or an error.",
+            "Requests by outcome: stop, length, a status, disconnected, or an error code.",
             ["endpoint", "outcome"],
             registry=self.registry,
         )
         self.in_flight = Gauge(
-            "eyas_answers_in_flight", "Answers taken on, waiting or running.", registry=self.registry
+            "eyas_answers_in_flight", "Answers accepted, waiting or running.", registry=self.registry
         )
-        self.prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens taken on.", registry=self.registry)
+        self.prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens accepted.", registry=self.registry)
         self.time_to_first_token = self._histogram(
-            "eyas_time_to_first_token_seconds", "Until the first token.", TTFT_BUCKETS
+            "eyas_time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS
         )
         self.inter_token_latency = self._histogram(
             "eyas_inter_token_latency_seconds",
-            "Between tokens; tokens that came at once share their time.",
+            "Time between tokens; tokens of one step share their time.",
             ITL_BUCKETS,
         )
-        self.e2e_latency = self._histogram("eyas_e2e_request_latency_seconds", "Whole requests.", E2E_BUCKETS)
-        self.swaps = Counter("eyas_drafter_swaps", "Drafters taken on at work.", registry=self.registry)
-        self._drafter = Gauge("eyas_drafter_info", "What drafts.", ["drafter"], registry=self.registry)
+        self.e2e_latency = self._histogram(
+            "eyas_e2e_request_latency_seconds", "End-to-end request latency.", E2E_BUCKETS
+        )
+        self.swaps = Counter("eyas_drafter_swaps", "Drafter swaps while serving.", registry=self.registry)
+        self._drafter = Gauge("eyas_drafter_info", "The drafter in use.", ["drafter"], registry=self.registry)
         Gauge("eyas_model_info", "What is served.", ["model_name"], registry=self.registry).labels(model).set(1)
 
     def set_drafter(self, name: str | None) -> None:
-        """Which drafter it is now."""
+        """Set the name of the drafter in use."""
         self._drafter.clear()
         self._drafter.labels(name or "none").set(1)
 
@@ -59,20 +61,20 @@ class ServerMetrics:
         return Histogram(name, description, buckets=buckets, registry=self.registry)
 
     def render(self, snapshot: EngineSnapshot, *, failed_steps: int, replaced: int) -> bytes:
-        """Everything, with the engine as in the snapshot."""
+        """All metrics in Prometheus' text format."""
         self.engine.snapshot, self.engine.failed_steps, self.engine.replaced = snapshot, failed_steps, replaced
         return generate_latest(self.registry)
 
 
 class EngineCollector(Collector):
-    """The engine's own counts."""
+    """The engine's counts, from the newest snapshot."""
 
     def __init__(self) -> None:
         self.snapshot = EngineSnapshot()
         self.failed_steps = self.replaced = 0
 
     def collect(self) -> Iterator[Metric]:
-        """All of them."""
+        """All metrics of the engine."""
         snapshot, tally = self.snapshot, self.snapshot.tally
         yield _gauge("eyas_num_requests_running", "Answers that hold KV blocks.", snapshot.running)
         yield _gauge("eyas_num_requests_waiting", "Answers that wait for KV blocks.", snapshot.waiting)
@@ -89,7 +91,7 @@ class EngineCollector(Collector):
         yield _counter("eyas_prefix_cache_queries", "KV blocks looked up in the prefix cache.", snapshot.prefix_lookups)
         yield _counter("eyas_prefix_cache_hits", "KV blocks found there.", snapshot.prefix_hits)
         yield _counter("eyas_generation_tokens", "Tokens generated.", tally.tokens)
-        yield _counter("eyas_target_passes", "Passes of the target that chose tokens, per answer.", tally.passes)
+        yield _counter("eyas_target_passes", "Target passes that chose tokens, per answer.", tally.passes)
         yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", tally.drafts)
         yield _counter("eyas_spec_decode_num_draft_tokens", "Tokens drafted and verified.", tally.drafted)
         yield _counter("eyas_spec_decode_num_accepted_tokens", "Drafted tokens accepted.", tally.accepted)
@@ -114,16 +116,16 @@ class EngineCollector(Collector):
         if snapshot.drift is not None:
             yield from _drift(snapshot.drift)
         yield _counter("eyas_engine_failed_steps", "Steps that failed.", self.failed_steps)
-        yield _counter("eyas_engine_replaced", "Engines given up and built anew.", self.replaced)
+        yield _counter("eyas_engine_replaced", "Engines that were replaced.", self.replaced)
 
 
 def _drift(drift: DriftReport) -> Iterator[Metric]:
-    """What the drift alarm sees, of the engine in use."""
+    """Metrics of the drift probe, for the current engine."""
     yield _gauge("eyas_drift_alarm", "1 while the drift alarm fires.", float(drift.firing))
     yield _counter("eyas_drift_alarms_fired", "Times it has fired.", drift.fired)
-    yield _gauge("eyas_drift_deepest_healthy", "No deeper do requests on auto draft.", drift.deepest)
-    yield _counter("eyas_drift_checkups", "Rounds that were looked at.", drift.checkups)
-    yield _counter("eyas_drift_checkup_seconds", "What that took.", drift.seconds)
+    yield _gauge("eyas_drift_deepest_healthy", "The deepest that requests on auto draft.", drift.deepest)
+    yield _counter("eyas_drift_checkups", "Rounds that were probed.", drift.checkups)
+    yield _counter("eyas_drift_checkup_seconds", "Seconds spent on check-ups.", drift.seconds)
     if drift.checkups:
         yield _gauge("eyas_drift_growth", "Growth of the fed-back state per depth, 0 is flat.", drift.growth.value)
     rms = GaugeMetricFamily("eyas_drift_state_rms", "Size of the fed-back state, latest check-ups.", labels=["depth"])
@@ -131,7 +133,9 @@ def _drift(drift: DriftReport) -> Iterator[Metric]:
         rms.add_metric([str(depth)], size)
     yield rms
     mass = GaugeMetricFamily(
-        "eyas_drift_attention_mass", "Where the drafter looks, latest check-ups.", labels=["region", "depth"]
+        "eyas_drift_attention_mass",
+        "Attention mass of the drafter by region, latest check-ups.",
+        labels=["region", "depth"],
     )
     for region, shares in drift.mass.items():
         for depth, share in enumerate(shares, 1):

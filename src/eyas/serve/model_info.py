@@ -1,4 +1,4 @@
-"""What is served and within which limits: facts that stay while the server runs; only the drafter may be swapped."""
+"""The served model and the server's limits. They stay while the server runs, except for the drafter."""
 
 import time
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from eyas.serve.api_error import ApiError
 
 @dataclass(kw_only=True)
 class ModelInfo:
-    """A target and perhaps its drafter, as clients see them."""
+    """A target and its drafter, if any, as clients see them."""
 
     name: str
-    """What clients call it."""
+    """The name that clients use."""
     target: str
     drafter: str | None
     max_model_len: int
-    """Tokens of prompt and answer."""
+    """Most tokens of prompt and answer together."""
     max_num_seqs: int
-    """Answers at the same time."""
+    """Most answers that run at once."""
     speculation: Speculation = field(default_factory=Speculation)
-    """For requests that say nothing about it."""
+    """The default for requests without `speculative`."""
     tool_parser: str | None = None
-    """How the target writes tool calls, where its template does not tell."""
+    """The tool-call format, if the operator named one."""
     created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def require(self, name: str) -> None:
@@ -45,17 +45,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """How much the server takes on, and how long it waits."""
+    """How much the server accepts, and how long it waits."""
 
     queue: int = 256
-    """Answers that may wait for a place in the engine; beyond them clients are told to come back."""
+    """Answers that may wait for the engine; beyond that clients get 429."""
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     """For a body to arrive."""
     request_seconds: float = 600.0
-    """From the first byte of a request to the last one of its answer."""
+    """From the first byte of a request to the last byte of its response."""
     drain_seconds: float = 30.0
-    """For answers under way once the server is told to stop."""
+    """For answers in flight once the server is told to stop."""
 
     def __post_init__(self) -> None:
         for name, least in (("queue", 0), ("body_bytes", 1)):
@@ -67,7 +67,7 @@ class ServerLimits:
 
 
 def banner(model_info: ModelInfo, budget: BlockBudget) -> list[str]:
-    """What an operator wants to see when the server starts."""
+    """The lines that the server prints when it starts."""
     if model_info.drafter is None:
         policy = "no drafter: every token is a pass of the target"
     elif model_info.speculation.mode == "fixed":

@@ -1,4 +1,4 @@
-"""The API described for machines: clients, fuzzers, people with a viewer. Request bodies come from `protocol`."""
+"""The OpenAPI document. Schemas of request bodies come from `protocol`."""
 
 from typing import Any
 
@@ -26,17 +26,17 @@ _ERROR = {
     },
 }
 _ERROR_RESPONSES = {
-    "400": "A field is errors, unknown or not supported; the message names it.",
+    "400": "A field is invalid, unknown or not supported; the message names it.",
     "401": "No valid API key.",
     "404": "Another model is served.",
     "408": "The body came too slowly.",
     "409": "Another drafter is being loaded.",
     "413": "The body is too large.",
-    "415": "The body is not announced as application/json.",
-    "429": "All places are taken; see Retry-After.",
-    "500": "The engine failed; others go on.",
+    "415": "The content type is not application/json.",
+    "429": "The queue is full; see Retry-After.",
+    "500": "The engine failed; other requests continue.",
     "503": "The server is shutting down, or the engine is down.",
-    "504": "The answer took too long.",
+    "504": "The request took too long.",
 }
 
 
@@ -59,10 +59,10 @@ def openapi_document() -> dict[str, Any]:
             "/v1/completions": {"post": _post("Continue prompts.", references[CompletionRequest, "validation"])},
             "/v1/models": {"get": _get("The model that is served.", keys=True)},
             "/v1/drafter": {
-                "get": _get("What drafts.", keys=True),
-                "post": _post("Draft by another one from now on.", references[DrafterSwapRequest, "validation"]),
+                "get": _get("The drafter in use.", keys=True),
+                "post": _post("Swap the drafter.", references[DrafterSwapRequest, "validation"]),
             },
-            "/health": {"get": _get("Whether requests are taken.", "503")},
+            "/health": {"get": _get("Whether requests are accepted.", "503")},
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
             "/status": {"get": _get("The server's state; counts are since the start.", keys=True, schema="Status")},
         },
@@ -74,7 +74,7 @@ def openapi_document() -> dict[str, Any]:
 
 
 def _with_neutral_values(body: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a body with what it takes beside its fields' own values: null, and fields that ask for nothing."""
+    """A body's schema with null for optional fields, and with the neutral values of unsupported fields."""
     required = body["required"]
     properties = {
         name: field if name in required else {"anyOf": [field, {"type": "null"}]}
@@ -91,7 +91,7 @@ def _post(summary: str, body: Any) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
         "responses": {
             "200": {
-                "description": "The answer, or its events with stream true.",
+                "description": "The response, or its events if stream is true.",
                 "content": {
                     "application/json": {"schema": {"type": "object"}},
                     "text/event-stream": {},

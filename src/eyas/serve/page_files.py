@@ -1,6 +1,6 @@
-"""The page's files, as browsers get them: read once, revalidated by their digest, and allowed to reach nothing else.
+"""The files of the web page: read once, revalidated by ETag, and allowed to load nothing from elsewhere.
 
-The page is static and holds no data; what it shows it asks for with the key that its user types in.
+The page is static and holds no data. It fetches what it shows with the key that its user enters.
 """
 
 from hashlib import sha256
@@ -24,8 +24,8 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "object-src 'none'",
         "base-uri 'none'",
         "form-action 'none'",
-        "frame-ancestors 'none'",  # a key is typed in here: no foreign page may put itself around it
-        "require-trusted-types-for 'script'",  # what a model says can never become markup
+        "frame-ancestors 'none'",  # a key is entered here: no other page may frame it
+        "require-trusted-types-for 'script'",  # model output can never become markup
     ]
 )
 HEADERS = {
@@ -34,19 +34,19 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-cache",  # keep it, but ask whether it is still the same: a new version is seen at once
+    "cache-control": "no-cache",  # keep it, but revalidate: a new version shows at once
 }
 
 
 def page_routes() -> list[Route]:
-    """`/` and the files it is made of, below `/page/`."""
+    """The routes of `/` and of its files under `/page/`."""
     found = {item.name: _StaticFile(item).respond for item in files("eyas.serve").joinpath("page").iterdir()}
     routes = [Route(f"/page/{name}", respond, methods=["GET"]) for name, respond in found.items() if name != INDEX]
     return [Route("/", found[INDEX], methods=["GET"]), *routes]
 
 
 class _StaticFile:
-    """One file."""
+    """One file in memory."""
 
     def __init__(self, file: Traversable) -> None:
         self._content = file.read_bytes()
@@ -54,7 +54,7 @@ class _StaticFile:
         self._tag = f'"{sha256(self._content).hexdigest()[:32]}"'
 
     async def respond(self, http: HttpRequest) -> Response:
-        """The file, unless the browser has it."""
+        """The file, or 304 if the browser has it."""
         headers = HEADERS | {"etag": self._tag}
         known = [tag.strip().removeprefix("W/") for tag in http.headers.get("if-none-match", "").split(",")]
         if self._tag in known or "*" in known:

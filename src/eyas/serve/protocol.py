@@ -1,7 +1,7 @@
-"""What clients may send, field by field: OpenAI's names, vLLM's additions, and `speculative`.
+"""Request bodies, field by field: OpenAI's names, vLLM's extensions, and `speculative`.
 
-Only what is honoured is a field here. Anything else is refused by name, unless its value asks for nothing
-(`NEUTRAL_VALUES`): a client that spells out `"echo": false` gets what it wants.
+Only supported fields are listed. Any other field is refused by name, unless its value asks for nothing
+(`NEUTRAL_VALUES`), such as `"echo": false`.
 """
 
 from typing import Annotated, Any, Literal
@@ -26,19 +26,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Fields of the API that are not honoured, and the values (beside null) that ask for nothing."""
+"""Unsupported fields of OpenAI's API, and the values (beside null) that ask for nothing."""
 
 Count = Annotated[int, Field(ge=1)]
 
 
 class WireModel(BaseModel):
-    """JSON as it is: a number is no string, an unknown field no comment."""
+    """Strict JSON: no coercion between types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Speculative(WireModel):
-    """How a request is drafted for; its text is the same either way."""
+    """Speculation for one request; the text is the same either way."""
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     depth: Count | None = Field(None, description="Draft tokens in a row; with mode fixed alone.")
@@ -50,13 +50,13 @@ class Speculative(WireModel):
 
 
 class StreamOptions(WireModel):
-    """What a stream carries beside the text."""
+    """Options of a stream."""
 
     include_usage: bool = False
 
 
 class JsonSchemaFormat(WireModel):
-    """A JSON schema as OpenAI wraps it. It is enforced, strict or not."""
+    """A JSON schema in OpenAI's wrapper. It is enforced, strict or not."""
 
     name: str
     description: str | None = None
@@ -65,14 +65,14 @@ class JsonSchemaFormat(WireModel):
 
 
 class ResponseFormat(WireModel):
-    """What an answer looks like, by OpenAI."""
+    """OpenAI's response_format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(WireModel):
-    """The same by vLLM: one of these."""
+    """vLLM's structured_outputs: exactly one of these."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or the text of one.")
     regex: str | None = None
@@ -82,7 +82,7 @@ class StructuredOutputs(WireModel):
 
 
 class GenerationRequest(WireModel):
-    """Fields of both endpoints."""
+    """The fields that both endpoints share."""
 
     model: str | None = Field(None, description="The served name; may be left out, as there is one model.")
     max_tokens: Count | None = None
@@ -120,7 +120,7 @@ class GenerationRequest(WireModel):
         for name, value in given.items():
             known = name in cls.model_fields
             if value is None and (known or name in NEUTRAL_VALUES):
-                continue  # null is what a field is that was not given
+                continue  # null means that the field was not given
             if (
                 not known
                 and name in NEUTRAL_VALUES
@@ -132,21 +132,21 @@ class GenerationRequest(WireModel):
 
 
 class TextPart(WireModel):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(WireModel):
-    """A function that was called."""
+    """A function call."""
 
     name: str
     arguments: str = Field(description="JSON.")
 
 
 class ToolCall(WireModel):
-    """A call that an earlier answer made."""
+    """A tool call in an assistant message."""
 
     id: str
     type: Literal["function"] = "function"
@@ -154,14 +154,14 @@ class ToolCall(WireModel):
 
 
 class TextMessage(WireModel):
-    """A turn of words. The developer's instructions are the system's, for templates that know no other."""
+    """A message of text. The role developer is rendered as system, which every chat template knows."""
 
     role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
 
 
 class AssistantMessage(WireModel):
-    """A turn of the model's, of words or calls."""
+    """A message of the assistant: text, tool calls or both."""
 
     role: Literal["assistant"]
     content: str | list[TextPart] | None = None
@@ -170,7 +170,7 @@ class AssistantMessage(WireModel):
 
 
 class ToolMessage(WireModel):
-    """What a call came to."""
+    """The result of a tool call."""
 
     role: Literal["tool"]
     content: str | list[TextPart]
@@ -181,7 +181,7 @@ Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discrimi
 
 
 class FunctionDefinition(WireModel):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
@@ -190,20 +190,20 @@ class FunctionDefinition(WireModel):
 
 
 class Tool(WireModel):
-    """A tool; functions are the only kind."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class NamedFunction(WireModel):
-    """One of the functions."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedToolChoice(WireModel):
-    """The tool to call."""
+    """A tool_choice that names a function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -229,5 +229,5 @@ class CompletionRequest(GenerationRequest):
 
 
 def _same_value(value: Any, neutral: Any) -> bool:
-    """Equal and of one type: 1 is not True."""
+    """Equal and of the same type: 1 is not True."""
     return type(value) is type(neutral) and value == neutral

@@ -1,6 +1,6 @@
-"""From a valid body to requests of the engine: prompts to tokens, fields to options, limits checked by their API names.
+"""Build engine requests from a valid body: tokenize prompts, map fields, check limits under their API names.
 
-One body may ask for several answers: n of each prompt. They are numbered prompt by prompt, as OpenAI numbers choices.
+One body may ask for several answers: n for each prompt. They are numbered prompt by prompt, as OpenAI numbers choices.
 """
 
 import json
@@ -29,23 +29,23 @@ from eyas.serve.tools import ToolSupport
 from eyas.target.model import Target
 
 COMPLETION_TOKENS = 16
-"""What /v1/completions answers when nobody says how much; OpenAI's own default."""
+"""Default max_tokens of /v1/completions, as OpenAI has it."""
 MAX_STOP_STRINGS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequests:
-    """What a body comes to."""
+    """The engine requests of one body."""
 
     requests: tuple[Request, ...]
     prompt_tokens: int
-    """Of all prompts together; a prompt with several answers counts once."""
+    """Over all prompts; a prompt with several answers counts once."""
     new_parser: Callable[[], ToolCallParser] | None
-    """Makes what finds tool calls in an answer, where there are tools."""
+    """Creates the tool-call parser of an answer; None without tools."""
 
 
 class RequestBuilder:
-    """Knows the target's tokens and what is served."""
+    """Builds engine requests for one target."""
 
     def __init__(self, target: Target, model_info: ModelInfo) -> None:
         self._target, self._model_info = target, model_info
@@ -53,7 +53,7 @@ class RequestBuilder:
         self.tool_support = ToolSupport(target, model_info.tool_parser)
 
     def grammar_spec(self, body: GenerationRequest) -> GrammarSpec | None:
-        """What the answer must look like, if the body says so."""
+        """The grammar that the body asks for, if any."""
         spec = grammar_spec_of(body)
         if not isinstance(body, ChatCompletionRequest):
             return spec
@@ -64,7 +64,7 @@ class RequestBuilder:
         return spec or self.tool_support.grammar_spec(body)
 
     def chat(self, body: ChatCompletionRequest, grammar: Grammar | None) -> EngineRequests:
-        """The requests of a conversation."""
+        """The requests of a chat completion."""
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
             raise ApiError(
                 400,
@@ -82,12 +82,12 @@ class RequestBuilder:
         return self._build(body, [prompt], max_tokens, logprobs, grammar, self.tool_support.new_parser(body))
 
     def completion(self, body: CompletionRequest, grammar: Grammar | None) -> EngineRequests:
-        """The requests of one prompt or several."""
+        """The requests of a text completion."""
         prompts = self._prompts(body.prompt)
         return self._build(body, prompts, body.max_tokens or COMPLETION_TOKENS, body.logprobs, grammar)
 
     def _messages(self, body: ChatCompletionRequest) -> list[dict[str, Any]]:
-        """The conversation as templates take it."""
+        """The messages as chat templates take them."""
         messages: list[dict[str, Any]] = []
         names: dict[str, str] = {}
         for number, message in enumerate(body.messages):
@@ -109,7 +109,7 @@ class RequestBuilder:
                 message_field = f"{field}.content"
                 raise ApiError(400, f"{message_field} is missing, and so are tool_calls; give one", field=message_field)
             if isinstance(message, ToolMessage):
-                self.tool_support.require(f"{field}.role", "is tool: tell what a tool said as user")
+                self.tool_support.require(f"{field}.role", "is tool: send tool results with role user")
                 rendered["tool_call_id"] = message.tool_call_id
                 rendered |= {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
             messages.append(rendered)
@@ -159,7 +159,7 @@ class RequestBuilder:
         return EngineRequests(requests=tuple(requests), prompt_tokens=sum(map(len, prompts)), new_parser=new_parser)
 
     def _max_new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
-        """How many tokens the answer may have; the engine would cut it silently, so it is checked here."""
+        """The answer's token limit. It is checked here because the engine would cut the answer silently."""
         room = self._model_info.max_model_len - len(prompt)
         if room < 1:
             raise ApiError(
@@ -202,19 +202,19 @@ def _sampling(body: GenerationRequest) -> Sampling:
 
 
 def _content_text(content: str | list[TextPart] | None) -> str:
-    """The whole content of a message."""
+    """The text of a message."""
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def _rendered_call(function: FunctionCall, field: str) -> dict[str, Any]:
-    """A call as templates take it: arguments are an object there, not its text."""
+    """A function call as chat templates take it: arguments are an object, not a string."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         raise ApiError(
-            400, f"{field} has arguments of {function.name!r} that are no JSON object; mend them", field=field
+            400, f"{field} has arguments of {function.name!r} that are no JSON object; fix them", field=field
         )
     return {"name": function.name, "arguments": arguments}
 
@@ -229,5 +229,5 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _wrap_seed(seed: int) -> int:
-    """Within the engine's 64 bits, for the choices behind the largest seed."""
+    """Wrap a seed into 64 bits: choice i uses seed + i, which may exceed the largest seed."""
     return (seed + 2**63) % 2**64 - 2**63

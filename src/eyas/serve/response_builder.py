@@ -1,4 +1,4 @@
-"""From deltas to the JSON of OpenAI's answers, whole or in chunks. Pure functions of what the engine gave."""
+"""Build OpenAI's response JSON, whole or in chunks, from engine outputs. Pure functions."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,17 +22,17 @@ _OBJECT_NAMES = {
 
 @dataclass(kw_only=True)
 class ChoiceOutput:
-    """What came of one choice so far."""
+    """The output of one choice so far."""
 
     tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     deltas: list[OutputDelta] = field(default_factory=list)
     tool_parser: ToolCallParser | None = None
-    """Finds tool calls, where there are tools."""
+    """Finds tool calls; None if the request has no tools."""
     parsed: ParsedDelta = field(default_factory=ParsedDelta)
-    """What the newest delta came to."""
+    """Content and tool calls of the newest delta."""
 
     def append(self, delta: OutputDelta, token_text: TokenText) -> None:
-        """Hear one more delta."""
+        """Add the newest output."""
         self.deltas.append(delta)
         self.parsed = ParsedDelta(content=delta.text)
         if self.tool_parser is not None:
@@ -44,7 +44,7 @@ class ChoiceOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, if it has: with calls to make, by OpenAI's own word."""
+        """Why it ended, if it has; tool_calls if it ended with calls."""
         finished = self.deltas[-1].finished
         if finished is FinishReason.STOP and self.tool_parser is not None and self.tool_parser.calls:
             return "tool_calls"
@@ -52,7 +52,7 @@ class ChoiceOutput:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The whole message of a chat."""
+        """The whole chat message."""
         content = (
             self.tool_parser.content if self.tool_parser is not None else "".join(delta.text for delta in self.deltas)
         )
@@ -67,7 +67,7 @@ class ChoiceOutput:
 
     @property
     def delta_message(self) -> dict[str, Any]:
-        """The newest delta as a chat's delta."""
+        """The newest output as the delta of a chat chunk."""
         message: dict[str, Any] = {"content": self.parsed.content} if self.parsed.content else {}
         if self.parsed.calls:
             message["tool_calls"] = [
@@ -80,13 +80,13 @@ class ChoiceOutput:
 
     @property
     def tokens(self) -> int:
-        """How many, a stop token included."""
+        """The number of tokens, stop token included."""
         return sum(len(delta.tokens) for delta in self.deltas)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseMeta:
-    """What all parts of one answer have in common."""
+    """What all chunks of one response share."""
 
     kind: Kind
     request_id: str
@@ -94,10 +94,10 @@ class ResponseMeta:
     created: int
     prompt_tokens: int
     details: bool
-    """Whether the request wants to see how it was drafted for."""
+    """Whether the request asked for speculation details per token."""
 
     def envelope(self, *, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
-        """The frame around choices."""
+        """The response object around choices."""
         return {
             "id": f"{_ID_PREFIXES[self.kind]}-{self.request_id}",
             "object": _OBJECT_NAMES[self.kind, chunk],
@@ -108,7 +108,7 @@ class ResponseMeta:
 
 
 def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_text: TokenText) -> dict[str, Any]:
-    """The answer of a request that does not stream."""
+    """The response of a request that does not stream."""
     bodies = []
     for index, choice in enumerate(choices):
         body: dict[str, Any] = {"index": index}
@@ -123,7 +123,7 @@ def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_tex
 
 
 def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
-    """The chunk that begins a choice: a chat says who speaks."""
+    """The first chunk of a chat choice, which holds the role; None for text completions."""
     if meta.kind == "text":
         return None
     choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -131,7 +131,7 @@ def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
 
 
 def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_text: TokenText) -> dict[str, Any] | None:
-    """The chunk of the newest delta, if it has anything to tell."""
+    """The chunk of the newest output; None if there is nothing to send."""
     delta = choice.deltas[-1]
     logprobs = None
     if delta.logprobs is not None:
@@ -139,7 +139,7 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
         logprobs = _logprobs(meta, [delta], token_text, before)
     message = choice.delta_message
     if not message and delta.finished is None and logprobs is None and not meta.details:
-        return None  # held back: half a character, what may become a stop string, or what may become a call
+        return None  # held back: part of a character, a possible stop string or a possible tool call
     body: dict[str, Any] = {"index": index}
     body |= {"delta": message} if meta.kind == "chat" else {"text": delta.text}
     body["logprobs"] = logprobs
@@ -150,12 +150,12 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
 
 
 def usage_chunk(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-    """The last chunk, where usage was asked for."""
+    """The last chunk of a stream with include_usage."""
     return meta.envelope(choices=[], chunk=True) | {"usage": usage(meta, choices)}
 
 
 def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
-    """Tokens, and how speculation went."""
+    """Token counts, and counts of speculation."""
     made = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": meta.prompt_tokens,
@@ -186,7 +186,7 @@ def speculative_counts(stats: SpecDecodeStats) -> dict[str, Any]:
 
 
 def _token_details(deltas: Sequence[OutputDelta]) -> dict[str, Any]:
-    """Each token, its text, and the draft depth it was accepted from; 0 is the target's own."""
+    """Each token, its text and the draft depth it was accepted from; 0 means that the target sampled it."""
     return {
         "tokens": [token for delta in deltas for token in delta.tokens],
         "texts": [text for delta in deltas for text in delta.texts],

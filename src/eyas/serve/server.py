@@ -1,4 +1,4 @@
-"""From a socket to the last answer: listen, serve, and on SIGTERM or SIGINT let answers under way come to their end."""
+"""Listen, serve, and drain on SIGTERM or SIGINT."""
 
 import asyncio
 import logging
@@ -14,11 +14,11 @@ from eyas.serve.app import Application
 logger = logging.getLogger(__name__)
 BACKLOG = 1024
 CLOSE_SECONDS = 10
-"""For errors to reach clients whose answers were cut off."""
+"""For errors to reach clients whose answers were cut off by the drain limit."""
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any that is free."""
+    """A listening socket; port 0 takes a free port."""
     try:
         (family, kind, protocol, _, place), *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
         listener = socket.socket(family, kind, protocol)
@@ -34,13 +34,13 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where clients find it."""
+    """The URL of a listening socket."""
     address, port = listener.getsockname()[:2]
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 class Server(uvicorn.Server):
-    """Runs an application until it is told to stop, then drains it."""
+    """Runs an application until a signal, then drains it."""
 
     def __init__(self, application: Application) -> None:
         self._context = application.context
@@ -61,12 +61,12 @@ class Server(uvicorn.Server):
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal, at once at the second; uvicorn would raise it again after all is done."""
+        """Drain at the first signal, exit at the second; uvicorn's own would raise the signal again at the end."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take nothing more, wait for answers under way, and cut off those that take too long with an error."""
+        """Accept nothing more, wait for answers in flight, and end those beyond the limit with an error."""
         admission, engine_client = self._context.admission, self._context.engine_client
         admission.drain()
         logger.info(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")

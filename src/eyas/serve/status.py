@@ -1,7 +1,7 @@
-"""The server's state as one JSON object, for the page and for scripts: gauges as they are, counts since the start.
+"""The server's state as one JSON object, for the web page and for scripts: gauges now, counts since the start.
 
-Counts never go back while the server runs (but for `rows_by_depth`, which a replaced engine begins anew), so that a
-client that looks from time to time gets rates as differences, over `at_seconds` and not over its own clock.
+Counts never decrease while the server runs, except for `rows_by_depth`, which a replaced engine restarts. So a client
+that polls gets rates as differences over `at_seconds`, the server's clock.
 """
 
 from typing import Any
@@ -12,9 +12,7 @@ from eyas.serve.engine_client import EngineSnapshot
 from eyas.serve.model_info import ModelInfo
 from eyas.serve.response_builder import speculative_counts
 
-DRIFTS = (
-    "raised while the drafter's state or acceptance does not hold with depth: requests on auto then draft less deep"
-)
+DRIFTS = "raised while the drafter's state or acceptance degrades with depth: requests on auto then draft less deep"
 COLLAPSED = "raised while the drafter is of no use: requests on auto then decode plainly, except for probes"
 
 STATUS_SCHEMA: dict[str, Any] = {
@@ -23,7 +21,7 @@ STATUS_SCHEMA: dict[str, Any] = {
     "properties": {
         "version": {"type": "string"},
         "state": {"enum": ["ok", "draining", "failed"]},
-        "at_seconds": {"type": "number", "description": "Since the start, when the engine was looked at."},
+        "at_seconds": {"type": "number", "description": "Time of the snapshot, since the start."},
         "served": {
             "type": "object",
             "properties": {
@@ -32,7 +30,10 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "drafter": {"type": ["string", "null"]},
                 "mode": {"enum": ["auto", "off", "fixed"]},
                 "depth": {"type": ["integer", "null"]},
-                "max_depth": {"type": "integer", "description": "The deepest a request may ask for; 0: no drafter."},
+                "max_depth": {
+                    "type": "integer",
+                    "description": "The deepest that a request may ask for; 0 without a drafter.",
+                },
                 "max_model_len": {"type": "integer"},
                 "max_num_seqs": {"type": "integer"},
             },
@@ -54,7 +55,7 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "rows_by_depth": {
                     "type": "object",
                     "additionalProperties": {"type": "integer"},
-                    "description": "How often an answer's next tokens were to be drafted this deep; 0 is not at all.",
+                    "description": "How often this depth was chosen for an answer; 0 is a plain step.",
                 },
                 "failed_steps": {"type": "integer"},
                 "replaced_engines": {"type": "integer"},
@@ -68,13 +69,13 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "properties": {
                     "name": {"type": "string"},
                     "raised": {"type": "boolean"},
-                    "text": {"type": "string", "description": "What it means, or what it rests on while raised."},
+                    "text": {"type": "string", "description": "What it means; while raised, the evidence."},
                 },
             },
         },
         "notices": {
             "type": "array",
-            "description": "What the engine last had to say, the newest first.",
+            "description": "The engine's latest events, the newest first.",
             "items": {
                 "type": "object",
                 "required": ["at_seconds", "text"],

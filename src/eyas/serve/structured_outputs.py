@@ -1,7 +1,7 @@
-"""What an answer must look like, from the fields that may ask for it to a grammar that the engine follows.
+"""Structured outputs: from the fields that ask for a format to a compiled grammar.
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` say the same things; one of them may
-speak at a time. Compiling runs beside the event loop, bounded in size by `LlGuidance` and in time here.
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*` are equivalent; a request may use one.
+Grammars compile off the event loop. `LlGuidance` bounds their size, this module their compile time.
 """
 
 import asyncio
@@ -21,24 +21,24 @@ from eyas.target.model import Target
 Kind = Literal["json", "regex", "grammar", "choice", "lark"]
 COMPILE_SECONDS = 10.0
 COMPILE_THREADS = 2
-"""Threads, so that one slow grammar does not hold up the next."""
+"""Several, so one slow grammar does not block the next."""
 CACHED_GRAMMARS = 64
-"""Grammars that need not be compiled again."""
+"""Compiled grammars that are kept."""
 ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrammarSpec:
-    """A wish for a spec, and who made it."""
+    """A grammar that a request asks for, and the field that asks."""
 
     field: str
     kind: Kind
     text: str
-    """A schema or choices as JSON; else the pattern or the grammar itself."""
+    """A schema or choices as JSON; otherwise the regex or the grammar itself."""
 
 
 def grammar_spec_of(body: GenerationRequest) -> GrammarSpec | None:
-    """The spec that a body asks for, if any."""
+    """The grammar that a body asks for, if any."""
     specs = list(_grammar_specs(body))
     if len(specs) > 1:
         first, second = specs[0].field, specs[1].field
@@ -89,7 +89,7 @@ def _grammar_specs(body: GenerationRequest) -> list[GrammarSpec]:
 
 
 class GrammarCompiler:
-    """Makes grammars for one target, off the event loop, and keeps the latest."""
+    """Compiles grammars for one target off the event loop, and caches them."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -99,7 +99,7 @@ class GrammarCompiler:
         self._cached_compile = lru_cache(maxsize=CACHED_GRAMMARS)(self._compile)
 
     async def compile(self, spec: GrammarSpec) -> LlGuidanceGrammar:
-        """The grammar of a spec, or a refusal that says what is wrong with it."""
+        """The compiled grammar, or an error that says what is wrong with it."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_SECONDS):

@@ -1,9 +1,9 @@
-"""After a failed step: drop what took part in it, or begin with a new engine.
+"""Recovery after a failed step: drop the running requests, or replace the engine.
 
-A step works on the running requests, so these are lost. Those that wait own nothing and go on, provided that the books
-still balance; what the prefix cache holds is forgotten, since nobody knows what the failed pass wrote. If the books do
-not balance, or the next step fails as well before a single token came, the engine is replaced: same target, same
-drafter, new pages. Either way it is said.
+A step works on the running requests, so they are lost. Waiting requests hold nothing and continue, if the scheduler's
+integrity check passes. The prefix cache is cleared, because the failed pass may have written anything. If the check
+fails, or the next step fails before any token came, the engine is replaced: same target, same drafter, new KV cache.
+Both cases are logged.
 """
 
 import logging
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Decides what becomes of an engine whose step failed. It runs on the engine's thread."""
+    """Recovers an engine whose step failed. It runs on the engine's thread."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._build = build
         self.failed_steps = 0
         self.replaced = 0
-        """Engines so far that were given up."""
+        """Engines replaced so far."""
         self.replaced_stats = SpecDecodeStats()
-        """What those had counted."""
+        """Their counts."""
         self._passes_at_failure: int | None = None
 
     def __call__(self, engine: Engine, error: BaseException) -> tuple[Engine, Collection[int] | None]:
-        """An engine to go on with and the requests that were lost, None for all."""
+        """The engine to continue with, and the keys of the lost requests; None means all."""
         self.failed_steps += 1
         failed = f"a step failed ({_name(error)})"
         try:
@@ -49,7 +49,7 @@ class Supervisor:
         add_stats(self.replaced_stats, engine.tally)
         self.replaced += 1
         self._passes_at_failure = None
-        # Two engines may not fit. Nobody steps the old one again, so its pages go first, wherever it is still named.
+        # Two engines may not fit in memory. The old one never steps again, so free it first, whoever refers to it.
         traceback.clear_frames(error.__traceback__)
         vars(engine).clear()
         _release_memory()
@@ -59,7 +59,7 @@ class Supervisor:
 
 
 def _drop_running(engine: Engine) -> list[int]:
-    """Cancel the running requests and see that the rest is in order."""
+    """Cancel the running requests and check that the rest is consistent."""
     lost = [seq.key for seq in engine.scheduler.running]
     for key in lost:
         engine.cancel(key)
@@ -70,7 +70,7 @@ def _drop_running(engine: Engine) -> list[int]:
 
 
 def _release_memory() -> None:
-    """If memory had run out, what torch keeps for later may be what is missing."""
+    """Return torch's cached memory: the step may have failed for lack of it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
@@ -80,7 +80,7 @@ def _name(error: BaseException) -> str:
 
 
 def add_stats(to: SpecDecodeStats, more: SpecDecodeStats) -> None:
-    """Count what another one counted."""
+    """Add the counts of `more` to `to`."""
     to.passes += more.passes
     to.drafts += more.drafts
     to.drafted += more.drafted

@@ -1,8 +1,7 @@
-"""Tool calls found in an answer's text as it comes: what was said, which functions are called, with which arguments.
+"""A streaming parser of tool calls: text in, content and calls out.
 
-Dialects differ in how calls are set off from words (`tools.py`); within, a call is a JSON object with a name and
-arguments. `ToolCallParser` takes text as it comes and gives what is certain. What turns out to be no call is given as
-the words it was.
+Formats differ in how calls are marked (`tools.py`); each call is a JSON object with a name and arguments. The parser
+emits only what is certain. Text that turns out to be no call is emitted as content.
 """
 
 import json
@@ -16,7 +15,7 @@ NAME, ARGUMENTS = "name", ("arguments", "parameters")
 
 @dataclass(kw_only=True)
 class ParsedToolCall:
-    """A function call, as far as it has come."""
+    """A tool call, as far as it was parsed."""
 
     id: str
     name: str
@@ -25,7 +24,7 @@ class ParsedToolCall:
 
 @dataclass(kw_only=True)
 class ToolCallDelta:
-    """What is new of a call: its beginning, more of its arguments, or both."""
+    """The new part of a call: its start, more arguments, or both."""
 
     index: int
     started: ParsedToolCall | None = None
@@ -34,24 +33,24 @@ class ToolCallDelta:
 
 @dataclass(kw_only=True)
 class ParsedDelta:
-    """What a delta of text came to."""
+    """What a piece of text added."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 def openai_call_id() -> str:
-    """A call's name, in OpenAI's form."""
+    """A call id in OpenAI's format."""
     return f"call_{secrets.token_hex(12)}"
 
 
 def mistral_call_id() -> str:
-    """Nine letters or digits: templates of Mistral's models take no others."""
+    """Nine letters or digits: Mistral's templates accept nothing else."""
     return secrets.token_hex(5)[:9]
 
 
 class ToolCallParser:
-    """Reads one answer."""
+    """Parses one answer."""
 
     def __init__(
         self,
@@ -67,13 +66,13 @@ class ToolCallParser:
         self._opening, self._closing, self._skipped = opening, closing, skipped
         self._max_calls, self._new_id = max_calls, new_id
         self._text = ""
-        """Not decided on yet."""
+        """Received, but neither emitted nor dropped yet."""
         self._among_calls = False
         self._object_parser: _JsonObjectParser | None = None
         self._delta = ParsedDelta()
 
     def feed(self, text: str, *, last: bool = False) -> ParsedDelta:
-        """Take more text, perhaps the last."""
+        """Parse more text; `last` flushes what was held back."""
         self._text += text
         self._delta = ParsedDelta()
         while self._advance():
@@ -90,21 +89,21 @@ class ToolCallParser:
         return self._delta
 
     def _advance(self) -> bool:
-        """One step; False where more text is needed."""
+        """One parsing step; False if more text is needed."""
         if self._object_parser is not None:
             return self._in_object(self._object_parser)
         return self._between_calls() if self._among_calls else self._in_text()
 
     def _in_text(self) -> bool:
         at, bare = self._text.find(self._opening), self._opening == "{"
-        # Calls that are set off by nothing but the brace they begin with can only come first.
+        # A call without a marker, only with its brace, must come first.
         first = not (self.content or self._delta.content) and self._text.lstrip().startswith("{")
         if at >= 0 and (first or not bare):
             self._emit_text(self._text[:at].rstrip())
             self._text = self._text[at + (0 if bare else len(self._opening)) :]
             self._among_calls = True
             return True
-        # What may be the beginning of the mark, or the blanks before it, is not said yet.
+        # Hold back a possible start of the marker and the blanks before it.
         held = max((n for n in range(1, len(self._opening)) if self._text.endswith(self._opening[:n])), default=0)
         sure = self._text[: len(self._text) - held].rstrip()
         self._emit_text(sure)
@@ -141,7 +140,7 @@ class ToolCallParser:
         return parser.done
 
     def _emit_call(self, parser: "_JsonObjectParser") -> None:
-        """Give what a call has come to."""
+        """Emit the new part of a call."""
         assert parser.name is not None
         started = None
         if parser.call is None:
@@ -156,12 +155,12 @@ class ToolCallParser:
 
     @property
     def _opening_text(self) -> str:
-        """What stood before an object that is no call."""
+        """The marker in front of an object that is no call."""
         return "" if self._opening == "{" else self._opening
 
     @property
     def _at_limit(self) -> bool:
-        """Whether further calls are left out."""
+        """Whether further calls are dropped."""
         return self._max_calls is not None and len(self.calls) >= self._max_calls
 
     def _emit_text(self, text: str) -> None:
@@ -169,7 +168,7 @@ class ToolCallParser:
 
 
 class _JsonObjectParser:
-    """A JSON object char by char: the string called name, and the raw text of arguments."""
+    """Parses a JSON object by character: the value of `name` and the raw text of the arguments."""
 
     def __init__(self) -> None:
         self.raw = ""
@@ -181,18 +180,18 @@ class _JsonObjectParser:
         self._key: str | None = None
         self._value = ""
         self._arguments: str | None = None
-        """Once they are complete."""
+        """Set once they are complete."""
 
     @property
     def arguments(self) -> str:
-        """Their text, as far as it has come; arguments written as a string only when it is complete."""
+        """Their text so far. Arguments written as a JSON string count only once complete."""
         if self._arguments is not None:
             return self._arguments
         value = self._value.lstrip(BLANK)
         return value.rstrip(BLANK) if self._key in ARGUMENTS and value.startswith("{") else ""
 
     def feed(self, text: str) -> int:
-        """Take letters up to the end of the object; how many."""
+        """Consume characters up to the end of the object; returns how many."""
         for count, char in enumerate(text, 1):
             self.raw += char
             self._feed_char(char)

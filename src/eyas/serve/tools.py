@@ -1,10 +1,10 @@
-"""Tools in a target's own format: how its template lets it call them, read back and, where required, enforced.
+"""Tool calling in the target's own format: parse its calls and, where required, enforce them by a grammar.
 
     hermes       <tool_call> JSON </tool_call>, as Hermes and Qwen templates ask for
     llama3_json  JSON alone, calls set apart by semicolons, as Llama 3 templates ask for
     mistral      [TOOL_CALLS] and a list of JSON
 
-Names are vLLM's. Which one a target speaks is seen in its template, or said by the operator.
+Names are vLLM's parsers. The format is detected from the chat template, or set by the operator.
 """
 
 import json
@@ -21,31 +21,31 @@ from eyas.serve.structured_outputs import GrammarSpec
 from eyas.serve.tool_parser import BLANK, ToolCallParser, mistral_call_id, openai_call_id
 from eyas.target.model import Target
 
-NOTHING_GIVEN: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Arguments of a function that takes none."""
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a function without parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallFormat:
-    """How calls are written."""
+    """How a target writes tool calls."""
 
     name: str
     template_markers: tuple[str, ...]
-    """In a template, all of them together give the format away."""
+    """A chat template that contains all of them uses this format."""
     opening: str
     closing: str = ""
     skipped: str = BLANK
     arguments: str = "arguments"
     around_all: tuple[str, str] = ("", "")
-    """What stands around all calls together."""
+    """Text around all calls together."""
     around_each: tuple[str, str] = ("", "")
-    """What stands around each."""
+    """Text around each call."""
     separator: str
-    """What stands between two."""
+    """Text between two calls."""
     short_ids: bool = False
 
     def new_parser(self, *, max_calls: int | None) -> ToolCallParser:
-        """A reader of one answer, with so many calls at most."""
+        """A parser of one answer that keeps at most `max_calls` calls."""
         return ToolCallParser(
             opening=self.opening,
             closing=self.closing,
@@ -55,7 +55,7 @@ class ToolCallFormat:
         )
 
     def lark_grammar(self, tools: Sequence[Tool], *, parallel: bool, special_tokens: dict[str, int]) -> str:
-        """A Lark grammar of calls of these functions: one of them, or one or more."""
+        """A Lark grammar of one call, or with `parallel` one or more calls, of these functions."""
         begin, end = (_literal(text, special_tokens) for text in self.around_all)
         before, after = (_literal(text, special_tokens) for text in self.around_each)
         more = f"({_literal(self.separator, special_tokens)} call)*" if parallel else ""
@@ -65,8 +65,8 @@ class ToolCallFormat:
         return "\n".join(rules)
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        given = dict(tool.function.parameters or NOTHING_GIVEN)
-        # References in a function's parameters are from their root, which is here now.
+        given = dict(tool.function.parameters or NO_PARAMETERS)
+        # $ref in a function's parameters starts at their root, which is this schema now.
         shared = {key: given.pop(key) for key in ("$defs", "definitions") if key in given}
         return shared | {
             "x-guidance": ON_ONE_LINE,
@@ -108,7 +108,7 @@ PARSERS = tuple(format_.name for format_ in TOOL_CALL_FORMATS)
 
 
 class ToolSupport:
-    """Tools as far as one target knows them."""
+    """What one target supports of tool calling."""
 
     def __init__(self, target: Target, parser: str | None) -> None:
         self._name = target.facts.source
@@ -124,10 +124,10 @@ class ToolSupport:
         self.special_tokens = {
             token.content: id_ for id_, token in added.items() if token.special and token.content in special_tokens
         }
-        """Marks that are special tokens, which have no text of their own, and their ids."""
+        """Markers that are special tokens, by their text."""
 
     def require(self, field: str, fix: str) -> ToolCallFormat:
-        """The format, or a refusal of the field that needs one."""
+        """The format, or an error for the field that needs one."""
         if not self._knows_tools:
             message = f"the chat template of {self._name} does not mention tools; {fix}"
             raise ApiError(400, f"{field}: {message}", field=field, code="unsupported_parameter")
@@ -137,7 +137,7 @@ class ToolSupport:
         return self.format
 
     def offered(self, body: ChatCompletionRequest) -> list[Tool]:
-        """The tools that the model hears of: those it may call."""
+        """The tools that go into the prompt: those that the model may call."""
         if not body.tools:
             if body.tool_choice not in (None, "none", "auto"):
                 raise ApiError(
@@ -157,7 +157,7 @@ class ToolSupport:
         return [] if body.tool_choice == "none" else body.tools
 
     def grammar_spec(self, body: ChatCompletionRequest) -> GrammarSpec | None:
-        """The grammar of calls, where one is required."""
+        """The grammar of the calls, if tool_choice requires one."""
         tools, chosen = self.offered(body), _chosen(body)
         if not tools or (chosen is None and body.tool_choice != "required"):
             return None
@@ -167,20 +167,20 @@ class ToolSupport:
         return GrammarSpec(field="tools", kind="lark", text=text)
 
     def new_parser(self, body: ChatCompletionRequest) -> "partial[ToolCallParser] | None":
-        """What makes readers of the answers, if there are tools to call."""
+        """Creates parsers for the answers; None if there are no tools to call."""
         if not self.offered(body) or self.format is None:
             return None
         return partial(self.format.new_parser, max_calls=None if body.parallel_tool_calls else 1)
 
 
 def _chosen(body: ChatCompletionRequest) -> str | None:
-    """The function that tool_choice names."""
+    """The function that tool_choice names, if any."""
     choice = body.tool_choice
     return None if choice is None or isinstance(choice, str) else choice.function.name
 
 
 def _template(target: Target) -> str:
-    """The template that conversations with tools are written by."""
+    """The chat template for conversations with tools."""
     tokenizer = target.tokenizer
     if not tokenizer.chat_template:
         return ""
@@ -188,7 +188,7 @@ def _template(target: Target) -> str:
 
 
 def _literal(text: str, special_tokens: dict[str, int]) -> str:
-    """Text in Lark's notation; a mark that is a special token by its id."""
+    """Text as Lark literals, with special tokens by id."""
     for mark, token in special_tokens.items():
         before, found, behind = text.partition(mark)
         if found:

@@ -1,4 +1,4 @@
-"""From bytes to a valid body, or to a refusal that says which field is wrong, what it was and what it may be."""
+"""Validate a request body, or raise an error that names the field, its value and what is allowed."""
 
 import asyncio
 from difflib import get_close_matches
@@ -21,15 +21,15 @@ EXPECTED_SHAPES = {
     "structured_outputs": "an object with one of json, regex, choice, grammar or json_object",
     "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
 }
-"""Where a value may have several shapes, one sentence says more than an error for each of them."""
+"""For fields with several types, one sentence is clearer than one error per type."""
 MAX_SHOWN = 60
 
 
 async def read_body(http: HttpRequest, *, max_bytes: int, seconds: float) -> bytes:
-    """The whole body, if it is JSON, small enough and comes in time."""
+    """The whole body, if it is JSON, small enough and arrives in time."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # Also what keeps a foreign page in a browser from posting here: it cannot send this type unasked.
+        # This also blocks cross-site posts: a browser sends this content type only after a CORS preflight.
         raise ApiError(
             415, f"content-type is {kind or 'missing'}; send application/json", code="unsupported_media_type"
         )
@@ -50,7 +50,7 @@ async def read_body(http: HttpRequest, *, max_bytes: int, seconds: float) -> byt
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
-    """The body as `kind`."""
+    """Parse and validate the body as `kind`."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -58,7 +58,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 
 def _validation_error(kind: type[WireModel], error: ValidationError) -> ApiError:
-    # URLs and context of pydantic's own are of no use to a client; of several errors the first is told.
+    # Report the first error only, without pydantic's URLs and context.
     first = error.errors(include_url=False, include_context=False)[0]
     field = _field_path(first["loc"])
     top = str(first["loc"][0]) if first["loc"] else ""
@@ -90,9 +90,9 @@ def _validation_error(kind: type[WireModel], error: ValidationError) -> ApiError
 
 
 def _field_path(loc: tuple[int | str, ...]) -> str:
-    """A field's name, as a client would write it."""
+    """The path of a field, as a client would write it."""
     if loc[:1] == ("messages",) and len(loc) > 3:
-        # Behind the number stands which kind of message it was taken for; behind the content, which kind of content.
+        # After the index comes the message class that pydantic chose, and after content its type: leave both out.
         loc = (*loc[:2], *loc[3:4]) if loc[3] == "content" else (*loc[:2], *loc[3:])
     return ".".join(str(part) for part in loc)
 
