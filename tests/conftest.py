@@ -28,15 +28,13 @@ def default_target() -> Target:
 
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
-    """A target that learnt a small language; it speaks in ids and has no tokenizer."""
-    from transformers import PreTrainedTokenizerBase
-
+    """A target that learnt a small language; it is asked in ids and answers in letters."""
     from eyas.target.facts import facts_of
     from eyas.target.model import Target
-    from tiny import trained_target
+    from tiny import Letters, trained_target
 
     model = trained_target(steps=250)
-    return Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=PreTrainedTokenizerBase())
+    return Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=Letters())
 
 
 @pytest.fixture(scope="session")

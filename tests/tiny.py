@@ -4,12 +4,13 @@ Random weights would accept nothing and tell little: a wrong norm, a shifted pos
 where every draft is wrong anyway. These train in seconds on a CPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
@@ -44,6 +45,13 @@ class UnrollAttention:
         for i, (_, later_v) in enumerate(depths[1:]):
             out = out + weights[..., slots + i].transpose(1, 2)[..., None] * later_v
         return out
+
+
+class Letters(PreTrainedTokenizerBase):
+    """Writes one character for every token, and reads nothing."""
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:  # type: ignore[override]
+        return "".join(chr(ord("0") + token) for token in ids)
 
 
 def language(sequences: int, length: int, generator: torch.Generator) -> Tensor:

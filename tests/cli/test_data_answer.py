@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from eyas.engine import batch
-from eyas.engine.batch import Answer, answer_plainly
+from eyas.engine.engine import Engine
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.plain import generate_plainly
@@ -71,13 +70,28 @@ def test_what_cannot_be_done_is_refused(file: Path, tmp_path: Path, run: Run) ->
 def test_an_interrupted_run_says_how_to_go_on(
     file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer_one(*arguments: Any, **options: Any) -> Iterator[Answer]:
-        yield next(answer_plainly(*arguments, **options))
+    serve = Engine.serve
+
+    def serve_one(self: Engine, *arguments: Any) -> Iterator[Any]:
+        yield next(serve(self, *arguments))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch, "answer_plainly", answer_one)
+    monkeypatch.setattr(Engine, "serve", serve_one)
     out = tmp_path / "answers.jsonl"
     outcome = run("data", "answer", file, "--out", out, "--max-tokens", 1, "--slots", 1, "--dtype", "float32")
     assert outcome.code == 130
     assert f"1 of 3 conversations are in {out}; the same command goes on\n" in outcome.err
     assert len(out.read_text(encoding="utf-8").splitlines()) == 1
+
+
+def test_a_drawn_answer_does_not_depend_on_its_company(file: Path, tmp_path: Path, run: Run) -> None:
+    found = []
+    for slots in (1, 2):
+        out = tmp_path / f"by{slots}.jsonl"
+        arguments = ["data", "answer", file, "--out", out, "--max-tokens", 6, "--max-length", 64, "--temperature", 1]
+        outcome = run(*arguments, "--seed", 5, "--slots", slots, "--dtype", "float32")
+        assert outcome.code == 0, outcome
+        rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
+        found.append({row["id"]: row["messages"][-1]["content"] for row in rows})
+    assert found[0] == found[1]
+    assert len(found[0]) == 2

@@ -10,8 +10,7 @@ import pytest
 import tiny
 from default_drafter import default_drafter_config
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
-from eyas.engine import batch
-from eyas.engine.batch import Answer, answer_speculatively
+from eyas.evaluate.decoders import Answer, EngineDecoders
 
 pytestmark = pytest.mark.default
 Run = Callable[..., Any]
@@ -95,13 +94,15 @@ def test_people_get_tables(file: Path, drafters: list[Path], run: Run) -> None:
 def test_an_interruption_tells_what_was_measured(
     file: Path, drafters: list[Path], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer_two(*given: Any, **options: Any) -> Iterator[Answer]:
-        answers = answer_speculatively(*given, **options)
+    speculatively = EngineDecoders.speculatively
+
+    def answer_two(self: EngineDecoders, *given: Any) -> Iterator[Answer]:
+        answers = speculatively(self, *given)
         yield next(answers)
         yield next(answers)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch, "answer_speculatively", answer_two)
+    monkeypatch.setattr(EngineDecoders, "speculatively", answer_two)
     outcome = run(*arguments(file, drafters[0]), "--out", tmp_path / "out", "--json")
     assert outcome.code == 130
     assert "stopped early" in outcome.err

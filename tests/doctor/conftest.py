@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def other_target() -> Target:
     """As the tiny target in everything but its weights."""
-    from transformers import PreTrainedTokenizerBase
-
     from eyas.target.facts import facts_of
     from eyas.target.model import Target
-    from tiny import trained_target
+    from tiny import Letters, trained_target
 
     model = trained_target(steps=120, seed=99)
-    return Target(facts=facts_of(model.config, "other"), model=model, tokenizer=PreTrainedTokenizerBase())
+    return Target(facts=facts_of(model.config, "other"), model=model, tokenizer=Letters())
 
 
 @pytest.fixture(scope="session")

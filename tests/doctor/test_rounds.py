@@ -9,13 +9,14 @@ import torch
 import tiny
 from eyas.doctor.measures import measure_prompt, summarise
 from eyas.doctor.rounds import Noise, Rounds, pooled_length, round_starts, run_rounds
-from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcriber, Transcript
+from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.drafter.attention_mass import REGIONS, AttentionProbe
 from eyas.drafter.model import Drafter
-from eyas.engine.batch import Request, answer_plainly, answer_speculatively
-from eyas.sampling import Sampling
+from eyas.errors import UserError
+from eyas.sampling import Sampling, SeededDraws
 from eyas.target.model import Target
-from oracle.dense import EagleDraft
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.reference import Chain, decode_plainly, decode_speculatively
 
 DEPTH = 6
 
@@ -39,12 +40,11 @@ def rounds_of(drafter: Drafter, transcripts: Sequence[Transcript], **options: ob
 
 
 def test_transcripts_hold_what_plain_decoding_gives(tiny_target: Target, transcripts: list[Transcript]) -> None:
-    requests = iter([Request(key=p.key, prompt=p.ids, max_new_tokens=24) for p in prompts()])
-    stop_ids = tiny_target.stop_ids()
-    answers = answer_plainly(
-        tiny_target, lambda: next(requests, None), sampling=Sampling(), slots=4, max_length=64, stop_ids=stop_ids
-    )
-    plain = {answer.key: answer.tokens for answer in answers}
+    dense, stop_ids = DenseTarget(tiny_target, tiny.drafter_config()), tiny_target.stop_ids()
+    plain = {
+        p.key: decode_plainly(dense, p.ids, draws=SeededDraws(0), max_new_tokens=24, stop_ids=stop_ids)
+        for p in prompts()
+    }
     assert {one.key: one.answer for one in transcripts} == plain
     for one in transcripts:
         assert len(one.ids) == one.prompt_length + one.answer_length + DEPTH
@@ -56,17 +56,19 @@ def test_transcripts_hold_what_plain_decoding_gives(tiny_target: Target, transcr
 def test_the_walk_accepts_round_by_round_what_serving_accepts(
     tiny_target: Target, tiny_drafter: Drafter, transcripts: list[Transcript], depth: int
 ) -> None:
-    requests = iter([Request(key=p.key, prompt=p.ids, max_new_tokens=24) for p in prompts()])
-    served = answer_speculatively(
-        tiny_target,
-        tiny_drafter,
-        lambda: next(requests, None),
-        depth=depth,
-        slots=4,
-        max_length=64,
-        stop_ids=tiny_target.stop_ids(),
-    )
-    accepted = {answer.key: list(answer.accepted) for answer in served}
+    dense, eagle = DenseTarget(tiny_target, tiny_drafter.config), EagleDraft(tiny_drafter)
+    accepted = {}
+    for p in prompts():
+        served = decode_speculatively(
+            dense,
+            eagle,
+            p.ids,
+            shape=Chain(depth=depth),
+            draws=SeededDraws(0),
+            max_new_tokens=24,
+            stop_ids=tiny_target.stop_ids(),
+        )
+        accepted[p.key] = [one.accepted for one in served.rounds]
     rounds = rounds_of(tiny_drafter, transcripts)
     assert {one.key: one.accepted(depth) for one in rounds} == accepted
     total = [count for counts in accepted.values() for count in counts]
@@ -135,12 +137,45 @@ def test_a_prefix_is_read_once_and_answers_are_the_same(tiny_target: Target) -> 
     asked = [Asked(key=0, ids=(*base[:20], 7)), Asked(key=1, ids=(*base[:30], 9, 8))]
     how = Answering(max_new_tokens=8, overshoot=3)
     alone = {one.key: one for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(asked, how)}
-    reader = PrefixTranscriber(tiny_target, tiny.AUX_IDS, length=80)
+    reader = Transcriber(tiny_target, tiny.AUX_IDS)
     for prompt in asked:
-        transcript = reader.answer(prompt, how)
+        (transcript,) = reader.answer([prompt], how)
         assert transcript.ids == alone[prompt.key].ids
         torch.testing.assert_close(transcript.aux_TX, alone[prompt.key].aux_TX, rtol=1e-4, atol=1e-4)
-    assert reader.read == 21 + 12
+    shared = 16  # of 20, in whole blocks
+    assert reader.read == 21 + 32 - shared
+    reader.forget()
+    assert next(reader.answer(asked[1:], how)).ids == alone[1].ids
+    assert reader.read == 21 + 32 - shared + 32
+
+
+def test_decoding_goes_on_behind_a_stop_token_as_if_there_were_none(tiny_target: Target) -> None:
+    sampled = Sampling(temperature=0.9)
+    for sampling in (Sampling(), sampled):
+        how = Answering(max_new_tokens=20, overshoot=7, sampling=sampling, seed=5)
+        open_ended = Transcriber(tiny_target, tiny.AUX_IDS)
+        open_ended._stop_ids = frozenset()
+        whole = {one.key: one for one in open_ended.answer(prompts(), how)}
+        for early in (0, 6):
+            stopping = Transcriber(tiny_target, tiny.AUX_IDS)
+            stopping._stop_ids = frozenset({whole[1].answer[early]})
+            for one in stopping.answer(prompts(), how):
+                stops = [i + 1 for i, token in enumerate(whole[one.key].answer) if token in stopping._stop_ids]
+                assert one.answer_length == min(stops, default=20)
+                assert one.ids == whole[one.key].ids[: one.prompt_length + one.answer_length + 7]
+                states = whole[one.key].aux_TX[: len(one.ids) - 1]
+                torch.testing.assert_close(one.aux_TX, states, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_longer_than_any_before_is_answered_too(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.doctor.transcripts.SHORTEST", 16)
+    how = Answering(max_new_tokens=8, overshoot=3)
+    expected = {one.key: one.ids for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)}
+    one_by_one = Transcriber(tiny_target, tiny.AUX_IDS)
+    assert {p.key: next(one_by_one.answer([p], how)).ids for p in prompts()} == expected
+    assert list(one_by_one.answer([], how)) == []
+    with pytest.raises(UserError, match="prompt 9 has 0 tokens"):
+        next(one_by_one.answer([Asked(key=9, ids=())], how))
 
 
 def test_a_drawn_answer_depends_on_its_own_seed_only(tiny_target: Target) -> None:

@@ -10,7 +10,6 @@ import torch
 from scipy import stats
 
 from eyas.drafter.model import Drafter
-from eyas.engine.batch import answer_plainly
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
@@ -391,8 +390,6 @@ def test_decoders_without_an_option_refuse_it(target: Target, tiny_drafter: Draf
             max_new_tokens=1,
             sampling=sampling,
         )
-    with pytest.raises(UserError, match="slots has no penalties"):
-        next(answer_plainly(target, lambda: None, sampling=sampling, slots=1, max_model_len=8, stop_ids=()))
     with pytest.raises(UserError, match="transformers has no penalties"):
         generate_plainly(target, [1], sampling=sampling, max_new_tokens=1)
 

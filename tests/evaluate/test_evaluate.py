@@ -12,8 +12,8 @@ import torch
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.drafter.model import Drafter
-from eyas.engine.batch import Answer, Request, answer_plainly, answer_speculatively
 from eyas.errors import UserError
+from eyas.evaluate.decoders import Answer, EngineDecoders
 from eyas.evaluate.evaluate import (
     Group,
     corpus_of,
@@ -26,7 +26,6 @@ from eyas.evaluate.evaluate import (
 )
 from eyas.evaluate.plot import plot_evaluation
 from eyas.evaluate.prompts import PrefixText, Prompt, Questions
-from eyas.sampling import Sampling
 from eyas.target.model import Target
 from eyas.train.conversations import Conversation, parse_conversation
 from eyas.train.estimate import RoundCounts
@@ -143,19 +142,19 @@ def test_the_estimate_equals_decoding_for_every_drafter_at_every_depth(
     drafters = {"eagle31": tiny_drafter, "eagle3": eagle3, "pruned": pruned}
     rows = torch.randint(tiny.VOCAB, (10, 12), generator=torch.Generator().manual_seed(5)).tolist()
     prompts = [prompt(i, row[: 3 + i % 9]) for i, row in enumerate(rows)]
-    room: dict[str, Any] = {"slots": 4, "max_length": 64, "stop_ids": ()}
-
-    def pull(limits: Sequence[int]) -> Any:
-        requests = iter([Request(key=p.key, prompt=p.ids, max_new_tokens=limits[p.key]) for p in prompts])
-        return lambda: next(requests, None)
+    most, deepest = 30, max(DEPTHS)
+    room: dict[str, Any] = {"max_num_seqs": 4, "max_depth": deepest, "stop_ids": frozenset()}
+    decoders = EngineDecoders(tiny_target, drafters, max_new_tokens=most, **room)
+    # The last round may run past what was asked for; let the text go on as far as it may.
+    longer = EngineDecoders(tiny_target, drafters, max_new_tokens=most + deepest, **room)
+    on = {given.key: given for given in longer.plainly(prompts)}
 
     for name, drafter in drafters.items():
         for depth in DEPTHS:
-            answers = list(answer_speculatively(tiny_target, drafter, pull([30] * 10), depth=depth, **room))
-            # The last round may run past what was asked for; let the text go on as far as it did.
+            answers = list(decoders.speculatively(name, depth, prompts))
             made = {a.key: 1 + sum(a.accepted) + len(a.accepted) for a in answers}
-            plain = answer_plainly(tiny_target, pull([made[i] for i in range(10)]), sampling=Sampling(), **room)
-            group = Group(prefix_tokens=0, prompts=prompts, skipped=0, plain={a.key: a for a in plain})
+            plain = {key: replace(given, tokens=given.tokens[: made[key]]) for key, given in on.items()}
+            group = Group(prefix_tokens=0, prompts=prompts, skipped=0, plain=plain)
             corpus = corpus_of(group)
             # Small packs, which hold a few documents each.
             alone = estimate_corpus({name: drafter}, tiny_target, corpus, depths=DEPTHS, pack_length=100, chunk=64)

@@ -15,11 +15,13 @@ from eyas.cli.options import AsJson, Cache, Ticker, report
 if TYPE_CHECKING:
     from eyas.sampling import Sampling
     from eyas.target.model import Target
-    from eyas.train.regenerate import Answerer, Progress, Reply
-    from eyas.train.regenerate import ChatPrompt as Question
+    from eyas.train.regenerate import Answerer, ChatPrompt, Progress, Reply
 
 LONGEST = 2048
-SLOTS_ON_CPU, SLOTS_ELSEWHERE = 16, 256
+SEQS_ON_CPU, SEQS_ELSEWHERE = 16, 256
+# Tokens of one pass for each answer at the same time: what decoding leaves of it, prompts fill.
+TOKENS_PER_SEQ = 8
+LEAST_TOKENS = 512
 
 
 def answer(
@@ -44,12 +46,12 @@ def answer(
     slots: Annotated[
         int | None,
         typer.Option(
-            help="Conversations at the same time; each holds memory for --max-length tokens.",
+            help="Answers at the same time.",
             min=1,
-            show_default=f"{SLOTS_ON_CPU} on a CPU, {SLOTS_ELSEWHERE} elsewhere",
+            show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of drawn answers; each conversation has its own, counted from this.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
     as_json: AsJson = False,
@@ -63,14 +65,14 @@ def answer(
 
     from eyas.checksum import sha256_of
     from eyas.errors import UserError
+    from eyas.loading import load_target
     from eyas.sampling import Sampling
-    from eyas.target.model import Target
     from eyas.train.conversations import read_conversations
     from eyas.train.regenerate import regenerate
 
     sampling = Sampling(temperature=temperature, top_p=top_p)
     conversations = list(islice(read_conversations(file), limit))
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
+    loaded = load_target(target, dtype=dtype, device=device, cache=cache)
     longest = loaded.facts.max_position_embeddings
     if max_length is None:
         max_length = min(LONGEST, longest or LONGEST)
@@ -80,11 +82,11 @@ def answer(
             f"choose {longest} or less"
         )
     if slots is None:
-        slots = SLOTS_ON_CPU if loaded.device.type == "cpu" else SLOTS_ELSEWHERE
+        slots = SEQS_ON_CPU if loaded.device.type == "cpu" else SEQS_ELSEWHERE
     answerer = _answerer(
         loaded,
         sampling,
-        slots=min(slots, len(conversations)),
+        max_num_seqs=min(slots, len(conversations)),
         max_length=max_length,
         max_tokens=max_tokens,
         seed=seed,
@@ -119,48 +121,65 @@ def answer(
 
 
 def _answerer(
-    target: "Target", sampling: "Sampling", *, slots: int, max_length: int, max_tokens: int, seed: int
+    target: "Target", sampling: "Sampling", *, max_num_seqs: int, max_length: int, max_tokens: int, seed: int
 ) -> "Answerer":
-    """The batch engine as training knows it: messages in, text out."""
-    from eyas.engine.batch import Answer, Request, answer_plainly
+    """The engine as training knows it: messages in, text out."""
+    from eyas.engine.config import EngineConfig
+    from eyas.engine.engine import Engine
+    from eyas.engine.output import RequestOutput
+    from eyas.engine.request import FinishReason, Request
     from eyas.errors import UserError
     from eyas.train.regenerate import Reply
 
     target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
     stop_ids = target.stop_ids()
+    options = EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_length,
+        max_num_batched_tokens=max(LEAST_TOKENS, TOKENS_PER_SEQ * max_num_seqs),
+    )
 
-    def reply_to(given: Answer) -> Reply:
-        text = target.decode(given.tokens[:-1] if given.stopped else given.tokens)
-        if not given.stopped:
+    def reply_to(number: int, given: RequestOutput) -> Reply:
+        stopped = given.finished is FinishReason.STOP
+        text = target.decode(given.tokens[:-1] if stopped else given.tokens)
+        if not stopped:
             text = text.rstrip("\ufffd")  # a length may end an answer inside a character
-        return Reply(id=given.key, text=text, finished=given.stopped, tokens=len(given.tokens))
+        return Reply(id=number, text=text, finished=stopped, tokens=len(given.tokens))
 
-    def answer_all(pull: "Callable[[], Question | None]") -> "Iterator[Reply]":
+    def answer_all(pull: "Callable[[], ChatPrompt | None]") -> "Iterator[Reply]":
         unfit: list[int] = []
         refusals: list[UserError] = []
 
-        def request() -> Request | None:
+        def request() -> tuple[int, Request] | None:
             while (question := pull()) is not None:
-                try:
-                    ids = target.encode_chat(question.messages)
-                    if len(ids) < max_length:
-                        return Request(key=question.id, prompt=tuple(ids), max_new_tokens=max_tokens)
-                except UserError as error:
-                    if not refusals:
-                        report(f"note: conversation {question.id}, perhaps not the only one: {error}")
-                    refusals.append(error)
+                ids = encode(question)
+                if ids is not None and len(ids) < max_length:
+                    return question.id, Request(
+                        prompt=tuple(ids),
+                        sampling=sampling,
+                        max_new_tokens=max_tokens,
+                        stop_ids=stop_ids,
+                        seed=seed + question.id,
+                    )
                 unfit.append(question.id)
             return None
+
+        def encode(question: "ChatPrompt") -> list[int] | None:
+            try:
+                return target.encode_chat(question.messages)
+            except UserError as error:
+                if not refusals:
+                    report(f"note: conversation {question.id}, perhaps not the only one: {error}")
+                refusals.append(error)
+                return None
 
         def report_unfit() -> "Iterator[Reply]":
             while unfit:
                 yield Reply(id=unfit.pop(), text=None, finished=False, tokens=0)
 
-        for given in answer_plainly(
-            target, request, sampling=sampling, slots=slots, max_length=max_length, stop_ids=stop_ids, seed=seed
-        ):
+        for number, given in Engine(target, options=options).serve(request):
             yield from report_unfit()
-            yield reply_to(given)
+            yield reply_to(number, given)
         yield from report_unfit()
 
     return answer_all

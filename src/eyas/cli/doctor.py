@@ -69,7 +69,7 @@ def doctor(
     if out is not None:
         _make_folder(out)
     names = _names([drafter] if against is None else [drafter, against])
-    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache)
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
     pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
     chat_prompts = _chat_prompts(conversations, loaded, config, limit)
     candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
@@ -162,14 +162,6 @@ def _names(sources: Sequence[str]) -> dict[str, str]:
         raise UserError(f"--against {sources[1]} is the drafter itself; give another one")
     short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
     return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
-
-
-def _choose_device(device: str) -> str:
-    import torch
-
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _make_folder(out: Path) -> None:

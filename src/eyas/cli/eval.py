@@ -15,17 +15,11 @@ import typer
 from eyas.cli.options import AsJson, Cache, report
 
 if TYPE_CHECKING:
-    from eyas.drafter.model import Drafter
-    from eyas.engine.batch import Answer, Pull
     from eyas.evaluate.evaluate import Estimates, GivenAnswer
-    from eyas.evaluate.prompts import Prompt
     from eyas.target.model import Target
     from eyas.train.conversations import Conversation
 
 LONGEST = 8192
-SLOTS_ON_CPU, SLOTS_ELSEWHERE = 16, 256
-# Tokens that all slots together hold: a few GiB for the default target.
-CACHED_ON_CPU, CACHED_ELSEWHERE = 32_768, 524_288
 # Tokens and rows that the estimate scores at a time.
 PACK_ON_CPU, PACK_ELSEWHERE = 2048, 16_384
 CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
@@ -62,7 +56,7 @@ def evaluate(
         ),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(help="Prompts at the same time.", min=1, show_default="by length and device")
+        int | None, typer.Option(help="Answers at the same time.", min=1, show_default="by length and device")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...")] = "auto",
@@ -74,11 +68,11 @@ def evaluate(
     Ctrl-C prints what was measured until then.
     """
     from eyas.errors import UserError
+    from eyas.evaluate.decoders import EngineDecoders
     from eyas.evaluate.evaluate import Group, estimate_corpus, record_estimates, record_groups
     from eyas.evaluate.evaluate import evaluate as run
     from eyas.evaluate.prompts import PrefixText, Questions
-    from eyas.loading import load_drafter_for
-    from eyas.target.model import Target
+    from eyas.loading import load_drafter_for, load_target
     from eyas.train.journal import versions
 
     arguments = {name: _plain(value) for name, value in context.params.items()}
@@ -95,7 +89,7 @@ def evaluate(
         _make_folder(out)
     names = _name_drafters(drafter)
     _check_drafters(names.values(), target, cache)
-    loaded = Target.load(target, dtype=dtype, device=_choose_device(device), cache=cache)
+    loaded = load_target(target, dtype=dtype, device=device, cache=cache)
     max_length = _choose_length(max_length, loaded)
     if max_tokens >= max_length:
         raise UserError(
@@ -110,7 +104,7 @@ def evaluate(
     for tokens in prefixes:
         asked, skipped = questions.first(tokens)
         groups.append(Group(prefix_tokens=tokens, prompts=asked, skipped=skipped))
-    drafters = {name: load_drafter_for(loaded, source) for name, source in names.items()}
+    drafters = {name: load_drafter_for(loaded, source, cache=cache) for name, source in names.items()}
     on_cpu = loaded.device.type == "cpu"
 
     def walk(corpus: Any) -> "Estimates":
@@ -146,7 +140,7 @@ def evaluate(
             run(
                 groups,
                 questions,
-                _Decoders(loaded, drafters, max_tokens=max_tokens, slots=slots),
+                EngineDecoders(loaded, drafters, max_new_tokens=max_tokens, max_depth=depths[-1], max_num_seqs=slots),
                 drafters=list(drafters),
                 depths=depths,
                 turns=turns,
@@ -157,48 +151,6 @@ def evaluate(
         finish(whole=False)
         raise
     finish(whole=True)
-
-
-class _Decoders:
-    """The batch engine as evaluation knows it."""
-
-    def __init__(
-        self, target: "Target", drafters: Mapping[str, "Drafter"], *, max_tokens: int, slots: int | None
-    ) -> None:
-        self._target, self._drafters, self._max_tokens, self._slots = target, drafters, max_tokens, slots
-        self._stop_ids = target.stop_ids()
-
-    def plainly(self, prompts: Sequence["Prompt"]) -> "Iterator[Answer]":
-        """Greedy answers of the target alone."""
-        from eyas.engine.batch import answer_plainly
-        from eyas.sampling import Sampling
-
-        return answer_plainly(self._target, self._pull(prompts), sampling=Sampling(), **self._room(prompts))
-
-    def speculatively(self, drafter: str, depth: int, prompts: Sequence["Prompt"]) -> "Iterator[Answer]":
-        """Greedy answers with this drafter."""
-        from eyas.engine.batch import answer_speculatively
-
-        model = self._drafters[drafter]
-        return answer_speculatively(self._target, model, self._pull(prompts), depth=depth, **self._room(prompts))
-
-    def text(self, answer: "GivenAnswer") -> str:
-        """An answer to put before a next turn."""
-        return self._target.decode(answer.tokens).rstrip("\ufffd")
-
-    def _pull(self, prompts: Sequence["Prompt"]) -> "Pull":
-        from eyas.engine.batch import Request
-
-        requests = (Request(key=prompt.key, prompt=prompt.ids, max_new_tokens=self._max_tokens) for prompt in prompts)
-        return lambda: next(requests, None)
-
-    def _room(self, prompts: Sequence["Prompt"]) -> dict[str, Any]:
-        """Slots no longer than these prompts need, and as many as memory allows."""
-        length = max(len(prompt.ids) for prompt in prompts) + self._max_tokens
-        on_cpu = self._target.device.type == "cpu"
-        cached = CACHED_ON_CPU if on_cpu else CACHED_ELSEWHERE
-        slots = self._slots or min(SLOTS_ON_CPU if on_cpu else SLOTS_ELSEWHERE, max(1, cached // length))
-        return {"slots": min(slots, len(prompts)), "max_length": length, "stop_ids": self._stop_ids}
 
 
 class _Display:
@@ -266,14 +218,6 @@ def _check_drafters(sources: Collection[str], target: str, cache: Path | None) -
         if faults:
             more = f" (and {len(faults) - 1} more, see `eyas check`)" if len(faults) > 1 else ""
             raise UserError(f"{source} does not work with {target}: {faults[0]}{more}")
-
-
-def _choose_device(device: str) -> str:
-    import torch
-
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _choose_length(asked: int | None, target: "Target") -> int:

@@ -103,11 +103,16 @@ class Examination:
 
     def _measure(self, step: Step) -> None:
         how, total = self.config.answering(), len(self.prompts)
-        steps = how.max_new_tokens + how.overshoot
-        self._transcriber.tick = lambda done: step("answering", done, steps)
-        for transcript in self._transcriber.answer([prompt.asked for prompt in self.prompts], how):
-            self._transcripts.append(transcript)
-        self._transcriber.tick = lambda done: None
+        made, most = 0, total * how.most_tokens
+
+        def tell(tokens: int) -> None:
+            nonlocal made
+            made += tokens
+            step("answering", made, most)
+
+        self._transcriber.tick = tell
+        self._transcripts += self._transcriber.answer([prompt.asked for prompt in self.prompts], how)
+        self._transcriber.tick = lambda tokens: None
         self._transcripts.sort(key=lambda one: one.key)
         for number, transcript in enumerate(self._transcripts, start=1):
             for candidate in self.candidates:

@@ -23,11 +23,6 @@ class LongPrompt:
     place: str
     asked: Asked
 
-    @property
-    def reader(self) -> tuple[str, int]:
-        """Prompts of the same reader come in an order in which each goes on where the last one was."""
-        return (self.place, self.asked.key if self.place == "start" else -1)
-
 
 class Filler:
     """Text by the token."""

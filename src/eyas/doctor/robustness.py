@@ -23,7 +23,7 @@ from eyas.doctor.rounds import Noise, Rounds
 from eyas.doctor.statistics import Array, estimate
 from eyas.doctor.subject import Subject
 from eyas.doctor.texts import CODE, QUESTIONS, TOOL_TRAFFIC
-from eyas.doctor.transcripts import Answering, Asked, PrefixTranscriber, Transcriber, Transcript
+from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.drafter.drift import Estimate
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -168,9 +168,12 @@ class Robustness:
         name, about = f"{bits}-bit target", f"linear weights rounded to {bits} bits in groups of 128, no calibration"
         try:
             with quantised(self._target, bits) if self._left() > 0 else nullcontext():
+                self._transcriber.forget()
                 return self._asked(name, "weights", about, self._own_ids(), self._conditions.answering())
         except UserError as error:
             return Case(name=name, group="weights", about=about, left_out=str(error))
+        finally:
+            self._transcriber.forget()
 
     def _asked(
         self,
@@ -183,8 +186,11 @@ class Robustness:
     ) -> Case:
         if self._left() <= 0:
             return Case(name=name, group=group, about=about, left_out=_NO_TIME)
-        found = self._rounds(list(self._transcriber.answer(prompts, how)))
-        return self._compared(name, group, about, found, reference or self._reference)
+        try:
+            transcripts = list(self._transcriber.answer(prompts, how))
+        except UserError as error:  # longer than the target's context, say
+            return Case(name=name, group=group, about=about, left_out=str(error))
+        return self._compared(name, group, about, self._rounds(transcripts), reference or self._reference)
 
     def _contexts(self) -> Iterator[Case]:
         how = self._conditions.answering(max_new_tokens=self._conditions.context_tokens)
@@ -228,31 +234,35 @@ _NO_TIME = "no time left; give more --minutes"
 
 
 class _LongPrompts:
-    """Long texts, each read on from where the last one of its kind ended."""
+    """Long texts, each read on from where an earlier one ended."""
 
     def __init__(self, transcriber: Transcriber, how: Answering, *, length: int, left: Clock) -> None:
         self._transcriber, self._how, self._length, self._left = transcriber, how, length, left
-        self._readers: dict[tuple[str, int], PrefixTranscriber] = {}
+        self._texts: list[tuple[int, ...]] = []
         self._seconds_per_token = 0.0
 
     def has_time_for(self, prompts: Sequence[LongPrompt]) -> bool:
         """Whether the time left is likely to do: a token of a longer text takes longer, so half more is expected."""
-        unread = sum(self._reader(prompt).unread(prompt.asked) for prompt in prompts)
+        unread = sum(self._unread(prompt) for prompt in prompts)
         return self._left() > 1.5 * unread * self._seconds_per_token
 
     def answer(self, prompt: LongPrompt) -> Transcript:
-        """Answer it, reading only what the last prompt of its kind did not have."""
-        reader, started = self._reader(prompt), time.perf_counter()
-        unread = reader.unread(prompt.asked)
-        transcript = reader.answer(prompt.asked, self._how)
+        """Answer it, reading only what no earlier one had."""
+        self._transcriber.make_room(self._length)
+        unread, started = self._unread(prompt), time.perf_counter()
+        (transcript,) = self._transcriber.answer([prompt.asked], self._how)
+        self._texts.append(prompt.asked.ids)
         self._seconds_per_token = max(self._seconds_per_token, (time.perf_counter() - started) / max(unread, 256))
         return transcript
 
-    def _reader(self, prompt: LongPrompt) -> PrefixTranscriber:
-        if prompt.reader not in self._readers:
-            layer_ids = self._transcriber.layer_ids
-            self._readers[prompt.reader] = PrefixTranscriber(self._transcriber.target, layer_ids, length=self._length)
-        return self._readers[prompt.reader]
+    def _unread(self, prompt: LongPrompt) -> int:
+        """Tokens that the target has yet to read, more or less."""
+        return len(prompt.asked.ids) - max((_common(text, prompt.asked.ids) for text in self._texts), default=0)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences begin with together."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def compare(found: Mapping[int, Rounds], reference: Mapping[int, Rounds], depth: int) -> Cell:

@@ -1,32 +1,35 @@
 """What the target answered, and its states while it did: everything a drafter would be given in serving.
 
-The target runs once per prompt; every drafter, depth, repair and noise is then examined on the same transcript.
-Decoding goes on a few tokens behind the answer's end, because serving completes its last round as well and accepts
-from what the target would have said there.
+The target runs once per prompt, on the engine that serves; every drafter, depth, repair and noise is then examined on
+the same transcript. Decoding goes on a few tokens behind the answer's end, because serving completes its last round as
+well and accepts from what the target would have said there.
 Invariant: `ids` is what plain decoding gives (greedy, or drawn by the prompt's own seed, whatever else is in the
 batch), and `aux_TX` holds a state for every token but the last.
 
-Shapes: T tokens, N tokens of a pass, R rows, X concatenated auxiliary states, V vocabulary.
+Shapes: T tokens, X concatenated auxiliary states.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
-from eyas.engine.slots import SlotTarget, Spans
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.output import RequestOutput
+from eyas.engine.request import Request
 from eyas.errors import UserError
-from eyas.sampling import Sampling, probabilities
-from eyas.target.capture import capture
+from eyas.sampling import Sampling
+from eyas.target.capture import select_states
 from eyas.target.model import Target
 
 CACHED_TOKENS = 65_536
-"""Tokens that all slots of a batch hold together: a few GiB for small targets."""
-PREFILL_TOKENS = 8192
-"""Prompt tokens of one pass, unless a single prompt has more."""
+"""Tokens that all answers under way hold together: a few GiB for small targets."""
+MOST_AT_ONCE = 64
+SHORTEST = 1024
+"""Tokens of prompt and answer that there is room for at least."""
 READ_TOKENS = 512
-"""Tokens of a long text read at a time: later ones see more keys, so reading in pieces halves the scores to compute."""
+"""Tokens of prompts of one pass: later ones see more keys, so reading in pieces halves the scores to compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +67,7 @@ class Transcript:
 
     def aux_of(self, layer_ids: Sequence[int]) -> Tensor:
         """The states of these layers only, concatenated in their order [T, X]."""
-        if tuple(layer_ids) == self.layer_ids:
-            return self.aux_TX
-        states = self.aux_TX.chunk(len(self.layer_ids), dim=-1)
-        return torch.cat([states[self.layer_ids.index(k)] for k in layer_ids], dim=-1)
+        return select_states(self.aux_TX, self.layer_ids, layer_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,169 +80,104 @@ class Answering:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
 
+    @property
+    def most_tokens(self) -> int:
+        """The most that are decoded behind a prompt."""
+        return self.max_new_tokens + self.overshoot
+
 
 class Transcriber:
-    """Answers prompts and keeps the states of the layers that the drafters at hand read."""
+    """Answers prompts and keeps the states of the layers that the drafters at hand read.
+
+    What texts begin with in common is read once, as long as memory holds it.
+    """
 
     def __init__(self, target: Target, layer_ids: Collection[int]) -> None:
         self.target = target
         self.layer_ids = tuple(sorted(set(layer_ids)))
         self._stop_ids = target.stop_ids()
-        self.tick: Callable[[int], None] = lambda steps: None
-        """Told after every step how many tokens each answer of the batch has."""
-
-    def answer(self, prompts: Sequence[Asked], how: Answering) -> Iterator[Transcript]:
-        """Answer in batches as large as memory allows; those of a batch come together, in order of their ends."""
-        for batch in _batches(prompts, how):
-            yield from self._answer_batch(batch, how)
-
-    @torch.inference_mode()
-    def _answer_batch(self, prompts: Sequence[Asked], how: Answering) -> Iterator[Transcript]:
-        device = self.target.device
-        length = max(len(prompt.ids) for prompt in prompts) + how.max_new_tokens + how.overshoot
-        model = SlotTarget(self.target, slots=len(prompts), length=length)
-        rows = [_Row(slot, prompt, how, self._stop_ids) for slot, prompt in enumerate(prompts)]
-        for pack in _packs(rows):
-            spans = Spans.of([(row.slot, 0, len(row.prompt.ids)) for row in pack], device)
-            ids_N = torch.tensor([token for row in pack for token in row.prompt.ids], device=device)
-            with capture(self.target.model, self.layer_ids) as captured:
-                logits_RV = model.forward(ids_N, spans, spans.last_R)
-            states = torch.split(captured.aux_hidden()[0], [len(row.prompt.ids) for row in pack])
-            for row, token, state_TX in zip(pack, _choose(pack, logits_RV), states, strict=True):
-                row.grow(state_TX, token)
-        yield from (row.transcript(self.layer_ids) for row in rows if row.ended)
-        growing, made = rows, 1
-        while growing := [row for row in growing if not row.ended]:
-            first_R = torch.tensor([len(row.ids) - 1 for row in growing], device=device)
-            slot_R = torch.tensor([row.slot for row in growing], device=device)
-            spans = Spans.even(slot_R, first_R, 1, longest_k=max(len(row.ids) for row in growing))
-            ids_N = torch.tensor([row.ids[-1] for row in growing], device=device)
-            with capture(self.target.model, self.layer_ids) as captured:
-                logits_RV = model.forward(ids_N, spans)
-            states = torch.split(captured.aux_hidden()[0], 1)
-            for row, token, state_TX in zip(growing, _choose(growing, logits_RV), states, strict=True):
-                row.grow(state_TX, token)
-                if row.ended:
-                    yield row.transcript(self.layer_ids)
-            made += 1
-            self.tick(made)
-
-
-class PrefixTranscriber:
-    """Answers one prompt at a time and reads only what the last one did not have: for long texts with a common part."""
-
-    def __init__(self, target: Target, layer_ids: Collection[int], *, length: int) -> None:
-        self.target = target
-        self.layer_ids = tuple(sorted(set(layer_ids)))
-        self._stop_ids = target.stop_ids()
-        self._model = SlotTarget(target, slots=1, length=length)
-        self._ids: tuple[int, ...] = ()
-        self._state_TX: Tensor | None = None
+        self._engine: Engine | None = None
         self.read = 0
         """Prompt tokens that the target really had to read."""
+        self.tick: Callable[[int], None] = lambda tokens: None
+        """Told after every step of an answer how many tokens it gave."""
 
-    def unread(self, prompt: Asked) -> int:
-        """Tokens of a prompt that the slot does not hold yet."""
-        # The last token is always read again: its logits are needed.
-        return len(prompt.ids) - min(_common(self._ids, prompt.ids), len(prompt.ids) - 1)
+    def answer(self, prompts: Sequence[Asked], how: Answering) -> Iterator[Transcript]:
+        """Answer as many together as memory allows; transcripts come in the order of their ends."""
+        for prompt in prompts:
+            if not prompt.ids:
+                raise UserError(f"prompt {prompt.key} has 0 tokens; give at least 1")
+        if not prompts:
+            return
+        self.make_room(max(len(prompt.ids) for prompt in prompts) + how.most_tokens)
+        assert self._engine is not None
+        waiting = [self._ask(prompt, how) for prompt in prompts]
+        served = self._engine.serve(
+            lambda: waiting.pop(0) if waiting else None, on_piece=lambda piece: self.tick(len(piece.tokens))
+        )
+        for (prompt, made), output in served:
+            tokens = (*made, *output.tokens)
+            length = _answer_length(tokens, how, self._stop_ids)
+            missing = length + how.overshoot - len(tokens)
+            if not made:
+                self.read += len(prompt.ids) - output.num_cached_tokens
+            if missing:  # a stop token came too early
+                waiting.append(self._ask(prompt, how, made=tokens, count=missing))
+            else:
+                yield self._transcript(prompt, tokens, length, output)
 
-    @torch.inference_mode()
-    def answer(self, prompt: Asked, how: Answering) -> Transcript:
-        """Answer; what the slot holds of an earlier prompt is used as far as the two agree."""
-        shared = len(prompt.ids) - self.unread(prompt)
-        states = [self._state_TX[:shared]] if self._state_TX is not None else []
-        for first in range(shared, len(prompt.ids), READ_TOKENS):
-            chunk = prompt.ids[first : first + READ_TOKENS]
-            state_TX, logits_RV = self._forward(chunk, first)
-            states.append(state_TX)
-            self.read += len(chunk)
-        row = _Row(0, prompt, how, self._stop_ids)
-        row.grow(torch.cat(states), _choose([row], logits_RV)[0])
-        while not row.ended:
-            state_TX, logits_RV = self._forward(row.ids[-1:], len(row.ids) - 1)
-            row.grow(state_TX, _choose([row], logits_RV)[0])
-        transcript = row.transcript(self.layer_ids)
-        self._ids, self._state_TX = transcript.ids[:-1], transcript.aux_TX
-        return transcript
+    def make_room(self, length: int) -> None:
+        """Let prompt and answer have so many tokens; if they could not yet, what was read before is forgotten."""
+        if self._engine is None or self._engine.max_model_len < length:
+            self._engine = None  # its memory is free before more is taken
+            longest = self.target.facts.max_position_embeddings
+            length = max(length, min(SHORTEST, longest or SHORTEST))
+            together = max(1, min(MOST_AT_ONCE, CACHED_TOKENS // length))
+            options = EngineConfig(
+                max_num_seqs=together,
+                max_model_len=length,
+                max_num_batched_tokens=together + READ_TOKENS,
+                hidden_state_layers=self.layer_ids,
+            )
+            self._engine = Engine(self.target, options=options)
 
-    def _forward(self, ids: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
-        spans = Spans.of([(0, first, len(ids))], self.target.device)
-        with capture(self.target.model, self.layer_ids) as captured:
-            logits_RV = self._model.forward(torch.tensor(ids, device=self.target.device), spans, spans.last_R)
-        return captured.aux_hidden()[0], logits_RV
+    def forget(self) -> None:
+        """Read everything anew: the target's weights have changed."""
+        if self._engine is not None:
+            self._engine.pool.forget()
 
+    def _ask(
+        self, prompt: Asked, how: Answering, *, made: tuple[int, ...] = (), count: int | None = None
+    ) -> "tuple[_Open, Request]":
+        """The next tokens behind what was `made`; a token's chance depends on seed and position, so it goes on."""
+        request = Request(
+            prompt=(*prompt.ids, *made),
+            sampling=how.sampling,
+            max_new_tokens=how.most_tokens if count is None else count,
+            stop_ids=frozenset() if made else self._stop_ids,
+            seed=how.seed * 1_000_003 + prompt.key,
+        )
+        return (prompt, made), request
 
-class _Row:
-    """Where one answer stands."""
-
-    def __init__(self, slot: int, prompt: Asked, how: Answering, stop_ids: Collection[int]) -> None:
-        self.slot, self.prompt = slot, prompt
-        self.ids = list(prompt.ids)
-        self.ended = False
-        self._how, self._stop_ids = how, stop_ids
-        self._states: list[Tensor] = []
-        self._answer_length: int | None = None
-        self.sampling = how.sampling
-        self.generator = torch.Generator().manual_seed(how.seed * 1_000_003 + prompt.key)
-
-    def grow(self, state_TX: Tensor, token: int) -> None:
-        """Take the states of the tokens just read, and the next token."""
-        self._states.append(state_TX)
-        self.ids.append(token)
-        made = len(self.ids) - len(self.prompt.ids)
-        if self._answer_length is None and (token in self._stop_ids or made >= self._how.max_new_tokens):
-            self._answer_length = made
-        self.ended = self._answer_length is not None and made >= self._answer_length + self._how.overshoot
-
-    def transcript(self, layer_ids: tuple[int, ...]) -> Transcript:
-        """The finished answer."""
-        assert self._answer_length is not None, "the answer has not ended"
+    def _transcript(
+        self, prompt: Asked, tokens: tuple[int, ...], answer_length: int, output: RequestOutput
+    ) -> Transcript:
+        assert output.hidden_states is not None, "the engine keeps them"
         return Transcript(
-            key=self.prompt.key,
-            ids=tuple(self.ids),
-            prompt_length=len(self.prompt.ids),
-            answer_length=self._answer_length,
-            aux_TX=torch.cat(self._states),
-            layer_ids=layer_ids,
+            key=prompt.key,
+            ids=(*prompt.ids, *tokens),
+            prompt_length=len(prompt.ids),
+            answer_length=answer_length,
+            aux_TX=output.hidden_states,
+            layer_ids=self.layer_ids,
         )
 
 
-def _choose(rows: Sequence[_Row], logits_RV: Tensor) -> list[int]:
-    """The next token of every row: the likeliest, or one drawn with the row's own chance."""
-    sampling = rows[0].sampling
-    if sampling.temperature == 0:
-        return [int(token) for token in logits_RV.argmax(dim=-1).tolist()]
-    p_RV = probabilities(logits_RV, sampling).cpu()
-    return [int(torch.multinomial(p_V, 1, generator=row.generator)) for row, p_V in zip(rows, p_RV, strict=True)]
+_Open = tuple[Asked, tuple[int, ...]]
+"""A prompt, and what was decoded behind it so far."""
 
 
-def _batches(prompts: Sequence[Asked], how: Answering) -> Iterator[list[Asked]]:
-    batch: list[Asked] = []
-    longest = 0
-    for prompt in prompts:
-        if not prompt.ids:
-            raise UserError(f"prompt {prompt.key} has 0 tokens; give at least 1")
-        longer = max(longest, len(prompt.ids) + how.max_new_tokens + how.overshoot)
-        if batch and longer * (len(batch) + 1) > CACHED_TOKENS:
-            yield batch
-            batch, longer = [], len(prompt.ids) + how.max_new_tokens + how.overshoot
-        batch.append(prompt)
-        longest = longer
-    if batch:
-        yield batch
-
-
-def _packs(rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-    pack: list[_Row] = []
-    for row in rows:
-        if pack and sum(len(r.prompt.ids) for r in pack) + len(row.prompt.ids) > PREFILL_TOKENS:
-            yield pack
-            pack = []
-        pack.append(row)
-    if pack:
-        yield pack
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+def _answer_length(tokens: Sequence[int], how: Answering, stop_ids: Collection[int]) -> int:
+    """Where the answer ends among these tokens: with its first stop token, or as long as it may get."""
+    stop = next((i for i, token in enumerate(tokens) if token in stop_ids), how.max_new_tokens)
+    return min(stop + 1, how.max_new_tokens)

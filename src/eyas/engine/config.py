@@ -41,7 +41,9 @@ class EngineConfig:
     drafter_sinks: int = 4
     graphs: bool = True
     """On CUDA, record passes and replay them; without, every operation is launched by itself."""
-
+    hidden_state_layers: tuple[int, ...] | None = None
+    """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
+    in the blocks beside keys and values. No CUDA graphs are captured then."""
     drift_share: float = 0.005
     """Of the time of steps that draft, the part that looking for drift may take (`drift_probe.py`); 0: no drift
     alarm."""
@@ -52,6 +54,11 @@ class EngineConfig:
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_depth", 1), ("drafter_sinks", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+
+    @property
+    def captures(self) -> bool:
+        """Whether passes are captured as CUDA graphs, on a device that has them."""
+        return self.graphs and not self.hidden_state_layers
 
 
 def choose_length(asked: int | None, target: Target) -> int:
@@ -91,9 +98,10 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         max_num_batched_tokens=options.max_num_batched_tokens,
         block_size=options.block_size,
     )
-    states, drafter_token = 0, 0
+    hidden = len(options.hidden_state_layers or ()) * config.hidden_size
+    states, drafter_token = hidden, 0
     if drafter is not None:
-        states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
+        states += drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
         drafter_token = kv_bytes_per_token(drafter.config, _name(drafter.fc.weight.dtype))
     on_gpu = target.device.type == "cuda"
     working = working_bytes(
@@ -104,16 +112,16 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         states=states,
         room=room,
         element=element,
-        recorded=on_gpu and options.graphs,
+        recorded=on_gpu and options.captures,
     )
     recorded = recorded_bytes(vocab_size=target.facts.vocab_size, states=states, room=room, element=element)
     return Footprint(
         weights=weight_bytes(target.model),
         drafter=0 if drafter is None else weight_bytes(drafter, beside=target.model),
-        token=trial.bytes_per_block // options.block_size,
+        token=trial.bytes_per_block // options.block_size + hidden * element,
         drafter_token=drafter_token,
         working=working,
-        recorded=recorded if on_gpu and options.graphs else 0,
+        recorded=recorded if on_gpu and options.captures else 0,
     )
 
 

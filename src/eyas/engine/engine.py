@@ -14,8 +14,9 @@ Shapes: M logits asked for, V vocabulary.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from eyas.engine.config import EngineConfig, choose_length, plan_budget, require
 from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
+from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
 from eyas.engine.output_processor import OutputProcessor
 from eyas.engine.proposer import CollectedPass, NoProposer, Proposer, Proposes
@@ -38,10 +40,13 @@ from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.step_report import StepReport, TargetTiming
-from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, verify
+from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, states_of, verify
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
+from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +85,21 @@ class Engine:
             prefill_chunk=None,
             drafter=drafter is not None,
         )
+        self._hidden: HiddenStateCache | None = None
+        if options.hidden_state_layers:
+            kept = check_aux_layer_ids(options.hidden_state_layers, target.facts.num_hidden_layers)
+            self._hidden = HiddenStateCache(
+                blocks=self.budget.blocks,
+                block_size=options.block_size,
+                width=len(kept) * target.facts.hidden_size,
+                dtype=target.dtype,
+                device=target.device,
+            )
+            self.runner.kept_layer_ids = kept
         self._outputs = OutputProcessor(target.decode)
         self._keys = 0
         self._take_drafter(drafter, self._new_cache())
-        if options.graphs and target.device.type == "cuda" and has_triton():
+        if options.captures and target.device.type == "cuda" and has_triton():
             self.use_graphs(GraphCapture(device=target.device))
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -137,23 +153,48 @@ class Engine:
         self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
     ) -> list[RequestOutput]:
         """Answer requests, all together, in their order. If one is refused or a step fails, none is left behind."""
-        tallies: dict[int, SpecDecodeStats] = {}
-        pieces: dict[int, list[OutputDelta]] = {}
+        numbered = list(enumerate(requests))
+        waiting = iter(numbered)
+        outputs = dict(self.serve(lambda: next(waiting, None), at_once=len(numbered), on_piece=on_piece))
+        return [outputs[number] for number, _ in numbered]
+
+    def serve(
+        self,
+        pull: Callable[[], tuple[Name, Request] | None],
+        *,
+        at_once: int | None = None,
+        on_piece: Callable[[OutputDelta], None] | None = None,
+    ) -> Iterator[tuple[Name, RequestOutput]]:
+        """Answer what `pull` gives, up to `max_num_seqs` or `at_once` requests together; answers come as they end.
+
+        `pull` gives a request under a name of the caller's own, which comes back with the answer; or None if there is
+        none right now. It is asked again after every answer, since an answer may lead to the next request. All ends
+        when it gives None and nothing is under way. If a request is refused, a step fails or the caller takes no more
+        answers, none is left behind.
+        """
+        most = self.options.max_num_seqs if at_once is None else at_once
+        under_way: dict[int, tuple[Name, SpecDecodeStats, list[OutputDelta]]] = {}
         try:
-            for request in requests:
-                key = self.submit(request)
-                tallies[key], pieces[key] = self.tally_of(key), []
-            while self.busy:
+            while True:
+                while len(under_way) < most and (pulled := pull()) is not None:
+                    name, request = pulled
+                    key = self.submit(request)
+                    under_way[key] = name, self.tally_of(key), []
+                if not under_way:
+                    return
+                ended = []
                 for piece in self.step():
-                    if piece.key in pieces:
-                        pieces[piece.key].append(piece)
+                    if piece.key in under_way:
+                        under_way[piece.key][-1].append(piece)
+                        ended += [] if piece.finished is None else [piece.key]
                     if on_piece is not None:
                         on_piece(piece)
-        except BaseException:
-            for key in pieces:
+                for key in ended:
+                    name, tally, pieces = under_way.pop(key)
+                    yield name, RequestOutput.of(pieces, tally)
+        finally:
+            for key in under_way:
                 self.cancel(key)
-            raise
-        return [RequestOutput.of(pieces[key], tally) for key, tally in tallies.items()]
 
     # --- the drafter -------------------------------------------------------------------------------------------
 
@@ -322,6 +363,8 @@ class Engine:
         stop = self._outputs.check_stop(seq, result.tokens, self.scheduler.limit(seq))
         nodes = result.nodes[: max(0, len(stop.tokens) - 1)]
         self.proposer.take_states(result, nodes, output)
+        if self._hidden is not None and output.hidden_NX is not None:
+            self._hidden.write(seq.blocks, row.start, states_of(result, nodes, output.hidden_NX).aux_TX)
         moved = [] if draft.is_chain else [(node, depth) for depth, node in enumerate(nodes) if node != depth]
         if moved:
             behind = row.start + row.count
@@ -331,8 +374,18 @@ class Engine:
             return
         self.proposer.settle(result, ended=stop.finished is not None, report=report)
         logprobs = self._logprobs(seq, stop.tokens, output.logits_MV, result)
-        drafted, accepted = len(draft.tokens), len(result.nodes)
-        self._outputs.add(seq.key, stop, drafted=drafted, accepted=accepted, logprobs=logprobs)
+        hidden_TX = None
+        if self._hidden is not None and stop.finished is not None:
+            hidden_TX = self._hidden.read(seq.blocks, seq.target_length)
+        self._outputs.add(
+            seq.key,
+            stop,
+            drafted=len(draft.tokens),
+            accepted=len(result.nodes),
+            cached=seq.num_cached_tokens or 0,
+            logprobs=logprobs,
+            hidden_TX=hidden_TX,
+        )
         if stop.finished is not None:
             self.scheduler.finish(seq, stop.finished)
             self._outputs.close(seq.key)

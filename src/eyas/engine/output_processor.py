@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import Tensor
+
 from eyas.engine.detokenizer import TextStream
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason, SequenceState
@@ -35,7 +37,9 @@ class _Note:
     stop: StopCheck
     drafted: int
     accepted: int
+    cached: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    hidden_TX: Tensor | None
     stream: TextStream
     tally: SpecDecodeStats
 
@@ -88,14 +92,30 @@ class OutputProcessor:
         return stop
 
     def add(
-        self, key: int, stop: StopCheck, *, drafted: int, accepted: int, logprobs: tuple[TokenLogprobs, ...] | None
+        self,
+        key: int,
+        stop: StopCheck,
+        *,
+        drafted: int,
+        accepted: int,
+        cached: int,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+        hidden_TX: Tensor | None = None,
     ) -> None:
         """Take down what a request got of a step that verified so many drafts."""
-        stream, tally = self._streams[key], self._tallies[key]
-        note = _Note(
-            key=key, stop=stop, drafted=drafted, accepted=accepted, logprobs=logprobs, stream=stream, tally=tally
+        self._notes.append(
+            _Note(
+                key=key,
+                stop=stop,
+                drafted=drafted,
+                accepted=accepted,
+                cached=cached,
+                logprobs=logprobs,
+                hidden_TX=hidden_TX,
+                stream=self._streams[key],
+                tally=self._tallies[key],
+            )
         )
-        self._notes.append(note)
 
     def process(self) -> None:
         """Put into words and count what was noted."""
@@ -112,8 +132,12 @@ class OutputProcessor:
                     tokens=tuple(stop.tokens),
                     texts=tuple(texts),
                     depths=(*range(1, note.accepted + 1), 0)[:count],
+                    drafted=note.drafted,
+                    accepted=note.accepted,
                     logprobs=note.logprobs,
                     finished=stop.finished,
+                    num_cached_tokens=note.cached,
+                    hidden_states=note.hidden_TX,
                 )
             )
         self._notes = []

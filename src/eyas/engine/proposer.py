@@ -18,12 +18,11 @@ from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner, DraftSeconds
 from eyas.engine.runner.drafter import LUMP, DrafterRunner
-from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Draft, Tree
 from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport
-from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata
+from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata, states_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,15 +347,9 @@ class Proposer:
 
     def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
         """Keep the states of what a row has read, accepted drafts `nodes` included, until the drafter reads them."""
-        row, aux_NX = result.row, output.aux_NX
-        if aux_NX is None or not row.seq.speculates:
-            return
-        first, size = result.token_at, row.count + len(nodes)
-        states = HiddenStates(aux_NX, first, size)
-        if not result.draft.is_chain:
-            places = [*range(first, first + row.count), *(first + row.count + node for node in nodes)]
-            states = HiddenStates(aux_NX[places], 0, size)
-        self._drafter.states.add(row.seq, states)
+        seq = result.row.seq
+        if output.aux_NX is not None and seq.speculates:
+            self._drafter.states.add(seq, states_of(result, nodes, output.aux_NX))
 
     def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
         """Take what the target said about a row's drafts, now that its tokens are committed."""

@@ -120,6 +120,8 @@ class SequenceState:
     finished: FinishReason | None = None
     preemptions: int = 0
     """How often it lost its blocks to an earlier request."""
+    num_cached_tokens: int | None = None
+    """Tokens that the prefix cache had when it was first admitted."""
     walk: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
 

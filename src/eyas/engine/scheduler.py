@@ -254,6 +254,8 @@ class Scheduler:
         seq.blocks = blocks
         seq.target_length = len(blocks) * self._pool.block_size
         seq.drafter_length = seq.target_length if followed else 0
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.target_length
         seated = self._extend(seq, len(seq.tokens))
         assert seated, "match() said that the blocks are there"
         self._running.append(self._waiting.popleft())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
+from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.sampler import SamplingMetadata, choose
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import NO_DRAFT, Draft
@@ -26,6 +27,9 @@ class TargetOutput:
 
     logits_MV: Tensor
     aux_NX: Tensor | None
+    """States for the drafter."""
+    hidden_NX: Tensor | None = None
+    """States that the engine was told to keep."""
     largest_RQ: Tensor | None = None
     """The most likely tokens, if the pass was a captured graph."""
     stride: int = 0
@@ -168,6 +172,15 @@ def _takes_most_likely(seq: SequenceState) -> bool:
     sampling = seq.request.sampling
     shaped = sampling.shapes_logits or seq.walk is not None
     return not (sampling.temperature or shaped or seq.new_tokens < seq.request.min_new_tokens)
+
+
+def states_of(result: VerifyResult, nodes: Sequence[int], states_NX: Tensor) -> HiddenStates:
+    """Of the states of a pass, those of what a row has read: its tokens, and the accepted drafts `nodes`."""
+    first, count = result.token_at, result.row.count
+    if result.draft.is_chain:
+        return HiddenStates(states_NX, first, count + len(nodes))
+    places = [*range(first, first + count), *(first + count + node for node in nodes)]
+    return HiddenStates(states_NX[places], 0, len(places))
 
 
 def lay_out(row: ScheduledRow, draft: Draft) -> AttentionRow:

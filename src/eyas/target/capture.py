@@ -75,6 +75,14 @@ def check_aux_layer_ids(ids: Sequence[int], num_hidden_layers: int) -> tuple[int
     return chosen
 
 
+def select_states(states_NX: torch.Tensor, captured: Sequence[int], wanted: Sequence[int]) -> torch.Tensor:
+    """Of states that were joined as `captured`, those of the layers `wanted`, joined in their order."""
+    if tuple(wanted) == tuple(captured):
+        return states_NX
+    of = dict(zip(captured, states_NX.chunk(len(captured), dim=-1), strict=True))
+    return torch.cat([of[k] for k in wanted], dim=-1)
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Find the list of decoder layers of any causal language model of transformers."""
     decoder: nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]

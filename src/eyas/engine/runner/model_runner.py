@@ -21,7 +21,7 @@ from eyas.engine.speculation.draft import NO_DRAFT, Draft
 from eyas.engine.verify import TargetOutput, lay_out
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, integers
-from eyas.target.capture import capture
+from eyas.target.capture import capture, select_states
 from eyas.target.model import Target
 
 Collect = Callable[[], TargetOutput]
@@ -35,6 +35,8 @@ class ModelRunner:
         self.cache = cache
         self.layer_ids: tuple[int, ...] = ()
         """Whose states the drafter reads; those are kept of every pass that it follows."""
+        self.kept_layer_ids: tuple[int, ...] = ()
+        """Whose states every pass gives besides, for whoever asked for them; such passes are eager."""
         self.graphs: CUDAGraphRunner | None = None
         """Captured passes; None where all are eager."""
         self._target, self._device = target, target.device
@@ -83,8 +85,13 @@ class ModelRunner:
             keep += range(newest, len(ids)) if row.samples else ()
             shares.append(lay_out(row, draft))
         metadata = AttentionMetadata.of(shares, block_size=self.cache.block_size, device=self._device)
-        logits_MV, aux_NX = self.run(integers(ids, self._device), metadata, integers(keep, self._device), layer_ids)
-        return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX)
+        both = tuple(sorted({*layer_ids, *self.kept_layer_ids}))
+        logits_MV, states_NX = self.run(integers(ids, self._device), metadata, integers(keep, self._device), both)
+        aux_NX, hidden_NX = (
+            select_states(states_NX, both, some) if some and states_NX is not None else None
+            for some in (layer_ids, self.kept_layer_ids)
+        )
+        return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX, hidden_NX=hidden_NX)
 
     def run(
         self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None, layer_ids: Sequence[int]

@@ -1,0 +1,120 @@
+"""An answer comes with the target's own states of all its tokens but the last, however they were computed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tiny
+from engine.test_engine import OFF, at_depth, options, request, run
+from eyas.drafter.model import Drafter
+from eyas.engine.engine import Engine
+from eyas.engine.output import RequestOutput
+from eyas.engine.request import Request, SequenceState
+from eyas.engine.runner.drafter import Tree
+from eyas.errors import UserError
+from eyas.target.model import Target
+
+LAYERS = (0, 2, tiny.LAYERS)
+"""One of them the drafter reads too, and the others it does not."""
+
+
+def assert_states(target: Target, asked: Request, answer: RequestOutput) -> None:
+    ids = torch.tensor([[*asked.prompt, *answer.tokens]])
+    theirs = target.forward(ids, LAYERS).aux_hidden_BTX[0, :-1]
+    assert answer.hidden_states is not None
+    torch.testing.assert_close(answer.hidden_states, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"max_num_batched_tokens": 9, "block_size": 1},
+        {"tree": Tree(depth=3, width=3, budget=9)},
+        {"prefix_cache": False, "max_num_seqs": 2},
+    ],
+    ids=["chains", "small chunks", "trees", "without a prefix cache"],
+)
+@pytest.mark.parametrize("fused", [True, False])
+def test_states_are_the_targets_own(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    fused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not fused:
+        monkeypatch.setattr("eyas.engine.engine.fused_llama", lambda *_: None)
+    engine = Engine(target, tiny_drafter, options=options(hidden_state_layers=LAYERS, **changes))
+    asked = [request(p, speculation=at_depth(3) if i % 3 else OFF) for i, p in enumerate(prompts)]
+    asked += asked[:4]  # their beginnings are in the cache by then
+    answers = run(engine, asked)
+    for one, answer in zip(asked, answers, strict=True):
+        assert_states(target, one, answer)
+    assert engine.tally.accepted > 0, "drafts are accepted, so states of drafts are among them"
+    plain = run(Engine(target, tiny_drafter, options=options(**changes)), asked)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert [answer.accepted for answer in answers] == [answer.accepted for answer in plain]
+
+
+def test_no_drafter_is_needed_and_a_stop_token_ends_the_states_too(
+    target: Target, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(target, options=options(hidden_state_layers=LAYERS))
+    first = run(engine, [request(prompts[5])])[0]
+    asked = request(prompts[5], stop_ids=frozenset({first.tokens[4]}))
+    answer = run(engine, [asked])[0]
+    assert len(answer.tokens) <= 5
+    assert_states(target, asked, answer)
+
+
+def test_what_the_prefix_cache_has_comes_with_its_states(target: Target, prompts: list[tuple[int, ...]]) -> None:
+    engine = Engine(target, options=options(hidden_state_layers=LAYERS))
+    first = run(engine, [request(prompts[-1])])[0]
+    assert first.num_cached_tokens == 0
+    longer = request((*prompts[-1], *first.tokens, 5, 6))
+    answer = run(engine, [longer])[0]
+    size = engine.options.block_size
+    assert answer.num_cached_tokens == (len(prompts[-1]) + len(first.tokens) - 1) // size * size
+    assert_states(target, longer, answer)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preempted_requests_have_all_their_states(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    prefix_cache: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: dict[str, Any] = {"hidden_state_layers": LAYERS, "max_model_len": 64, "prefix_cache": prefix_cache}
+    per_block = Engine(target, tiny_drafter, options=options(**changes)).budget.bytes_per_block
+    engine = Engine(target, tiny_drafter, options=options(**changes, memory=30 * per_block))
+    preempted = []
+    seat = engine.scheduler._seat_tokens
+
+    def note() -> list[SequenceState]:
+        preempted.extend(found := seat())
+        return found
+
+    monkeypatch.setattr(engine.scheduler, "_seat_tokens", note)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    for one, answer in zip(asked, run(engine, asked), strict=True):
+        assert_states(target, one, answer)
+    assert preempted, "blocks were short enough for a preemption"
+
+
+def test_states_take_their_part_of_the_memory(target: Target) -> None:
+    without, beside = (Engine(target, options=options(hidden_state_layers=kept)).budget for kept in (None, LAYERS))
+    more = options().block_size * len(LAYERS) * tiny.HIDDEN * 4
+    assert beside.bytes_per_block == without.bytes_per_block + more
+
+
+def test_layers_that_the_target_does_not_have_are_refused(target: Target) -> None:
+    with pytest.raises(UserError, match=rf"layer id {tiny.LAYERS + 1} is outside"):
+        Engine(target, options=replace(options(), hidden_state_layers=(1, tiny.LAYERS + 1)))
+    with pytest.raises(UserError, match="not strictly ascending"):
+        Engine(target, options=replace(options(), hidden_state_layers=(2, 1)))
