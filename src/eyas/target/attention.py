@@ -38,7 +38,7 @@ class AttendFor(Protocol):
 
 
 @contextmanager
-def attending_through(model: PreTrainedModel, name: str = IMPLEMENTATION) -> Iterator[None]:
+def attending_through(model: PreTrainedModel) -> Iterator[None]:
     """Let the model attend through `eyas_attend`; everybody else finds it as it was.
 
     Every step does this, so it sets what `set_attn_implementation` sets without the checks that walk all modules.
@@ -50,7 +50,7 @@ def attending_through(model: PreTrainedModel, name: str = IMPLEMENTATION) -> Ite
     before = {"": config._attn_implementation}
     before |= {part: found._attn_implementation for part, found in parts.items() if found is not None}
     try:
-        config._attn_implementation = name
+        config._attn_implementation = IMPLEMENTATION
         yield
     finally:
         config._attn_implementation = before
