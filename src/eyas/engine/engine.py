@@ -217,13 +217,13 @@ class Engine:
         if drafter is not None:
             require_fit(drafter, self.target)
             cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.options.block_size)
-        graphs = self.graphs
+        capture = None if self.graphs is None else self.graphs.capture
+        self.runner.graphs = None  # its memory is free before more is taken
         self._take_drafter(drafter, cache)
         self.pool.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
-        if graphs is not None:
-            self.runner.graphs = None  # its memory is free before more is taken
-            self.use_graphs(replace(graphs.capture, bytes=0, refused=set(), _made={}, _pool=None))
+        if capture is not None:
+            self.use_graphs(replace(capture, bytes=0, refused=set(), _made={}, _pool=None))
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
