@@ -127,7 +127,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     run(*words, "--prefix-tokens", 40).assert_refused("--prefix names a text", "give both or neither")
     run(*words, "--prefix", file).assert_refused("give both or neither")
     run(*arguments(file, tmp_path / "nobody")).assert_refused("nobody does not exist")
-    run(*arguments(file, save())).assert_refused("does not work with smollm2", "vocab_size 96")
+    run(*arguments(file, save())).assert_refused("does not fit smollm2", "vocab_size 96")
     prompts_only = tmp_path / "prompts.jsonl"
     prompts_only.write_text(json.dumps({"prompt": "Hi"}))
     run(*arguments(prompts_only, drafters[0]), "--held-out").assert_refused("--held-out needs answers")

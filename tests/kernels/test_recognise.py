@@ -17,7 +17,7 @@ from eyas.engine.runner.target import TargetRunner
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
-from eyas.kernels.elementwise import RMSNorm
+from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.llama.block import FusedLlama, KVLayers, NotLlamaError, Product, join
 from eyas.kernels.llama.recognise import recognise
@@ -139,7 +139,7 @@ def test_norms_round_before_the_weight(dtype: torch.dtype) -> None:
     target = plain()
     norm: Any = target.model.model.norm.to(dtype)
     x = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    ours, theirs = RMSNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
+    ours, theirs = FusedNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
     if dtype == torch.float32:
         torch.testing.assert_close(ours, theirs)
     else:

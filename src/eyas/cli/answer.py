@@ -1,7 +1,6 @@
 """`eyas data answer`: the target answers prompts itself, and its answers become training data."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.options import AsJson, Cache, Ticker, report
+from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from eyas.sampling import Sampling
@@ -103,13 +103,19 @@ def answer(
         "turns": turns,
         "seed": seed,
     }
-    started = time.perf_counter()
-    with _Display() as display:
+    started, latest = time.perf_counter(), list["Progress"]()
+    with ProgressDisplay() as display:
+
+        def show(progress: "Progress") -> None:
+            latest[:] = [progress]
+            rate = progress.tokens / (time.perf_counter() - started)
+            display.update("answering", progress.done, progress.total, note=f"{rate:,.0f} tokens/s")
+
         try:
-            done = regenerate(conversations, answerer, out, arguments=arguments, turns=turns, on_progress=display.show)
+            done = regenerate(conversations, answerer, out, arguments=arguments, turns=turns, on_progress=show)
         except KeyboardInterrupt:
-            if display.latest is not None:
-                written = display.latest.earlier + display.latest.written
+            if latest:
+                written = latest[0].earlier + latest[0].written
                 report(f"{written} of {len(conversations)} conversations are in {out}; the same command goes on")
             raise
     counts = {**asdict(done), "seconds": round(time.perf_counter() - started, 1)}
@@ -183,42 +189,3 @@ def _answerer(
         yield from report_unfit()
 
     return answer_all
-
-
-class _Display:
-    """Progress on stderr: a bar where there is a terminal, now and then a line where there is none."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        self._bar = Bar(
-            TextColumn("answering"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
-        )
-        self._tick = Ticker()
-        self._started = time.perf_counter()
-        self.latest: Progress | None = None
-
-    def __enter__(self) -> "_Display":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, progress: "Progress") -> None:
-        """Draw."""
-        if self.latest is None:
-            self._task = self._bar.add_task("", total=progress.total, completed=progress.done, rate="")
-        rate = progress.tokens / (time.perf_counter() - self._started)
-        self._bar.update(self._task, completed=progress.done, rate=f"{rate:,.0f} tokens/s")
-        if self._bar.disable:
-            self._tick(f"answered {progress.done:,} of {progress.total:,}, {rate:,.0f} tokens/s")
-        self.latest = progress

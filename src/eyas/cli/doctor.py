@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.arguments import as_json_value, make_folder, short_names
 from eyas.cli.options import AsJson, Cache, report
 
 if TYPE_CHECKING:
-    from eyas.doctor.examination import ChatPrompt, Examination, ExaminationConfig
+    from eyas.doctor.examination import Examination, ExaminationConfig, ExaminationPrompt
     from eyas.doctor.requirements import Requirement
     from eyas.target.model import Target
     from eyas.train.conversations import Conversation
@@ -61,14 +62,16 @@ def doctor(
     from eyas.kernels.linear.packed_linear import pack_linears
     from eyas.target.model import Target
 
-    arguments = {name: _plain(value) for name, value in context.params.items()}
+    arguments = {name: as_json_value(value) for name, value in context.params.items()}
     requirements = [parse_requirement(text) for text in require or ()]
     config = _config(depth, max_tokens, case_prompts, length, seed, robustness, diagnosis, minutes)
     conversations = _read(prompts)
     text = _filler(filler, conversations)
     if out is not None:
-        _make_folder(out)
-    names = _names([drafter] if against is None else [drafter, against])
+        make_folder(out)
+    if against == drafter:
+        raise UserError(f"--against {against} is the drafter itself; give another one")
+    names = short_names([drafter] if against is None else [drafter, against])
     loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
     pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
     chat_prompts = _chat_prompts(conversations, loaded, config, limit)
@@ -141,8 +144,8 @@ def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
 
 def _chat_prompts(
     conversations: "Sequence[Conversation]", target: "Target", config: "ExaminationConfig", limit: int
-) -> "list[ChatPrompt]":
-    from eyas.doctor.examination import ChatPrompt
+) -> "list[ExaminationPrompt]":
+    from eyas.doctor.examination import ExaminationPrompt
     from eyas.doctor.transcripts import Asked
     from eyas.evaluate.prompts import Questions
 
@@ -150,27 +153,9 @@ def _chat_prompts(
     asked, skipped = Questions(conversations[:limit], target.encode_chat, turns=1, longest=longest).first()
     if skipped:
         report(f"{skipped} prompts are too long for the target's context and left out")
-    return [ChatPrompt(asked=Asked(key=prompt.key, ids=prompt.ids), messages=prompt.messages) for prompt in asked]
-
-
-def _names(sources: Sequence[str]) -> dict[str, str]:
-    """Short names where they tell the drafters apart, all there is where they do not."""
-    from eyas.errors import UserError
-
-    unique = list(dict.fromkeys(sources))
-    if len(unique) < len(sources):
-        raise UserError(f"--against {sources[1]} is the drafter itself; give another one")
-    short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
-    return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
-
-
-def _make_folder(out: Path) -> None:
-    from eyas.errors import UserError
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {out}: {error.strerror}; choose another --out") from error
+    return [
+        ExaminationPrompt(asked=Asked(key=prompt.key, ids=prompt.ids), messages=prompt.messages) for prompt in asked
+    ]
 
 
 def _deliver(
@@ -203,10 +188,3 @@ def _deliver(
             raise UserError(f"cannot write to {out}: {error.strerror}; free space or choose another --out") from error
         report(f"written: {', '.join(str(out / f'doctor.{kind}') for kind in ('html', 'json', 'png'))}")
     return record
-
-
-def _plain(value: Any) -> Any:
-    """An argument as JSON."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value

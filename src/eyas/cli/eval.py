@@ -1,18 +1,20 @@
 """`eyas eval`: how many tokens a verification really yields, for one or several drafters of one target."""
 
 import json
-import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.arguments import as_json_value, make_folder, short_names
 from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from eyas.evaluate.evaluate import Estimates, GivenAnswer
@@ -72,10 +74,11 @@ def evaluate(
     from eyas.evaluate.evaluate import Group, estimate_corpus, record_estimates, record_groups
     from eyas.evaluate.evaluate import evaluate as run
     from eyas.evaluate.prompts import PrefixText, Questions
-    from eyas.loading import load_drafter_for, load_target
+    from eyas.loading import load_drafter_for, load_target, require_fit
+    from eyas.target.facts import read_facts
     from eyas.train.journal import versions
 
-    arguments = {name: _plain(value) for name, value in context.params.items()}
+    arguments = {name: as_json_value(value) for name, value in context.params.items()}
     depths = sorted(set(depth or (3, 5, 7)))
     if depths[0] < 1:
         raise UserError(f"--depth {depths[0]} drafts nothing, so there is nothing to measure; give 1 or more")
@@ -86,9 +89,11 @@ def evaluate(
     if held_out and not any(conversation.answered for conversation in conversations):
         raise UserError(f"--held-out needs answers and {prompts[0]} holds prompts only; leave it out")
     if out is not None:
-        _make_folder(out)
-    names = _name_drafters(drafter)
-    _check_drafters(names.values(), target, cache)
+        make_folder(out)
+    names = short_names(drafter)
+    facts = read_facts(target, cache=cache)
+    for source in names.values():
+        require_fit(source, facts)
     loaded = load_target(target, dtype=dtype, device=device, cache=cache)
     max_length = _choose_length(max_length, loaded)
     if max_tokens >= max_length:
@@ -132,7 +137,7 @@ def evaluate(
         _deliver(record, out, as_json=as_json)
 
     try:
-        with _Display() as display, _explaining_memory():
+        with ProgressDisplay() as progress, _explaining_memory():
             if held_out:
                 report("estimating on the conversations as they stand")
                 kept, corpus = _encode(conversations, loaded, max_length)
@@ -145,7 +150,7 @@ def evaluate(
                 depths=depths,
                 turns=turns,
                 estimate=walk if estimate else None,
-                follow=display.follow,
+                follow=partial(_follow, progress),
             )
     except (KeyboardInterrupt, UserError):
         finish(whole=False)
@@ -153,71 +158,30 @@ def evaluate(
     finish(whole=True)
 
 
-class _Display:
-    """Progress on stderr: a bar where there is a terminal, and a line for every stretch that is done."""
+def _follow(
+    progress: ProgressDisplay, name: str, answers: "Iterable[GivenAnswer]", total: int
+) -> "Iterator[GivenAnswer]":
+    """Hand on answers as they come, and tell in the end what they came to."""
+    tokens = rounds = accepted = 0
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not sys.stderr.isatty(),
-        )
-
-    def __enter__(self) -> "_Display":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def follow(self, name: str, answers: "Iterable[GivenAnswer]", total: int) -> "Iterator[GivenAnswer]":
-        """Hand on answers as they come."""
-        task = self._bar.add_task(name, total=total)
-        started = time.perf_counter()
-        tokens = rounds = accepted = 0
+    def counted() -> "Iterator[GivenAnswer]":
+        nonlocal tokens, rounds, accepted
         for answer in answers:
             tokens, rounds = tokens + len(answer.tokens), rounds + len(answer.accepted)
             accepted += sum(answer.accepted)
-            self._bar.advance(task)
             yield answer
-        self._bar.remove_task(task)
-        seconds = time.perf_counter() - started
+
+    def summary(seconds: float) -> str:
         length = f": {1 + accepted / rounds:.3f}" if rounds else ""
-        line = f"{name}{length} ({total} prompts, {tokens} tokens, {seconds:.1f} s)"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        return f"{name}{length} ({total} prompts, {tokens} tokens, {seconds:.1f} s)"
+
+    return progress.follow(name, counted(), total, summary=summary)
 
 
 def _read(files: Sequence[Path], limit: int | None) -> "list[Conversation]":
     from eyas.train.conversations import read_conversations
 
     return list(islice(chain.from_iterable(read_conversations(file) for file in files), limit))
-
-
-def _name_drafters(sources: Sequence[str]) -> dict[str, str]:
-    """Short names where they tell the drafters apart, all there is where they do not."""
-    unique = list(dict.fromkeys(sources))
-    short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
-    return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
-
-
-def _check_drafters(sources: Collection[str], target: str, cache: Path | None) -> None:
-    from eyas.drafter.check import check
-    from eyas.errors import UserError
-    from eyas.target.facts import read_facts
-
-    facts = read_facts(target, cache=cache)
-    for source in sources:
-        faults = [found.message for found in check(source, target=facts).findings if found.severity == "error"]
-        if faults:
-            more = f" (and {len(faults) - 1} more, see `eyas check`)" if len(faults) > 1 else ""
-            raise UserError(f"{source} does not work with {target}: {faults[0]}{more}")
 
 
 def _choose_length(asked: int | None, target: "Target") -> int:
@@ -239,15 +203,6 @@ def _encode(conversations: "Sequence[Conversation]", target: "Target", max_lengt
 
     corpus, counts = encode_conversations(conversations, target.tokenizer, target.stop_ids(), max_length=max_length)
     return counts.kept, corpus
-
-
-def _make_folder(out: Path) -> None:
-    from eyas.errors import UserError
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make {out}: {error.strerror}; choose another --out") from error
 
 
 def _deliver(record: Mapping[str, Any], out: Path | None, *, as_json: bool) -> None:
@@ -280,10 +235,3 @@ def _explaining_memory() -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise UserError("the device is out of memory; pass fewer --slots, or shorten --max-length") from error
-
-
-def _plain(value: Any) -> Any:
-    """An argument as JSON."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return str(value) if isinstance(value, Path) else value

@@ -44,7 +44,7 @@ class ExaminationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatPrompt:
+class ExaminationPrompt:
     """A prompt in both forms."""
 
     asked: Asked
@@ -62,7 +62,7 @@ class Examination:
         self,
         target: Target,
         candidates: Sequence[DrafterCandidate],
-        prompts: Sequence[ChatPrompt],
+        prompts: Sequence[ExaminationPrompt],
         config: ExaminationConfig,
         *,
         filler: str,

@@ -82,7 +82,7 @@ class Elementwise:
 
 
 @dataclass(frozen=True, eq=False)
-class RMSNorm:
+class FusedNorm:
     """A root-mean-square norm: `rms_norm` with its weight [D], or one for each of several heads [B, K]."""
 
     weight: Tensor

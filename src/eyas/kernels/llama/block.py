@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.elementwise import RMSNorm, elementwise_for
+from eyas.kernels.elementwise import FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
 from eyas.kernels.llama.cpu import Layers, LlamaSizes, Norm, Parts, load_layers
 
@@ -94,13 +94,13 @@ def _merge(parts: Sequence[Tensor]) -> Tensor:
 class DecoderLayer:
     """One decoder layer."""
 
-    attention_norm: RMSNorm
+    attention_norm: FusedNorm
     qkv: Product
-    qk_norm: RMSNorm | None
+    qk_norm: FusedNorm | None
     """Of every query and key head, with a weight for each."""
     output: Product
     scale: float
-    mlp_norm: RMSNorm
+    mlp_norm: FusedNorm
     gate_up: Product
     down: Product
 
@@ -174,7 +174,7 @@ class FusedLlama:
     embedding_VD: Tensor
     rotary: nn.Module
     blocks: Sequence[DecoderLayer]
-    norm: RMSNorm
+    norm: FusedNorm
     head: Product
     sizes: LlamaSizes
     layers: Layers | None = None

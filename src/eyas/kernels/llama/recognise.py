@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from eyas.kernels.elementwise import RMSNorm
+from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.llama.block import DecoderLayer, FusedLlama, NotLlamaError, Product, in_one_call, join
 from eyas.kernels.llama.cpu import LlamaSizes
 
@@ -110,7 +110,7 @@ def _block(layer: Any, sizes: LlamaSizes) -> DecoderLayer:
     )
 
 
-def _norm(*norms: Any) -> RMSNorm:
+def _norm(*norms: Any) -> FusedNorm:
     """One norm, or one for each of several heads."""
     for norm in norms:
         _expect(norm, "weight")
@@ -118,7 +118,7 @@ def _norm(*norms: Any) -> RMSNorm:
     if others or not isinstance(epsilon, float):
         raise NotLlamaError(f"{type(norms[0]).__name__} is no RMSNorm as Llama has it")
     weights = [norm.weight.detach() for norm in norms]
-    return RMSNorm(weights[0] if len(weights) == 1 else torch.stack(weights), epsilon)
+    return FusedNorm(weights[0] if len(weights) == 1 else torch.stack(weights), epsilon)
 
 
 def _join(*linears: Any) -> Product:

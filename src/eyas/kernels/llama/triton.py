@@ -23,7 +23,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.elementwise import RMSNorm
+from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.llama.block import FusedLlama, KVLayers
 
 
@@ -173,7 +173,7 @@ class TritonLlama(FusedLlama):
         return self.head(normed_ND, None), aux_NX
 
 
-def _add_norm(x_ND: Tensor, more_ND: Tensor | None, norm: RMSNorm) -> Tensor:
+def _add_norm(x_ND: Tensor, more_ND: Tensor | None, norm: FusedNorm) -> Tensor:
     """Add to x, in place, and norm it."""
     tokens, size = x_ND.shape
     output_ND = torch.empty_like(x_ND)

@@ -1,0 +1,29 @@
+"""What several commands make of their arguments before work begins."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import UserError
+
+
+def as_json_value(argument: Any) -> Any:
+    """An argument as a run's record holds it."""
+    if isinstance(argument, (list, tuple)):
+        return [as_json_value(one) for one in argument]
+    return str(argument) if isinstance(argument, Path) else argument
+
+
+def make_folder(out: Path) -> None:
+    """A folder for results, made before anything is measured."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make {out}: {error.strerror}; choose another --out") from error
+
+
+def short_names(sources: Sequence[str]) -> dict[str, str]:
+    """Drafters by short names where these tell them apart, by all that was given where they do not."""
+    unique = list(dict.fromkeys(sources))
+    short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
+    return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
