@@ -144,7 +144,7 @@ def test_without_a_drafter_and_with_transformers_own_code(
     asked = [request(prompt) for prompt in prompts]
     _, ours, theirs = both(target, None, asked)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    monkeypatch.setattr("eyas.engine.engine.fused_llama", lambda *_: None)
+    monkeypatch.setattr("eyas.engine.runner.model_runner.fused_target", lambda *_: None)
     asked = [replace(one, speculation=at_depth(2)) for one in asked]
     _, others, _ = both(target, drafter, asked)
     assert [answer.tokens for answer in others] == [answer.tokens for answer in theirs]
