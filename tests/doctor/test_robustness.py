@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,7 @@ import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.doctor.long_prompts import Filler, allowed_lengths, long_prompts
 from eyas.doctor.prompt_formats import prompt_formats
+from eyas.doctor.quantise import quantised
 from eyas.doctor.robustness import Case, Conditions, Robustness, compare
 from eyas.doctor.subject import Subject
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
@@ -19,7 +21,7 @@ from eyas.target.facts import facts_of
 from eyas.target.model import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 MESSAGES = {key: [{"role": "user", "content": text}] for key, text in enumerate(("Say hi.", "Count to 3.", "Why?"))}
@@ -29,7 +31,7 @@ FILLER = "The quick brown fox jumps over the lazy dog. " * 8
 @pytest.fixture(scope="module")
 def target() -> Target:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny.target_config(vocab_size=264, max_position_embeddings=1024)).eval()
+    model = LlamaForCausalLM(tiny.target_config(vocab_size=264, max_position_embeddings=2048)).eval()
     tokenizer = chat_tokenizer(SYSTEM + CHATML)
     return Target(facts=facts_of(model.config, "chatty"), model=model.requires_grad_(False), tokenizer=tokenizer)
 
@@ -67,8 +69,48 @@ def test_every_condition_is_measured_or_says_why_not(target: Target, subject: Su
     for name in ("code", "tool traffic", "temperature 1", "4-bit target", "60 tokens, end", "120 tokens, middle"):
         assert cases[name].prompts >= 1, cases[name]
     assert "own rendering" in str(cases["ChatML template"].left_out)
-    assert "context is 1024 tokens" in str(cases["4000 tokens"].left_out)
+    assert "context is 2048 tokens" in str(cases["4000 tokens"].left_out)
     assert {case.group for case in cases.values()} == {"noise", "template", "text", "sampling", "weights", "context"}
+
+
+def test_prompts_that_do_not_fit_in_the_targets_context_are_left_out(
+    target: Target, subject: Subject, base: list[Transcript]
+) -> None:
+    short = replace(target, facts=replace(target.facts, max_position_embeddings=1024))
+    cases = {case.name: case for case in matrix(short, subject, base)}
+    assert cases["long system prompt"].left_out == "the target's context is 1024 tokens"
+    assert cases["no system prompt"].prompts == 2
+
+
+def test_rounded_weights_are_read_anew_and_so_are_the_true_ones_behind_them(
+    target: Target, subject: Subject, base: list[Transcript], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Asked(key=one.key, ids=one.ids[: one.prompt_length]) for one in base]
+    how = Answering(max_new_tokens=8, overshoot=3)
+
+    def states(transcriber: Transcriber) -> dict[int, torch.Tensor]:
+        return {one.key: one.aux_TX for one in transcriber.answer(asked, how)}
+
+    shared = Transcriber(target, tiny.AUX_IDS)
+    tried = Robustness(shared, [subject], base, MESSAGES, conditions(), filler=FILLER, left=lambda: 1e9)
+    before, seen = states(shared), list[Transcript]()
+    answer = shared.answer
+
+    def note(prompts: Sequence[Asked], how: Answering) -> Iterator[Transcript]:
+        for one in answer(prompts, how):
+            seen.append(one)
+            yield one
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared, "answer", note)
+        tried._quantised(4)
+    with quantised(target, 4):
+        (rounded,) = Transcriber(target, tiny.AUX_IDS).answer(asked[:1], conditions().answering())
+    (found,) = [one for one in seen if one.key == asked[0].key]
+    torch.testing.assert_close(found.aux_TX, rounded.aux_TX, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found.aux_TX[:10], before[asked[0].key][:10], rtol=1e-3, atol=1e-3)
+    after = states(shared)
+    assert all(torch.equal(after[key], before[key]) for key in before)
 
 
 def test_nothing_begins_when_no_time_is_left(target: Target, subject: Subject, base: list[Transcript]) -> None:

@@ -186,11 +186,12 @@ class Robustness:
     ) -> Case:
         if self._left() <= 0:
             return Case(name=name, group=group, about=about, left_out=_NO_TIME)
-        try:
-            transcripts = list(self._transcriber.answer(prompts, how))
-        except UserError as error:  # longer than the target's context, say
-            return Case(name=name, group=group, about=about, left_out=str(error))
-        return self._compared(name, group, about, self._rounds(transcripts), reference or self._reference)
+        longest = self._target.facts.max_position_embeddings
+        fitting = [one for one in prompts if longest is None or len(one.ids) + how.most_tokens <= longest]
+        if not fitting:
+            return Case(name=name, group=group, about=about, left_out=f"the target's context is {longest} tokens")
+        found = self._rounds(list(self._transcriber.answer(fitting, how)))
+        return self._compared(name, group, about, found, reference or self._reference)
 
     def _contexts(self) -> Iterator[Case]:
         how = self._conditions.answering(max_new_tokens=self._conditions.context_tokens)
