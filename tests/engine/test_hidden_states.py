@@ -47,7 +47,7 @@ def test_states_are_the_targets_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not fused:
-        monkeypatch.setattr("eyas.engine.engine.fused_llama", lambda *_: None)
+        monkeypatch.setattr("eyas.engine.runner.model_runner.fused_target", lambda *_: None)
     engine = Engine(target, tiny_drafter, options=options(hidden_state_layers=LAYERS, **changes))
     asked = [request(p, speculation=at_depth(3) if i % 3 else OFF) for i, p in enumerate(prompts)]
     asked += asked[:4]  # their beginnings are in the cache by then
