@@ -13,6 +13,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
+from eyas.engine.proposer import Proposer
 from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.runner import drafter
 from eyas.engine.runner.drafter import Tree
@@ -409,9 +410,9 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
         engine.controller, "choose", lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1)
     )
     reads: list[int] = []
-    assert engine._proposer is not None
-    read = engine._proposer.read
-    monkeypatch.setattr(engine._proposer, "read", lambda seqs, **how: (reads.append(len(seqs)), read(seqs, **how)))
+    assert isinstance(engine.proposer, Proposer)
+    read = engine.proposer.read
+    monkeypatch.setattr(engine.proposer, "read", lambda seqs, **how: (reads.append(len(seqs)), read(seqs, **how)))
     run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
     assert len(reads) == 0 if patient else 1 <= len(reads) <= 3
     assert max(reads, default=0) == (0 if patient else 6)
