@@ -22,16 +22,16 @@ class TargetShape(Protocol):
     """What must be known of a target to say whether a drafter fits it."""
 
     @property
-    def source(self) -> str: ...  # noqa: D102
+    def source(self) -> str: ...
     @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
+    def num_hidden_layers(self) -> int: ...
     @property
-    def hidden_size(self) -> int: ...  # noqa: D102
+    def hidden_size(self) -> int: ...
     @property
-    def vocab_size(self) -> int: ...  # noqa: D102
+    def vocab_size(self) -> int: ...
     @property
-    def max_position_embeddings(self) -> int | None: ...  # noqa: D102
-    def default_aux_layer_ids(self) -> tuple[int, ...]: ...  # noqa: D102
+    def max_position_embeddings(self) -> int | None: ...
+    def default_aux_layer_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
