@@ -43,9 +43,17 @@ def test_every_documented_goal_is_in_the_makefile() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for link in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+            assert link.startswith("https://") or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_files_that_documents_name_exist() -> None:
+    package = ROOT / "src" / "eyas"
+    homes = (ROOT, package, package / "engine", package / "kernels")
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for name in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|c|h))`", page.read_text(encoding="utf-8")):
+            assert any((home / name).exists() for home in homes), f"{page.name}: {name}"
 
 
 @pytest.mark.default
