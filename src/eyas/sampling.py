@@ -1,4 +1,4 @@
-"""Logits to probabilities to tokens, and the rule that keeps speculation lossless. Pure functions.
+"""Logits to probabilities, with every sampling option; rejection sampling for the tests' reference. Pure functions.
 
 p is the target's distribution and q the one a draft token was drawn from, as in the papers (Leviathan et al. 2023,
 Chen et al. 2023). Everything that shapes p does so BEFORE anything is accepted, so that what comes out is distributed
@@ -13,7 +13,9 @@ last. The order matters where two meet: a repetition penalty divides the biased 
 probability among what min-p and top-k left (transformers applies min-p after top-p, which keeps more). A token that
 is forbidden has a logit of minus infinity, which no later step can raise, so when it is forbidden does not matter.
 
-Chance is an argument (`Draws`): a seeded generator in decoding, every outcome in turn in the exact tests.
+The engine takes its probabilities from here and chooses tokens by its own rule (`engine/sampler.py`). `try_candidates`
+and `residual` are rejection sampling as the papers have it, which only the reference decoder in `tests/oracle` uses.
+Random draws are an argument (`Draws`): a seeded generator, or every outcome in turn in the exact tests.
 
 Shapes: V target vocabulary, K the head of a distribution, N sequences, M tokens named in a list.
 """

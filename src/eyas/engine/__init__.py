@@ -1,1 +1,1 @@
-"""Decoding. `reference.py` is the oracle: the algorithm in its plainest form, against which fast code is tested."""
+"""Decoding: many requests, one target, one drafter. docs/architecture.md follows a request through these files."""

@@ -40,7 +40,7 @@ class EngineConfig:
     """Let the drafter see the last tokens only, and `drafter_sinks` first ones: a remedy for long contexts."""
     drafter_sinks: int = 4
     graphs: bool = True
-    """On CUDA, record passes and replay them; without, every operation is launched by itself."""
+    """On CUDA, capture passes as CUDA graphs and replay them; without, every operation is launched by itself."""
     hidden_state_layers: tuple[int, ...] | None = None
     """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
     in the blocks beside keys and values. No CUDA graphs are captured then."""

@@ -1,4 +1,4 @@
-"""The law of the engine: logits to tokens, drafts to accepted drafts.
+"""The law of the engine: from logits to the token of a position. `verify.py` compares drafts with it.
 
 The token at a position is a function of the target's distribution p there and of the request's own noise for that
 position (`noise.py`): it is argmax p / E, or the largest logit if the request is greedy. So P(token = v) = p(v),

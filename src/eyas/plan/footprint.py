@@ -18,7 +18,7 @@ CUDA_RUNTIME = 640 * 2**20
 """What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
 FLOAT32 = 4
 LONGEST_CHUNK = 1024
-"""Tokens of a prompt above which a chunk is not recorded: there is more to compute than to launch."""
+"""Tokens of a prompt above which a chunk is not captured: there is more to compute than to launch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class Room:
 
     @property
     def recorded_rows(self) -> int:
-        """The most rows of a recorded step."""
+        """The most rows of a captured step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def recorded_tokens(self) -> int:
-        """The most tokens of a recorded step."""
+        """The most tokens of a captured step."""
         return min(self.max_num_batched_tokens, self.recorded_rows * (self.max_depth + 1))
 
     @property
@@ -112,7 +112,7 @@ def working_bytes(
 
 
 def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) -> int:
-    """The memory that recorded steps share for logits, float32 at worst, and auxiliary states."""
+    """The memory that captured steps share for logits, float32 at worst, and auxiliary states."""
     tokens, brought = room.recorded_tokens, room.recorded_rows * (room.max_depth + 1)
     return (tokens + 1) * vocab_size * FLOAT32 + (tokens + brought + room.recorded_chunk) * states * element
 
@@ -120,7 +120,7 @@ def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) ->
 def footprint(
     decoder: Decoder, drafter: DrafterShape | None, quantisation: Quantisation, *, room: Room, device: str
 ) -> Footprint:
-    """Everything but the pages, from shapes."""
+    """Everything but the KV blocks, from shapes."""
     element, states = quantisation.other_bytes, 0
     if drafter is not None:
         states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size

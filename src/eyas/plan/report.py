@@ -36,7 +36,7 @@ def _drafting(record: Record) -> str:
 
 
 def _memory(memory: Record) -> list[dict[str, object]]:
-    """One bar: what is taken beside pages, and what pages may have. Start and width are parts of the bar."""
+    """One bar: what is taken beside KV blocks, and what these may have. Start and width are parts of the bar."""
     taken = {name: max(0, memory[name]) for name in PARTS if memory[name]}
     whole = max(memory["usable"], sum(taken.values()))
     starts = accumulate(taken.values(), initial=0)

@@ -232,7 +232,7 @@ def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: 
 def tree_gains(chances: tuple[float, ...], siblings: tuple[float, ...]) -> list[float]:
     """Expected accepted tokens of the likeliest 1, 2, ... nodes of a tree: their chances, summed.
 
-    It grows as `engine/drafts.py` has it: as many nodes of a depth get candidates as each of them gets.
+    It grows as `engine/runner/tree_growth.py` has it: as many nodes of a depth get candidates as each of them gets.
     """
     width, level, nodes = 1 + len(siblings), [1.0], list[float]()
     for first in chances:

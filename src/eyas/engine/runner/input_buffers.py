@@ -2,7 +2,7 @@
 
 Every number is an int64, and real ones are the bits of a float64, so that one piece of memory holds all of them. The
 host writes into pinned memory, which a copy reads without waiting; the device's part never moves, so operations that
-read it can be recorded. Whoever writes a sheet again must have waited for what was computed from it.
+read it can be captured. Whoever writes a buffer again must have waited for what was computed from it.
 
 Shapes: R rows, P blocks of a row.
 """

@@ -4,13 +4,14 @@ Chains or trees: trees catch what the first candidate misses, and pay where furt
 know what they would catch, the drafter's further candidates are looked at in some of the rounds that draft chains.
 
     cost_model.py        what passes take on this machine, from the times of those that ran
-    acceptance.py  how likely drafts are accepted, from the fate of those that were made
-    plan/shapes.py which drafts give the most tokens per second; none at all is always a candidate
-    planner.py     the three brought together for the batch at hand, with a margin in favour of plain decoding, and one
-                   in favour of chains
-    plan_calibration.py    what chains and trees gave in the end, in parts of what was expected of them
-    exploration.py      while nothing is drafted, how to notice that drafting would pay
-    drift.py       how deep the drafter is fit to be used at all
+    acceptance.py        how likely drafts are accepted, from the fate of those that were made
+    plan/shapes.py       which drafts give the most tokens per second; none at all is always a candidate
+    planner.py           the three brought together for the batch at hand, with a margin in favour of plain decoding,
+                         and one in favour of chains
+    plan_calibration.py  what chains and trees gave in the end, in parts of what was expected of them
+    exploration.py       while nothing is drafted, how to notice that drafting would pay
+    drift.py             how deep the drafter is fit to be used at all
+    policy.py            every tuned number of these
 
 A request may take the choice away: `off` never drafts, `fixed` always drafts its depth, fit or not.
 
