@@ -260,7 +260,7 @@ def measure(
         graphs=not arguments.eager,
         prefix_cache=False,
     )
-    engine = TossedEngine(target, drafter, options=options, length=arguments.length, depth=depth)
+    engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
     chance = random.Random(users)
     speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
 
@@ -283,7 +283,7 @@ def measure(
     if isinstance(capture, TimedCapture):
         capture.events.clear()
     engine.steps, engine.seconds = 0, dict.fromkeys(engine.seconds, 0.0)
-    before = (engine.tally.accepted, engine.tally.drafts)
+    before = (engine.stats.accepted, engine.stats.drafts)
     speeds = []
     for _ in range(arguments.rounds):
         asked = requests()
@@ -291,12 +291,12 @@ def measure(
         answers = engine.generate(asked)
         speeds.append(sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - started))
     per_step = {part: 1000 * seconds / max(1, engine.steps) for part, seconds in engine.seconds.items()}
-    drafts = engine.tally.drafts - before[1]
+    drafts = engine.stats.drafts - before[1]
     timed = isinstance(capture, TimedCapture)
     return {
         "users": users,
         "depth": depth,
-        "acceptance_length": 1 + (engine.tally.accepted - before[0]) / max(1, drafts),
+        "acceptance_length": 1 + (engine.stats.accepted - before[0]) / max(1, drafts),
         "tokens_per_second": statistics.median(speeds),
         "all": speeds,
         "steps": engine.steps,

@@ -124,7 +124,7 @@ Mode = Callable[[Sequence[tuple[int, ...]]], Run]
 def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[str, Mode]:
     def engine(drafter: Drafter | None, speculation: Speculation, tree: Tree | None = None) -> Mode:
         # One engine for all rounds, as a server would be; the prefix cache would make later rounds easier.
-        made = Engine(target, drafter, options=EngineConfig(max_num_seqs=users, max_model_len=2048, tree=tree))
+        made = Engine(target, drafter, config=EngineConfig(max_num_seqs=users, max_model_len=2048, tree=tree))
         made.capture_graphs()
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
@@ -170,13 +170,13 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
 
 def _run(engine: Engine, requests: Sequence[Request]) -> Run:
     """Answer all requests together, with a watch on every step."""
-    tally = engine.tally
-    before = (tally.accepted, tally.drafts, tally.tokens, tally.passes)
+    stats = engine.stats
+    before = (stats.accepted, stats.drafts, stats.tokens, stats.passes)
     answers: dict[int, list[int]] = {engine.submit(request): [] for request in requests}
     total, decoding, decoded = 0.0, 0.0, 0
     while engine.busy:
         scheduler = engine.scheduler
-        joins = scheduler.waiting > 0 and len(scheduler.running) < engine.options.max_num_seqs
+        joins = scheduler.waiting > 0 and len(scheduler.running) < engine.config.max_num_seqs
         reads = joins or any(seq.pending > 1 for seq in scheduler.running)
         started = time.perf_counter()
         pieces = engine.step()
@@ -187,7 +187,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> Run:
         if not reads:
             decoding += seconds
             decoded += sum(len(piece.tokens) for piece in pieces)
-    after = (tally.accepted, tally.drafts, tally.tokens, tally.passes)
+    after = (stats.accepted, stats.drafts, stats.tokens, stats.passes)
     accepted, drafts, tokens, passes = (b - a for a, b in zip(before, after, strict=True))
     return Run(
         answers=[tuple(tokens) for tokens in answers.values()],

@@ -112,7 +112,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     drafter_name = choose_drafter(arguments.drafter, arguments.target)
     target, drafter = load_pair(arguments.target, drafter_name, dtype="auto", device=arguments.device, cache=None)
     engine = Engine(
-        target, drafter, options=EngineConfig(max_num_seqs=arguments.users, max_model_len=1024, memory=2**30)
+        target, drafter, config=EngineConfig(max_num_seqs=arguments.users, max_model_len=1024, memory=2**30)
     )
     direct = AsyncEngine(engine)
     engine_client = EngineClient(
@@ -161,7 +161,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         for number in range(-1, arguments.rounds):  # the first is for warming up
             for way in rounds if number % 2 else reversed(rounds):
-                engine.pool.forget()
+                engine.block_manager.forget()
                 done = await (_timed([user(asked) for asked in prompts]) if way == "by hand" else over_http())
                 print(f"{way}: {done['tokens'] / done['seconds']:.1f} tokens/s", flush=True)
                 if number >= 0:

@@ -73,7 +73,7 @@ def test_a_stream_that_is_left_frees_what_it_held(llm: LLM) -> None:
     next(deltas)
     deltas.close()
     assert not llm.engine.busy
-    assert llm.engine.pool.used == 0
+    assert llm.engine.block_manager.used == 0
 
 
 def test_options_reach_the_answer(llm: LLM) -> None:

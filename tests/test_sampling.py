@@ -21,16 +21,8 @@ from transformers import (
 
 from eyas import sampling as sampling_module
 from eyas.errors import UserError
-from eyas.sampling import (
-    Candidate,
-    Sampling,
-    SeededDraws,
-    one_hot,
-    probabilities,
-    residual,
-    shape_logits,
-    try_candidates,
-)
+from eyas.sampling import Sampling, one_hot, probabilities
+from oracle.rejection import Candidate, SeededDraws, residual, shape_logits, try_candidates
 
 SHAPES = [
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)

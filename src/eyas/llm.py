@@ -112,7 +112,7 @@ class LLM:
     @property
     def stats(self) -> SpecDecodeStats:
         """How speculation went for all requests together."""
-        return self._engine.tally
+        return self._engine.stats
 
     def swap_drafter(self, drafter: str | None) -> None:
         """Go on with another drafter, or none. If it does not fit, nothing has changed."""
@@ -127,7 +127,7 @@ class LLM:
         try:
             for request in requests:
                 keys.append(self._submit(request))
-                stats.append(self._engine.tally_of(keys[-1]))
+                stats.append(self._engine.stats_of(keys[-1]))
             for key, each in zip(keys, stats, strict=True):
                 deltas = [self._next(key)]
                 while deltas[-1].finished is None:
@@ -203,7 +203,7 @@ class AsyncLLM:
 
     async def _answer(self, request: Request) -> RequestOutput:
         stats: list[SpecDecodeStats] = []
-        deltas = self._engine.stream(request, taken_on=lambda engine, key: stats.append(engine.tally_of(key)))
+        deltas = self._engine.stream(request, taken_on=lambda engine, key: stats.append(engine.stats_of(key)))
         async with aclosing(deltas):
             return RequestOutput.of([delta async for delta in deltas], stats[0])
 
@@ -325,7 +325,7 @@ def _load_engine(
     if name is not None:
         require_fit(name, read_facts(target, cache=cache))
     loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
-    return Engine(loaded, model, options=config)
+    return Engine(loaded, model, config=config)
 
 
 def _speculation(depth: int | Literal["auto"]) -> Speculation:

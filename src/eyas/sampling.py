@@ -1,11 +1,10 @@
-"""Logits to probabilities, with every sampling option; rejection sampling for the tests' reference. Pure functions.
+"""Logits to probabilities, with every sampling option. Pure functions.
 
-p is the target's distribution and q the one a draft token was drawn from, as in the papers (Leviathan et al. 2023,
-Chen et al. 2023). Everything that shapes p does so BEFORE anything is accepted, so that what comes out is distributed
-as plain sampling from p, whatever q is. The options are applied in vLLM's order, so that a request means the same here
-and there:
+Everything that shapes the target's distribution p does so before a token is chosen from it, so greedy and drawn answers
+obey every option, with and without drafts. The options are applied in vLLM's order, so that a request means the same
+here and there:
 
-    shape_logits    allowed tokens, logit bias, then the penalties: repetition, frequency, presence
+    shape_counted   allowed tokens, logit bias, then the penalties: repetition, frequency, presence
     probabilities   temperature (0: the largest logit, nothing further), min-p, top-k, top-p
 
 What may change the most likely token comes first, so greedy decoding obeys it too; what only cuts the tail comes
@@ -13,9 +12,7 @@ last. The order matters where two meet: a repetition penalty divides the biased 
 probability among what min-p and top-k left (transformers applies min-p after top-p, which keeps more). A token that
 is forbidden has a logit of minus infinity, which no later step can raise, so when it is forbidden does not matter.
 
-The engine takes its probabilities from here and chooses tokens by its own rule (`engine/sampler.py`). `try_candidates`
-and `residual` are rejection sampling as the papers have it, which only the reference decoder in `tests/oracle` uses.
-Random draws are an argument (`Draws`): a seeded generator, or every outcome in turn in the exact tests.
+How a token is chosen from p is the engine's affair (`engine/sampler.py`).
 
 Shapes: V target vocabulary, K the head of a distribution, N sequences, M tokens named in a list.
 """
@@ -24,7 +21,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import isfinite, log
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -120,51 +116,11 @@ class Sampling:
         return [*(token for token, _ in self.bias_pairs), *(self.allowed_tokens or ())]
 
 
-def require_unshaped(sampling: Sampling, decoder: str) -> None:
-    """Refuse options that a decoder without `shape_logits` would silently leave out."""
-    if sampling.shapes_logits:
-        raise UserError(f"{decoder} has no penalties, logit_bias or allowed_tokens; leave them out or use the engine")
-
-
-class Draws(Protocol):
-    """Where chance comes from."""
-
-    def coin(self, probability: float) -> bool:
-        """True with this probability."""
-        ...
-
-    def pick(self, p_V: Tensor) -> int:
-        """An index with the probability it has in p."""
-        ...
-
-
-class SeededDraws:
-    """Reproducible chance."""
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def coin(self, probability: float) -> bool:
-        """True with this probability: a uniform number in [0, 1) lies below it."""
-        return float(torch.rand((), generator=self._generator, dtype=torch.float64)) < probability
-
-    def pick(self, p_V: Tensor) -> int:
-        """An index with the probability it has in p."""
-        return int(torch.multinomial(p_V.cpu(), 1, generator=self._generator))
-
-
-def shape_logits(
-    logits_V: Tensor, sampling: Sampling, *, prompt: Sequence[int] = (), output: Sequence[int] = ()
-) -> Tensor:
-    """The logits [..., V] by which the next token is chosen, behind this prompt and the output so far."""
-    prompt_V = output_V = None
-    if sampling.penalises:
-        prompt_V, output_V = count_tokens([prompt, output], logits_V.shape[-1], logits_V.device)
-    return shape_counted(logits_V, sampling, prompt_V, output_V)
-
-
 def shape_counted(logits_V: Tensor, sampling: Sampling, prompt_V: Tensor | None, output_V: Tensor | None) -> Tensor:
-    """`shape_logits` with each token's count in prompt and output [..., V], which only penalties need."""
+    """The logits by which the next token is chosen, given each token's count in prompt and output [..., V].
+
+    Only penalties need the counts.
+    """
     logits_V = _at_least_float32(logits_V)
     if sampling.allowed_tokens is not None:
         allowed_V = _membership(sampling.allowed_tokens, logits_V.shape[-1], logits_V.device)
@@ -196,7 +152,7 @@ def count_tokens(sequences: Sequence[Sequence[int]], size: int, device: torch.de
 def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     """The distribution [..., V] that plain decoding draws from. Greedy is the one that has a single token.
 
-    Penalties, bias and allowed tokens are those of `shape_logits`, which comes before. On CUDA nothing here waits for
+    Penalties, bias and allowed tokens are those of `shape_counted`, which comes before. On CUDA nothing here waits for
     the device, so that it can be recorded in a graph.
     """
     logits_V = _at_least_float32(logits_V)
@@ -263,34 +219,3 @@ def _biases(pairs: tuple[tuple[int, float], ...], device: torch.device) -> tuple
 def one_hot(index: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """All probability on one token."""
     return torch.nn.functional.one_hot(index, size).to(dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A drafted token and the distribution it was drawn from; a greedy draft was drawn from a one-hot one."""
-
-    token: int
-    q_V: Tensor
-
-
-def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """What p has above q, normalised: the target's distribution once a candidate from q was turned down."""
-    excess_V = (p_V - q_V).clamp(min=0)
-    total = excess_V.sum()
-    # Nothing above q means p equals q up to rounding; then no candidate can be turned down but by rounding.
-    return excess_V / total if total > 0 else p_V
-
-
-def try_candidates(p_V: Tensor, candidates: Sequence[Candidate], draws: Draws) -> tuple[int | None, Tensor]:
-    """Offer siblings in turn: the index of the accepted one, or None and the distribution left to draw from.
-
-    Candidate x is accepted with probability min(1, p(x) / q(x)); otherwise p becomes the residual and the next is
-    tried. Lossless if each candidate was drawn from its q given the earlier ones, and if whether it is offered at
-    all was decided before it was drawn.
-    """
-    for index, candidate in enumerate(candidates):
-        p, q = float(p_V[candidate.token]), float(candidate.q_V[candidate.token])
-        if draws.coin(min(1.0, p / q)):
-            return index, p_V
-        p_V = residual(p_V, candidate.q_V)
-    return None, p_V

@@ -8,17 +8,24 @@ import torch
 
 import tiny
 from eyas.doctor.measures import measure_prompt, summarise
-from eyas.doctor.rounds import Noise, Rounds, pooled_length, round_starts, run_rounds
+from eyas.doctor.rounds import Noise, Rounds, round_starts, run_rounds
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.drafter.attention_mass import REGIONS, AttentionProbe
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
-from eyas.sampling import Sampling, SeededDraws
+from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 
 DEPTH = 6
+
+
+def pooled_length(rounds: Sequence[Rounds], depth: int) -> float:
+    """Acceptance length of serving with this depth: 1 + accepted / rounds, pooled over prompts."""
+    accepted = [count for one in rounds for count in one.accepted(depth)]
+    return 1 + sum(accepted) / max(1, len(accepted))
 
 
 def prompts(count: int = 4) -> list[Asked]:

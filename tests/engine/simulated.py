@@ -125,7 +125,7 @@ RANDOM, POOR, GOOD, GREAT = chances(0.0), chances(0.3, 0.25), chances(0.73, 0.71
 class Policy(Protocol):
     """What steers a run."""
 
-    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0) -> Choice: ...
+    def choose(self, rows: Sequence[RowFacts]) -> Choice: ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Always:
 
     depth: int
 
-    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0) -> Choice:
+    def choose(self, rows: Sequence[RowFacts]) -> Choice:
         depths = (self.depth,) * len(rows)
         return Choice(depths=depths, limits=depths, shape=CHAIN, reason="always")
 

@@ -111,7 +111,7 @@ def test_shares_are_believed_once_they_were_seen_and_only_of_candidates_looked_a
 
 def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: Any) -> Engine:
     """An engine whose controller finds that this tree pays, always, for whoever is on auto. Its clock ticks by use."""
-    engine = Engine(target, drafter, options=options(**changes), clock=count(0.0, 1e-3).__next__)
+    engine = Engine(target, drafter, config=options(**changes), clock=count(0.0, 1e-3).__next__)
     controller = engine.controller
     for tokens in (1, 2, 1, 2, 1, 2):
         timing = TargetTiming(tokens=tokens, context=10, seconds=1e-3 * tokens)
@@ -160,7 +160,7 @@ def test_greedy_answers_equal_plain_decoding(
     answers = run(engine, [request(prompt) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
     assert any(not draft.is_chain for _, draft in grown)
-    assert engine.tally.accepted > 0
+    assert engine.stats.accepted > 0
     assert max(depth for answer in answers for depth in answer.depths) <= tree.depth
     report = engine.controller.report()
     assert report["rows_in_trees"] > 0
@@ -172,7 +172,7 @@ def test_a_seed_gives_the_same_tokens(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any, grown: Any
 ) -> None:
     asked = [request(prompt, sampling=sampling, seed=seed) for seed, prompt in enumerate(prompts)]
-    plainly = run(Engine(target, tiny_drafter, options=options()), [replace(one, speculation=OFF) for one in asked])
+    plainly = run(Engine(target, tiny_drafter, config=options()), [replace(one, speculation=OFF) for one in asked])
     answers = run(engine_with_trees(target, tiny_drafter, TREES[1]), asked)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plainly]
     assert any(not draft.is_chain for _, draft in grown)
@@ -187,7 +187,7 @@ def test_ends_shortest_lengths_and_logprobs(
         request(prompts[4], stop_ids=frozenset({expected[4][5]})),
         request(prompts[2], logprobs=3),
     ]
-    theirs = run(Engine(target, tiny_drafter, options=options()), [replace(one, speculation=OFF) for one in asked])
+    theirs = run(Engine(target, tiny_drafter, config=options()), [replace(one, speculation=OFF) for one in asked])
     ours = run(engine_with_trees(target, tiny_drafter, TREES[0]), asked)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert [answer.finished for answer in ours] == [answer.finished for answer in theirs]
@@ -207,7 +207,7 @@ def test_a_tree_is_cut_where_slots_are_short(
     changes: dict[str, Any],
     grown: Any,
 ) -> None:
-    per_block = Engine(target, tiny_drafter, options=options(**changes)).budget.bytes_per_block
+    per_block = Engine(target, tiny_drafter, config=options(**changes)).budget.bytes_per_block
     blocks = 120 // options(**changes).block_size
     engine = engine_with_trees(
         target, tiny_drafter, TREES[1], **{"max_model_len": 64, "memory": blocks * per_block, **changes}
@@ -326,12 +326,12 @@ def test_a_rank_says_which_trees_would_have_had_the_token(
 ) -> None:
     """Ranks noted beside chains, for the first depth, against trees of two and of four candidates at the same place."""
     asked = [request(p, sampling=sampling, seed=7 + i, speculation=at_depth(3)) for i, p in enumerate(prompts)]
-    chains = Engine(target, tiny_drafter, options=options())
+    chains = Engine(target, tiny_drafter, config=options())
     monkeypatch.setattr(chains.controller, "_looks_now", lambda situation: True)
     ranked = Verdicts(chains)
     run(chains, asked)
     for width in (2, 4):
-        engine = Engine(target, tiny_drafter, options=options(tree=Tree(depth=1, width=width, budget=width)))
+        engine = Engine(target, tiny_drafter, config=options(tree=Tree(depth=1, width=width, budget=width)))
         wide = Verdicts(engine)
         run(engine, [replace(one, speculation=at_depth(1)) for one in asked])
         compared = [

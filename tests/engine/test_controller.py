@@ -327,12 +327,6 @@ def test_the_report_tells_what_is_known() -> None:
     assert report["seconds_lost_by_probes"] < 0.02 * report["seconds"]
 
 
-def test_prompts_in_a_pass_are_not_charged_to_speculation() -> None:
-    controller = told(Controller(), replace(GPU, noise=0.0), users=4, acceptance=0.7)
-    with_prompts = controller.choose(rows_of(4), other_tokens=32)
-    assert min(with_prompts.depths) >= 3
-
-
 def test_trees_only_where_they_were_asked_for_and_pay() -> None:
     for trees, kind in ((False, "chain"), (True, "tree")):
         controller, chance = Controller(trees=trees), random.Random(0)

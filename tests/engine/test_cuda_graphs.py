@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +19,8 @@ from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import attention, cuda_graphs, model_runner
 from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY
-from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.engine.runner.input_buffers import InputBuffers
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.dense import DenseBackend
@@ -68,6 +69,19 @@ def _dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "choose_backend", choose)
 
 
+class Uncaptured(GraphCapture):
+    """The same functions where there is no CUDA: they just run."""
+
+    def _capture(self, inputs: InputBuffers, function: Function, keep: Any) -> CapturedGraph:
+        marks = list[float]()
+
+        def run() -> torch.Tensor:
+            marks.clear()
+            return function(inputs.device, lambda: marks.append(perf_counter()))
+
+        return CapturedGraph(inputs=inputs, run=run, seconds=lambda: [b - a for a, b in pairwise(marks)])
+
+
 def fixed_engine(
     target: Target,
     drafter: Drafter | None,
@@ -76,8 +90,8 @@ def fixed_engine(
     clock: Callable[[], float] = perf_counter,
 ) -> Engine:
     """An engine that decodes in fixed shapes."""
-    engine = Engine(target, drafter, options=engine_options, clock=clock)
-    engine.use_graphs(GraphCapture(device=torch.device("cpu"), captures=False))
+    engine = Engine(target, drafter, config=engine_options, clock=clock)
+    engine.use_graphs(Uncaptured(device=torch.device("cpu")))
     return engine
 
 
@@ -86,7 +100,7 @@ def both(
 ) -> tuple[Engine, list[Any], list[Any]]:
     fixed = fixed_engine(target, drafter, options(**changes))
     ours = run(fixed, asked)
-    theirs = run(Engine(target, drafter, options=options(**changes)), asked)
+    theirs = run(Engine(target, drafter, config=options(**changes)), asked)
     return fixed, ours, theirs
 
 
@@ -118,7 +132,7 @@ def test_every_sampling_among_greedy_ones(
     ]
     _, ours, theirs = both(target, tiny_drafter, asked)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    drafted = [sum(answer.tally.accepted for answer in answers) for answers in (ours, theirs)]
+    drafted = [sum(answer.stats.accepted for answer in answers) for answers in (ours, theirs)]
     assert abs(drafted[0] - drafted[1]) <= 0.1 * drafted[1], "the short list is as good as all"
 
 
@@ -148,7 +162,7 @@ def test_chunks_blocks_and_prefixes(
 
 
 def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
-    per_block = Engine(target, tiny_drafter, options=options()).budget.bytes_per_block
+    per_block = Engine(target, tiny_drafter, config=options()).budget.bytes_per_block
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     engine = fixed_engine(target, tiny_drafter, options(max_model_len=64, memory=30 * per_block))
     seqs = []
@@ -161,7 +175,7 @@ def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list
         seqs += [seq for seq in engine.scheduler.running if seq.preemptions]
         engine.scheduler.check()
     assert seqs
-    theirs = run(Engine(target, tiny_drafter, options=options()), asked)
+    theirs = run(Engine(target, tiny_drafter, config=options()), asked)
     assert [tuple(tokens[key]) for key in range(len(asked))] == [answer.tokens for answer in theirs]
 
 
@@ -202,7 +216,7 @@ def live_through(engine: Engine, prompts: list[tuple[int, ...]]) -> tuple[dict[i
             if seq.key in doomed and seq.new_tokens > 10:
                 doomed.remove(seq.key)
                 engine.cancel(seq.key)
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     return tokens, depths
 
 
@@ -211,7 +225,7 @@ def test_depths_that_change_and_requests_that_come_and_go(
 ) -> None:
     """Plain steps gather states, deep ones follow shallow ones, users leave in the middle: nothing shows."""
     asked = [request(prompt, max_new_tokens=60) for prompt in prompts]
-    expected = [answer.tokens for answer in run(Engine(target, options=options()), asked)]
+    expected = [answer.tokens for answer in run(Engine(target, config=options()), asked)]
     manner = options(max_num_seqs=6, max_model_len=256)
     engine = fixed_engine(target, tiny_drafter, manner)
     tokens, depths = live_through(engine, prompts)
@@ -220,7 +234,7 @@ def test_depths_that_change_and_requests_that_come_and_go(
     for key, made in tokens.items():
         assert tuple(made) == expected[key][: len(made)]
         assert len(made) == 60 or key in (2, 7)
-    _, others = live_through(Engine(target, tiny_drafter, options=manner), prompts)
+    _, others = live_through(Engine(target, tiny_drafter, config=manner), prompts)
     for key, row in depths.items():
         assert row == others[key][: len(row)], "the same drafts; of the cancelled ones, the last piece is never told"
     assert sum(depth > 0 for row in depths.values() for depth in row) > 100
@@ -266,11 +280,11 @@ def test_nothing_is_left_to_record_behind_what_was_recorded_ahead(
     make_moody(engine, lambda: source.randint(0, max_depth))
     ours = run(engine, asked)
     assert [answer.tokens for answer in ours] == [
-        answer.tokens for answer in run(Engine(target, options=options()), asked)
+        answer.tokens for answer in run(Engine(target, config=options()), asked)
     ]
-    assert sum(answer.tally.accepted for answer in ours) > 0
+    assert sum(answer.stats.accepted for answer in ours) > 0
     assert len(engine.graphs.capture) == ahead
-    assert Engine(target, options=options()).capture_graphs() == 0, "without a GPU there is nothing to record"
+    assert Engine(target, config=options()).capture_graphs() == 0, "without a GPU there is nothing to record"
 
 
 def test_steps_of_very_many_rows_are_recorded_when_they_are_met(target: Target, tiny_drafter: Drafter) -> None:
@@ -284,7 +298,7 @@ def test_steps_of_very_many_rows_are_recorded_when_they_are_met(target: Target, 
 def test_longer_requests_than_usual_have_tables_of_their_own(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, usual: int
 ) -> None:
-    monkeypatch.setattr(cuda_graphs, "USUAL_PAGES", usual)
+    monkeypatch.setattr(cuda_graphs, "USUAL_BLOCKS", usual)
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     engine, ours, theirs = both(target, tiny_drafter, asked, max_model_len=64, block_size=4)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
@@ -301,13 +315,13 @@ def test_what_cannot_be_recorded_is_told_and_runs_eagerly(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    theirs = run(Engine(target, tiny_drafter, options=options()), asked)
+    theirs = run(Engine(target, tiny_drafter, config=options()), asked)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("not while capturing")
 
     monkeypatch.setattr(GraphCapture, "_capture", refuse)
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     engine.use_graphs(GraphCapture(device=torch.device("cpu")))
     assert [answer.tokens for answer in run(engine, asked)] == [answer.tokens for answer in theirs]
     told = [line for line in caplog.messages if "runs eagerly" in line]

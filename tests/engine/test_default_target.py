@@ -3,11 +3,12 @@
 import pytest
 
 from default_drafter import default_drafter_config
-from eyas.sampling import Sampling, SeededDraws
+from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.plain import generate_plainly
 from oracle.reference import Chain, Tree, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 from tiny import random_drafter
 
 pytestmark = pytest.mark.default

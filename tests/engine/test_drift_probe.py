@@ -57,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, Dr
 
 def engine_of(target: Target, drafter: Drafter, *, recorded: bool = False, **changes: Any) -> Engine:
     settings = options(**{"max_depth": DEPTH, "drift_share": 0.99, **changes})
-    return fixed_engine(target, drafter, settings) if recorded else Engine(target, drafter, options=settings)
+    return fixed_engine(target, drafter, settings) if recorded else Engine(target, drafter, config=settings)
 
 
 class Served:
@@ -188,7 +188,7 @@ def test_extra_passes_are_counted(
     plain, steps[0] = steps[0], 0
     engine = engine_of(target, tiny_drafter)
     run(engine, asked)
-    assert 2 <= engine.drift.checkups <= engine.tally.drafts / drift_probe.EVERY
+    assert 2 <= engine.drift.checkups <= engine.stats.drafts / drift_probe.EVERY
     assert steps[0] - plain == DEPTH * engine.drift.checkups
 
 
@@ -211,7 +211,7 @@ def test_no_more_than_its_share_of_time(
     monkeypatch.setattr(drift_probe, "examine", examine)
     monkeypatch.setattr(drift_probe, "EVERY", 1)
     settings = options(max_depth=DEPTH, drift_share=share)
-    engine = Engine(target, tiny_drafter, options=settings, clock=lambda: now[0])
+    engine = Engine(target, tiny_drafter, config=settings, clock=lambda: now[0])
     for prompt in prompts:
         engine.submit(request(prompt, max_new_tokens=70, speculation=at_depth(1)))
     while engine.busy:
@@ -235,7 +235,7 @@ def test_steps_that_draft_nothing_are_no_time_to_take_a_share_of(
 
     monkeypatch.setattr(drift_probe, "examine", examine)
     monkeypatch.setattr(drift_probe, "EVERY", 1)
-    engine = Engine(target, tiny_drafter, options=options(max_depth=DEPTH, drift_share=0.4), clock=lambda: now[0])
+    engine = Engine(target, tiny_drafter, config=options(max_depth=DEPTH, drift_share=0.4), clock=lambda: now[0])
 
     def serve(depth: int, tokens: int) -> None:
         engine.submit(request(prompts[0], max_new_tokens=tokens, speculation=at_depth(depth) if depth else OFF))
@@ -324,7 +324,7 @@ def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
     for shipped, asked in ((healthy, [*chats, bare]), (lost, chats)):
         drafter = build_drafter(shipped).float().share_target(default_target.embedding(), default_target.head())
         engine = Engine(
-            default_target, drafter, options=EngineConfig(max_num_seqs=3, max_model_len=512, drift_share=0.9)
+            default_target, drafter, config=EngineConfig(max_num_seqs=3, max_model_len=512, drift_share=0.9)
         )
         engine.generate([request(ids, max_new_tokens=18, speculation=at_depth(1)) for ids in asked])
         reports.append(engine.drift.report())

@@ -18,12 +18,13 @@ from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.runner import drafter
 from eyas.engine.runner.drafter import Tree
 from eyas.errors import UserError
-from eyas.sampling import Sampling, SeededDraws, probabilities, shape_logits
+from eyas.sampling import Sampling, probabilities
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.plain import generate_plainly
 from oracle.reference import Chain, decode_plainly, decode_speculatively
 from oracle.reference import Tree as ReferenceTree
+from oracle.rejection import SeededDraws, shape_logits
 from tiny import VOCAB, drafter_config, language, random_drafter
 
 NEW_TOKENS = 14
@@ -53,14 +54,14 @@ def options(**changes: Any) -> EngineConfig:
 def run(engine: Engine, requests: Sequence[Request]) -> list[RequestOutput]:
     """Answers, with the books checked after every step."""
     keys = [engine.submit(one) for one in requests]
-    tallies = {key: engine.tally_of(key) for key in keys}
+    stats_by_key = {key: engine.stats_of(key) for key in keys}
     pieces: dict[int, list[OutputDelta]] = {key: [] for key in keys}
     while engine.busy:
         for piece in engine.step():
             pieces[piece.key].append(piece)
         engine.scheduler.check()
-    assert engine.pool.used == 0
-    return [RequestOutput.of(pieces[key], tallies[key]) for key in keys]
+    assert engine.block_manager.used == 0
+    return [RequestOutput.of(pieces[key], stats_by_key[key]) for key in keys]
 
 
 def plain(target: Target, prompt: Sequence[int], *, max_new_tokens: int = NEW_TOKENS) -> tuple[int, ...]:
@@ -86,12 +87,12 @@ def test_greedy_answers_equal_plain_decoding(
     rows: int,
     speculation: Speculation,
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options(max_num_seqs=rows))
+    engine = Engine(target, tiny_drafter, config=options(max_num_seqs=rows))
     answers = run(engine, [request(prompt, speculation=speculation) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
     assert {answer.finished for answer in answers} == {FinishReason.LENGTH}
     if speculation.mode == "fixed":
-        assert engine.tally.accepted > 0
+        assert engine.stats.accepted > 0
 
 
 @pytest.mark.parametrize("tree", [Tree(depth=3, width=2, budget=6), Tree(depth=4, width=4, budget=24)])
@@ -102,10 +103,10 @@ def test_trees_give_the_same_answers(
     expected: list[tuple[int, ...]],
     tree: Tree,
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options(tree=tree))
+    engine = Engine(target, tiny_drafter, config=options(tree=tree))
     answers = run(engine, [request(prompt, speculation=at_depth(tree.depth)) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
-    assert engine.tally.accepted > 0
+    assert engine.stats.accepted > 0
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_chunks_blocks_and_prefixes_do_not_show(
     expected: list[tuple[int, ...]],
     changes: dict[str, Any],
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options(**changes))
+    engine = Engine(target, tiny_drafter, config=options(**changes))
     twice = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
     assert [answer.tokens for answer in run(engine, twice)] == [*expected, *expected]
 
@@ -126,8 +127,8 @@ def test_chunks_blocks_and_prefixes_do_not_show(
 def test_preempted_requests_continue_where_they_were(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:
-    per_block = Engine(target, tiny_drafter, options=options()).budget.bytes_per_block
-    engine = Engine(target, tiny_drafter, options=options(max_model_len=64, memory=30 * per_block))
+    per_block = Engine(target, tiny_drafter, config=options()).budget.bytes_per_block
+    engine = Engine(target, tiny_drafter, config=options(max_model_len=64, memory=30 * per_block))
     seqs = []
     for prompt in prompts:
         engine.submit(request(prompt, speculation=at_depth(3)))
@@ -142,13 +143,13 @@ def test_preempted_requests_continue_where_they_were(
 
 
 def test_a_shared_prefix_is_read_once(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     long = prompts[-1]
     first = run(engine, [request(long, speculation=at_depth(3))])
     again = run(engine, [request(long, speculation=at_depth(3))])
     assert again[0].tokens == first[0].tokens
-    assert again[0].tally == first[0].tally, "the drafter finds its own part of the blocks too"
-    assert engine.pool.hits > 0
+    assert again[0].stats == first[0].stats, "the drafter finds its own part of the blocks too"
+    assert engine.block_manager.hits > 0
 
 
 # --- acceptance --------------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ def test_a_shared_prefix_is_read_once(target: Target, tiny_drafter: Drafter, pro
 def test_accepted_counts_equal_the_reference_decoders(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], depth: int
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     dense, eagle = DenseTarget(target, tiny_drafter.config), EagleDraft(tiny_drafter)
     for prompt in prompts[:6]:
         reference = decode_speculatively(
@@ -176,7 +177,7 @@ def test_a_tree_accepts_what_the_reference_tree_accepts(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
 ) -> None:
     tree = Tree(depth=3, width=3, budget=9)
-    engine = Engine(target, tiny_drafter, options=options(tree=tree))
+    engine = Engine(target, tiny_drafter, config=options(tree=tree))
     dense, eagle = DenseTarget(target, tiny_drafter.config), EagleDraft(tiny_drafter)
     shape = ReferenceTree(depth=3, width=3, budget=9)
     for prompt in prompts[:6]:
@@ -206,7 +207,7 @@ def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling
 ) -> None:
     def answers(engine_options: EngineConfig, speculation: Speculation) -> list[tuple[int, ...]]:
-        engine = Engine(target, tiny_drafter, options=engine_options)
+        engine = Engine(target, tiny_drafter, config=engine_options)
         asked = [
             request(prompt, sampling=sampling, seed=seed, speculation=speculation)
             for seed, prompt in enumerate(prompts)
@@ -225,7 +226,7 @@ def test_the_second_token_has_the_targets_distribution(
 ) -> None:
     """By the whole engine, behind a first token that speculation may have accepted: given it, p of the target."""
     prompt = tuple(language(1, 9, torch.Generator().manual_seed(3))[0].tolist())
-    engine = Engine(target, tiny_drafter, options=options(max_num_seqs=64, max_num_batched_tokens=1024))
+    engine = Engine(target, tiny_drafter, config=options(max_num_seqs=64, max_num_batched_tokens=1024))
     asked = [
         request(prompt, sampling=sampling, seed=seed, max_new_tokens=3, speculation=at_depth(2)) for seed in range(1500)
     ]
@@ -265,7 +266,7 @@ def fits(tokens: Sequence[int], p_V: torch.Tensor) -> bool:
 def test_a_stop_id_ends_the_answer_even_inside_a_draft(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     for prompt, tokens in zip(prompts, expected, strict=True):
         stop = tokens[5]
         answer = run(engine, [request(prompt, stop_ids=frozenset({stop}), speculation=at_depth(6))])[0]
@@ -277,7 +278,7 @@ def test_a_stop_id_ends_the_answer_even_inside_a_draft(
 def test_no_stop_id_comes_before_the_shortest_length(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     stops = frozenset(expected[3][:4])
     plainly, drafted = (
         run(engine, [request(prompts[3], stop_ids=stops, min_new_tokens=8, speculation=how)])[0]
@@ -290,7 +291,7 @@ def test_no_stop_id_comes_before_the_shortest_length(
 def test_a_stop_string_ends_the_answer_and_is_not_shown(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     text = "".join(chr(ord("0") + token) for token in expected[4])
     answer = run(engine, [request(prompts[4], stop_strings=(text[6:9],), speculation=at_depth(6))])[0]
     assert answer.text == text[: text.index(text[6:9])]
@@ -300,7 +301,7 @@ def test_a_stop_string_ends_the_answer_and_is_not_shown(
 def test_logprobs_are_the_targets_own(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     answer = run(engine, [request(prompts[2], logprobs=3, speculation=at_depth(4))])[0]
     logits_TV, _ = DenseTarget(target, tiny_drafter.config)([[*prompts[2], *expected[2]]])[0]
     logprobs_TV = logits_TV[len(prompts[2]) - 1 : -1].log_softmax(dim=-1)
@@ -316,7 +317,7 @@ def test_cancelled_at_any_moment_nothing_is_left_and_others_do_not_notice(
 ) -> None:
     source = random.Random(5)
     for _ in range(5):
-        engine = Engine(target, tiny_drafter, options=options(max_num_seqs=4))
+        engine = Engine(target, tiny_drafter, config=options(max_num_seqs=4))
         keys = [engine.submit(request(prompt, speculation=at_depth(3))) for prompt in prompts]
         doomed = set(source.sample(keys, 5))
         tokens: dict[int, list[int]] = {key: [] for key in keys}
@@ -326,7 +327,7 @@ def test_cancelled_at_any_moment_nothing_is_left_and_others_do_not_notice(
             if doomed and source.random() < 0.4:
                 engine.cancel(doomed.pop())
             engine.scheduler.check()
-        assert engine.pool.used == 0
+        assert engine.block_manager.used == 0
         survivors = [key for key in keys if len(tokens[key]) == NEW_TOKENS]
         assert len(survivors) >= 7
         assert all(tuple(tokens[key]) == expected[key] for key in survivors)
@@ -340,25 +341,25 @@ def test_a_random_drafter_changes_nothing_and_is_soon_left_alone(
 ) -> None:
     clock = iter(range(10**9))
     wrong = random_drafter(drafter_config(), seed=9).share_target(target.embedding(), target.head())
-    engine = Engine(target, wrong, options=options(max_model_len=256), clock=lambda: float(next(clock)))
+    engine = Engine(target, wrong, config=options(max_model_len=256), clock=lambda: float(next(clock)))
     answers = run(engine, [request(prompt, max_new_tokens=60) for prompt in prompts])
     assert [answer.tokens for answer in answers] == [plain(target, prompt, max_new_tokens=60) for prompt in prompts]
-    assert engine.tally.drafts < engine.tally.passes / 2
+    assert engine.stats.drafts < engine.stats.passes / 2
 
 
 def test_depth_without_a_drafter_or_beyond_the_engines_is_refused(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
 ) -> None:
     with pytest.raises(UserError, match="no drafter"):
-        Engine(target, options=options()).submit(request(prompts[0], speculation=at_depth(2)))
+        Engine(target, config=options()).submit(request(prompts[0], speculation=at_depth(2)))
     with pytest.raises(UserError, match="max_depth 7"):
-        Engine(target, tiny_drafter, options=options()).submit(request(prompts[0], speculation=at_depth(8)))
+        Engine(target, tiny_drafter, config=options()).submit(request(prompts[0], speculation=at_depth(8)))
 
 
 def test_a_refused_request_takes_the_others_of_its_call_with_it(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     with pytest.raises(UserError, match="max_depth"):
         engine.generate([request(prompts[0]), request(prompts[1], speculation=at_depth(8))])
     assert not engine.busy
@@ -367,9 +368,9 @@ def test_a_refused_request_takes_the_others_of_its_call_with_it(
 
 def test_more_memory_than_there_is_is_refused_with_the_numbers(target: Target) -> None:
     with pytest.raises(UserError, match=r"GiB.*free"):
-        Engine(target, options=options(memory=2**50))
+        Engine(target, config=options(memory=2**50))
     with pytest.raises(UserError, match=r"one request of 128 tokens needs .* lower max_model_len"):
-        Engine(target, options=options(memory=2**10))
+        Engine(target, config=options(memory=2**10))
 
 
 # --- what other decoders cannot do, and the drafter's reading ----------------------------------------------------
@@ -405,7 +406,7 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
 ) -> None:
     if not patient:
         monkeypatch.setattr(drafter, "PATIENCE_BYTES", 0)  # a lump of states, then
-    engine = Engine(target, tiny_drafter, options=options(max_model_len=256))
+    engine = Engine(target, tiny_drafter, config=options(max_model_len=256))
     monkeypatch.setattr(
         engine.controller, "choose", lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1)
     )

@@ -12,11 +12,12 @@ from collections.abc import Callable
 import pytest
 
 from eyas.drafter.model import Drafter
-from eyas.sampling import Sampling, SeededDraws
+from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.plain import generate_plainly
 from oracle.reference import Chain, decode_speculatively
+from oracle.rejection import SeededDraws
 from real_prompts import parting
 
 pytestmark = pytest.mark.lossless

@@ -85,62 +85,62 @@ def test_a_walk_is_a_function_of_the_tokens(guidance: LlGuidance, letters: Targe
     chance = random.Random(1)
     stops = sorted(letters.stop_ids())
     for grammar in (guidance.json_schema(SHORT), guidance.regex("(ab|a[bc]){2,4}x*"), guidance.choice(["ab", "abc"])):
-        walk = grammar.walk(prompt_length=2, stop_ids=stops)
+        matcher = grammar.matcher(prompt_length=2, stop_ids=stops)
         tokens = [7, 7]
         while True:
             for _ in range(4):  # look ahead along lawful and unlawful drafts
                 drafts: list[int] = []
                 for _ in range(chance.randrange(5)):
-                    mask_V = walk.mask(tokens, drafts)
+                    mask_V = matcher.mask(tokens, drafts)
                     lawful_ids = [] if mask_V is None else mask_V.nonzero()[:, 0].tolist()
                     drafts.append(chance.choice(lawful_ids or [9]) if chance.random() < 0.8 else chance.randrange(96))
-                fresh = grammar.walk(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
-                seen = walk.mask(tokens, drafts)
+                fresh = grammar.matcher(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
+                seen = matcher.mask(tokens, drafts)
                 told = fresh_or_none(grammar, tokens, drafts, stops)
                 assert (seen is None) == (told is None)
                 if seen is not None and told is not None:
                     assert torch.equal(seen, told)
                     assert fresh is not None
                     assert torch.equal(seen, fresh)
-            mask_V = walk.mask(tokens, [])
+            mask_V = matcher.mask(tokens, [])
             assert mask_V is not None
             token = chance.choice(mask_V.nonzero()[:, 0].tolist())
             tokens.append(token)
             if token in stops:
-                assert walk.mask(tokens[:-1], [token]) is None
+                assert matcher.mask(tokens[:-1], [token]) is None
                 break
-        assert walk.failure is None
+        assert matcher.failure is None
 
 
 def fresh_or_none(grammar: Any, tokens: list[int], drafts: list[int], stops: list[int]) -> Any:
     """The mask behind drafts, found step by step by walks that never went back."""
     for count in range(len(drafts)):
-        mask_V = grammar.walk(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts[:count]], [])
+        mask_V = grammar.matcher(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts[:count]], [])
         if mask_V is None or not mask_V[drafts[count]] or drafts[count] in stops:
             return None
-    return grammar.walk(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
+    return grammar.matcher(prompt_length=2, stop_ids=stops).mask([*tokens, *drafts], [])
 
 
 def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_it_is_complete(
     guidance: LlGuidance, letters: Target
 ) -> None:
     encode = letters.tokenizer.encode
-    walk = guidance.regex("ab?").walk(prompt_length=0, stop_ids=[1, 3])
-    allowed = [walk.mask(encode(text), []).nonzero()[:, 0].tolist() for text in ("", "a", "ab")]  # type: ignore[union-attr]
+    matcher = guidance.regex("ab?").matcher(prompt_length=0, stop_ids=[1, 3])
+    allowed = [matcher.mask(encode(text), []).nonzero()[:, 0].tolist() for text in ("", "a", "ab")]  # type: ignore[union-attr]
     assert allowed == [encode("a"), [1, 3, *encode("b")], [1, 3]]
 
 
 def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: LlGuidance, letters: Target) -> None:
     encode = letters.tokenizer.encode
     a, b, c = encode("abc")
-    walk = guidance.regex("(ab)*c").walk(prompt_length=0, stop_ids=[1])
+    matcher = guidance.regex("(ab)*c").matcher(prompt_length=0, stop_ids=[1])
     chain = Draft(tokens=(a, b, b, c), parents=(-1, 0, 1, 2), confidences=(0.9, 0.8, 0.7, 0.6))
-    assert filter_by_grammar(chain, walk, []) == chain.only(range(2))
+    assert filter_by_grammar(chain, matcher, []) == chain.only(range(2))
     tree = Draft(tokens=(b, a, c, b, a, c), parents=(-1, -1, -1, 1, 0, 3), confidences=(0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
     expected = Draft(tokens=(a, c, b, c), parents=(-1, -1, 0, 2), confidences=(0.5, 0.4, 0.3, 0.1))
-    assert filter_by_grammar(tree, walk, []) == expected
+    assert filter_by_grammar(tree, matcher, []) == expected
     end = Draft(tokens=(c, 1, a), parents=(-1, 0, 1), confidences=(0.9, 0.9, 0.9))
-    assert filter_by_grammar(end, walk, []) == end.only(range(2))
+    assert filter_by_grammar(end, matcher, []) == end.only(range(2))
 
 
 # --- the answer is the same --------------------------------------------------------------------------------------
@@ -149,18 +149,18 @@ def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: LlGuidance, lett
 def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
     alone = [Engine(letters).generate([replace(one, speculation=OFF)])[0].tokens for one in asked[:: len(WAYS)]]
-    answers = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    answers = Engine(letters, tiny_drafter, config=options()).generate(asked)
     check_json(answers, {"a", "b"})
     assert [answer.tokens for answer in answers[:: len(WAYS)]] == alone
-    assert sum(answer.tally.accepted for answer in answers) > 0
+    assert sum(answer.stats.accepted for answer in answers) > 0
 
 
 def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
     tree = replace(options(), tree=Tree(depth=3, width=3, budget=8))
-    answers = Engine(letters, tiny_drafter, options=tree).generate(asked)
+    answers = Engine(letters, tiny_drafter, config=tree).generate(asked)
     check_json(answers, {"a", "b"})
-    plain = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    plain = Engine(letters, tiny_drafter, config=options()).generate(asked)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
 
 
@@ -171,7 +171,7 @@ def test_trees_that_the_controller_chooses_give_the_same_answer(
     engine = engine_with_trees(letters, tiny_drafter, Tree(depth=3, width=3, budget=8))
     answers = engine.generate(asked)
     check_json(answers, {"a", "b"})
-    plain = Engine(letters, tiny_drafter, options=options()).generate(asked)
+    plain = Engine(letters, tiny_drafter, config=options()).generate(asked)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert engine.controller.report()["rows_in_trees"] > 0
 
@@ -179,7 +179,7 @@ def test_trees_that_the_controller_chooses_give_the_same_answer(
 def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), Speculation()))[:6]
     free = [replace(one, grammar=None) for one in asked]
-    expected = Engine(letters, tiny_drafter, options=options()).generate([*asked, *free])
+    expected = Engine(letters, tiny_drafter, config=options()).generate([*asked, *free])
     for share in ([*asked, *free], asked[1:2], asked[1::3]):  # the last two are drafted and verified at once
         answers = fixed_engine(letters, tiny_drafter, options()).generate(share)
         by_request = dict(zip([*asked, *free], expected, strict=True))
@@ -188,9 +188,9 @@ def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Draf
 
 def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:
     asked = requests(letters, guidance.json_schema(SHORT))
-    expected = Engine(letters, tiny_drafter, options=options()).generate(asked)
-    engine = Engine(letters, tiny_drafter, options=options())
-    engine.pool.allocate(engine.pool.blocks - 12)
+    expected = Engine(letters, tiny_drafter, config=options()).generate(asked)
+    engine = Engine(letters, tiny_drafter, config=options())
+    engine.block_manager.allocate(engine.block_manager.blocks - 12)
     preempted = 0
     keys, pieces = [engine.submit(one) for one in asked], dict[int, list[int]]()
     while engine.busy:
@@ -210,15 +210,15 @@ def test_a_real_schema_on_the_default_target(default_target: Target) -> None:
     ways = (at_depth(4), Speculation())
     asked = requests(default_target, grammar, ways, prompt=tuple(prompt), max_new_tokens=48)[:4]
     beside = replace(asked[0], grammar=None, max_new_tokens=8)
-    alone = Engine(default_target, options=EngineConfig(memory=2**28, max_model_len=512))
+    alone = Engine(default_target, config=EngineConfig(memory=2**28, max_model_len=512))
     plain = [answer.tokens for answer in alone.generate([replace(one, speculation=OFF) for one in asked[::2]])]
-    chains = Engine(default_target, drafter, options=EngineConfig(memory=2**28, max_model_len=512))
+    chains = Engine(default_target, drafter, config=EngineConfig(memory=2**28, max_model_len=512))
     answers = chains.generate([*asked, beside])[:-1]
     check_json(answers, set(BIRD["required"]), 2)  # type: ignore[call-overload]
     assert [answer.tokens for answer in answers[::2]] == plain
-    assert all(answer.tally.accepted > 0 for answer in answers[::2])
+    assert all(answer.stats.accepted > 0 for answer in answers[::2])
     tree = Tree(depth=4, width=3, budget=8)
-    trees = Engine(default_target, drafter, options=EngineConfig(memory=2**28, max_model_len=512, tree=tree))
+    trees = Engine(default_target, drafter, config=EngineConfig(memory=2**28, max_model_len=512, tree=tree))
     for answer, expected in zip(trees.generate(asked[::2]), plain, strict=True):
         assert answer.tokens == expected
 
@@ -285,7 +285,7 @@ class _Failing:
 
     vocab_size = 96
 
-    def walk(self, *, prompt_length: int, stop_ids: Any) -> Any:
+    def matcher(self, *, prompt_length: int, stop_ids: Any) -> Any:
         self.failure: str | None = None
         self._start = prompt_length
         return self
@@ -299,7 +299,7 @@ class _Failing:
 
 def test_a_grammar_that_fails_on_the_way_ends_its_own_request(letters: Target, tiny_drafter: Drafter) -> None:
     failing, *others = requests(letters, None, max_new_tokens=12)[:4]
-    engine = Engine(letters, tiny_drafter, options=options())
+    engine = Engine(letters, tiny_drafter, config=options())
     expected = engine.generate(others)
     answer, *beside = engine.generate([replace(failing, grammar=_Failing()), *others])
     assert answer.finished is FinishReason.ERROR

@@ -48,14 +48,14 @@ def test_states_are_the_targets_own(
 ) -> None:
     if not fused:
         monkeypatch.setattr("eyas.engine.runner.model_runner.fused_target", lambda *_: None)
-    engine = Engine(target, tiny_drafter, options=options(hidden_state_layers=LAYERS, **changes))
+    engine = Engine(target, tiny_drafter, config=options(hidden_state_layers=LAYERS, **changes))
     asked = [request(p, speculation=at_depth(3) if i % 3 else OFF) for i, p in enumerate(prompts)]
     asked += asked[:4]  # their beginnings are in the cache by then
     answers = run(engine, asked)
     for one, answer in zip(asked, answers, strict=True):
         assert_states(target, one, answer)
-    assert engine.tally.accepted > 0, "drafts are accepted, so states of drafts are among them"
-    plain = run(Engine(target, tiny_drafter, options=options(**changes)), asked)
+    assert engine.stats.accepted > 0, "drafts are accepted, so states of drafts are among them"
+    plain = run(Engine(target, tiny_drafter, config=options(**changes)), asked)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert [answer.accepted for answer in answers] == [answer.accepted for answer in plain]
 
@@ -63,7 +63,7 @@ def test_states_are_the_targets_own(
 def test_no_drafter_is_needed_and_a_stop_token_ends_the_states_too(
     target: Target, prompts: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, options=options(hidden_state_layers=LAYERS))
+    engine = Engine(target, config=options(hidden_state_layers=LAYERS))
     first = run(engine, [request(prompts[5])])[0]
     asked = request(prompts[5], stop_ids=frozenset({first.tokens[4]}))
     answer = run(engine, [asked])[0]
@@ -72,12 +72,12 @@ def test_no_drafter_is_needed_and_a_stop_token_ends_the_states_too(
 
 
 def test_what_the_prefix_cache_has_comes_with_its_states(target: Target, prompts: list[tuple[int, ...]]) -> None:
-    engine = Engine(target, options=options(hidden_state_layers=LAYERS))
+    engine = Engine(target, config=options(hidden_state_layers=LAYERS))
     first = run(engine, [request(prompts[-1])])[0]
     assert first.num_cached_tokens == 0
     longer = request((*prompts[-1], *first.tokens, 5, 6))
     answer = run(engine, [longer])[0]
-    size = engine.options.block_size
+    size = engine.config.block_size
     assert answer.num_cached_tokens == (len(prompts[-1]) + len(first.tokens) - 1) // size * size
     assert_states(target, longer, answer)
 
@@ -91,8 +91,8 @@ def test_preempted_requests_have_all_their_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     changes: dict[str, Any] = {"hidden_state_layers": LAYERS, "max_model_len": 64, "prefix_cache": prefix_cache}
-    per_block = Engine(target, tiny_drafter, options=options(**changes)).budget.bytes_per_block
-    engine = Engine(target, tiny_drafter, options=options(**changes, memory=30 * per_block))
+    per_block = Engine(target, tiny_drafter, config=options(**changes)).budget.bytes_per_block
+    engine = Engine(target, tiny_drafter, config=options(**changes, memory=30 * per_block))
     preempted = []
     seat = engine.scheduler._seat_tokens
 
@@ -108,13 +108,13 @@ def test_preempted_requests_have_all_their_states(
 
 
 def test_states_take_their_part_of_the_memory(target: Target) -> None:
-    without, beside = (Engine(target, options=options(hidden_state_layers=kept)).budget for kept in (None, LAYERS))
+    without, beside = (Engine(target, config=options(hidden_state_layers=kept)).budget for kept in (None, LAYERS))
     more = options().block_size * len(LAYERS) * tiny.HIDDEN * 4
     assert beside.bytes_per_block == without.bytes_per_block + more
 
 
 def test_layers_that_the_target_does_not_have_are_refused(target: Target) -> None:
     with pytest.raises(UserError, match=rf"layer id {tiny.LAYERS + 1} is outside"):
-        Engine(target, options=replace(options(), hidden_state_layers=(1, tiny.LAYERS + 1)))
+        Engine(target, config=replace(options(), hidden_state_layers=(1, tiny.LAYERS + 1)))
     with pytest.raises(UserError, match="not strictly ascending"):
-        Engine(target, options=replace(options(), hidden_state_layers=(2, 1)))
+        Engine(target, config=replace(options(), hidden_state_layers=(2, 1)))

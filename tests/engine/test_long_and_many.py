@@ -26,8 +26,8 @@ def test_a_long_request_among_many_short_ones(
 ) -> None:
     options = EngineConfig(max_num_seqs=USERS, max_model_len=LONGEST, memory=2**30)
     with pytest.raises(UserError, match=r"needs 372\.7 MiB of blocks, above the 64\.0 MiB granted"):
-        Engine(default_target, real_drafter, options=replace(options, memory=2**26))
-    engine = Engine(default_target, real_drafter, options=options)
+        Engine(default_target, real_drafter, config=replace(options, memory=2**26))
+    engine = Engine(default_target, real_drafter, config=options)
     prompts = real_prompts(USERS - 1, 400)
     everything = [token for prompt in prompts * 4 for token in prompt]
     lengths = random.Random(0)
@@ -42,7 +42,7 @@ def test_a_long_request_among_many_short_ones(
         for piece in engine.step():
             answers[piece.key] += len(piece.tokens)
         engine.scheduler.check()
-        most = max(most, engine.pool.used)
+        most = max(most, engine.block_manager.used)
     print(f"\n{engine.budget}; {most} blocks were used at most")
     assert set(answers.values()) == {NEW_TOKENS}
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0

@@ -20,9 +20,10 @@ from engine.scripted import (
     random_table,
 )
 from eyas import sampling as sampling_module
-from eyas.sampling import Candidate, Draws, Sampling, one_hot, probabilities, residual, try_candidates
+from eyas.sampling import Sampling, one_hot, probabilities
 from oracle import reference
 from oracle.reference import Chain, Node, Tree, decode_plainly, decode_speculatively
+from oracle.rejection import Candidate, Draws, residual, try_candidates
 
 PROMPT = (0, 1)
 EXACT, CAUGHT = 1e-9, 1e-3

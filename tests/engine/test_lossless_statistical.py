@@ -8,9 +8,10 @@ from scipy import stats
 from torch import Tensor
 
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
-from eyas.sampling import Candidate, Draws, Sampling, SeededDraws, probabilities
+from eyas.sampling import Sampling, probabilities
 from oracle import reference
 from oracle.reference import Chain, Tree, decode_speculatively
+from oracle.rejection import Candidate, Draws, SeededDraws
 
 VOCAB = 6
 SEQUENCES, LENGTH = 200, 13

@@ -9,12 +9,13 @@ from transformers import GenerationConfig
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
-from eyas.sampling import Sampling, SeededDraws
+from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle import reference
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.plain import generate_plainly
 from oracle.reference import Chain, Generation, Node, Tree, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 from tiny import VOCAB, drafter_config, language, random_drafter
 
 NEW_TOKENS = 12

@@ -15,7 +15,8 @@ from eyas.engine.runner.drafter import Draft
 from eyas.engine.sampler import SamplingMetadata, choose, draw, draw_many, log_probabilities
 from eyas.engine.verify import accept_tree, accepted_nodes
 from eyas.kernels import noise
-from eyas.sampling import Candidate, Sampling, SeededDraws, probabilities, shape_logits, try_candidates
+from eyas.sampling import Sampling, probabilities
+from oracle.rejection import Candidate, SeededDraws, shape_logits, try_candidates
 
 RARE, CERTAIN = 1e-4, 1e-6
 MANY = 40_000

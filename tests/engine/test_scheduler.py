@@ -16,7 +16,7 @@ OFF = Speculation(mode="off")
 
 
 def scheduler(blocks: int = 64, **changes: Any) -> Scheduler:
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "prefill_chunk": None} | changes
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128} | changes
     return Scheduler(BlockManager(blocks, SIZE), **limits)
 
 
@@ -60,9 +60,7 @@ def finish_all(made: Scheduler, most_steps: int = 1000) -> None:
     raise AssertionError("requests are left")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", 1), ("prefill_chunk", 0)]
-)
+@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", 1)])
 def test_limits_that_let_nothing_run_are_refused(name: str, value: int) -> None:
     with pytest.raises(UserError, match=f"{name} is {value}"):
         scheduler(**{name: value})
@@ -112,12 +110,12 @@ def test_the_longest_context_ends_an_answer_before_its_own_limit() -> None:
 
 
 def test_prompts_are_read_in_chunks_within_the_budget() -> None:
-    made = scheduler(max_num_batched_tokens=10, prefill_chunk=6)
+    made = scheduler(max_num_batched_tokens=10)
     added(made, seq(0, 14), seq(1, 9))
-    assert shape(step(made)) == [(0, 0, 6, 0, False), (1, 0, 4, 0, False)]
-    assert shape(step(made)) == [(0, 6, 6, 0, False), (1, 4, 4, 0, False)]
-    assert shape(step(made)) == [(1, 8, 1, 0, True), (0, 12, 2, 0, True)]
-    assert shape(step(made)) == [(0, 14, 1, 0, True), (1, 9, 1, 0, True)]
+    assert shape(step(made)) == [(0, 0, 10, 0, False)]
+    assert shape(step(made)) == [(0, 10, 4, 0, True), (1, 0, 6, 0, False)]
+    assert shape(step(made)) == [(0, 14, 1, 0, True), (1, 6, 3, 0, True)]
+    assert shape(step(made)) == [(0, 15, 1, 0, True), (1, 9, 1, 0, True)]
 
 
 def test_decoding_goes_before_reading() -> None:
@@ -138,10 +136,11 @@ def test_no_more_requests_run_than_the_budget_has_tokens() -> None:
 
 
 def test_the_first_prompt_gets_on_however_many_decode() -> None:
-    made = scheduler(max_num_batched_tokens=3, max_num_seqs=3, prefill_chunk=1)
-    added(made, seq(0, 12, new=1), seq(1, 1, new=30), seq(2, 1, new=30))
+    made = scheduler(max_num_batched_tokens=3, max_num_seqs=3)
+    decoding(made, seq(0, 1, new=30), seq(1, 1, new=30))
+    added(made, seq(2, 12, new=1))
     for position in range(12):
-        assert (0, position, 1, 0, position == 11) in shape(step(made, {1: 9, 2: 9}))
+        assert (2, position, 1, 0, position == 11) in shape(step(made, {0: 9, 1: 9}))
 
 
 def test_requests_are_admitted_in_arrival_order() -> None:
@@ -176,7 +175,7 @@ def test_a_request_starts_behind_what_the_prefix_cache_has() -> None:
     (second,) = added(made, seq(1, [*range(9), 50], new=1))
     assert shape(step(made)) == [(1, 8, 2, 0, True)]
     assert first.finished is second.finished is FinishReason.LENGTH
-    assert (made._pool.hits, made._pool.used) == (2, 0)
+    assert (made._block_manager.hits, made._block_manager.used) == (2, 0)
 
 
 def test_a_shared_block_is_found_while_its_owner_runs() -> None:
@@ -206,17 +205,17 @@ def test_without_a_drafter_a_request_that_would_speculate_starts_behind_any_pref
     step(made)
     (second,) = added(made, seq(1, list(range(10)), speculation=Speculation()))
     step(made)
-    assert (second.target_length, second.drafter_length, made._pool.hits) == (10, 0, 2)
+    assert (second.target_length, second.drafter_length, made._block_manager.hits) == (10, 0, 2)
 
 
 def test_a_block_is_registered_only_when_its_successor_is_known() -> None:
     made = scheduler()
     (one,) = added(made, seq(0, 4))
     plan = made.plan({})
-    assert made._pool.match([*one.tokens, 7], need_draft=False) == []
+    assert made._block_manager.match([*one.tokens, 7], need_draft=False) == []
     made.commit(one, read=plan.rows[0].count, new_tokens=[7])
-    assert made._pool.match([*one.tokens[:4], 8], need_draft=False) == []
-    assert made._pool.match([*one.tokens[:4], 7], need_draft=False) == one.blocks[:1]
+    assert made._block_manager.match([*one.tokens[:4], 8], need_draft=False) == []
+    assert made._block_manager.match([*one.tokens[:4], 7], need_draft=False) == one.blocks[:1]
 
 
 def decoding(made: Scheduler, *seqs: SequenceState) -> None:
@@ -352,12 +351,12 @@ def test_a_waiting_request_can_be_cancelled() -> None:
 
 
 def test_a_running_request_can_be_cancelled_in_the_middle_of_its_prompt() -> None:
-    made = scheduler(prefill_chunk=5)
+    made = scheduler(max_num_batched_tokens=5)
     (one,) = added(made, seq(0, 16))
     step(made)
     assert made.cancel(0)
     made.check()
-    assert (made.running, made._pool.used, made._pool.cached) == ([], 0, 1)
+    assert (made.running, made._block_manager.used, made._block_manager.cached) == ([], 0, 1)
     assert one.finished is FinishReason.CANCELLED
 
 
@@ -367,7 +366,7 @@ def test_what_a_step_gives_to_a_request_cancelled_meanwhile_is_dropped() -> None
     decoding(made, one, other)
     made.plan({0: 3, 1: 3})
     assert made.cancel(0)
-    assert made._pool.used == len(other.blocks)
+    assert made._block_manager.used == len(other.blocks)
     made.commit(one, read=2, new_tokens=[7, 7])
     made.note_read(one, 7)
     made.finish(one, FinishReason.STOP)

@@ -63,7 +63,6 @@ class FakeEngine:
     max_num_seqs: int = 6
     budget: int = 24
     max_model_len: int = 72
-    chunk: int | None = None
     prefix_cache: bool = True
     seen: Counter[str] = field(default_factory=Counter)
     seqs: list[SequenceState] = field(default_factory=list)
@@ -76,7 +75,6 @@ class FakeEngine:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
-            prefill_chunk=self.chunk,
         )
         self.shadow = Shadow(self.blocks, self.size)
         self.stems = [self.text(50) for _ in range(3)]
@@ -143,7 +141,7 @@ class FakeEngine:
     def check_row(self, row: ScheduledRow, wanted: int) -> None:
         seq = row.seq
         assert row.start == seq.target_length
-        assert 1 <= row.count <= min(seq.pending, self.chunk or self.budget)
+        assert 1 <= row.count <= min(seq.pending, self.budget)
         assert row.samples == (row.count == seq.pending)
         assert 0 <= row.drafts <= wanted
         assert row.drafts == 0 or seq.pending == 1
@@ -208,10 +206,10 @@ class FakeEngine:
 
 CONFIGURATIONS: list[dict[str, Any]] = [
     {},
-    {"blocks": 18, "max_num_seqs": 8, "chunk": 7},
+    {"blocks": 18, "max_num_seqs": 8},
     {"blocks": 18, "budget": 5, "max_num_seqs": 4},
-    {"blocks": 72, "size": 1, "budget": 40, "chunk": 16},
-    {"blocks": 8, "size": 16, "max_num_seqs": 10, "budget": 64, "chunk": 16},
+    {"blocks": 72, "size": 1, "budget": 40},
+    {"blocks": 8, "size": 16, "max_num_seqs": 10, "budget": 64},
     {"blocks": 18, "prefix_cache": False},
 ]
 STEPS = [2500, 2500, 2000, 1000, 1500, 500]
@@ -227,12 +225,12 @@ def test_any_course_of_events_keeps_blocks_whole_hits_right_and_requests_moving(
     for _ in range(sum(engine.scheduler.limit(seq) for seq in engine.present())):
         engine.step(arrivals=0)
     assert engine.present() == [], "everything ends"
-    assert engine.pool.free == engine.blocks, "every block is back"
-    engine.pool.check([])
+    assert engine.block_manager.free == engine.blocks, "every block is back"
+    engine.block_manager.check([])
     reached = {name for name, times in engine.seen.items() if times}
     assert reached >= {"lowered", "accepted", "chunks", "forgotten", "preempted", "read again"}
     assert reached >= {"cancelled ended", "cancelled unread", "cancelled decoding"}
-    assert (engine.pool.hits > 0) == (engine.seen["drafted hits"] > 0) == engine.prefix_cache
+    assert (engine.block_manager.hits > 0) == (engine.seen["drafted hits"] > 0) == engine.prefix_cache
 
 
 def test_there_are_ten_thousand_steps() -> None:

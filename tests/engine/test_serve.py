@@ -53,7 +53,7 @@ def test_pulled_requests_get_what_each_gets_alone(
     stop_ids: frozenset[int],
     depth: int,
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options(max_num_seqs=3))
+    engine = Engine(target, tiny_drafter, config=options(max_num_seqs=3))
     speculation = at_depth(depth) if depth else OFF
     asked = [request(prompt, stop_ids=stop_ids, speculation=speculation) for prompt in prompts]
     answers = by_name(engine.serve(puller(asked)))
@@ -67,7 +67,7 @@ def test_pulled_requests_get_what_each_gets_alone(
 
 
 def test_no_more_is_pulled_than_is_served_at_once(target: Target, prompts: list[tuple[int, ...]]) -> None:
-    engine = Engine(target, options=options(max_num_seqs=3))
+    engine = Engine(target, config=options(max_num_seqs=3))
     waiting, under_way, most = enumerate(prompts), 0, 0
 
     def pull() -> tuple[int, Request] | None:
@@ -85,7 +85,7 @@ def test_no_more_is_pulled_than_is_served_at_once(target: Target, prompts: list[
 
 
 def test_an_answer_may_lead_to_the_next_request(target: Target, prompts: list[tuple[int, ...]]) -> None:
-    engine = Engine(target, options=options(max_num_seqs=2))
+    engine = Engine(target, config=options(max_num_seqs=2))
     asked = dict(enumerate(prompts[:3]))
     waiting = [(name, request(prompt, max_new_tokens=5)) for name, prompt in asked.items()]
     answers: dict[int, tuple[int, ...]] = {}
@@ -103,7 +103,7 @@ def test_answers_end_where_the_longest_context_ends(target: Target, prompts: lis
     length = max(map(len, prompts)) + room
     drafter = random_drafter(drafter_config(), own_embedding=True)
     for speculation in (OFF, at_depth(3)):
-        engine = Engine(target, drafter, options=options(max_model_len=length))
+        engine = Engine(target, drafter, config=options(max_model_len=length))
         answers = by_name(engine.serve(puller(request(prompt, speculation=speculation) for prompt in prompts)))
         assert [len(a.tokens) for a in answers] == [min(NEW_TOKENS, length - len(p)) for p in prompts]
         assert {a.finished for a in answers} == {FinishReason.LENGTH}
@@ -112,7 +112,7 @@ def test_answers_end_where_the_longest_context_ends(target: Target, prompts: lis
 def test_accepted_drafts_are_counted_whole_where_an_answer_ends_inside_a_round(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     for prompt in prompts:
         (whole,) = engine.generate([request(prompt, max_new_tokens=30, speculation=at_depth(5))])
         deep = next((i for i, accepted in enumerate(whole.accepted) if accepted > 2), None)
@@ -124,25 +124,25 @@ def test_accepted_drafts_are_counted_whole_where_an_answer_ends_inside_a_round(
         )
         if len(cut.tokens) == 2 + sum(whole.accepted[:deep]) + deep:  # it did not come earlier
             assert cut.accepted == whole.accepted[: deep + 1]
-            assert sum(cut.accepted) == cut.tally.accepted > sum(depth > 0 for depth in cut.depths)
+            assert sum(cut.accepted) == cut.stats.accepted > sum(depth > 0 for depth in cut.depths)
             return
     raise AssertionError("no prompt has a round that accepts three drafts")
 
 
 def test_whoever_takes_no_more_answers_leaves_nothing_behind(target: Target, prompts: list[tuple[int, ...]]) -> None:
-    engine = Engine(target, options=options(max_num_seqs=4))
+    engine = Engine(target, config=options(max_num_seqs=4))
     served = engine.serve(puller(request(prompt, max_new_tokens=2 + 3 * i) for i, prompt in enumerate(prompts)))
     next(served)
     assert engine.busy
     served.close()  # type: ignore[attr-defined]
     assert not engine.busy
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
 
 
 def test_a_refusal_or_a_failed_step_leaves_nothing_behind(
     target: Target, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, options=options())
+    engine = Engine(target, config=options())
     with pytest.raises(UserError, match=r"has 128 tokens, above the 127 .* longest context 128"):
         list(engine.serve(puller([request(prompts[0]), request((1,) * 128)])))
     assert not engine.busy
@@ -159,16 +159,16 @@ def test_a_refusal_or_a_failed_step_leaves_nothing_behind(
         with pytest.raises(RuntimeError, match="out of luck"):
             list(engine.serve(puller(request(prompt) for prompt in prompts)))
     assert not engine.busy
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     assert list(engine.serve(lambda: None)) == []
 
 
 def test_a_drawn_answer_depends_on_its_own_seed_only(target: Target, prompts: list[tuple[int, ...]]) -> None:
     drawn = [request(p, sampling=Sampling(temperature=1.3, top_k=6), seed=i) for i, p in enumerate(prompts)]
-    together = [a.tokens for a in by_name(Engine(target, options=options()).serve(puller(drawn)))]
-    alone = [a.tokens for a in by_name(Engine(target, options=options(max_num_seqs=1)).serve(puller(drawn)))]
+    together = [a.tokens for a in by_name(Engine(target, config=options()).serve(puller(drawn)))]
+    alone = [a.tokens for a in by_name(Engine(target, config=options(max_num_seqs=1)).serve(puller(drawn)))]
     assert together == alone
-    (other,) = Engine(target, options=options()).generate(
+    (other,) = Engine(target, config=options()).generate(
         [request(prompts[3], sampling=Sampling(temperature=1.3, top_k=6), seed=77)]
     )
     assert other.tokens != together[3]
@@ -176,7 +176,7 @@ def test_a_drawn_answer_depends_on_its_own_seed_only(target: Target, prompts: li
 
 def test_the_targets_attention_and_modes_are_left_as_they_were(target: Target, prompts: list[tuple[int, ...]]) -> None:
     before = target.model.config._attn_implementation
-    served = Engine(target, options=options()).serve(puller([request(prompts[0], max_new_tokens=2)] * 2))
+    served = Engine(target, config=options()).serve(puller([request(prompts[0], max_new_tokens=2)] * 2))
     next(served)
     assert target.model.config._attn_implementation == before
     assert torch.is_grad_enabled()

@@ -65,13 +65,13 @@ def run_with_swaps(engine: Engine, asked: list[Request], swaps: dict[int, Drafte
         engine.scheduler.check()
         step += 1
     assert step > max(swaps, default=0), "the last swap came while there was work"
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     return [tuple(tokens[key]) for key in keys]
 
 
 @pytest.fixture(scope="module")
 def expected(target: Target, asked: list[Request]) -> list[tuple[int, ...]]:
-    return run_with_swaps(Engine(target, options=options()), [replace(one, speculation=OFF) for one in asked], {})
+    return run_with_swaps(Engine(target, config=options()), [replace(one, speculation=OFF) for one in asked], {})
 
 
 @pytest.mark.parametrize("tree", [None, Tree(depth=3, width=2, budget=6)], ids=["chains", "trees"])
@@ -85,12 +85,12 @@ def test_requests_under_way_go_on_as_if_nothing_had_happened(
     tree: Tree | None,
     prefix_cache: bool,
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options(tree=tree, prefix_cache=prefix_cache))
+    engine = Engine(target, tiny_drafter, config=options(tree=tree, prefix_cache=prefix_cache))
     swaps = {2: other, 4: None, 6: tiny_drafter, 7: other, 9: tiny_drafter}
     assert run_with_swaps(engine, asked, swaps) == expected
-    before = engine.tally.accepted
+    before = engine.stats.accepted
     assert run_with_swaps(engine, asked, {}) == expected, "what the cache holds is right for the new drafter"
-    assert engine.tally.accepted > before
+    assert engine.stats.accepted > before
 
 
 def test_recorded_steps_are_made_anew(
@@ -106,7 +106,7 @@ def test_recorded_steps_are_made_anew(
 
 
 def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     run_with_swaps(engine, asked, {})
     assert engine.controller.report()["rounds"] > 0
     engine.swap_drafter(other)
@@ -130,7 +130,7 @@ def test_a_drafter_that_does_not_fit_changes_nothing(
     wrong: Any,
     reason: str,
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     kept = engine.proposer, engine.controller, engine.graphs
     with pytest.raises(UserError, match=reason):
         engine.swap_drafter(wrong())
@@ -141,7 +141,7 @@ def test_a_drafter_that_does_not_fit_changes_nothing(
 def test_a_drafter_without_room_is_refused(
     target: Target, tiny_drafter: Drafter, other: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(target, tiny_drafter, options=options())
+    engine = Engine(target, tiny_drafter, config=options())
     kept = engine.proposer
     monkeypatch.setattr(cache, "free_bytes", lambda device: 1000)
     with pytest.raises(UserError, match=r"MiB.*free"):

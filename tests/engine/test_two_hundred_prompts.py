@@ -81,13 +81,13 @@ def test_greedy_answers_are_those_of_transformers(
     manner, (default_target, real_drafter) = MANNERS[name], served
     options = EngineConfig(max_num_seqs=manner.users, max_model_len=512, **manner.options)
     drafter = None if manner.depth is None else real_drafter
-    engine = Engine(default_target, drafter, options=options)
+    engine = Engine(default_target, drafter, config=options)
     if manner.blocks is not None:
         few = manner.blocks * engine.budget.bytes_per_block
         engine = Engine(
             default_target,
             drafter,
-            options=EngineConfig(max_num_seqs=manner.users, max_model_len=512, memory=few, **manner.options),
+            config=EngineConfig(max_num_seqs=manner.users, max_model_len=512, memory=few, **manner.options),
         )
     speculation = Speculation(mode="off") if manner.depth is None else Speculation(mode="fixed", depth=manner.depth)
     started, preempted = time.perf_counter(), set[int]()
@@ -118,11 +118,11 @@ def test_greedy_answers_are_those_of_transformers(
         (near_ties if margin < NEAR_TIE else wrong).append(f"prompt {number}, new token {at}: margin {margin:.2e}")
     print(
         f"\n{name}: {len(prompts) - len(near_ties) - len(wrong)} of {len(prompts)} identical, {len(near_ties)} differ "
-        f"at a near-tie, {len(wrong)} are wrong; acceptance length {engine.tally.acceptance_length:.2f}, "
+        f"at a near-tie, {len(wrong)} are wrong; acceptance length {engine.stats.acceptance_length:.2f}, "
         f"{len(preempted)} requests preempted; {time.perf_counter() - started:.0f} s"
     )
     print("\n".join([*near_ties, *wrong]))
     assert not wrong
     assert bool(preempted) == (manner.blocks is not None)
     if manner.depth is not None:
-        assert engine.tally.accepted > 0, "a drafter of which nothing is accepted proves nothing"
+        assert engine.stats.accepted > 0, "a drafter of which nothing is accepted proves nothing"

@@ -12,10 +12,10 @@ from eyas.engine.output import RequestOutput, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.evaluate.decoders import Answer, EngineDecoders, cut
 from eyas.evaluate.prompts import Prompt
-from eyas.sampling import SeededDraws
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 from tiny import VOCAB, drafter_config, language, trained_drafter
 
 NEW_TOKENS = 14
@@ -119,7 +119,7 @@ def output(tokens: Sequence[int], accepted: Sequence[int], starts: Sequence[int]
         text="",
         finished=FinishReason.LENGTH,
         depths=(0,) * len(tokens),
-        tally=SpecDecodeStats(),
+        stats=SpecDecodeStats(),
         accepted=tuple(accepted),
         round_starts=tuple(starts),
     )

@@ -12,10 +12,10 @@ from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.evaluate.decoders import EngineDecoders
 from eyas.evaluate.prompts import Prompt
-from eyas.sampling import SeededDraws
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, decode_speculatively
+from oracle.rejection import SeededDraws
 
 pytestmark = pytest.mark.gpu
 LAYERS = (0, 2, tiny.LAYERS)
@@ -82,7 +82,7 @@ def test_states_are_the_targets_own(
 ) -> None:
     dtype = torch.bfloat16 if half else torch.float32
     chosen = replace(target, model=copy.deepcopy(target.model).to(dtype))
-    engine = Engine(chosen, copy.deepcopy(drafter).to(dtype), options=options(hidden_state_layers=LAYERS))
+    engine = Engine(chosen, copy.deepcopy(drafter).to(dtype), config=options(hidden_state_layers=LAYERS))
     assert engine.graphs is None
     asked = [request(prompt, speculation=at_depth(3) if i % 3 else OFF) for i, prompt in enumerate(prompts)]
     for one, answer in zip(asked, run(engine, asked), strict=True):

@@ -11,10 +11,10 @@ from torch import Tensor
 import tiny
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
-from eyas.sampling import SeededDraws
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, Tree, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 
 pytestmark = pytest.mark.gpu
 

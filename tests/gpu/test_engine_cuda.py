@@ -61,10 +61,10 @@ def both(
     target: Target, drafter: Drafter | None, asked: Sequence[Request], **changes: Any
 ) -> tuple[Engine, list[Any], list[Any]]:
     """Answers with and without graphs."""
-    recorded = Engine(target, drafter, options=options(**changes))
+    recorded = Engine(target, drafter, config=options(**changes))
     assert recorded.graphs is not None
     ours = run(recorded, asked)
-    theirs = run(Engine(target, drafter, options=options(**changes, graphs=False)), asked)
+    theirs = run(Engine(target, drafter, config=options(**changes, graphs=False)), asked)
     assert len(recorded.graphs.capture) > 0
     return recorded, ours, theirs
 
@@ -89,7 +89,7 @@ def test_graphs_equal_eager_steps_and_transformers(
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
     assert [answer.tokens for answer in ours] == [by_transformers(target, prompt) for prompt in prompts]
-    assert engine.tally.accepted > 0 or not depth
+    assert engine.stats.accepted > 0 or not depth
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
@@ -102,7 +102,7 @@ def test_every_sampling_among_greedy_ones(
     ]
     _, ours, theirs = both(target, drafter, asked)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    plain = run(Engine(target, options=options(max_num_seqs=1)), [replace(one, speculation=OFF) for one in asked])
+    plain = run(Engine(target, config=options(max_num_seqs=1)), [replace(one, speculation=OFF) for one in asked])
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in plain], "a seed is a text"
 
 
@@ -123,7 +123,7 @@ def test_chunks_blocks_and_prefixes(
     asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts for _ in range(3)]
     engine, ours, theirs = both(target, drafter, asked, **changes)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    assert engine.pool.hits > 0 or not engine.options.prefix_cache or "block_size" in changes
+    assert engine.block_manager.hits > 0 or not engine.config.prefix_cache or "block_size" in changes
 
 
 def test_trees_stay_eager(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
@@ -151,9 +151,9 @@ def test_without_a_drafter_and_with_transformers_own_code(
 
 
 def test_preempted_requests(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
-    per_block = Engine(target, drafter, options=options()).budget.bytes_per_block
+    per_block = Engine(target, drafter, config=options()).budget.bytes_per_block
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    engine = Engine(target, drafter, options=options(max_model_len=64, memory=30 * per_block))
+    engine = Engine(target, drafter, config=options(max_model_len=64, memory=30 * per_block))
     keys = [engine.submit(one) for one in asked]
     preempted, tokens = set[int](), dict[int, list[int]]()
     while engine.busy:
@@ -162,7 +162,7 @@ def test_preempted_requests(target: Target, drafter: Drafter, prompts: list[tupl
         preempted |= {seq.key for seq in engine.scheduler.running if seq.preemptions}
         engine.scheduler.check()
     assert preempted
-    theirs = run(Engine(target, drafter, options=options(graphs=False)), asked)
+    theirs = run(Engine(target, drafter, config=options(graphs=False)), asked)
     assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in theirs]
 
 
@@ -171,8 +171,8 @@ def test_requests_that_join_and_leave_at_any_moment_on_auto(
 ) -> None:
     source = random.Random(5)
     asked = [request(prompt, max_new_tokens=60, speculation=Speculation()) for prompt in prompts]
-    expected = [answer.tokens for answer in run(Engine(target, options=options(graphs=False)), asked)]
-    engine = Engine(target, drafter, options=options(max_num_seqs=5, max_model_len=256))
+    expected = [answer.tokens for answer in run(Engine(target, config=options(graphs=False)), asked)]
+    engine = Engine(target, drafter, config=options(max_num_seqs=5, max_model_len=256))
     tokens: dict[int, list[int]] = {key: [] for key in range(len(asked))}
     waiting, doomed = list(asked), {2, 7}
     while waiting or engine.busy:
@@ -184,7 +184,7 @@ def test_requests_that_join_and_leave_at_any_moment_on_auto(
             doomed.remove(key)
             engine.cancel(key)
         engine.scheduler.check()
-    assert engine.pool.used == 0
+    assert engine.block_manager.used == 0
     for key, made in tokens.items():
         assert tuple(made) == expected[key][: len(made)]
         assert len(made) == 60 or key in (2, 7)

@@ -42,8 +42,8 @@ def drafter(tiny_drafter: Drafter) -> Drafter:
 
 def test_a_grammar_by_graphs_and_without(target: Target, drafter: Drafter) -> None:
     asked = requests(target, LlGuidance(target.tokenizer, target.facts.vocab_size).json_schema(SHORT))
-    eager = Engine(target, drafter, options=options(graphs=False)).generate(asked)
-    recorded = Engine(target, drafter, options=options())
+    eager = Engine(target, drafter, config=options(graphs=False)).generate(asked)
+    recorded = Engine(target, drafter, config=options())
     for share in (asked, asked[1:2], asked[1::5]):
         answers = recorded.generate(share)
         assert [answer.tokens for answer in answers] == [eager[asked.index(one)].tokens for one in share]
@@ -54,8 +54,8 @@ def test_a_grammar_by_graphs_and_without(target: Target, drafter: Drafter) -> No
 
 def test_drafters_change_under_recorded_steps(target: Target, drafter: Drafter) -> None:
     asked = requests(target, None, max_new_tokens=40)
-    expected = run_with_swaps(Engine(target, drafter, options=options(graphs=False)), asked, {})
+    expected = run_with_swaps(Engine(target, drafter, config=options(graphs=False)), asked, {})
     other = random_drafter(drafter_config(aux_layer_ids=(0, 1, 2))).cuda()
-    engine = Engine(target, drafter, options=options())
+    engine = Engine(target, drafter, config=options())
     assert run_with_swaps(engine, asked, {4: other, 8: None, 12: drafter}) == expected
     assert len(engine.graphs.capture) > 0  # type: ignore[union-attr]

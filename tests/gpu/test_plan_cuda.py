@@ -50,7 +50,7 @@ def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
     room = Room(max_num_seqs=USERS, max_model_len=LENGTH)
     planned = footprint(decoder, shape, parse_quantisation("bfloat16"), room=room, device="cuda")
     options = EngineConfig(max_num_seqs=USERS, max_model_len=LENGTH)
-    engine = Engine(target, drafter, options=options)
+    engine = Engine(target, drafter, config=options)
     deep = Speculation(mode="fixed", depth=3)
     ask = [
         Request(prompt=(7,) * (600 + user), sampling=Sampling(), max_new_tokens=24, speculation=deep)

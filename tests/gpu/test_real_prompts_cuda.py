@@ -116,7 +116,7 @@ def test_greedy_answers_part_from_transformers_at_ties_alone(
     engine = Engine(
         pair.target,
         pair.drafter if manner.depth else None,
-        options=EngineConfig(max_num_seqs=manner.users, max_model_len=512, **manner.options),
+        config=EngineConfig(max_num_seqs=manner.users, max_model_len=512, **manner.options),
     )
     speculation = Speculation(mode="fixed", depth=manner.depth) if manner.depth else Speculation(mode="off")
     answers = engine.generate(
@@ -145,9 +145,9 @@ def test_greedy_answers_part_from_transformers_at_ties_alone(
     print(
         f"\n{dtype}, {name}, {made}: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} identical, "
         f"{len(near_ties)} differ at a near-tie, {len(wrong)} are wrong; "
-        f"acceptance length {engine.tally.acceptance_length:.2f}"
+        f"acceptance length {engine.stats.acceptance_length:.2f}"
     )
     print("\n".join([*near_ties, *wrong]))
     assert not wrong
     if manner.depth:
-        assert engine.tally.accepted > 0, "a drafter of which nothing is accepted proves nothing"
+        assert engine.stats.accepted > 0, "a drafter of which nothing is accepted proves nothing"

@@ -8,8 +8,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, TextStreamer
 
 from eyas.errors import UserError
-from eyas.sampling import Sampling, require_unshaped
+from eyas.sampling import Sampling
 from eyas.target.model import Target
+from oracle.rejection import require_unshaped
 
 
 class _TextSink(TextStreamer):

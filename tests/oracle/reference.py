@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import UserError
-from eyas.sampling import Candidate, Draws, Sampling, one_hot, probabilities, require_unshaped, try_candidates
+from eyas.sampling import Sampling, one_hot, probabilities
+from oracle.rejection import Candidate, Draws, require_unshaped, try_candidates
 
 State = TypeVar("State")
 

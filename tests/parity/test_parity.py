@@ -26,12 +26,12 @@ from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import NORM_FLAGS, name_verifier
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
-from eyas.sampling import SeededDraws
 from eyas.target.facts import facts_of
 from eyas.target.locate import locate
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, TargetModel, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 from parity.compare import agreement, flipped, relative_difference
 
 pytestmark = pytest.mark.parity

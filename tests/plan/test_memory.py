@@ -67,7 +67,7 @@ def allocated(engine: Engine, target: Target, drafter: Drafter) -> int:
 
 
 def compare(target: Target, drafter: Drafter, config: dict[str, object], shape: DrafterShape) -> None:
-    engine = Engine(target, drafter, options=OPTIONS)
+    engine = Engine(target, drafter, config=OPTIONS)
     planned = footprint(read_decoder(config, "it"), shape, parse_quantisation("float32"), room=ROOM, device="cpu")
     of_loaded = footprint_of(target, drafter, OPTIONS, 256)
     assert planned.token == of_loaded.token, "keys and values of a token"
@@ -115,7 +115,7 @@ def test_the_built_in_configuration_is_that_of_the_default_target(default_target
 
 def test_what_recorded_steps_share_is_planned_to_the_byte(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
-    engine = Engine(target, drafter, options=OPTIONS)
+    engine = Engine(target, drafter, config=OPTIONS)
     recorded: CUDAGraphRunner = engine._recorded_steps(GraphCapture(device=target.device, records=False))
     states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     vocabulary = target.facts.vocab_size

@@ -101,7 +101,7 @@ class Client:
         """No request and no page is left behind."""
         assert self.application.context.admission.in_flight == 0
         assert not self.engine.busy
-        assert self.engine.pool.used == 0
+        assert self.engine.block_manager.used == 0
         self.engine.scheduler.check()
 
 
@@ -125,7 +125,7 @@ def serve(
     slot = DrafterSlot(model=drafter, load=load or load_drafter)
 
     def build() -> Engine:
-        engines.append(Engine(target, slot.model, options=options))
+        engines.append(Engine(target, slot.model, config=options))
         return engines[-1]
 
     with EngineClient(build) as engine_client:

@@ -209,7 +209,7 @@ def test_metrics_tell_what_happened(new_server: Any) -> None:
         assert told["eyas_time_to_first_token_seconds_count"] == 1
         assert told["eyas_inter_token_latency_seconds_count"] == 39
         assert told["eyas_kv_blocks_used"] == told["eyas_num_requests_running"] == told["eyas_answers_in_flight"] == 0
-        assert told["eyas_kv_blocks"] == client.engine.pool.blocks
+        assert told["eyas_kv_blocks"] == client.engine.block_manager.blocks
 
 
 def test_the_log_has_figures_and_no_text(client: Any, caplog: pytest.LogCaptureFixture) -> None:

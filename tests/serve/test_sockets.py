@@ -147,7 +147,7 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(new_server: Any, st
         with socket.create_connection(server.server.servers[0].sockets[0].getsockname()) as connection:
             head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json"]
             connection.sendall("\r\n".join([*head, f"content-length: {len(body)}", "", ""]).encode() + body)
-            until(lambda: client.engine.pool.used > 0)
+            until(lambda: client.engine.block_manager.used > 0)
             if stream:
                 assert connection.recv(100).startswith(b"HTTP/1.1 200")
         until(lambda: client.application.context.admission.in_flight == 0)

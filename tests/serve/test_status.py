@@ -53,7 +53,7 @@ def test_counts_differenced_are_what_happened_between(new_server: Any) -> None:
             assert counts[name] == figures[name], name
         assert counts["rows_by_depth"]["3"] >= counts["drafts"]
         assert after["kv_blocks"]["used"] == 0
-        assert after["kv_blocks"]["total"] == client.engine.pool.blocks
+        assert after["kv_blocks"]["total"] == client.engine.block_manager.blocks
         assert after["load"] == {"running": 0, "waiting": 0, "in_flight": 0, "capacity": 4 + 256}
 
 

@@ -4,7 +4,6 @@ import torch
 
 import tiny
 from eyas.drafter.model import Drafter
-from eyas.sampling import SeededDraws
 from eyas.target.model import Target
 from eyas.train.estimate import RoundCounts, walk_rounds
 from eyas.train.forward_loss import forward_loss
@@ -12,6 +11,7 @@ from eyas.train.loss import LOSSES
 from eyas.train.sources.live import LiveSource
 from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, decode_plainly, decode_speculatively
+from oracle.rejection import SeededDraws
 from train.batches import batch_of
 
 DEPTHS, NEW = 4, 40

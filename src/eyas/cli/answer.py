@@ -183,7 +183,7 @@ def _answerer(
             while unfit:
                 yield Reply(id=unfit.pop(), text=None, finished=False, tokens=0)
 
-        for number, given in Engine(target, options=options).serve(request):
+        for number, given in Engine(target, config=options).serve(request):
             yield from report_unfit()
             yield reply_to(number, given)
         yield from report_unfit()

@@ -51,7 +51,7 @@ def demo(
     loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
     # Without the prefix cache: the second answer to a prompt must not profit from the first.
     options = EngineConfig(max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False)
-    engine = Engine(loaded, model, options=options)
+    engine = Engine(loaded, model, config=options)
     _both(engine, "Hello! Who are you?", speculation, max_tokens=32)  # later ones find done what this one pays for
     rows = [_both(engine, prompt, speculation, max_tokens=max_tokens) for prompt in prompts or PROMPTS]
     whole = _figures(rows)
@@ -78,8 +78,8 @@ def _both(engine: "Engine", prompt: str, speculation: "Speculation", *, max_toke
         "plain_tokens": len(plain.tokens),
         "plain_seconds": plain_seconds,
         "drafted_seconds": drafted_seconds,
-        "drafts": drafted.tally.drafts,
-        "accepted": drafted.tally.accepted,
+        "drafts": drafted.stats.drafts,
+        "accepted": drafted.stats.accepted,
     }
     return {"prompt": prompt, "answer": drafted.text, "same": plain.tokens == drafted.tokens, **_figures([measured])}
 

@@ -70,7 +70,7 @@ def generate(
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
     loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache)
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
-    engine = Engine(loaded, model, options=EngineConfig(max_num_seqs=users, max_depth=deepest, tree=shape))
+    engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=users, max_depth=deepest, tree=shape))
     requests = [
         Request(
             prompt=tuple(loaded.encode_chat(messages)),
@@ -95,7 +95,7 @@ def generate(
     if alone:
         typer.echo()
     if not as_json:
-        report(_summary(target, drafter, answers, engine.tally, seconds))
+        report(_summary(target, drafter, answers, engine.stats, seconds))
     for event in engine.controller.events():
         report(event)
 
@@ -151,23 +151,23 @@ def _record(
         "finished": answer.finished.value,
     }
     if drafter is not None:
-        tally = answer.tally
+        stats = answer.stats
         record |= {
-            "acceptance_length": tally.acceptance_length,
-            "drafts": tally.drafts,
-            "accepted": tally.accepted,
-            "accepted_at": tally.accepted_at,
+            "acceptance_length": stats.acceptance_length,
+            "drafts": stats.drafts,
+            "accepted": stats.accepted,
+            "accepted_at": stats.accepted_at,
             "depths": list(answer.depths),
         }
     return record
 
 
 def _summary(
-    target: str, drafter: str | None, answers: "Sequence[RequestOutput]", tally: "SpecDecodeStats", seconds: float
+    target: str, drafter: str | None, answers: "Sequence[RequestOutput]", stats: "SpecDecodeStats", seconds: float
 ) -> str:
     tokens = sum(len(answer.tokens) for answer in answers)
     line = f"[{target}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.1f} tokens/s"
     if drafter is not None:
-        line += f"; {Path(drafter).name}: acceptance length {tally.acceptance_length:.2f} over {tally.drafts} drafts"
-        line += f", {tally.tokens_per_pass:.2f} tokens per pass"
+        line += f"; {Path(drafter).name}: acceptance length {stats.acceptance_length:.2f} over {stats.drafts} drafts"
+        line += f", {stats.tokens_per_pass:.2f} tokens per pass"
     return line + "]"

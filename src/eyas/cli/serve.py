@@ -3,7 +3,6 @@
 import ipaddress
 import logging
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated
 
 import typer
@@ -83,20 +82,14 @@ def serve(
         max_model_len=max_model_len,
         memory=None if memory_gib is None else int(memory_gib * 2**30),
         max_depth=max(MAX_DEPTH, config.depth or 0),
+        capture_ahead=True,
     )
     listener = listen(host, port)  # before loading: a port in use should fail at once
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
     slot = DrafterSlot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
     del model  # so that a swap frees it
 
-    def build() -> Engine:
-        engine, started = Engine(loaded, slot.model, options=options), perf_counter()
-        steps = engine.capture_graphs()
-        if steps:
-            logger.info(f"recorded  {steps} kinds of steps as CUDA graphs in {perf_counter() - started:.0f} s")
-        return engine
-
-    with listener, EngineClient(build) as engine_client:
+    with listener, EngineClient(lambda: Engine(loaded, slot.model, config=options)) as engine_client:
         model_info = ModelInfo(
             name=served_model_name or target,
             target=target,

@@ -184,9 +184,3 @@ def _disturbance(noise: Noise | None) -> Callable[[Tensor], Tensor]:
         return hidden + size * rms(hidden)[..., None].to(hidden.dtype) * chance
 
     return disturb
-
-
-def pooled_length(rounds: Sequence[Rounds], depth: int) -> float:
-    """Acceptance length of serving with this depth: 1 + accepted / rounds, pooled over prompts."""
-    accepted = [count for one in rounds for count in one.accepted(depth)]
-    return 1 + sum(accepted) / max(1, len(accepted))

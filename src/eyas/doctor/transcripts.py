@@ -139,12 +139,12 @@ class Transcriber:
                 max_num_batched_tokens=together + READ_TOKENS,
                 hidden_state_layers=self.layer_ids,
             )
-            self._engine = Engine(self.target, options=options)
+            self._engine = Engine(self.target, config=options)
 
     def forget(self) -> None:
         """Read everything anew: the target's weights have changed."""
         if self._engine is not None:
-            self._engine.pool.forget()
+            self._engine.block_manager.forget()
 
     def _ask(
         self, prompt: Asked, how: Answering, *, made: tuple[int, ...] = (), count: int | None = None

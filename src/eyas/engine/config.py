@@ -41,6 +41,8 @@ class EngineConfig:
     drafter_sinks: int = 4
     graphs: bool = True
     """On CUDA, capture passes as CUDA graphs and replay them; without, every operation is launched by itself."""
+    capture_ahead: bool = False
+    """Capture the usual CUDA graphs before the first request, as servers do, instead of when they are first met."""
     hidden_state_layers: tuple[int, ...] | None = None
     """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
     in the blocks beside keys and values. No CUDA graphs are captured then."""

@@ -13,6 +13,7 @@ which it is, up to rounding of near-ties.
 Shapes: M logits asked for, V vocabulary.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +28,7 @@ from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
-from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
-from eyas.engine.output_processor import OutputProcessor
+from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
 from eyas.engine.proposer import CollectedPass, NoProposer, Proposer, Proposes
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
@@ -46,6 +46,7 @@ from eyas.kernels.attention.choose import has_triton
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
 
+logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
 
 
@@ -67,30 +68,29 @@ class Engine:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        options: EngineConfig | None = None,
+        config: EngineConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.options = options = options or EngineConfig()
+        self.config = config = config or EngineConfig()
         self.target = target
-        self.max_model_len = choose_length(options.max_model_len, target)
-        self.budget = plan_budget(target, drafter, options, self.max_model_len)
+        self.max_model_len = choose_length(config.max_model_len, target)
+        self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
         self.runner = ModelRunner(target, self._new_cache())
-        self.pool = BlockManager(self.budget.blocks, options.block_size, prefix_cache=options.prefix_cache)
+        self.block_manager = BlockManager(self.budget.blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
-            self.pool,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
+            self.block_manager,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            prefill_chunk=None,
             drafter=drafter is not None,
         )
         self._hidden: HiddenStateCache | None = None
-        if options.hidden_state_layers:
-            kept = check_aux_layer_ids(options.hidden_state_layers, target.facts.num_hidden_layers)
+        if config.hidden_state_layers:
+            kept = check_aux_layer_ids(config.hidden_state_layers, target.facts.num_hidden_layers)
             self._hidden = HiddenStateCache(
                 blocks=self.budget.blocks,
-                block_size=options.block_size,
+                block_size=config.block_size,
                 width=len(kept) * target.facts.hidden_size,
                 dtype=target.dtype,
                 device=target.device,
@@ -99,8 +99,10 @@ class Engine:
         self._outputs = OutputProcessor(target.decode)
         self._keys = 0
         self._take_drafter(drafter, self._new_cache())
-        if options.captures and target.device.type == "cuda" and has_triton():
+        if config.captures and target.device.type == "cuda" and has_triton():
             self.use_graphs(GraphCapture(device=target.device))
+        if config.capture_ahead:
+            self.capture_graphs()
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -109,8 +111,8 @@ class Engine:
         depth = request.speculation.depth
         if depth is not None and not self.drafts:
             raise UserError(f"depth {depth} was asked for, but there is no drafter; load one or use mode auto")
-        if depth is not None and depth > self.options.max_depth:
-            raise UserError(f"depth {depth} is above the engine's max_depth {self.options.max_depth}; lower it")
+        if depth is not None and depth > self.config.max_depth:
+            raise UserError(f"depth {depth} is above the engine's max_depth {self.config.max_depth}; lower it")
         vocab_size = self.target.facts.vocab_size
         request.sampling.require_vocabulary(vocab_size)
         allowed = request.sampling.allowed_tokens
@@ -135,14 +137,14 @@ class Engine:
         self._forget(key)
         return True
 
-    def tally_of(self, key: int) -> SpecDecodeStats:
+    def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request that is under way; the object goes on counting."""
-        return self._outputs.tally_of(key)
+        return self._outputs.stats_of(key)
 
     @property
-    def tally(self) -> SpecDecodeStats:
+    def stats(self) -> SpecDecodeStats:
         """How speculation went for all requests together."""
-        return self._outputs.tally
+        return self._outputs.stats
 
     @property
     def busy(self) -> bool:
@@ -172,14 +174,14 @@ class Engine:
         when it gives None and nothing is under way. If a request is refused, a step fails or the caller takes no more
         answers, none is left behind.
         """
-        most = self.options.max_num_seqs if at_once is None else at_once
+        most = self.config.max_num_seqs if at_once is None else at_once
         under_way: dict[int, tuple[Name, SpecDecodeStats, list[OutputDelta]]] = {}
         try:
             while True:
                 while len(under_way) < most and (pulled := pull()) is not None:
                     name, request = pulled
                     key = self.submit(request)
-                    under_way[key] = name, self.tally_of(key), []
+                    under_way[key] = name, self.stats_of(key), []
                 if not under_way:
                     return
                 ended = []
@@ -190,8 +192,8 @@ class Engine:
                     if on_piece is not None:
                         on_piece(piece)
                 for key in ended:
-                    name, tally, pieces = under_way.pop(key)
-                    yield name, RequestOutput.of(pieces, tally)
+                    name, stats, pieces = under_way.pop(key)
+                    yield name, RequestOutput.of(pieces, stats)
         finally:
             for key in under_way:
                 self.cancel(key)
@@ -216,48 +218,48 @@ class Engine:
         cache = self._new_cache()
         if drafter is not None:
             require_fit(drafter, self.target)
-            cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.options.block_size)
+            cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.config.block_size)
         capture = None if self.graphs is None else self.graphs.capture
         self.runner.graphs = None  # its memory is free before more is taken
         self._take_drafter(drafter, cache)
-        self.pool.forget_drafts()
+        self.block_manager.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
         if capture is not None:
             self.use_graphs(replace(capture, bytes=0, refused=set(), _made={}, _pool=None))
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
-        options = self.options
-        self.drift = DriftAlarm(options.max_depth)
+        config = self.config
+        self.drift = DriftAlarm(config.max_depth)
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
-        self.controller = Controller(max_depth=options.max_depth, drift=self.drift, trees=True)
+        self.controller = Controller(max_depth=config.max_depth, drift=self.drift, trees=True)
         self.proposer: Proposes = NoProposer()
         self.runner.layer_ids = ()
         if drafter is None:
             return
         layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
-        runner = DrafterRunner(drafter, cache, window=options.drafter_window, sinks=options.drafter_sinks)
+        runner = DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
         self.proposer = Proposer(
             runner,
             self.controller,
             self.scheduler,
             layer_ids=layer_ids,
             drift_probe=DriftProbe(
-                runner, self.drift, share=options.drift_share, sampling_metadata=sampling_metadata, clock=self._clock
+                runner, self.drift, share=config.drift_share, sampling_metadata=sampling_metadata, clock=self._clock
             ),
-            tree=options.tree,
+            tree=config.tree,
             clock=self._clock,
         )
         self.runner.layer_ids = layer_ids
 
     def _new_cache(self) -> KVCache:
-        return KVCache(blocks=self.budget.blocks, block_size=self.options.block_size)
+        return KVCache(blocks=self.budget.blocks, block_size=self.config.block_size)
 
     # --- CUDA graphs -------------------------------------------------------------------------------------------
 
     def use_graphs(self, capture: GraphCapture) -> None:
         """Run passes from CUDA graphs, captured as shapes are met."""
-        options, most_rows = self.options, min(self.options.max_num_seqs, self.options.max_num_batched_tokens)
+        config, most_rows = self.config, min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         runner, proposer = self.runner, self.proposer
         runner.graphs = CUDAGraphRunner(
             lambda ids_N, metadata, keep_M: runner.run(ids_N, metadata, keep_M, runner.layer_ids),
@@ -265,10 +267,10 @@ class Engine:
             proposer.drafter if isinstance(proposer, Proposer) else None,
             capture=capture,
             max_num_seqs=most_rows,
-            most_tokens=min(options.max_num_batched_tokens, most_rows * (options.max_depth + 1)),
-            longest_chunk=options.max_num_batched_tokens,
-            most_blocks=-(-self.max_model_len // options.block_size),
-            max_depth=options.max_depth,
+            most_tokens=min(config.max_num_batched_tokens, most_rows * (config.max_depth + 1)),
+            longest_chunk=config.max_num_batched_tokens,
+            most_blocks=-(-self.max_model_len // config.block_size),
+            max_depth=config.max_depth,
             vocab_size=self.target.facts.vocab_size,
             dtype=self.target.dtype,
             logits_dtype=runner.logits_dtype,
@@ -282,8 +284,10 @@ class Engine:
         """Capture the usual steps now instead of when they are first met; how many graphs there are."""
         if self.graphs is None:
             return 0
+        started = self._clock()
         captured = self.graphs.capture_graphs()
         self.proposer.rehearse()
+        logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured
 
     # --- the step ----------------------------------------------------------------------------------------------
@@ -394,7 +398,7 @@ class Engine:
 
     def _move(self, seq: SequenceState, from_slots: Sequence[int], to_slots: Sequence[int]) -> None:
         """Put the accepted path of a tree side by side, as if it had been a chain."""
-        size = self.options.block_size
+        size = self.config.block_size
         places = [[seq.blocks[slot // size] * size + slot % size for slot in slots] for slots in (from_slots, to_slots)]
         self.runner.cache.move(*torch.tensor(places, device=self.target.device))
 

@@ -323,7 +323,9 @@ class Proposer:
     def _allowed(self, seqs: Sequence[SequenceState], offered: dict[int, Draft]) -> dict[int, Draft]:
         """Of each draft what the request's grammar allows."""
         laws = {
-            seq.key: filter_by_grammar(offered[seq.key], seq.walk, seq.tokens) for seq in seqs if seq.walk is not None
+            seq.key: filter_by_grammar(offered[seq.key], seq.matcher, seq.tokens)
+            for seq in seqs
+            if seq.matcher is not None
         }
         return offered | laws
 

@@ -122,14 +122,14 @@ class SequenceState:
     """How often it lost its blocks to an earlier request."""
     num_cached_tokens: int | None = None
     """Tokens that the prefix cache had when it was first admitted."""
-    walk: "GrammarMatcher | None" = field(init=False, default=None)
+    matcher: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
 
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = list(request.prompt)
         if request.grammar is not None:
-            self.walk = request.grammar.walk(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
+            self.matcher = request.grammar.matcher(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
 
     @property
     def prompt_length(self) -> int:

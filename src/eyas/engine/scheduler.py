@@ -58,26 +58,23 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockManager,
+        block_manager: BlockManager,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        prefill_chunk: int | None,
         drafter: bool = True,
     ) -> None:
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
             ("max_num_batched_tokens", max_num_batched_tokens, 1),
             ("max_model_len", max_model_len, 2),
-            ("prefill_chunk", prefill_chunk, 1),
         ):
-            if value is not None and value < least:
+            if value < least:
                 raise UserError(f"{name} is {value}; it must be {least} or more")
-        self._pool, self._drafter = pool, drafter
+        self._block_manager, self._drafter = block_manager, drafter
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
         self._budget, self._max_length = max_num_batched_tokens, max_model_len
-        self._chunk = max_num_batched_tokens if prefill_chunk is None else prefill_chunk
         self._lives: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: deque[SequenceState] = deque()
@@ -106,8 +103,8 @@ class Scheduler:
                 f"the prompt of request {seq.key} has {seq.prompt_length} tokens, above the {self._max_length - 1} "
                 f"that leave room for an answer; shorten it or raise the longest context {self._max_length}"
             )
-        size, most = self._pool.block_size, self._pool.blocks
-        blocks = self._pool.blocks_for(self.limit(seq) - 1)  # the last token is never read
+        size, most = self._block_manager.block_size, self._block_manager.blocks
+        blocks = self._block_manager.blocks_for(self.limit(seq) - 1)  # the last token is never read
         if blocks > most:
             raise UserError(
                 f"request {seq.key} may grow to {self.limit(seq)} tokens, which need {blocks} blocks of {size}, above "
@@ -153,7 +150,7 @@ class Scheduler:
         prefill: list[ScheduledRow] = []
         readers = chain(reading, () if preempted else iter(self._admit, None))
         while left > 0 and (seq := next(readers, None)) is not None:
-            prefill.append(_row(seq, min(seq.pending, self._chunk, left)))
+            prefill.append(_row(seq, min(seq.pending, left)))
             left -= prefill[-1].count
 
         rows = [_row(seq, 1, drafts=self._seat_drafts(seq, n)) for seq, n in zip(decoding, drafts, strict=True)]
@@ -166,15 +163,15 @@ class Scheduler:
         """
         if seq.finished is not None:
             return
-        full = seq.target_length // self._pool.block_size
+        full = seq.target_length // self._block_manager.block_size
         seq.tokens.extend(new_tokens)
         seq.target_length += read
         assert seq.pending == 1 or (seq.pending > 1 and not new_tokens), f"request {seq.key}: {seq.pending} pending"
         assert len(seq.tokens) <= self.limit(seq), f"request {seq.key} has {len(seq.tokens)} tokens"
-        self._register(seq, range(full, seq.target_length // self._pool.block_size))
-        needed = self._pool.blocks_for(len(seq.tokens))
+        self._register(seq, range(full, seq.target_length // self._block_manager.block_size))
+        needed = self._block_manager.blocks_for(len(seq.tokens))
         if len(seq.blocks) > needed:
-            self._pool.release(seq.blocks[needed:])
+            self._block_manager.release(seq.blocks[needed:])
             del seq.blocks[needed:]
 
     def note_read(self, seq: SequenceState, drafter_length: int) -> None:
@@ -182,9 +179,9 @@ class Scheduler:
         if seq.finished is not None:
             return
         assert seq.drafter_length <= drafter_length <= seq.target_length, f"drafter at {drafter_length}"
-        full = seq.drafter_length // self._pool.block_size
+        full = seq.drafter_length // self._block_manager.block_size
         seq.drafter_length = drafter_length
-        self._register(seq, range(full, drafter_length // self._pool.block_size))
+        self._register(seq, range(full, drafter_length // self._block_manager.block_size))
 
     def begin_anew(self, *, drafter: bool) -> None:
         """Let all running requests wait again, as if preempted: there is another drafter, or none. Between steps."""
@@ -197,7 +194,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless requests and blocks are in order. For between steps."""
-        self._pool.check(seq.blocks for seq in self._running)
+        self._block_manager.check(seq.blocks for seq in self._running)
         queue = [*self._running, *self._waiting]
         assert {seq.key: seq for seq in queue} == self._lives
         assert [seq.arrival for seq in queue] == sorted({seq.arrival for seq in queue}), "not in arrival order"
@@ -205,7 +202,11 @@ class Scheduler:
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
             assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq)
-            assert self._pool.blocks_for(seq.target_length) <= len(seq.blocks) <= self._pool.blocks_for(len(seq.tokens))
+            assert (
+                self._block_manager.blocks_for(seq.target_length)
+                <= len(seq.blocks)
+                <= self._block_manager.blocks_for(len(seq.tokens))
+            )
         for seq in self._waiting:
             assert not seq.blocks, f"request {seq.key} waits but owns blocks"
 
@@ -233,7 +234,7 @@ class Scheduler:
         """Reserve the blocks of drafts behind the newest token; fewer drafts, if blocks are short."""
         if drafts == 0:
             return 0
-        room = (len(seq.blocks) + self._pool.free) * self._pool.block_size - len(seq.tokens)
+        room = (len(seq.blocks) + self._block_manager.free) * self._block_manager.block_size - len(seq.tokens)
         drafts = min(drafts, room)
         seated = self._extend(seq, len(seq.tokens) + drafts)
         assert seated, "no more drafts than free blocks hold"
@@ -243,16 +244,16 @@ class Scheduler:
         """Let the first waiting request run, if a row and the blocks of all its tokens are there."""
         # One free block for each of the others, or the newcomer would soon be preempted.
         spare = len(self._running)
-        if not self._waiting or len(self._running) == self._max_num_seqs or self._pool.free <= spare:
+        if not self._waiting or len(self._running) == self._max_num_seqs or self._block_manager.free <= spare:
             return None
         seq = self._waiting[0]
         followed = self._drafter and seq.speculates
-        total = self._pool.blocks_for(len(seq.tokens)) + spare
-        blocks = self._pool.match(seq.tokens, need_draft=followed, total=total)
+        total = self._block_manager.blocks_for(len(seq.tokens)) + spare
+        blocks = self._block_manager.match(seq.tokens, need_draft=followed, total=total)
         if blocks is None:
             return None
         seq.blocks = blocks
-        seq.target_length = len(blocks) * self._pool.block_size
+        seq.target_length = len(blocks) * self._block_manager.block_size
         seq.drafter_length = seq.target_length if followed else 0
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.target_length
@@ -263,26 +264,26 @@ class Scheduler:
 
     def _extend(self, seq: SequenceState, positions: int) -> bool:
         """Let a request own the blocks of so many positions, or change nothing."""
-        missing = self._pool.blocks_for(positions) - len(seq.blocks)
+        missing = self._block_manager.blocks_for(positions) - len(seq.blocks)
         if missing > 0:
-            room = self._pool.blocks_for(self.limit(seq) - 1) - len(seq.blocks)
+            room = self._block_manager.blocks_for(self.limit(seq) - 1) - len(seq.blocks)
             after = seq.blocks[-1] if seq.blocks else None
-            blocks = self._pool.allocate(missing, after=after, room=room)
+            blocks = self._block_manager.allocate(missing, after=after, room=room)
             if blocks is None:
                 return False
             seq.blocks += blocks
         return True
 
     def _vacate(self, seq: SequenceState) -> None:
-        self._pool.release(seq.blocks)
+        self._block_manager.release(seq.blocks)
         seq.blocks, seq.target_length, seq.drafter_length = [], 0, 0
 
     def _register(self, seq: SequenceState, indexes: range) -> None:
         """Let full blocks be found. Their last token is read, so the one behind it is known."""
-        size = self._pool.block_size
+        size = self._block_manager.block_size
         for index in indexes:
             end = (index + 1) * size
-            self._pool.register(
+            self._block_manager.register(
                 seq.blocks[index],
                 after=seq.blocks[index - 1] if index else None,
                 tokens=seq.tokens[end - size : end],

@@ -170,7 +170,7 @@ def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int
 def _takes_most_likely(seq: SequenceState) -> bool:
     """Whether the largest logit is the answer, here and behind drafts."""
     sampling = seq.request.sampling
-    shaped = sampling.shapes_logits or seq.walk is not None
+    shaped = sampling.shapes_logits or seq.matcher is not None
     return not (sampling.temperature or shaped or seq.new_tokens < seq.request.min_new_tokens)
 
 
@@ -208,5 +208,5 @@ def sampling_metadata(seq: SequenceState, drafts: Sequence[int]) -> SamplingMeta
         before=[*seq.tokens, *drafts] if request.sampling.penalises else (),
         prompt_length=seq.prompt_length,
         banned=request.stop_ids if made < request.min_new_tokens else frozenset(),
-        mask_V=None if seq.walk is None else seq.walk.mask(seq.tokens, drafts),
+        mask_V=None if seq.matcher is None else seq.matcher.mask(seq.tokens, drafts),
     )

@@ -111,7 +111,7 @@ class EngineDecoders:
             )
             for prompt in prompts
         )
-        together = engine.budget.blocks // blocks_of(engine.max_model_len, engine.options.block_size)
+        together = engine.budget.blocks // blocks_of(engine.max_model_len, engine.config.block_size)
         for key, output in engine.serve(lambda: next(waiting, None), at_once=together):
             yield cut(key, output, max_new_tokens=length, stop_ids=stop_ids)
 
@@ -131,7 +131,7 @@ class EngineDecoders:
             self._engine = Engine(
                 self._target,
                 None if self._drafter is None else self._drafters[self._drafter],
-                options=EngineConfig(
+                config=EngineConfig(
                     max_num_seqs=seqs,
                     max_model_len=length,
                     max_num_batched_tokens=seqs + 2 * half,

@@ -116,9 +116,9 @@ class Endpoint:
     ) -> None:
         token_text = self._context.token_text
 
-        async def on_output(index: int, delta: OutputDelta, tally: SpecDecodeStats) -> None:
+        async def on_output(index: int, delta: OutputDelta, stats: SpecDecodeStats) -> None:
             choice = trace.choices[index]
-            choice.tally = tally
+            choice.stats = stats
             choice.append(delta, token_text)
             self._observe_latency(trace, index, delta)
             if delta.finished is FinishReason.ERROR:
@@ -168,7 +168,7 @@ class Endpoint:
         metrics = self._context.metrics
         metrics.requests.labels(scope["path"], trace.outcome).inc()
         metrics.e2e_latency.observe(seconds)
-        speculative = response_builder.speculative_usage(choice.tally for choice in trace.choices)
+        speculative = response_builder.speculative_usage(choice.stats for choice in trace.choices)
         client = scope.get("client")
         log_event(
             logger,

@@ -39,7 +39,7 @@ class EngineSnapshot:
     blocks_cached: int = 0
     prefix_lookups: int = 0
     prefix_hits: int = 0
-    tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     """Since the server started, over all engines."""
     depth_shares: dict[int, float] = field(default_factory=dict)
     rows_by_depth: dict[int, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class EngineClient:
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.supervisor = Supervisor(build)
         engine = build()
-        self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.options.max_depth
+        self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.config.max_depth
         self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
         self._async_engine = AsyncEngine(engine, mend=self.supervisor)
         self._last_snapshot = EngineSnapshot(blocks=self.budget.blocks)
@@ -106,15 +106,15 @@ class EngineClient:
         self.close()
 
     async def _stream(self, index: int, request: Request, on_output: OnOutput) -> None:
-        tallies: list[SpecDecodeStats] = []
+        stats_by_key: list[SpecDecodeStats] = []
 
         def taken_on(engine: Engine, key: int) -> None:
-            tallies.append(engine.tally_of(key))
+            stats_by_key.append(engine.stats_of(key))
             self._log_events(engine)
 
         async with aclosing(self._async_engine.stream(request, taken_on=taken_on)) as deltas:
             async for delta in deltas:
-                await on_output(index, delta, tallies[0])
+                await on_output(index, delta, stats_by_key[0])
 
     def _log_events(self, engine: Engine) -> None:
         for event in engine.controller.events():
@@ -123,19 +123,19 @@ class EngineClient:
 
     def _take_snapshot(self, engine: Engine) -> EngineSnapshot:
         self._log_events(engine)
-        tally = SpecDecodeStats()
-        add_stats(tally, self.supervisor.replaced_stats)
-        add_stats(tally, engine.tally)
+        stats = SpecDecodeStats()
+        add_stats(stats, self.supervisor.replaced_stats)
+        add_stats(stats, engine.stats)
         report = engine.controller.report()
         return EngineSnapshot(
             running=len(engine.scheduler.running),
             waiting=engine.scheduler.waiting,
-            blocks=engine.pool.blocks,
-            blocks_used=engine.pool.used,
-            blocks_cached=engine.pool.cached,
-            prefix_lookups=engine.pool.lookups,
-            prefix_hits=engine.pool.hits,
-            tally=tally,
+            blocks=engine.block_manager.blocks,
+            blocks_used=engine.block_manager.used,
+            blocks_cached=engine.block_manager.cached,
+            prefix_lookups=engine.block_manager.lookups,
+            prefix_hits=engine.block_manager.hits,
+            stats=stats,
             depth_shares=report["share_of_depths"],
             rows_by_depth=report["rows_by_depth"],
             collapsed=bool(report["collapsed"]),

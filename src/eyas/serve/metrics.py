@@ -75,7 +75,7 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the engine."""
-        snapshot, tally = self.snapshot, self.snapshot.tally
+        snapshot, stats = self.snapshot, self.snapshot.stats
         yield _gauge("eyas_num_requests_running", "Answers that hold KV blocks.", snapshot.running)
         yield _gauge("eyas_num_requests_waiting", "Answers that wait for KV blocks.", snapshot.waiting)
         yield _gauge("eyas_kv_blocks", "KV blocks in all.", snapshot.blocks)
@@ -90,19 +90,19 @@ class EngineCollector(Collector):
         )
         yield _counter("eyas_prefix_cache_queries", "KV blocks looked up in the prefix cache.", snapshot.prefix_lookups)
         yield _counter("eyas_prefix_cache_hits", "KV blocks found there.", snapshot.prefix_hits)
-        yield _counter("eyas_generation_tokens", "Tokens generated.", tally.tokens)
-        yield _counter("eyas_target_passes", "Target passes that chose tokens, per answer.", tally.passes)
-        yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", tally.drafts)
-        yield _counter("eyas_spec_decode_num_draft_tokens", "Tokens drafted and verified.", tally.drafted)
-        yield _counter("eyas_spec_decode_num_accepted_tokens", "Drafted tokens accepted.", tally.accepted)
+        yield _counter("eyas_generation_tokens", "Tokens generated.", stats.tokens)
+        yield _counter("eyas_target_passes", "Target passes that chose tokens, per answer.", stats.passes)
+        yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", stats.drafts)
+        yield _counter("eyas_spec_decode_num_draft_tokens", "Tokens drafted and verified.", stats.drafted)
+        yield _counter("eyas_spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted)
         by_depth = CounterMetricFamily(
             "eyas_spec_decode_num_accepted_tokens_per_pos", "Accepted by position, 0 is the first.", labels=["position"]
         )
-        for position, count in enumerate(tally.accepted_at):
+        for position, count in enumerate(stats.accepted_at):
             by_depth.add_metric([str(position)], count)
         yield by_depth
         yield _gauge(
-            "eyas_spec_decode_acceptance_length", "Tokens per verified draft since the start.", tally.acceptance_length
+            "eyas_spec_decode_acceptance_length", "Tokens per verified draft since the start.", stats.acceptance_length
         )
         depths = GaugeMetricFamily(
             "eyas_spec_decode_chosen_depth_share",

@@ -24,7 +24,7 @@ _OBJECT_NAMES = {
 class ChoiceOutput:
     """The output of one choice so far."""
 
-    tally: SpecDecodeStats = field(default_factory=SpecDecodeStats)
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     deltas: list[OutputDelta] = field(default_factory=list)
     tool_parser: ToolCallParser | None = None
     """Finds tool calls; None if the request has no tools."""
@@ -117,7 +117,7 @@ def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_tex
         body["logprobs"] = _logprobs(meta, choice.deltas, token_text, 0)
         body["finish_reason"] = choice.finish_reason
         if meta.details:
-            body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.tally])
+            body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.stats])
         bodies.append(body)
     return meta.envelope(choices=bodies, chunk=False) | {"usage": usage(meta, choices)}
 
@@ -145,7 +145,7 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
     body["logprobs"] = logprobs
     body["finish_reason"] = choice.finish_reason
     if meta.details:
-        body["speculative"] = _token_details([delta]) | speculative_usage([choice.tally])
+        body["speculative"] = _token_details([delta]) | speculative_usage([choice.stats])
     return meta.envelope(choices=[body], chunk=True)
 
 
@@ -161,7 +161,7 @@ def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]
         "prompt_tokens": meta.prompt_tokens,
         "completion_tokens": made,
         "total_tokens": meta.prompt_tokens + made,
-        "speculative": speculative_usage(choice.tally for choice in choices),
+        "speculative": speculative_usage(choice.stats for choice in choices),
     }
 
 

@@ -94,7 +94,7 @@ def state_of(context: ServerContext) -> str:
 async def status_of(context: ServerContext) -> dict[str, Any]:
     """The whole state."""
     snapshot, admission = await context.engine_client.snapshot(), context.admission
-    supervisor, stats = context.engine_client.supervisor, snapshot.tally
+    supervisor, stats = context.engine_client.supervisor, snapshot.stats
     return {
         "version": __version__,
         "state": state_of(context),

@@ -35,18 +35,18 @@ class Supervisor:
         self.failed_steps += 1
         failed = f"a step failed ({_name(error)})"
         try:
-            if self._passes_at_failure == engine.tally.passes:
+            if self._passes_at_failure == engine.stats.passes:
                 raise RuntimeError("it failed again before a token came")
             lost = _drop_running(engine)
         except Exception as second:
             logger.warning(f"{failed}; the engine is replaced, all its requests are lost: {_name(second)}")
             return self._replace(engine, error), None
-        self._passes_at_failure = engine.tally.passes
+        self._passes_at_failure = engine.stats.passes
         logger.warning(f"{failed}; its {len(lost)} requests are lost, those that wait go on")
         return engine, lost
 
     def _replace(self, engine: Engine, error: BaseException) -> Engine:
-        add_stats(self.replaced_stats, engine.tally)
+        add_stats(self.replaced_stats, engine.stats)
         self.replaced += 1
         self._passes_at_failure = None
         # Two engines may not fit in memory. The old one never steps again, so free it first, whoever refers to it.
@@ -63,7 +63,7 @@ def _drop_running(engine: Engine) -> list[int]:
     lost = [seq.key for seq in engine.scheduler.running]
     for key in lost:
         engine.cancel(key)
-    engine.pool.forget()
+    engine.block_manager.forget()
     engine.scheduler.check()
     _release_memory()
     return lost

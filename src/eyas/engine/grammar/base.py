@@ -46,17 +46,17 @@ class Grammar(Protocol):
         """Of the target whose tokens it speaks of."""
         ...
 
-    def walk(self, *, prompt_length: int, stop_ids: Collection[int]) -> GrammarMatcher:
+    def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> GrammarMatcher:
         """A way through it for a request whose answer begins behind so many tokens and ends with one of these."""
         ...
 
 
-def filter_by_grammar(draft: Draft, walk: GrammarMatcher, tokens: Sequence[int]) -> Draft:
+def filter_by_grammar(draft: Draft, matcher: GrammarMatcher, tokens: Sequence[int]) -> Draft:
     """The drafts that the grammar allows behind these tokens, with all that lead to them."""
     kept = [-1]
     for node, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True)):
         if parent in kept:
-            mask_V = walk.mask(tokens, draft.tokens_to(parent))
+            mask_V = matcher.mask(tokens, draft.tokens_to(parent))
             if mask_V is not None and bool(mask_V[token]):
                 kept.append(node)
     return draft.only(kept[1:])

@@ -77,7 +77,7 @@ class LlGuidance:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first is the slowest, and may show that there is nothing to say
         grammar = LlGuidanceGrammar(matcher, self._tokenizer, self.vocab_size)
-        trial = grammar.walk(prompt_length=0, stop_ids=[self._tokenizer.eos_token])
+        trial = grammar.matcher(prompt_length=0, stop_ids=[self._tokenizer.eos_token])
         trial.mask([], [])
         if trial.failure is not None:
             raise UserError(trial.failure)
@@ -90,7 +90,7 @@ class LlGuidanceGrammar:
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self._matcher, self._tokenizer, self.vocab_size = matcher, tokenizer, vocab_size
 
-    def walk(self, *, prompt_length: int, stop_ids: Collection[int]) -> "LlGuidanceMatcher":
+    def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> "LlGuidanceMatcher":
         """See `Grammar`."""
         known = [token for token in stop_ids if 0 <= token < self.vocab_size]  # others can never come
         return LlGuidanceMatcher(

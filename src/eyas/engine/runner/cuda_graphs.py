@@ -6,8 +6,8 @@ Launching their kernels one by one takes the host longer than running them takes
     rows     rounded up to one of ROWS
     tokens   the newest and the deepest draft of any row, rounded up to one of TOKENS; shorter rows are cut by their own
              count
-    blocks    of the longest row that may come, or USUAL_PAGES and that times powers of 4 where longer ones may: a table
-             costs what is read by it, so that most engines have one width
+    blocks   of the longest row that may come, or USUAL_BLOCKS and that times powers of 4 where there may be longer
+             ones: a table costs what is read by it, so most engines have one width
     chunks   of one prompt each, rounded up to one of CHUNKS
 
 Capturing takes as long as dozens of replays. So there are few buckets, and `capture_graphs` goes through the usual
@@ -49,7 +49,7 @@ from eyas.plan.footprint import LONGEST_CHUNK
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(320, 1025, 64))
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Where the controller chooses, chains are also drafted to one of these depths less one."""
-USUAL_PAGES = 512
+USUAL_BLOCKS = 512
 """8,192 tokens in blocks of 16."""
 ROWS_AHEAD = 64
 """Steps of more rows are captured when they are met: there are many of them, and each takes time and memory."""
@@ -92,7 +92,7 @@ class CUDAGraphRunner:
         self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
         self._deepest = max_depth + 1
         self._most_tokens = most_tokens
-        self._usual_blocks = min(USUAL_PAGES, 1 << (most_blocks - 1).bit_length())
+        self._usual_blocks = min(USUAL_BLOCKS, 1 << (most_blocks - 1).bit_length())
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=capture.device)
         self.chunk_logits_1V = self.logits_SV.new_empty(1, vocab_size)

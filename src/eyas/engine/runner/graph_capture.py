@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -36,8 +35,6 @@ class GraphCapture:
     """Runs functions of input buffers, captured if possible."""
 
     device: torch.device
-    captures: bool = True
-    """Without, functions just run: for trials where there is no CUDA."""
     bytes: int = 0
     """Memory taken by capturing."""
     refused: set[str] = field(default_factory=set)
@@ -66,7 +63,7 @@ class GraphCapture:
         if made is None:
             inputs = InputBuffers(shapes(), self.device)
             try:
-                made = self._capture(inputs, function, keep) if self.captures else _uncaptured(inputs, function)
+                made = self._capture(inputs, function, keep)
             except Exception as error:  # whatever it is, decoding goes on
                 self.refused.add(kind)
                 reason = " ".join(str(error).split())[:300]
@@ -107,14 +104,3 @@ class GraphCapture:
         return CapturedGraph(
             inputs=inputs, run=replay, seconds=lambda: [1e-3 * a.elapsed_time(b) for a, b in pairwise(marks)]
         )
-
-
-def _uncaptured(inputs: InputBuffers, function: Function) -> CapturedGraph:
-    """The same where there is no CUDA."""
-    marks = list[float]()
-
-    def run() -> Tensor:
-        marks.clear()
-        return function(inputs.device, lambda: marks.append(perf_counter()))
-
-    return CapturedGraph(inputs=inputs, run=run, seconds=lambda: [b - a for a, b in pairwise(marks)])

@@ -126,14 +126,11 @@ class Controller:
 
     # --- the choice --------------------------------------------------------------------------------------------
 
-    def choose(self, rows: Sequence[RowFacts], other_tokens: int = 0, *, after: int = 1) -> Choice:
-        """Depths for the next step, whose target pass reads `other_tokens` of prompts besides.
-
-        It comes so many steps `after` the last one that was chosen for.
-        """
+    def choose(self, rows: Sequence[RowFacts], *, after: int = 1) -> Choice:
+        """Depths for the next step, which comes so many steps `after` the last one that was chosen for."""
         self._close_step(after)
         self._steps += after
-        situation = Situation(rows, other_tokens)
+        situation = Situation(rows)
         assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
         self._step = step = _Step(situation=situation, bound=frozenset(situation.fixed))
         wanted, shape, self._reason = self._decide(step)
@@ -159,7 +156,7 @@ class Controller:
 
     def _holds(self, situation: Situation) -> int:
         """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
-        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.tokens) < POLICY.sure_samples):
+        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.rows) < POLICY.sure_samples):
             return 1
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
             return POLICY.plan_steps
@@ -174,8 +171,8 @@ class Controller:
         if step.plan is None:
             return all(depths)  # a probe of some leaves the others alone
         verify, situation = self.costs.verify, step.situation
-        tokens, accepted = situation.tokens + step.plan.drafts, round(step.plan.tokens) - situation.rows
-        saved = verify.at(tokens, situation.context) - verify.at(situation.tokens + accepted, situation.context)
+        tokens, accepted = situation.rows + step.plan.drafts, round(step.plan.tokens) - situation.rows
+        saved = verify.at(tokens, situation.context) - verify.at(situation.rows + accepted, situation.context)
         return saved <= self.costs.rest(situation.rows, drafting=False)
 
     def _looks_now(self, situation: Situation) -> bool:
@@ -210,7 +207,7 @@ class Controller:
 
     def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
         """Whether what speculation is compared with should be timed again."""
-        verify, tokens = self.costs.verify, situation.tokens
+        verify, tokens = self.costs.verify, situation.rows
         close = plan.gain < POLICY.close_gain and verify.samples(tokens) < POLICY.sure_samples
         return min(self._steps - self._plain_at, verify.age(tokens)) > (
             POLICY.plain_again_in_doubt if close else POLICY.plain_again_steps
@@ -219,7 +216,7 @@ class Controller:
     def _probe(self, step: _Step) -> tuple[dict[int, int], str]:
         """Depths of a probe, if one is due and can be afforded, and what it is for."""
         situation, auto = step.situation, step.situation.auto
-        timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.tokens + len(auto))
+        timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.rows + len(auto))
         if timed and not self.probes.due(self._steps):
             return {}, ""
         what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
@@ -228,7 +225,7 @@ class Controller:
         if timed:
             levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
             auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
-            if situation.tokens <= POLICY.small_pass_tokens and not self.costs.verify.reaches(4 * situation.tokens):
+            if situation.rows <= POLICY.small_pass_tokens and not self.costs.verify.reaches(4 * situation.rows):
                 depths = [min(3, self.drift.deepest), 1]
         prices = self._planner.prices(situation)
         step.plain = prices.verify(0)
@@ -267,7 +264,7 @@ class Controller:
                 survivals = acceptance.survivals(level)
                 worth.append((survival * survivals[depth] / max(survivals[depth - 1], 1e-9), place))
         worth.sort(reverse=True)
-        forced, tokens = sum(going), step.situation.tokens + sum(step.made.values())
+        forced, tokens = sum(going), step.situation.rows + sum(step.made.values())
 
         def seconds(count: int) -> float:
             rows = forced + count
@@ -304,7 +301,7 @@ class Controller:
             if key not in step.bound
             for node, survival in enumerate(row)
         )
-        tokens, context = step.situation.tokens + sum(map(len, kept)), step.situation.context
+        tokens, context = step.situation.rows + sum(map(len, kept)), step.situation.context
         enough = best_count([-value for value, _, _ in worth], lambda n: verify.at(tokens + n, context), step.rate)
         for _, node, place in worth[:enough]:
             kept[place].append(node)

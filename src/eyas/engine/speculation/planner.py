@@ -35,12 +35,10 @@ class RowFacts:
 class Situation:
     """A batch before depths are chosen."""
 
-    def __init__(self, rows: Sequence[RowFacts], other_tokens: int) -> None:
+    def __init__(self, rows: Sequence[RowFacts]) -> None:
         self.rows = len(rows)
         self.auto = [row for row in rows if row.mode == "auto"]
         self.fixed = {row.key: row.depth or 0 for row in rows if row.mode == "fixed"}
-        self.tokens = len(rows) + other_tokens
-        """Of the target's pass, without drafts."""
         self.context = sum(row.context for row in rows)
 
 
@@ -60,15 +58,14 @@ class Planner:
         self._kept.clear()
 
     def prices(self, situation: Situation) -> Prices:
-        """What parts of this step cost. Reading prompts is work of its own: speculation is not charged for it."""
+        """What parts of this step cost."""
         verify, rest, auto = self._costs.verify, self._costs.rest, situation.auto
-        tokens, context = situation.tokens, situation.context
-        prompts = max(0.0, verify.at(tokens) - verify.at(situation.rows))
+        tokens, context = situation.rows, situation.context
         # A backlog is a debt, whichever depth follows; what every round adds to it is a cost.
         round_adds = 1 + round(sum(self._acceptance.survivals(0)))
         return Prices(
             verify=cache(
-                lambda drafts: verify.at(tokens + drafts, context) - prompts + rest(situation.rows, drafting=drafts > 0)
+                lambda drafts: verify.at(tokens + drafts, context) + rest(situation.rows, drafting=drafts > 0)
             ),
             draft=self._costs.draft,
             grow=self._costs.grow,
@@ -86,9 +83,9 @@ class Planner:
             self._plan(self._latest[0], step + 1, self._latest[1])
 
     def _plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
-        fixed, other_tokens = situation.fixed.values(), situation.tokens - situation.rows
+        fixed = situation.fixed.values()
         # Where requests come and go, hardly two steps have as many of them.
-        counts = (situation.rows, len(situation.auto), other_tokens)
+        counts = (situation.rows, len(situation.auto))
         likeness = (*map(bucket_of, counts), deepest, *fixed)
         if self._costs.news > self._news or len(self._kept) >= POLICY.kept_plans:
             self._news = self._costs.news
