@@ -165,9 +165,9 @@ def test_pages_are_granted_as_the_line_says(llama: str) -> None:
             working=memory["working"],
             recorded=memory["recorded"],
         ),
-        page_size=16,
-        max_rows=5,
-        max_length=3000,
+        block_size=16,
+        max_num_seqs=5,
+        max_model_len=3000,
         free_bytes=memory["usable"] - memory["runtime"] - memory["weights"] - memory["drafter"],
         memory=int(float(words[words.index("--memory-gib") + 1]) * 2**30),
     )

@@ -65,15 +65,14 @@ class Served:
 
     def __init__(self, engine: Engine) -> None:
         self.drafts: dict[tuple[int, ...], Draft] = {}
-        make = engine._draft
+        verify = engine._collect
 
-        def draft(rows: Any) -> Any:
-            behind = {row.seq.key: tuple(row.seq.tokens) for row in rows}
-            made = make(rows)
-            self.drafts.update({behind[key]: one for key, one in made.drafts.items()})
-            return made
+        def collect(*given: Any) -> Any:
+            results, output = verify(*given)
+            self.drafts |= {tuple(one.row.seq.tokens): one.draft for one in results if one.row.drafts}
+            return results, output
 
-        engine._draft = draft  # type: ignore[method-assign]
+        engine._collect = collect  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "fixed shapes"])

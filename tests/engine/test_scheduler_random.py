@@ -69,9 +69,9 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
-        self.pool = BlockManager(self.blocks, self.size, prefix_cache=self.prefix_cache)
+        self.block_manager = BlockManager(self.blocks, self.size, prefix_cache=self.prefix_cache)
         self.scheduler = Scheduler(
-            self.pool,
+            self.block_manager,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.budget,
             max_model_len=self.max_model_len,
@@ -134,7 +134,7 @@ class FakeEngine:
         while self.seqs and chance.random() < 0.02:
             self.cancel()
         if chance.random() < 0.01:
-            chance.choice([self.pool.forget, self.pool.forget_drafts])()
+            chance.choice([self.block_manager.forget, self.block_manager.forget_drafts])()
             self.seen["forgotten"] += 1
         scheduler.check()
 

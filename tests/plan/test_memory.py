@@ -15,7 +15,6 @@ from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
 from eyas.engine.engine import Engine
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.plan.decoder import read_decoder
@@ -116,10 +115,11 @@ def test_the_built_in_configuration_is_that_of_the_default_target(default_target
 def test_what_recorded_steps_share_is_planned_to_the_byte(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
     engine = Engine(target, drafter, config=OPTIONS)
-    recorded: CUDAGraphRunner = engine._recorded_steps(GraphCapture(device=target.device, records=False))
+    engine.use_graphs(GraphCapture(device=target.device))
+    assert engine.graphs is not None
     states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     vocabulary = target.facts.vocab_size
-    assert recorded.bytes == recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4)
+    assert engine.graphs.bytes == recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4)
 
 
 def test_what_a_drafter_on_disk_brings_itself_is_read_from_its_header(tmp_path: Path) -> None:

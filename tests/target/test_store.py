@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from eyas.errors import UserError
-from eyas.target.store import build_once
+from eyas.target.store import build_once, logger
 
 
-def test_a_second_asker_waits_for_the_first_and_builds_nothing(tmp_path: Path) -> None:
+def test_a_second_asker_waits_for_the_first_and_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "targets" / "one"
     started, finish, waiting = threading.Event(), threading.Event(), threading.Event()
     built: list[Path] = []
@@ -23,7 +23,8 @@ def test_a_second_asker_waits_for_the_first_and_builds_nothing(tmp_path: Path) -
         (staging / "done").touch()
 
     first = threading.Thread(target=build_once, args=(folder, slow))
-    second = threading.Thread(target=build_once, args=(folder, slow), kwargs={"report": lambda line: waiting.set()})
+    monkeypatch.setattr(logger, "info", lambda line: waiting.set())
+    second = threading.Thread(target=build_once, args=(folder, slow))
     first.start()
     assert started.wait(10)
     second.start()

@@ -18,7 +18,7 @@ from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
-from eyas.cli.log import show_logs
+from eyas.cli.log import shown_logs
 from eyas.cli.plan import plan
 from eyas.cli.serve import serve
 from eyas.cli.train import train
@@ -70,9 +70,9 @@ _UsageFault: Any = typer.BadParameter.__mro__[2]
 
 def main() -> None:
     """Run the command line."""
-    show_logs()
     try:
-        code = app(standalone_mode=False)
+        with shown_logs():
+            code = app(standalone_mode=False)
     except UserError as error:
         _fail(str(error), 2)
     except _UsageFault as error:

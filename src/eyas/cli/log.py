@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LOGGER = logging.getLogger("eyas")
 
@@ -14,8 +16,14 @@ class _ToStderr(logging.Handler):
         print(record.getMessage(), file=sys.stderr, flush=True)
 
 
-def show_logs() -> None:
+@contextmanager
+def shown_logs() -> Iterator[None]:
     """Let users of the command line read what eyas logs; as a library it keeps to Python's own settings."""
-    if not any(isinstance(handler, _ToStderr) for handler in LOGGER.handlers):
-        LOGGER.addHandler(_ToStderr())
+    handler, level = _ToStderr(), LOGGER.level
+    LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
