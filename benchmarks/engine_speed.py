@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from eyas.cli.speculation import read_tree
+from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.drafter import Tree
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.loading import load_drafter_for
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from eyas.train.conversations import read_conversations
@@ -128,7 +128,7 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         made.capture_graphs()
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
-            made.pool.forget()
+            made.block_manager.forget()
             return _run(
                 made,
                 [
@@ -146,7 +146,8 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
         return answer
 
     def drafter(*, random: bool = False) -> Drafter:
-        loaded = load_drafter_for(target, arguments.drafter)
+        loaded = load_drafter(arguments.drafter).to(device=target.device, dtype=target.dtype)
+        loaded.share_target(target.embedding(), target.head())
         made = _randomised(loaded) if random else loaded
         if target.device.type == "cpu" and not arguments.unpacked:
             pack_linears(made, halve=True)

@@ -49,8 +49,8 @@ def test_our_own_page_is_read() -> None:
     from eyas.serve.engine_client import EngineSnapshot
     from eyas.serve.metrics import ServerMetrics
 
-    tally = SpecDecodeStats(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
-    snapshot = EngineSnapshot(tally=tally, prefix_lookups=10, prefix_hits=4)
+    stats = SpecDecodeStats(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
+    snapshot = EngineSnapshot(stats=stats, prefix_lookups=10, prefix_hits=4)
     found = read_counters(ServerMetrics("m").render(snapshot, failed_steps=0, replaced=0).decode())
     assert found is not None
     assert found.draft_counts == DraftCounts(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))

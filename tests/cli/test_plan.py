@@ -171,8 +171,8 @@ def test_pages_are_granted_as_the_line_says(llama: str) -> None:
         free_bytes=memory["usable"] - memory["runtime"] - memory["weights"] - memory["drafter"],
         memory=int(float(words[words.index("--memory-gib") + 1]) * 2**30),
     )
-    assert budget.pages == record["pages"]["pages"]
-    assert budget.pages == 5 * blocks_of(3000, 16), "all five at full length"
+    assert budget.blocks == record["pages"]["pages"]
+    assert budget.blocks == 5 * blocks_of(3000, 16), "all five at full length"
 
 
 def test_acceptance_is_taken_from_where_it_is_said() -> None:

@@ -19,9 +19,8 @@ from engine.scripted import (
     exact_law,
     random_table,
 )
-from eyas import sampling as sampling_module
 from eyas.sampling import Sampling, one_hot, probabilities
-from oracle import reference
+from oracle import reference, rejection
 from oracle.reference import Chain, Node, Tree, decode_plainly, decode_speculatively
 from oracle.rejection import Candidate, Draws, residual, try_candidates
 
@@ -258,7 +257,7 @@ def test_accepting_whatever_is_possible_is_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def test_drawing_from_p_after_a_rejection_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "residual", lambda p_V, q_V: p_V)
+    monkeypatch.setattr(rejection, "residual", lambda p_V, q_V: p_V)
     for drawn in (False, True):
         assert caught(Chain(depth=1, probabilistic=drawn), Sampling(temperature=1.0)) > CAUGHT
 
@@ -268,7 +267,7 @@ def test_a_residual_against_the_wrong_q_is_caught(monkeypatch: pytest.MonkeyPatc
         return residual(p_V, one_hot(q_V.argmax(), len(q_V), q_V.dtype))
 
     with monkeypatch.context() as patch:
-        patch.setattr(sampling_module, "residual", against_the_token)
+        patch.setattr(rejection, "residual", against_the_token)
         assert caught(Chain(depth=1, probabilistic=False), Sampling(temperature=1.0)) < EXACT, "greedy: the same thing"
         assert caught(Chain(depth=1, probabilistic=True), Sampling(temperature=1.0)) > CAUGHT
 

@@ -23,6 +23,7 @@ from eyas.doctor.transcripts import Transcript
 from eyas.drafter.attention_mass import rms
 from eyas.drafter.model import Drafter
 from eyas.drafter.round_attention import RoundAttention, Watcher
+from eyas.drafter.rounds import draft_rounds
 from eyas.drafter.vocab import DraftVocab
 
 NO_TOKEN = -2
@@ -109,31 +110,34 @@ def run_rounds(
     start_R = torch.tensor(list(starts), device=device)
     ids_T = torch.tensor(transcript.ids, device=device)
     slots = max(starts) + 1
-    disturb = _disturbance(noise)
-    vocab, attention = drafter.vocab(), RoundAttention(start_R, watcher)
-    hidden = disturb(drafter.fuse(aux_TX[:slots].to(drafter.fc.weight.dtype)))
-    tokens, positions = ids_T[1 : slots + 1], torch.arange(slots, device=device)
+    vocab = drafter.vocab()
     rounds, answer_SR = _Drafted(depth, len(starts)), _answers(transcript, starts, depth)
     live = np.arange(len(starts))
-    for level in range(1, depth + 1):
-        attention.depth = level
-        output = drafter.step(hidden, tokens, positions, attention)
-        normed, feedback = output.normed, output.feedback
-        if level == 1:
-            normed, feedback, positions = normed[start_R], feedback[start_R], start_R
-        p_RW = drafter.logits(normed).float().softmax(dim=-1)
+
+    def choose(level: int, logits_RW: Tensor, feedback_RD: Tensor) -> tuple[Tensor, Tensor | None]:
+        nonlocal live
+        p_RW = logits_RW.float().softmax(dim=-1)
         if level == 1:
             rounds.surprise_R = _surprise(p_RW, torch.from_numpy(answer_SR[0]).to(device), vocab)
         best = p_RW.max(dim=-1)
-        tokens, positions, hidden = vocab.to_target(best.indices), positions + 1, disturb(feedback)
-        rounds.write(level, live, tokens, best.values, rms(feedback))
-        if to_first_miss:
-            hit = rounds.token_SR[level - 1, live] == answer_SR[level - 1, live]
-            live, kept_R = live[hit], torch.from_numpy(hit).to(device)
-            if not len(live):
-                break
-            tokens, positions, hidden = tokens[kept_R], positions[kept_R], hidden[kept_R]
-            attention.keep(kept_R)
+        token_R = vocab.to_target(best.indices)
+        rounds.write(level, live, token_R, best.values, rms(feedback_RD))
+        if not to_first_miss:
+            return token_R, None
+        hit = rounds.token_SR[level - 1, live] == answer_SR[level - 1, live]
+        live = live[hit]
+        return token_R, torch.from_numpy(hit).to(device)
+
+    draft_rounds(
+        drafter,
+        drafter.fuse(aux_TX[:slots].to(drafter.fc.weight.dtype)),
+        ids_T[1 : slots + 1],
+        torch.arange(slots, device=device),
+        RoundAttention(start_R, watcher),
+        depth=depth,
+        choose=choose,
+        disturb=_disturbance(noise),
+    )
     return Rounds(
         key=transcript.key,
         token_SR=rounds.token_SR,

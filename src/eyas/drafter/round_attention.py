@@ -41,7 +41,7 @@ class RoundAttention:
         window: int | None = None,
         sinks: int = 0,
     ) -> None:
-        self._start_R = start_R
+        self.start_R = start_R
         self._watcher = watcher
         self._past, self._window, self._sinks = past, window, sinks
         self._verified: dict[int, KeysAndValues] = {}
@@ -68,7 +68,7 @@ class RoundAttention:
 
     def keep(self, kept_R: Tensor) -> None:
         """Go on with these rounds only."""
-        self._start_R = self._start_R[kept_R]
+        self.start_R = self.start_R[kept_R]
         self._own = {layer: [(k[kept_R], v[kept_R]) for k, v in own] for layer, own in self._own.items()}
 
     def _read(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class RoundAttention:
             k, v, before = torch.cat([past_k, k]), torch.cat([past_v, v]), len(past_k)
         self._verified[layer], self._own[layer] = (k, v), []
         if self._watcher is not None:
-            self._watcher(1, layer, self._weights(q[self._start_R - before], k, []), 0)
+            self._watcher(1, layer, self._weights(q[self.start_R - before], k, []), 0)
         if before or self._window is not None:
             visible_QT = causal_mask(len(q), len(k), device=q.device)
             slot_T = torch.arange(len(k), device=q.device)
@@ -92,7 +92,7 @@ class RoundAttention:
         """Softmax over verified and own slots [H, R, T + J], in float32."""
         shared, scale = q_RHK.shape[1] // keys_TGK.shape[1], q_RHK.shape[-1] ** -0.5
         q = q_RHK.float() * scale
-        start_R1 = self._start_R[:, None]
+        start_R1 = self.start_R[:, None]
         newest_R1 = start_R1 + len(own)
         slot_T = torch.arange(len(keys_TGK), device=q.device)
         hidden_RT = (slot_T > start_R1) | self._far(slot_T, newest_R1)

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 import torch
+from torch import Tensor
 
 from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.attention_mass import REGIONS, AttentionProbe, rms
 from eyas.drafter.round_attention import RoundAttention
+from eyas.drafter.rounds import draft_rounds
 from eyas.engine.request import Request, SequenceState
 from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor
 from eyas.engine.runner.hidden_states import HiddenStates
@@ -63,14 +65,14 @@ def examine(
     position_N = torch.arange(seq.drafter_length, seq.target_length, device=device)
     assert len(hidden) == len(token_N), "one state for every token but the newest"
     sizes, tokens = [], list[int]()
-    for level in range(1, depth + 1):
-        attention.depth = level
-        output = model.step(hidden, token_N, position_N, attention)
-        hidden, normed = output.feedback[-1:], output.normed[-1:]
-        sizes.append(rms(hidden))
-        token_N = draw(model.logits(normed), [sampling_metadata(seq, tokens)], drafter.token_W).token
-        tokens.append(int(token_N))
-        position_N = start_R + level
+
+    def choose(level: int, logits_1W: Tensor, feedback_1D: Tensor) -> tuple[Tensor, None]:
+        sizes.append(rms(feedback_1D))
+        token_1 = draw(logits_1W, [sampling_metadata(seq, tokens)], drafter.token_W).token
+        tokens.append(int(token_1))
+        return token_1, None
+
+    draft_rounds(model, hidden, token_N, position_N, attention, depth=depth, choose=choose)
     looks = recorder.statistics()
     return DriftSample(
         rms=tuple(torch.cat(sizes).tolist()),
