@@ -151,7 +151,7 @@ def test_the_lines_are_lines_that_servers_take(llama: str) -> None:
             assert depth == record["recommended_depth"] > 0
 
 
-def test_pages_are_granted_as_the_line_says(llama: str) -> None:
+def test_blocks_are_granted_as_the_line_says(llama: str) -> None:
     from eyas.plan.memory import Footprint, blocks_of, plan_blocks
 
     _, record = run(llama, "--gpu", "h100", "--users", "5", "--context", "3000")
@@ -171,7 +171,7 @@ def test_pages_are_granted_as_the_line_says(llama: str) -> None:
         free_bytes=memory["usable"] - memory["runtime"] - memory["weights"] - memory["drafter"],
         memory=int(float(words[words.index("--memory-gib") + 1]) * 2**30),
     )
-    assert budget.blocks == record["pages"]["pages"]
+    assert budget.blocks == record["kv_blocks"]["blocks"]
     assert budget.blocks == 5 * blocks_of(3000, 16), "all five at full length"
 
 

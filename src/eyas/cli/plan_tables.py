@@ -99,7 +99,7 @@ def _speeds(record: Record) -> "Table":
 
 
 def _advice(record: Record) -> Iterator[str]:
-    users, depth, blocks = record["asked"]["users"], record["recommended_depth"], record["pages"]
+    users, depth, blocks = record["asked"]["users"], record["recommended_depth"], record["kv_blocks"]
     if record["drafter"] is not None and depth:
         yield (
             f"depth     {depth} for {users} users: {record['recommended_speedup']:.2f}x expected; eyas on auto "
@@ -109,7 +109,7 @@ def _advice(record: Record) -> Iterator[str]:
         yield f"depth     none for {users} users: drafts would not pay"
     if blocks is not None:
         yield (
-            f"pages     {blocks['pages']:,} of {blocks['page_size']} tokens, {size(blocks['bytes'])}; room for "
+            f"blocks    {blocks['blocks']:,} of {blocks['block_size']} tokens, {size(blocks['bytes'])}; room for "
             f"{record['users_fit']:,} users of {record['asked']['context']:,} tokens"
         )
     yield (

@@ -26,7 +26,7 @@ def fit(deployment: Deployment, speed_of: Callable[[Quantisation], Speed]) -> tu
         if forecast.users_fit < 1:
             continue
         users = min(candidate.users, forecast.users_fit)
-        # Fewer users need less beside the pages too, so what fitted still fits.
+        # Fewer users need less beside the blocks too, so what fitted still fits.
         return forecast_of(replace(candidate, users=users)), _changes(deployment, replace(candidate, users=users))
     smallest = forecast_of(list(_candidates(deployment, speed_of))[-1])
     larger = [card.name for card in CARDS.values() if card.memory >= smallest.needed / deployment.users * 1.02]

@@ -50,14 +50,14 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
             "working": taken.working,
             "recorded": taken.recorded,
             "runtime": taken.runtime,
-            "beside_pages": taken.beside_blocks,
-            "left_for_pages": forecast.for_blocks,
+            "beside_kv_blocks": taken.beside_blocks,
+            "left_for_kv_blocks": forecast.for_blocks,
             "needed": forecast.needed,
             "usable": deployment.usable,
         },
-        "pages": None
+        "kv_blocks": None
         if budget is None
-        else {"pages": budget.blocks, "page_size": budget.block_size, "bytes": budget.bytes},
+        else {"blocks": budget.blocks, "block_size": budget.block_size, "bytes": budget.bytes},
         "fits": forecast.fits,
         "verdict": forecast.verdict(),
         "users_fit": forecast.users_fit,

@@ -9,7 +9,7 @@ from eyas.reports.charts import COLOURS, Axes, Figure, Line, line_chart
 from eyas.reports.render import render
 
 Record = Mapping[str, Any]
-PARTS = ("weights", "drafter", "working", "recorded", "runtime", "left_for_pages")
+PARTS = ("weights", "drafter", "working", "recorded", "runtime", "left_for_kv_blocks")
 """Of the memory, in the order in which the bar shows them."""
 
 
