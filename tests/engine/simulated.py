@@ -56,7 +56,7 @@ class Machine:
     look: float = 0.0
     """What noting further candidates adds to a pass of the drafter."""
     wake: float = 0.0
-    """What it takes beforehand to read more than a recorded pass reads, for requests that have rested."""
+    """What it takes beforehand to read more than a captured pass reads, for requests that have rested."""
     per_context_token: float = 0.0
     rest: Callable[[int, bool], float] = lambda requests, drafting: 0.0
     """What the host takes beside all passes."""

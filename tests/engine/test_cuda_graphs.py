@@ -263,7 +263,7 @@ def test_what_waited_through_a_long_rest_is_no_price_of_drafts(
     prices = [report["target_seconds_by_tokens"], report["first_draft_seconds_by_tokens"], *beside.values()]
     assert all(prices)
     assert max(seconds for price in prices for seconds in price.values()) < 1
-    assert set(report["first_draft_seconds_by_tokens"]) <= {1, 2, 4, 8}, "of what the recorded pass read"
+    assert set(report["first_draft_seconds_by_tokens"]) <= {1, 2, 4, 8}, "of what the captured pass read"
     assert report["seconds"] > late > 500, "time it was, all the same"
 
 

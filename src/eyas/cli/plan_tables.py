@@ -70,7 +70,7 @@ def _memory(record: Record) -> "Table":
     for key, what in rows:
         how = f"{asked['users']} users of {asked['context']:,} tokens, {memory[key] / 1024:,.1f} KiB each"
         table.add_row(what, size(tokens * memory[key]), how)
-    table.add_row("CUDA graphs", size(memory["recorded"]), "logits and states that recorded steps share")
+    table.add_row("CUDA graphs", size(memory["recorded"]), "logits and states that captured steps share")
     table.add_row("activations", size(memory["working"]), "of the widest pass, and the logits behind it")
     table.add_row("runtime", size(memory["runtime"]), "context and libraries of the device")
     table.add_row("together", size(memory["needed"]), f"of {size(memory['usable'])}", style="bold")
