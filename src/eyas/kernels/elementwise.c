@@ -87,13 +87,16 @@ void most_likely(const float *x, long N, long V, int64_t *place, float *chance, 
         for (v = 0; v + 1 < V && x_n[v] != largest; v++) {}
         place[n] = v;
         if (!chance) continue;
-        vector sum[2] = {{0}};
-        for (v = 0; v + 2 * LANES <= V; v += 2 * LANES)
-            UNROLL for (int i = 0; i < 2; i++) sum[i] += exponential(((const vector *)(x_n + v))[i] - largest);
-        const vector total = sum[0] + sum[1];
-        float weight = 0;
-        for (int i = 0; i < LANES; i++) weight += total[i];
+        double weight = 0;
+        for (v = 0; v + 2 * LANES <= V;) { /* short sums: a long one rounds away what comes late */
+            const long end = v + 1024 < V ? v + 1024 : V;
+            vector sum[2] = {{0}};
+            for (; v + 2 * LANES <= end; v += 2 * LANES)
+                UNROLL for (int i = 0; i < 2; i++) sum[i] += exponential(((const vector *)(x_n + v))[i] - largest);
+            const vector total = sum[0] + sum[1];
+            for (int i = 0; i < LANES; i++) weight += total[i];
+        }
         for (; v < V; v++) weight += exponential(all(x_n[v] - largest))[0];
-        chance[n] = 1.0f / weight;
+        chance[n] = (float)(1.0 / weight);
     }
 }
