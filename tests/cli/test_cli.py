@@ -24,7 +24,7 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'huggingface_hub'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else code)\n"
     )
-    for arguments in (["--help"], ["check", "--help"], ["--version"]):
+    for arguments in (["--help"], ["check", "--help"], ["serve", "-h"], ["--version"], ["--show-completion"]):
         done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
     # The control: the script does tell.
@@ -47,9 +47,48 @@ def test_no_command_prints_the_help(run: Run) -> None:
     assert "convert" in alone.out
 
 
-def test_version_is_the_packages(run: Run) -> None:
-    outcome = run("--version")
-    assert (outcome.code, outcome.out, outcome.err) == (0, f"{__version__}\n", "")
+COMMANDS = [
+    *("demo", "generate", "serve", "plan", "check", "convert", "fetch", "train", "eval", "doctor"),
+    *("bench", "bench compare", "data", "data answer", "data show"),
+]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_level_has_help_and_a_version(run: Run, command: str) -> None:
+    for flag in ("--version", "-V"):
+        outcome = run(*command.split(), flag)
+        assert (outcome.code, outcome.out, outcome.err) == (0, f"{__version__}\n", "")
+    long, short = run(*command.split(), "--help"), run(*command.split(), "-h")
+    assert (short.code, short.out, short.err) == (0, long.out, "")
+    assert "-h, --help" in short.out
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_fits_a_narrow_terminal(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run(*command.split(), "--help").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    # Words have room: the column of names takes at most 30 of the 80.
+    words = [len(line) - len(line.lstrip()) for line in lines if line.startswith("   ")]
+    assert max(words, default=0) <= 32
+
+
+def test_options_are_shown_in_groups(run: Run) -> None:
+    groups: dict[str, list[str]] = {}
+    for line in run("serve", "--help").out.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            rows = groups.setdefault(line[:-1], [])
+        elif line.startswith("  -"):
+            rows.append(line.split()[0])
+    assert groups["Network"][:2] == ["--host", "--port"]
+    assert "--api-key" in groups["Access"]
+    assert groups["Options"] == ["-V,", "-h,"]  # nothing else is without a group
+    assert list(groups)[-1] == "Options"
+
+
+def test_a_flag_is_not_shown_as_if_it_took_a_value(run: Run) -> None:
+    (line,) = [line for line in run("check", "--help").out.splitlines() if "--json" in line]
+    assert line.split()[:2] == ["--json", "Print"]
 
 
 @pytest.mark.parametrize(

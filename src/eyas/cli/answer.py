@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
 from eyas.cli.options import AsJson, Cache, report
 from eyas.cli.progress import ProgressDisplay
 
@@ -26,21 +27,39 @@ LEAST_TOKENS = 512
 
 def answer(
     file: Annotated[Path, typer.Argument(help="Prompts or conversations: JSON lines or Parquet.")],
-    out: Annotated[Path, typer.Option(help="Where answers go, as JSON lines; an existing file is gone on with.")],
-    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 400,
+    out: Annotated[
+        Path,
+        typer.Option(help="Where answers go, as JSON lines; an existing file is gone on with.", rich_help_panel=OUTPUT),
+    ],
+    target: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
+    ] = "smollm2",
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", rich_help_panel=SAMPLING)] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the most likely tokens up to this probability.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    max_tokens: Annotated[
+        int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=SAMPLING)
+    ] = 400,
     turns: Annotated[
-        int | None, typer.Option(help="User turns to answer per conversation at most.", min=1, show_default="all")
+        int | None,
+        typer.Option(
+            help="User turns to answer per conversation at most.", min=1, show_default="all", rich_help_panel=WORK
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Conversations of the file to answer at most.", min=1, show_default="all")
+        int | None,
+        typer.Option(
+            help="Conversations of the file to answer at most.", min=1, show_default="all", rich_help_panel=WORK
+        ),
     ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of a conversation at most.", min=2, show_default=f"{LONGEST}, or the target's longest context"
+            help="Tokens of a conversation at most.",
+            min=2,
+            show_default=f"{LONGEST}, or the target's longest context",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     slots: Annotated[
@@ -49,11 +68,19 @@ def answer(
             help="Answers at the same time.",
             min=1,
             show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of drawn answers; each conversation has its own, counted from this.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Of drawn answers; each conversation has its own, counted from this.", rich_help_panel=SAMPLING
+        ),
+    ] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL)
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

@@ -4,11 +4,10 @@ Nothing heavy is imported here or at the top of a command's file: `eyas --help` 
 """
 
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from eyas import __version__
 from eyas.cli.bench import app as bench_app
 from eyas.cli.check import check
 from eyas.cli.convert import convert
@@ -18,46 +17,37 @@ from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
+from eyas.cli.help import GroupedCommand, new_app
 from eyas.cli.log import shown_logs
 from eyas.cli.plan import plan
 from eyas.cli.serve import serve
 from eyas.cli.train import train
 from eyas.errors import UserError
 
-app = typer.Typer(
-    name="eyas",
+app = new_app(
+    "eyas",
     help="Train, check and serve EAGLE-3.1 drafters: speculative decoding that holds up in production.",
-    invoke_without_command=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+    add_completion=True,
 )
-app.command()(demo)
-app.command()(generate)
-app.command()(serve)
-app.command()(plan)
-app.command()(check)
-app.command()(convert)
-app.command()(fetch)
-app.command()(train)
-app.command("eval")(evaluate)
-app.command()(doctor)
+for _function, _name in (
+    (demo, None),
+    (generate, None),
+    (serve, None),
+    (plan, None),
+    (check, None),
+    (convert, None),
+    (fetch, None),
+    (train, None),
+    (evaluate, "eval"),
+    (doctor, None),
+):
+    app.command(_name, cls=GroupedCommand)(_function)
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(__version__)
-        raise typer.Exit
-
-
 @app.callback()
-def options(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+def options(context: typer.Context) -> None:
     """Options that stand before a command."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

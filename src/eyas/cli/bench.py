@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.bench_servers import DEFAULT_SERVER, ChosenServers
+from eyas.cli.help import OUTPUT, SAMPLING, SERVERS, WORK, GroupedCommand, new_app
 from eyas.cli.options import AsJson, report
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from eyas.bench.requests import RequestOptions
     from eyas.bench.workload import Workload
 
-app = typer.Typer(help="Measure servers.", invoke_without_command=True)
+app = new_app(add_completion=False)
 
 
 @app.callback()
@@ -32,48 +33,102 @@ def bench(
     context: typer.Context,
     workload: Annotated[
         list[Path] | None,
-        typer.Option(help="Spec-Bench, SPEED-Bench, EAGLE's questions, prompts, conversations; repeatable."),
+        typer.Option(
+            help="Spec-Bench, SPEED-Bench, EAGLE's questions, prompts, conversations; repeatable.", rich_help_panel=WORK
+        ),
     ] = None,
     synthetic: Annotated[
-        str | None, typer.Option(help="Instead: prompts of IN random tokens, answers of OUT, as IN:OUT.")
+        str | None,
+        typer.Option(help="Instead: prompts of IN random tokens, answers of OUT, as IN:OUT.", rich_help_panel=WORK),
     ] = None,
-    url: Annotated[list[str] | None, typer.Option(help="A running server, as [name=]URL; repeatable.")] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="A running server, as [name=]URL; repeatable.", rich_help_panel=SERVERS)
+    ] = None,
     serve: Annotated[
         list[str] | None,
-        typer.Option(help="Start this server and stop it after, as [name=]COMMAND.", show_default=DEFAULT_SERVER),
+        typer.Option(
+            help="Start this server and stop it after, as [name=]COMMAND.",
+            show_default=DEFAULT_SERVER,
+            rich_help_panel=SERVERS,
+        ),
     ] = None,
     baseline_url: Annotated[
-        list[str] | None, typer.Option(help="The same without drafting, for a server that cannot by request.")
+        list[str] | None,
+        typer.Option(help="The same without drafting, for a server that cannot by request.", rich_help_panel=SERVERS),
     ] = None,
-    baseline_serve: Annotated[list[str] | None, typer.Option(help="The same, to be started.")] = None,
-    baseline: Annotated[bool, typer.Option(help="Measure eyas without drafting too, request by request.")] = True,
+    baseline_serve: Annotated[
+        list[str] | None, typer.Option(help="The same, to be started.", rich_help_panel=SERVERS)
+    ] = None,
+    baseline: Annotated[
+        bool, typer.Option(help="Measure eyas without drafting too, request by request.", rich_help_panel=SERVERS)
+    ] = True,
     users: Annotated[
-        list[str] | None, typer.Option(help="Closed loop with so many users: 1,4,16.", show_default="1,4,16")
+        list[str] | None,
+        typer.Option(help="Closed loop with so many users: 1,4,16.", show_default="1,4,16", rich_help_panel=WORK),
     ] = None,
-    rate: Annotated[list[str] | None, typer.Option(help="Open loop with so many requests per second: 0.5,2.")] = None,
-    limit: Annotated[int, typer.Option(help="Conversations, evenly over categories; 0 for all.", min=0)] = 48,
-    turns: Annotated[int | None, typer.Option(help="Turns of a conversation at most.", min=1)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 128,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Let no answer end before that.")] = False,
-    temperature: Annotated[float, typer.Option(help="0 is greedy, and texts are compared.", min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the choice of prompts, arrivals and sampling.")] = 0,
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
-    extra_body: Annotated[str | None, typer.Option(help="Further fields of every request, as JSON.")] = None,
-    repetitions: Annotated[int, typer.Option(help="How often everything is measured.", min=1)] = 3,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Open loop with so many requests per second: 0.5,2.", rich_help_panel=WORK)
+    ] = None,
+    limit: Annotated[
+        int, typer.Option(help="Conversations, evenly over categories; 0 for all.", min=0, rich_help_panel=WORK)
+    ] = 48,
+    turns: Annotated[
+        int | None, typer.Option(help="Turns of a conversation at most.", min=1, rich_help_panel=WORK)
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of an answer at most.", min=1, rich_help_panel=SAMPLING)
+    ] = 128,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Let no answer end before that.", rich_help_panel=SAMPLING)
+    ] = False,
+    temperature: Annotated[
+        float, typer.Option(help="0 is greedy, and texts are compared.", min=0.0, rich_help_panel=SAMPLING)
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(help="Of the choice of prompts, arrivals and sampling.", rich_help_panel=SAMPLING)
+    ] = 0,
+    endpoint: Annotated[str, typer.Option(help="chat or completions.", rich_help_panel=SERVERS)] = "chat",
+    extra_body: Annotated[
+        str | None, typer.Option(help="Further fields of every request, as JSON.", rich_help_panel=SERVERS)
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option(help="How often everything is measured.", min=1, rich_help_panel=WORK)
+    ] = 3,
     warmup: Annotated[
-        int | None, typer.Option(help="Requests before each mode and load.", min=0, show_default="one per user")
+        int | None,
+        typer.Option(
+            help="Requests before each mode and load.", min=0, show_default="one per user", rich_help_panel=WORK
+        ),
     ] = None,
     prefill: Annotated[
-        bool, typer.Option(help="Ask each prompt for one token first, so that prefix caches meet all modes alike.")
+        bool,
+        typer.Option(
+            help="Ask each prompt for one token first, so that prefix caches meet all modes alike.",
+            rich_help_panel=WORK,
+        ),
     ] = True,
-    vocab: Annotated[int, typer.Option(help="Synthetic prompts have ids below this.", min=4)] = 8192,
-    model: Annotated[str | None, typer.Option(help="Which model.", show_default="the one that is served")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="EYAS_API_KEY", help="For the servers.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request at most.", min=0.1)] = 600.0,
-    start_seconds: Annotated[float, typer.Option(help="Seconds for a server to start.", min=1.0)] = 600.0,
+    vocab: Annotated[
+        int, typer.Option(help="Synthetic prompts have ids below this.", min=4, rich_help_panel=WORK)
+    ] = 8192,
+    model: Annotated[
+        str | None, typer.Option(help="Which model.", show_default="the one that is served", rich_help_panel=SERVERS)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EYAS_API_KEY", help="For the servers.", rich_help_panel=SERVERS)
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for a request at most.", min=0.1, rich_help_panel=SERVERS)
+    ] = 600.0,
+    start_seconds: Annotated[
+        float, typer.Option(help="Seconds for a server to start.", min=1.0, rich_help_panel=SERVERS)
+    ] = 600.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for bench.json and bench.html.", show_default="a new one, bench-DATE-TIME"),
+        typer.Option(
+            help="Folder for bench.json and bench.html.",
+            show_default="a new one, bench-DATE-TIME",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -132,7 +187,7 @@ def bench(
         raise UserError(f"{record['stopped']}; {kept}")
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def compare(
     before: Annotated[Path, typer.Argument(help="The bench.json of a run.")],
     after: Annotated[Path, typer.Argument(help="And of a later one.")],

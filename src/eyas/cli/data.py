@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 
 from eyas.cli.answer import answer
+from eyas.cli.help import GroupedCommand, new_app
 from eyas.cli.options import AsJson, Cache, report
 
-app = typer.Typer(help="Make training data and look at it.", invoke_without_command=True)
-app.command()(answer)
+app = new_app(help="Make training data and look at it.", add_completion=False)
+app.command(cls=GroupedCommand)(answer)
 
 
 @app.callback()
@@ -21,7 +22,7 @@ def options(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@app.command()
+@app.command(cls=GroupedCommand)
 def show(
     file: Annotated[Path, typer.Argument(help="Conversations: JSON lines or Parquet.")],
     target: Annotated[str, typer.Option(help="Whose chat template and tokenizer to use.")] = "smollm2",

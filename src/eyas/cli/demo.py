@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.help import MODEL, SAMPLING, SPECULATION
 from eyas.cli.options import AsJson, Cache, Dtype
 
 if TYPE_CHECKING:
@@ -23,14 +24,25 @@ PROMPTS = (
 
 def demo(
     prompts: Annotated[list[str] | None, typer.Argument(help="What to ask.", show_default="three prompts")] = None,
-    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    target: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
+    ] = "smollm2",
     drafter: Annotated[
-        str | None, typer.Option(help="A drafter's name, folder or hub id.", show_default="the target's own, shipped")
+        str | None,
+        typer.Option(
+            help="A drafter's name, folder or hub id.",
+            show_default="the target's own, shipped",
+            rich_help_panel=SPECULATION,
+        ),
     ] = None,
-    depth: Annotated[str, typer.Option(help="Tokens to draft: a number, or auto: as deep as pays.")] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 128,
+    depth: Annotated[
+        str, typer.Option(help="Tokens to draft: a number, or auto: as deep as pays.", rich_help_panel=SPECULATION)
+    ] = "auto",
+    max_tokens: Annotated[
+        int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=SAMPLING)
+    ] = 128,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

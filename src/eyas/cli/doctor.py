@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.arguments import as_json_value, make_folder, short_names
+from eyas.cli.help import MODEL, OUTPUT, SPECULATION, WORK
 from eyas.cli.options import AsJson, Cache, report
 
 if TYPE_CHECKING:
@@ -19,34 +20,62 @@ if TYPE_CHECKING:
 
 def doctor(
     context: typer.Context,
-    drafter: Annotated[str, typer.Option(help="A drafter's folder or hub id.")],
-    prompts: Annotated[list[Path], typer.Option(help="Prompts or conversations: JSON lines or Parquet; repeatable.")],
-    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
-    against: Annotated[str | None, typer.Option(help="A second drafter to compare with.")] = None,
+    drafter: Annotated[str, typer.Option(help="A drafter's folder or hub id.", rich_help_panel=SPECULATION)],
+    prompts: Annotated[
+        list[Path],
+        typer.Option(help="Prompts or conversations: JSON lines or Parquet; repeatable.", rich_help_panel=WORK),
+    ],
+    target: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
+    ] = "smollm2",
+    against: Annotated[
+        str | None, typer.Option(help="A second drafter to compare with.", rich_help_panel=SPECULATION)
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for doctor.json, doctor.png and doctor.html; earlier ones are replaced.")
+        Path | None,
+        typer.Option(
+            help="Folder for doctor.json, doctor.png and doctor.html; earlier ones are replaced.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     require: Annotated[
         list[str] | None,
-        typer.Option(help="A condition such as length@3>=2.2, drift<=0.02 or retained@7000>=0.95; repeatable."),
+        typer.Option(
+            help="A condition such as length@3>=2.2, drift<=0.02 or retained@7000>=0.95; repeatable.",
+            rich_help_panel=WORK,
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Prompts to examine at most.", min=1)] = 40,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=2)] = 64,
-    depth: Annotated[int, typer.Option(help="Deepest draft to look at.", min=2, max=64)] = 16,
-    case_prompts: Annotated[int, typer.Option(help="Prompts of each condition of the matrix.", min=1)] = 6,
+    limit: Annotated[int, typer.Option(help="Prompts to examine at most.", min=1, rich_help_panel=WORK)] = 40,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=2, rich_help_panel=WORK)] = 64,
+    depth: Annotated[int, typer.Option(help="Deepest draft to look at.", min=2, max=64, rich_help_panel=WORK)] = 16,
+    case_prompts: Annotated[
+        int, typer.Option(help="Prompts of each condition of the matrix.", min=1, rich_help_panel=WORK)
+    ] = 6,
     length: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of other text around a question; repeatable.", min=1, show_default="1000 to 7000"),
+        typer.Option(
+            help="Tokens of other text around a question; repeatable.",
+            min=1,
+            show_default="1000 to 7000",
+            rich_help_panel=WORK,
+        ),
     ] = None,
     filler: Annotated[
-        Path | None, typer.Option(help="Text for those.", show_default="the other prompts of the file")
+        Path | None,
+        typer.Option(help="Text for those.", show_default="the other prompts of the file", rich_help_panel=WORK),
     ] = None,
-    robustness: Annotated[bool, typer.Option(help="Try other conditions as well.")] = True,
-    diagnosis: Annotated[bool, typer.Option(help="Try repairs of known faults.")] = True,
-    minutes: Annotated[float, typer.Option(help="No further condition is begun after this long.", min=0.0)] = 8.0,
-    seed: Annotated[int, typer.Option(help="Of noise and drawn answers.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    robustness: Annotated[bool, typer.Option(help="Try other conditions as well.", rich_help_panel=WORK)] = True,
+    diagnosis: Annotated[bool, typer.Option(help="Try repairs of known faults.", rich_help_panel=WORK)] = True,
+    minutes: Annotated[
+        float, typer.Option(help="No further condition is begun after this long.", min=0.0, rich_help_panel=WORK)
+    ] = 8.0,
+    seed: Annotated[int, typer.Option(help="Of noise and drawn answers.", rich_help_panel=WORK)] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL)
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)
+    ] = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

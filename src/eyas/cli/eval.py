@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.arguments import as_json_value, make_folder, short_names
+from eyas.cli.help import MEMORY, MODEL, OUTPUT, SPECULATION, WORK
 from eyas.cli.options import AsJson, Cache, report
 from eyas.cli.progress import ProgressDisplay
 
@@ -30,38 +31,72 @@ CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
 def evaluate(
     context: typer.Context,
     prompts: Annotated[list[Path], typer.Argument(help="Prompts or conversations: JSON lines or Parquet.")],
-    drafter: Annotated[list[str], typer.Option(help="A drafter's folder or hub id; repeat to compare several.")],
-    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    drafter: Annotated[
+        list[str],
+        typer.Option(help="A drafter's folder or hub id; repeat to compare several.", rich_help_panel=SPECULATION),
+    ],
+    target: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
+    ] = "smollm2",
     depth: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens to draft per round; repeat for several.", show_default="3, 5 and 7"),
+        typer.Option(
+            help="Tokens to draft per round; repeat for several.",
+            show_default="3, 5 and 7",
+            rich_help_panel=SPECULATION,
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 256,
-    turns: Annotated[int, typer.Option(help="User turns to ask per conversation at most.", min=1)] = 1,
-    limit: Annotated[int | None, typer.Option(help="Conversations to ask at most.", min=1, show_default="all")] = None,
-    prefix: Annotated[Path | None, typer.Option(help="A text file to put some of before every question.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=WORK)] = 256,
+    turns: Annotated[
+        int, typer.Option(help="User turns to ask per conversation at most.", min=1, rich_help_panel=WORK)
+    ] = 1,
+    limit: Annotated[
+        int | None, typer.Option(help="Conversations to ask at most.", min=1, show_default="all", rich_help_panel=WORK)
+    ] = None,
+    prefix: Annotated[
+        Path | None, typer.Option(help="A text file to put some of before every question.", rich_help_panel=WORK)
+    ] = None,
     prefix_tokens: Annotated[
         list[int] | None,
-        typer.Option(help="How much of it, 0 for none; repeat to compare with the first.", min=0, show_default="0"),
+        typer.Option(
+            help="How much of it, 0 for none; repeat to compare with the first.",
+            min=0,
+            show_default="0",
+            rich_help_panel=WORK,
+        ),
     ] = None,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="Estimate on the conversations' own answers as well.")
+        bool,
+        typer.Option("--held-out", help="Estimate on the conversations' own answers as well.", rich_help_panel=WORK),
     ] = False,
-    estimate: Annotated[bool, typer.Option(help="Estimate on the target's plain answers as well.")] = True,
+    estimate: Annotated[
+        bool, typer.Option(help="Estimate on the target's plain answers as well.", rich_help_panel=WORK)
+    ] = True,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for eval.json and eval.png; earlier ones are replaced.")
+        Path | None,
+        typer.Option(help="Folder for eval.json and eval.png; earlier ones are replaced.", rich_help_panel=OUTPUT),
     ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of prompt and answer at most.", min=2, show_default=f"{LONGEST}, or the target's context"
+            help="Tokens of prompt and answer at most.",
+            min=2,
+            show_default=f"{LONGEST}, or the target's context",
+            rich_help_panel=MEMORY,
         ),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(help="Answers at the same time.", min=1, show_default="by length and device")
+        int | None,
+        typer.Option(
+            help="Answers at the same time.", min=1, show_default="by length and device", rich_help_panel=MEMORY
+        ),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL)
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)
+    ] = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SPECULATION
 from eyas.cli.options import AsJson, Cache, Dtype, report
 
 if TYPE_CHECKING:
@@ -21,29 +22,58 @@ ACCEPTED, OWN = typer.colors.GREEN, typer.colors.YELLOW
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts or conversations instead: JSON lines or Parquet.")] = None,
-    target: Annotated[str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    target: Annotated[
+        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
+    ] = "smollm2",
     drafter: Annotated[
         str | None,
-        typer.Option(help="A drafter's name, folder or hub id, or none.", show_default="the target's own, if shipped"),
+        typer.Option(
+            help="A drafter's name, folder or hub id, or none.",
+            show_default="the target's own, if shipped",
+            rich_help_panel=SPECULATION,
+        ),
     ] = None,
     depth: Annotated[
-        str, typer.Option(help="Tokens to draft: a number, 0 for none, or auto: as deep as pays.")
+        str,
+        typer.Option(
+            help="Tokens to draft: a number, 0 for none, or auto: as deep as pays.", rich_help_panel=SPECULATION
+        ),
     ] = "auto",
-    tree: Annotated[str | None, typer.Option(help="Draft trees: DEPTHxWIDTHxBUDGET, for example 5x4x24.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=1)] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this likely in proportion to the most likely.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens that were there less likely.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for several.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling; answers differ by their number.")] = 0,
-    users: Annotated[int, typer.Option(help="Prompts at the same time.", min=1)] = 16,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="Draft trees: DEPTHxWIDTHxBUDGET, for example 5x4x24.", rich_help_panel=SPECULATION),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=SAMPLING)
+    ] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", rich_help_panel=SAMPLING)] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=SAMPLING)
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Keep the most likely tokens up to this probability.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens this likely in proportion to the most likely.", rich_help_panel=SAMPLING)
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1 makes tokens that were there less likely.", rich_help_panel=SAMPLING)
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; repeat for several.", rich_help_panel=SAMPLING)
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the sampling; answers differ by their number.", rich_help_panel=SAMPLING)
+    ] = 0,
+    users: Annotated[int, typer.Option(help="Prompts at the same time.", min=1, rich_help_panel=MEMORY)] = 16,
     show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.")
+        bool,
+        typer.Option(
+            "--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

@@ -7,20 +7,28 @@ from typing import Annotated
 
 import typer
 
+from eyas.cli.help import MODEL, OPERATION, OUTPUT
+
 Cache = Annotated[
     Path | None,
     typer.Option(
-        envvar="EYAS_CACHE", help="Where converted models are kept.", show_default="the user's cache directory"
+        envvar="EYAS_CACHE",
+        help="Where converted models are kept.",
+        show_default="the user's cache directory",
+        rich_help_panel=OPERATION,
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="float32, bfloat16, float16, or auto: as stored; on a CPU float32 if bfloat16 weights can stay as stored."
+        help="float32, bfloat16, float16, or auto: as stored; on a CPU float32 if bfloat16 weights can stay as stored.",
+        rich_help_panel=MODEL,
     ),
 ]
 """Of a pair that serves; see `pair.load_pair`."""
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON for programs instead of text.", rich_help_panel=OUTPUT)
+]
 
 
 def report(message: str) -> None:

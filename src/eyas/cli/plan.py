@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eyas.cli.help import CARD, MEMORY, MODEL, OUTPUT, SPECULATION
 from eyas.cli.options import AsJson
 from eyas.errors import UserError
 
@@ -30,38 +31,67 @@ def plan(
         typer.Option(
             help="A drafter's name, config.json, folder or hub id, or none.",
             show_default="the target's own, if shipped, else the usual shape",
+            rich_help_panel=SPECULATION,
         ),
     ] = None,
     quantisation: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, float16, fp8, int8, int4, int4-g64.", show_default="as stored"),
+        typer.Option(
+            help="float32, bfloat16, float16, fp8, int8, int4, int4-g64.",
+            show_default="as stored",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A card of the table, cpu, or a name of yours.", show_default=GPU)
+        str | None,
+        typer.Option(help="A card of the table, cpu, or a name of yours.", show_default=GPU, rich_help_panel=CARD),
     ] = None,
-    memory: Annotated[float | None, typer.Option(help="Memory in GiB.", show_default="the card's")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Memory in GiB.", show_default="the card's", rich_help_panel=CARD)
+    ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="Memory bandwidth in GB/s.", show_default="the card's")
+        float | None, typer.Option(help="Memory bandwidth in GB/s.", show_default="the card's", rich_help_panel=CARD)
     ] = None,
     tflops: Annotated[
-        float | None, typer.Option(help="Arithmetic of matrix products, in TFLOPS.", show_default="the card's")
+        float | None,
+        typer.Option(help="Arithmetic of matrix products, in TFLOPS.", show_default="the card's", rich_help_panel=CARD),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer.", show_default="the target's, at most 8192", min=2)
+        int | None,
+        typer.Option(
+            help="Tokens of prompt and answer.",
+            show_default="the target's, at most 8192",
+            min=2,
+            rich_help_panel=MEMORY,
+        ),
     ] = None,
-    users: Annotated[int, typer.Option(help="Answers at the same time.", min=1)] = 4,
-    depth: Annotated[int, typer.Option(help="The deepest drafts to consider.", min=1, max=16)] = 7,
+    users: Annotated[int, typer.Option(help="Answers at the same time.", min=1, rich_help_panel=MEMORY)] = 4,
+    depth: Annotated[
+        int, typer.Option(help="The deepest drafts to consider.", min=1, max=16, rich_help_panel=SPECULATION)
+    ] = 7,
     acceptance: Annotated[
-        str | None, typer.Option(help="Share of rounds that accept each position: 0.73,0.52,0.35.")
+        str | None,
+        typer.Option(help="Share of rounds that accept each position: 0.73,0.52,0.35.", rich_help_panel=SPECULATION),
     ] = None,
-    length: Annotated[str | None, typer.Option(help="Or tokens per round at a depth: 2.7@3.")] = None,
+    length: Annotated[
+        str | None, typer.Option(help="Or tokens per round at a depth: 2.7@3.", rich_help_panel=SPECULATION)
+    ] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="JSON of a bench on that machine: calibrate with it and say the error.")
+        Path | None,
+        typer.Option(
+            help="JSON of a bench on that machine: calibrate with it and say the error.", rich_help_panel=CARD
+        ),
     ] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Change what must be changed until it fits.")] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Change what must be changed until it fits.", rich_help_panel=MEMORY)
+    ] = False,
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option(help="Write the JSON to this file as well.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Draw it: write an HTML page to this file as well.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the JSON to this file as well.", rich_help_panel=OUTPUT)
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Draw it: write an HTML page to this file as well.", rich_help_panel=OUTPUT)
+    ] = None,
 ) -> None:
     """Say what a target with its drafter takes on a card, who fits, how fast it is and how to start it.
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.options import Cache, Dtype, report
 
 logger = logging.getLogger(__name__)
@@ -22,41 +23,71 @@ def serve(
             help='As for vLLM: {"model": ..., "method": "eagle3", "num_speculative_tokens": 3}; without the number as '
             "deep as pays. Or none.",
             show_default="the target's own drafter, if shipped",
+            rich_help_panel=SPECULATION,
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=NETWORK)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535, rich_help_panel=NETWORK)
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="EYAS_API_KEY", help="Require this key; repeat for several."),
+        typer.Option(envvar="EYAS_API_KEY", help="Require this key; repeat for several.", rich_help_panel=ACCESS),
     ] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="The model name in the API.", show_default="the target as given")
+        str | None,
+        typer.Option(help="The model name in the API.", show_default="the target as given", rich_help_panel=API),
     ] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(
-            help="Most tokens of prompt and answer together.", show_default="the target's, at most 8192", min=2
+            help="Most tokens of prompt and answer together.",
+            show_default="the target's, at most 8192",
+            min=2,
+            rich_help_panel=MEMORY,
         ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most answers that run at once.", min=1)] = 64,
-    max_queue: Annotated[int, typer.Option(help="Most answers that wait; beyond that clients get 429.", min=0)] = 256,
+    max_num_seqs: Annotated[
+        int, typer.Option(help="Most answers that run at once.", min=1, rich_help_panel=MEMORY)
+    ] = 64,
+    max_queue: Annotated[
+        int, typer.Option(help="Most answers that wait; beyond that clients get 429.", min=0, rich_help_panel=LIMITS)
+    ] = 256,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(help="The tool-call format: hermes, llama3_json, mistral.", show_default="by the template"),
+        typer.Option(
+            help="The tool-call format: hermes, llama3_json, mistral.",
+            show_default="by the template",
+            rich_help_panel=API,
+        ),
     ] = None,
     memory_gib: Annotated[
-        float | None, typer.Option(help="Memory for the KV cache, in GiB.", show_default="half of what is free")
+        float | None,
+        typer.Option(
+            help="Memory for the KV cache, in GiB.", show_default="half of what is free", rich_help_panel=MEMORY
+        ),
     ] = None,
-    request_seconds: Annotated[float, typer.Option(help="The longest a request may take.")] = 600.0,
-    drain_seconds: Annotated[float, typer.Option(help="Time for answers in flight after SIGTERM.")] = 30.0,
+    request_seconds: Annotated[
+        float, typer.Option(help="The longest a request may take.", rich_help_panel=LIMITS)
+    ] = 600.0,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Time for answers in flight after SIGTERM.", rich_help_panel=OPERATION)
+    ] = 30.0,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
     page: Annotated[
-        bool, typer.Option("--page/--no-page", help="Serve the web page at /: chat, compare, dashboard.")
+        bool,
+        typer.Option(
+            "--page/--no-page", help="Serve the web page at /: chat, compare, dashboard.", rich_help_panel=OPERATION
+        ),
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Load everything, print what would be served, and exit.")
+        bool,
+        typer.Option(
+            "--check", help="Load everything, print what would be served, and exit.", rich_help_panel=OPERATION
+        ),
     ] = False,
     cache: Cache = None,
 ) -> None:

@@ -1,0 +1,145 @@
+"""What `--help` prints: options in groups, one column of names and one of words, readable in 80 columns.
+
+Typer's own tables share 80 columns among six columns and leave 20 to the words. An option names its group as
+`rich_help_panel`, one of `PANELS`, which appear in that order; what every command has comes last.
+"""
+
+import re
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from eyas import __version__
+
+MODEL = "Model"
+"""What is loaded: target, precision, place, template."""
+SPECULATION = "Speculation"
+"""What drafts, and how deep."""
+MEMORY = "Memory and batching"
+"""How many tokens and answers there is room for."""
+SAMPLING = "Sampling"
+"""How tokens are chosen."""
+CARD = "Card"
+"""What a plan is made for."""
+SERVERS = "Servers"
+"""What a bench asks."""
+WORK = "What to measure"
+"""Prompts, conditions and sizes of a measurement."""
+API = "API"
+"""What clients may send and get."""
+NETWORK = "Network"
+"""Addresses, ports, TLS, proxies, connections."""
+ACCESS = "Access"
+"""Who may do what: keys, hosts, origins, changes."""
+LIMITS = "Limits"
+"""What one client may take from the others: queues, sizes, seconds."""
+OPERATION = "Operation"
+"""Logs, metrics, pages, files, what happens at the start and at the end."""
+OUTPUT = "Output"
+"""Where results go, and in which form."""
+PANELS = (SERVERS, MODEL, SPECULATION, CARD, MEMORY, WORK, SAMPLING, API, NETWORK, ACCESS, LIMITS, OPERATION, OUTPUT)
+_OTHERS = "Options"
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+"""The context settings of the whole command line: every command inherits them."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def _version_option() -> Any:
+    """The option as typer builds it, for every command: each version of typer has its own class for it."""
+    app = typer.Typer(add_completion=False)
+
+    @app.command()
+    def command(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version",
+                "-V",
+                help="Print the version and exit.",
+                callback=_print_version,
+                is_eager=True,
+                expose_value=False,
+            ),
+        ] = False,
+    ) -> None:
+        del version
+
+    return typer.main.get_command(app).params[0]
+
+
+_VERSION = _version_option()
+
+
+class _Grouped:
+    """Help in groups, and `--version`, for commands and groups of them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The command's own, then those of every command."""
+        *own, asked_help = super().get_params(ctx)  # type: ignore[misc]
+        return [*own, _VERSION, asked_help]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then each group of options, then subcommands."""
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", *PANELS)}
+        last = []
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            row = (_short_type(record[0]), record[1])
+            panel = getattr(parameter, "rich_help_panel", None)
+            if parameter.param_type_name == "argument":
+                panels["Arguments"].append(row)
+            elif panel is None:
+                last.append(row)
+            else:
+                panels[panel].append(row)
+        for name, rows in [*panels.items(), (_OTHERS, last)]:
+            if rows:
+                with formatter.section(typer.style(name, bold=True)):
+                    formatter.write_dl(rows, col_max=28)
+        if isinstance(self, TyperGroup):
+            self.format_commands(ctx, formatter)
+
+
+class GroupedCommand(_Grouped, TyperCommand):
+    """A command whose options are shown in groups."""
+
+
+class CommandGroup(_Grouped, TyperGroup):
+    """Several commands under one name."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one line or more for each command: its docstring's first sentence, whole."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section(typer.style("Commands", bold=True)):
+            formatter.write_dl([(name, _first_paragraph(command)) for name, command in commands if command is not None])
+
+
+def _first_paragraph(command: Any) -> str:
+    return " ".join((command.short_help or command.help or "").split("\n\n")[0].split())
+
+
+def _short_type(names: str) -> str:
+    """`--port <int range>` as `--port <int>` and `--stop <list[str]>` as `--stop <str>`: the words say the rest."""
+    return re.sub(r"<list\[(.+?)\]>", lambda found: f"<{found[1].lower()}>", names).replace(" range>", ">")
+
+
+def new_app(name: str | None = None, **settings: Any) -> typer.Typer:
+    """A group of commands whose help looks like everybody's; see `command` for what goes into it."""
+    return typer.Typer(
+        name=name,
+        cls=CommandGroup,
+        invoke_without_command=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings=SETTINGS,
+        **settings,
+    )
