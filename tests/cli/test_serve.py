@@ -75,7 +75,13 @@ def test_the_default_serves_and_stops_when_told() -> None:
             assert line, said
             said.append(line)
         banner = "".join(said)
-        for part in ("serving   smollm2", "smollm2-eagle3.1, as deep as pays", "blocks of 16 tokens", "API keys: 1"):
+        for part in (
+            "serving   smollm2",
+            "smollm2-eagle3.1, as deep as pays",
+            "blocks of 16 tokens",
+            "device    ",
+            "API keys: 1",
+        ):
             assert part in banner
         assert "secret-key" not in banner
         url = said[-1].split()[1].rstrip(",")

@@ -42,6 +42,13 @@ def test_forward_gives_logits_and_states_of_the_same_pass(folder: Path) -> None:
     assert torch.equal(output.aux_hidden_BTX[..., :64], target.embedding()[ids_BT])
 
 
+def test_loading_says_where(folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level(logging.INFO, "eyas"):
+        assert Target.load(str(folder), device="auto").device.type == "cpu"
+    assert caplog.messages[0].startswith(f"loading {folder} on cpu (")
+
+
 def test_a_cap_on_scores_is_honoured_whatever_transformers_would_choose(folder: Path, tmp_path: Path) -> None:
     def loaded(cap: float) -> Target:
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -77,10 +77,8 @@ def answer(
             help="Of drawn answers; each conversation has its own, counted from this.", rich_help_panel=SAMPLING
         ),
     ] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL)
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

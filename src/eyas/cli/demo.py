@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.help import MODEL, SAMPLING, SPECULATION
-from eyas.cli.options import AsJson, Cache, Dtype
+from eyas.cli.options import AsJson, Cache, Device, Dtype
 
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
@@ -42,7 +42,7 @@ def demo(
         int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=SAMPLING)
     ] = 128,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
+    device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

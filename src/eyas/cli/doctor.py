@@ -9,7 +9,7 @@ import typer
 
 from eyas.cli.arguments import as_json_value, make_folder, short_names
 from eyas.cli.help import MODEL, OUTPUT, SPECULATION, WORK
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 
 if TYPE_CHECKING:
     from eyas.doctor.examination import Examination, ExaminationConfig, ExaminationPrompt
@@ -70,12 +70,8 @@ def doctor(
         float, typer.Option(help="No further condition is begun after this long.", min=0.0, rich_help_panel=WORK)
     ] = 8.0,
     seed: Annotated[int, typer.Option(help="Of noise and drawn answers.", rich_help_panel=WORK)] = 0,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL)
-    ] = "auto",
-    device: Annotated[
-        str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)
-    ] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

@@ -14,7 +14,7 @@ import typer
 
 from eyas.cli.arguments import as_json_value, make_folder, short_names
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SPECULATION, WORK
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -91,12 +91,8 @@ def evaluate(
             help="Answers at the same time.", min=1, show_default="by length and device", rich_help_panel=MEMORY
         ),
     ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: as stored.", rich_help_panel=MODEL)
-    ] = "auto",
-    device: Annotated[
-        str, typer.Option(help="Where to run: auto, cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)
-    ] = "auto",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SPECULATION
-from eyas.cli.options import AsJson, Cache, Dtype, report
+from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 
 if TYPE_CHECKING:
     from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
@@ -73,7 +73,7 @@ def generate(
         ),
     ] = False,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
+    device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:

@@ -21,11 +21,14 @@ Cache = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help="float32, bfloat16, float16, or auto: as stored; on a CPU float32 if bfloat16 weights can stay as stored.",
+        help="float32, bfloat16, float16, or auto: as stored; on a CPU float32 where that is faster.",
         rich_help_panel=MODEL,
     ),
 ]
-"""Of a pair that serves; see `pair.load_pair`."""
+Device = Annotated[
+    str,
+    typer.Option(help="Where to run: cpu, cuda, cuda:1, ..., or auto: a GPU if there is one.", rich_help_panel=MODEL),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON for programs instead of text.", rich_help_panel=OUTPUT)
 ]

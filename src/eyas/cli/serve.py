@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
-from eyas.cli.options import Cache, Dtype, report
+from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, NETWORK, OPERATION, SPECULATION
+from eyas.cli.options import Cache, Device, Dtype, report
 
 logger = logging.getLogger(__name__)
 MAX_DEPTH = 7
@@ -76,7 +76,7 @@ def serve(
         float, typer.Option(help="Time for answers in flight after SIGTERM.", rich_help_panel=OPERATION)
     ] = 30.0,
     dtype: Dtype = "auto",
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...", rich_help_panel=MODEL)] = "cpu",
+    device: Device = "auto",
     page: Annotated[
         bool,
         typer.Option(
@@ -105,6 +105,7 @@ def serve(
     from eyas.serve.json_logging import log_json_lines
     from eyas.serve.model_info import ModelInfo, ServerLimits, banner
     from eyas.serve.server import Server, listen, url_of
+    from eyas.target.device import device_words
 
     config = read_speculative_config(speculative_config, target)
     limits = ServerLimits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
@@ -132,6 +133,8 @@ def serve(
         )
         for line in banner(model_info, engine_client.budget):
             report(line)
+        precision = str(loaded.dtype).removeprefix("torch.")
+        report(f"device    {device_words(loaded.device, asked=device)}, {precision}")
         keys = [key for key in api_key or () if key]
         if not keys and not _is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")

@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
 from eyas.target.capture import capture
+from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate
 from eyas.target.tokenizer import stop_ids
@@ -78,11 +79,11 @@ class Target:
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
-        where = _device(device)
+        where = choose_device(device)
         if spread and find_spec("accelerate") is None:
             raise UserError("spreading a target over several GPUs needs accelerate; `pip install accelerate`")
         place = locate(source, cache=cache)
-        logger.info(f"loading {source}")
+        logger.info(f"loading {source} on {device_words(where, asked=device)}")
         with explain_failures(source, place):
             config = AutoConfig.from_pretrained(place)
         facts = facts_of(config, source)
@@ -200,18 +201,6 @@ def _attention_of(config: Any) -> str | None:
     Some versions choose torch's fused attention for models that cap their scores, and then leave the cap out.
     """
     return "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise UserError(f"device {name!r} cannot be used here: {reason}; use 'cpu' or a device torch sees") from error
-    return device
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""Where a target runs: the device that was asked for, or the best there is, and its name in words."""
+
+import torch
+
+from eyas.errors import UserError
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name, tried; `auto` is the first GPU that torch can use, otherwise the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UserError(f"device {name!r} cannot be used here: {reason}; use 'cpu' or a device torch sees") from error
+    return device
+
+
+def device_words(device: torch.device, *, asked: str) -> str:
+    """The device for people, and why it is a CPU if nobody asked for one: an owner of a GPU must see it."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type != "cpu" or asked != "auto":
+        return str(device)
+    if torch.version.cuda is None:
+        return "cpu (this torch is built without CUDA)"
+    return "cpu (torch sees no CUDA device)"
