@@ -1,5 +1,6 @@
 """The routes of the server."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,22 @@ from starlette.routing import Route
 
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.auth import ApiKeyMiddleware
+from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.context import ServerContext
 from eyas.serve.drafter_swap import DrafterSlot, DrafterSwapEndpoint
 from eyas.serve.endpoint import Endpoint
 from eyas.serve.engine_client import EngineClient
+from eyas.serve.json_logging import log_event
 from eyas.serve.metrics import CONTENT_TYPE
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.openapi import openapi_document
 from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
 from eyas.serve.status import state_of, status_of
+
+logger = logging.getLogger(__name__)
+CLIENT_CLOSED_REQUEST = 499
+"""A status that nobody receives: nginx's, for a client that has left."""
 
 
 class Application:
@@ -55,7 +62,12 @@ class Application:
                 *(page_routes() if page else ()),
             ],
             middleware=[Middleware(ApiKeyMiddleware, keys=tuple(keys))],
-            exception_handlers={HTTPException: _error_response, ApiError: _error_response, Exception: _error_response},
+            exception_handlers={
+                HTTPException: _error_response,
+                ApiError: _error_response,
+                ClientDisconnectedError: self._disconnected,
+                Exception: _error_response,
+            },
         )
 
     async def _models(self, _: HttpRequest) -> Response:
@@ -81,6 +93,14 @@ class Application:
 
     async def _openapi(self, _: HttpRequest) -> Response:
         return JSONResponse(openapi_document())
+
+    async def _disconnected(self, http: HttpRequest, _: Exception) -> Response:
+        """Record a client that left while it sent its body. The endpoints that generate keep their own records."""
+        path = http.scope["route"].path
+        self.context.metrics.requests.labels(path, "disconnected").inc()
+        client = http.client.host if http.client else None
+        log_event(logger, "request", path=path, client=client, outcome="disconnected")
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     def _model_card(self) -> dict[str, Any]:
         model_info = self.context.model_info

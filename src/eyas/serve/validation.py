@@ -5,9 +5,11 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from eyas.serve.api_error import ApiError
+from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.protocol import NEUTRAL_VALUES, WireModel
 
 Body = TypeVar("Body", bound=WireModel)
@@ -46,6 +48,8 @@ async def read_body(http: HttpRequest, *, max_bytes: int, seconds: float) -> byt
                     )
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {seconds:g} s; send it faster", code="timeout") from None
+    except ClientDisconnect:
+        raise ClientDisconnectedError from None
     return bytes(body)
 
 
