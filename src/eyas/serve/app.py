@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from eyas import __version__
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.auth import ApiKeyMiddleware
 from eyas.serve.connection import ClientDisconnectedError
@@ -24,7 +25,9 @@ from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.openapi import openapi_document
 from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
+from eyas.serve.refused_endpoints import refused_routes
 from eyas.serve.status import state_of, status_of
+from eyas.serve.tokenize import TokenizerEndpoints
 
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -48,6 +51,7 @@ class Application:
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
         drafter_swap = DrafterSwapEndpoint(context, slot)
+        tokenizer = TokenizerEndpoints(context)
         self.asgi = Starlette(
             routes=[
                 Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -55,11 +59,17 @@ class Application:
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._model, methods=["GET"]),
                 Route("/v1/drafter", drafter_swap.handle, methods=["GET", "POST"]),
+                Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
+                Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
                 Route("/health", self._health, methods=["GET"]),
+                Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's name of /health
+                Route("/load", self._load, methods=["GET"]),
+                Route("/version", self._version, methods=["GET"]),
                 Route("/metrics", self._metrics, methods=["GET"]),
                 Route("/status", self._status, methods=["GET"]),
                 Route("/openapi.json", self._openapi, methods=["GET"]),
                 *(page_routes() if page else ()),
+                *refused_routes(),
             ],
             middleware=[Middleware(ApiKeyMiddleware, keys=tuple(keys))],
             exception_handlers={
@@ -81,6 +91,12 @@ class Application:
         state, failure = state_of(self.context), self.context.engine_client.failure
         body = {"status": state} | ({"reason": type(failure).__name__} if state == "failed" else {})
         return JSONResponse(body, status_code=200 if state == "ok" else 503)
+
+    async def _load(self, _: HttpRequest) -> Response:
+        return JSONResponse({"server_load": self.context.admission.in_flight})
+
+    async def _version(self, _: HttpRequest) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def _metrics(self, _: HttpRequest) -> Response:
         supervisor = self.context.engine_client.supervisor

@@ -1,4 +1,4 @@
-"""API keys protect /v1 and /status. Health and metrics stay open: probes carry no keys and see no text.
+"""API keys protect PROTECTED_PATHS. Health and metrics stay open: probes carry no keys and see no text.
 
 The web page stays open too; it shows nothing until its user enters a key.
 """
@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from eyas.serve.api_error import ApiError
 from eyas.serve.connection import ResponseWriter
 
-PROTECTED_PATHS = ("/v1", "/status")
+PROTECTED_PATHS = ("/v1", "/status", "/tokenize", "/detokenize")
 
 
 class ApiKeyMiddleware:

@@ -8,6 +8,7 @@ from eyas import __version__
 from eyas.serve.drafter_swap import DrafterSwapRequest
 from eyas.serve.protocol import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
 from eyas.serve.status import STATUS_SCHEMA
+from eyas.serve.tokenize import DetokenizeRequest, TokenizeRequest
 
 _ERROR = {
     "type": "object",
@@ -44,7 +45,8 @@ def openapi_document() -> dict[str, Any]:
     """The OpenAPI document."""
     bodies = (ChatCompletionRequest, CompletionRequest)
     references, definitions = models_json_schema(
-        [(body, "validation") for body in (*bodies, DrafterSwapRequest)], ref_template="#/components/schemas/{model}"
+        [(body, "validation") for body in (*bodies, DrafterSwapRequest, TokenizeRequest, DetokenizeRequest)],
+        ref_template="#/components/schemas/{model}",
     )
     schemas = definitions["$defs"] | {"Error": _ERROR, "Status": STATUS_SCHEMA}
     for body in bodies:
@@ -62,6 +64,11 @@ def openapi_document() -> dict[str, Any]:
                 "get": _get("The drafter in use.", keys=True),
                 "post": _post("Swap the drafter.", references[DrafterSwapRequest, "validation"]),
             },
+            "/tokenize": {"post": _post("Token ids of a text.", references[TokenizeRequest, "validation"])},
+            "/detokenize": {"post": _post("The text of token ids.", references[DetokenizeRequest, "validation"])},
+            "/version": {"get": _get("The version of eyas.")},
+            "/load": {"get": _get("Answers in flight, as server_load.")},
+            "/ping": {"get": _get("The same as /health.", "503")},
             "/health": {"get": _get("Whether requests are accepted.", "503")},
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
             "/status": {"get": _get("The server's state; counts are since the start.", keys=True, schema="Status")},

@@ -5,7 +5,7 @@ One body may ask for several answers: n for each prompt. They are numbered promp
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +75,15 @@ class RequestBuilder:
             raise ApiError(
                 400, f"top_logprobs {body.top_logprobs} needs logprobs true; set it or leave both out", field="logprobs"
             )
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tool_support.offered(body)]
-        prompt = self._target.encode_chat(self._messages(body), tools or None)
+        prompt = self.chat_tokens(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens
         return self._build(body, [prompt], max_tokens, logprobs, grammar, self.tool_support.new_parser(body))
+
+    def chat_tokens(self, body: ChatCompletionRequest, ending: Mapping[str, Any] | None = None) -> list[int]:
+        """The prompt of a conversation; `ending` is how the chat template ends it, if not with the answer's start."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tool_support.offered(body)]
+        return self._target.encode_chat(self._messages(body), tools or None, ending)
 
     def completion(self, body: CompletionRequest, grammar: Grammar | None) -> EngineRequests:
         """The requests of a text completion."""

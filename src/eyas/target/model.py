@@ -152,11 +152,15 @@ class Target:
         return _weight(head)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        ending: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation in the target's own format, up to where the assistant answers.
 
-        `tools` are told to a template that knows of them; the others leave them out.
+        `tools` are told to a template that knows of them; the others leave them out. `ending` says where it ends
+        instead, in the words of transformers: `add_generation_prompt`, `continue_final_message`.
         """
         if not self.tokenizer.chat_template:
             raise UserError(f"{self.facts.source} has no chat template; give it plain text or use an instruct model")
@@ -164,8 +168,8 @@ class Target:
             ids = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                add_generation_prompt=True,
                 return_dict=False,
+                **(ending or {"add_generation_prompt": True}),
             )
         except TemplateError as error:
             raise UserError(
