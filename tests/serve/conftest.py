@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import httpx2
 import pytest
@@ -119,6 +119,7 @@ def serve(
     page: bool = True,
     load: Callable[[str], Drafter] | None = None,
     tool_parser: str | None = None,
+    metrics_names: Literal["eyas", "vllm", "both"] = "both",
 ) -> Iterator[Client]:
     """A client of a server around an engine; `load` is how it comes by other drafters."""
     engines: list[Engine] = []
@@ -138,7 +139,15 @@ def serve(
             max_num_seqs=options.max_num_seqs,
             tool_parser=tool_parser,
         )
-        application = Application(engine_client, model_info, limits=limits, keys=keys, page=page, slot=slot)
+        application = Application(
+            engine_client,
+            model_info,
+            limits=limits,
+            keys=keys,
+            page=page,
+            metrics_names=metrics_names,
+            slot=slot,
+        )
         yield Client(application, engines)
 
 

@@ -52,17 +52,18 @@ def read_counters(text: str) -> Counters | None:
     found: dict[str, float] = {}
     at: dict[int, float] = {}
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = next((sample.name.removeprefix(p) for p in PREFIXES if sample.name.startswith(p)), sample.name)
-                if name == "spec_decode_num_accepted_tokens_per_pos_total":
-                    position = int(sample.labels["position"])
-                    at[position] = at.get(position, 0.0) + sample.value  # several engines behind one page
-                elif name == sample.name:
-                    if name == RUNNING_AVERAGE:
-                        found[name] = sample.value
-                else:
-                    found[name] = found.get(name, 0.0) + sample.value
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        # eyas tells its counts under vLLM's names too: read them once.
+        prefix = next((p for p in PREFIXES if any(sample.name.startswith(p) for sample in samples)), PREFIXES[0])
+        for sample in samples:
+            name = sample.name.removeprefix(prefix)
+            if name == "spec_decode_num_accepted_tokens_per_pos_total":
+                position = int(sample.labels["position"])
+                at[position] = at.get(position, 0.0) + sample.value  # several engines behind one page
+            elif name != sample.name:
+                found[name] = found.get(name, 0.0) + sample.value
+            elif name == RUNNING_AVERAGE:
+                found[name] = sample.value
     except (ValueError, KeyError):
         return None
     if not found:

@@ -3,7 +3,7 @@
 import ipaddress
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -83,6 +83,10 @@ def serve(
             "--page/--no-page", help="Serve the web page at /: chat, compare, dashboard.", rich_help_panel=OPERATION
         ),
     ] = True,
+    metrics_names: Annotated[
+        Literal["eyas", "vllm", "both"],
+        typer.Option(help="Whose names /metrics uses: eyas_..., vllm:..., or both.", rich_help_panel=OPERATION),
+    ] = "both",
     check: Annotated[
         bool,
         typer.Option(
@@ -144,7 +148,15 @@ def serve(
         if check:
             return
         log_json_lines()
-        application = Application(engine_client, model_info, limits=limits, keys=keys, page=page, slot=slot)
+        application = Application(
+            engine_client,
+            model_info,
+            limits=limits,
+            keys=keys,
+            page=page,
+            metrics_names=metrics_names,
+            slot=slot,
+        )
         Server(application).run([listener])
 
 

@@ -28,6 +28,7 @@ from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
 from eyas.serve.refused_endpoints import refused_routes
 from eyas.serve.status import state_of, status_of
 from eyas.serve.tokenize import TokenizerEndpoints
+from eyas.serve.vllm_metrics import MetricsNames
 
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -45,9 +46,11 @@ class Application:
         limits: ServerLimits | None = None,
         keys: Sequence[str] = (),
         page: bool = True,
+        metrics_names: MetricsNames = "both",
         slot: DrafterSlot,
     ) -> None:
-        self.context = context = ServerContext.create(engine_client, model_info, limits or ServerLimits())
+        limits = limits or ServerLimits()
+        self.context = context = ServerContext.create(engine_client, model_info, limits, metrics_names)
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
         drafter_swap = DrafterSwapEndpoint(context, slot)

@@ -11,6 +11,7 @@ from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.request_builder import RequestBuilder
 from eyas.serve.structured_outputs import GrammarCompiler
 from eyas.serve.token_text import TokenText
+from eyas.serve.vllm_metrics import MetricsNames
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,11 +32,17 @@ class ServerContext:
     """Long prompts must not block the event loop. One thread, because tokenizers are not thread-safe."""
 
     @classmethod
-    def create(cls, engine_client: EngineClient, model_info: ModelInfo, limits: ServerLimits) -> "ServerContext":
+    def create(
+        cls,
+        engine_client: EngineClient,
+        model_info: ModelInfo,
+        limits: ServerLimits,
+        metrics_names: MetricsNames = "both",
+    ) -> "ServerContext":
         """Build what the endpoints need around an engine."""
         target = engine_client.target
         admission = AdmissionController(max_num_seqs=model_info.max_num_seqs, queue=limits.queue)
-        metrics = ServerMetrics(model_info.name)
+        metrics = ServerMetrics(model_info.name, metrics_names)
         metrics.in_flight.set_function(lambda: admission.in_flight)
         request_builder = RequestBuilder(target, model_info)
         special_tokens = {token: text for text, token in request_builder.tool_support.special_tokens.items()}

@@ -97,6 +97,7 @@ class Endpoint:
             created=int(time.time()),
             prompt_tokens=engine_requests.prompt_tokens,
             details=body.speculative is not None and body.speculative.details,
+            num_spec_tokens=self._num_spec_tokens(engine_requests),
         )
         trace.choices = [
             ChoiceOutput(tool_parser=engine_requests.new_parser and engine_requests.new_parser())
@@ -153,6 +154,13 @@ class Endpoint:
                 metrics.inter_token_latency.observe((now - before) / len(delta.tokens))
         trace.last_token[index] = now
 
+    def _num_spec_tokens(self, engine_requests: EngineRequests) -> int | None:
+        """The deepest draft of a request; None if it is not drafted for."""
+        speculation = engine_requests.requests[0].speculation
+        if self._context.model_info.drafter is None or speculation.mode == "off":
+            return None
+        return speculation.depth or self._context.engine_client.max_depth
+
     def _to_api_error(self, error: Exception) -> ApiError:
         failure = to_api_error(error)
         if failure.status == 500 and self._context.admission.draining:
@@ -168,6 +176,12 @@ class Endpoint:
         metrics = self._context.metrics
         metrics.requests.labels(scope["path"], trace.outcome).inc()
         metrics.e2e_latency.observe(seconds)
+        if trace.choices and trace.engine_requests is not None:
+            metrics.request_prompt_tokens.observe(trace.engine_requests.prompt_tokens)
+        for choice in trace.choices:
+            finished = choice.deltas[-1].finished if choice.deltas else None
+            metrics.request_success.labels("abort" if finished is None else finished.value).inc()
+            metrics.request_generation_tokens.observe(choice.tokens)
         speculative = response_builder.speculative_usage(choice.stats for choice in trace.choices)
         client = scope.get("client")
         log_event(

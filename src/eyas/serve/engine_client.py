@@ -35,6 +35,8 @@ class EngineSnapshot:
     running: int = 0
     waiting: int = 0
     blocks: int = 0
+    block_size: int = 1
+    """Tokens in a block."""
     blocks_used: int = 0
     blocks_cached: int = 0
     prefix_lookups: int = 0
@@ -131,6 +133,7 @@ class EngineClient:
             running=len(engine.scheduler.running),
             waiting=engine.scheduler.waiting,
             blocks=engine.block_manager.blocks,
+            block_size=engine.block_manager.block_size,
             blocks_used=engine.block_manager.used,
             blocks_cached=engine.block_manager.cached,
             prefix_lookups=engine.block_manager.lookups,

@@ -1,4 +1,4 @@
-"""Prometheus metrics. Names are vLLM's with `eyas_` for `vllm:`, so a dashboard needs one replacement.
+"""Prometheus metrics. Names are vLLM's with `eyas_` for `vllm:`; `vllm_metrics` also tells them under vLLM's own.
 
 `EngineCollector` reads the engine's counts on each scrape. `ServerMetrics` counts what only the server knows, such as
 latencies and outcomes, as it happens.
@@ -13,17 +13,20 @@ from prometheus_client.registry import Collector
 
 from eyas.engine.speculation.drift import DriftReport
 from eyas.serve.engine_client import EngineSnapshot
+from eyas.serve.vllm_metrics import MetricsNames, named
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5)
 E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
 class ServerMetrics:
     """Counters and histograms of one server."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, names: MetricsNames = "both") -> None:
+        self._model, self._names = model, names
         self.registry = CollectorRegistry()
         self.engine = EngineCollector()
         self.registry.register(self.engine)
@@ -37,6 +40,18 @@ class ServerMetrics:
             "eyas_answers_in_flight", "Answers accepted, waiting or running.", registry=self.registry
         )
         self.prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens accepted.", registry=self.registry)
+        self.request_success = Counter(
+            "eyas_request_success",
+            "Answers that ended, by why: stop, length, error, or abort if the request ended first.",
+            ["finished_reason"],
+            registry=self.registry,
+        )
+        self.request_prompt_tokens = self._histogram(
+            "eyas_request_prompt_tokens", "Prompt tokens of a request.", TOKEN_BUCKETS
+        )
+        self.request_generation_tokens = self._histogram(
+            "eyas_request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS
+        )
         self.time_to_first_token = self._histogram(
             "eyas_time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS
         )
@@ -63,7 +78,20 @@ class ServerMetrics:
     def render(self, snapshot: EngineSnapshot, *, failed_steps: int, replaced: int) -> bytes:
         """All metrics in Prometheus' text format."""
         self.engine.snapshot, self.engine.failed_steps, self.engine.replaced = snapshot, failed_steps, replaced
-        return generate_latest(self.registry)
+        renamed = CollectorRegistry()
+        renamed.register(_Renamed(self.registry, self._names, self._model, snapshot.block_size))
+        return generate_latest(renamed)
+
+
+class _Renamed(Collector):
+    """All metrics of a registry under the names that the operator chose."""
+
+    def __init__(self, registry: CollectorRegistry, names: MetricsNames, model: str, block_size: int) -> None:
+        self._registry, self._names, self._model, self._block_size = registry, names, model, block_size
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics."""
+        return named(self._registry.collect(), self._names, model=self._model, block_size=self._block_size)
 
 
 class EngineCollector(Collector):

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
+from eyas.serve.spec_decode_metrics import spec_decode_metrics
 from eyas.serve.supervisor import add_stats
 from eyas.serve.token_text import TokenText
 from eyas.serve.tool_parser import ParsedDelta, ToolCallParser
@@ -95,6 +96,8 @@ class ResponseMeta:
     prompt_tokens: int
     details: bool
     """Whether the request asked for speculation details per token."""
+    num_spec_tokens: int | None
+    """The deepest draft; None without drafts."""
 
     def envelope(self, *, choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
         """The response object around choices."""
@@ -119,7 +122,7 @@ def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_tex
         if meta.details:
             body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.stats])
         bodies.append(body)
-    return meta.envelope(choices=bodies, chunk=False) | {"usage": usage(meta, choices)}
+    return meta.envelope(choices=bodies, chunk=False) | {"usage": usage(meta, choices)} | _metrics(meta, choices)
 
 
 def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
@@ -151,7 +154,18 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
 
 def usage_chunk(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
     """The last chunk of a stream with include_usage."""
-    return meta.envelope(choices=[], chunk=True) | {"usage": usage(meta, choices)}
+    return meta.envelope(choices=[], chunk=True) | {"usage": usage(meta, choices)} | _metrics(meta, choices)
+
+
+def _metrics(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
+    """vLLM's `metrics`. It describes one answer, so several have none."""
+    if len(choices) != 1 or meta.num_spec_tokens is None:
+        return {}
+    (choice,) = choices
+    figures = spec_decode_metrics(
+        choice.stats, choice.deltas, num_spec_tokens=meta.num_spec_tokens, detailed=meta.details
+    )
+    return {"metrics": {"speculative_decoding": figures}}
 
 
 def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
