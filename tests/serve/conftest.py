@@ -24,6 +24,7 @@ from eyas.serve.app import Application
 from eyas.serve.drafter_swap import DrafterSlot
 from eyas.serve.engine_client import EngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.request_policy import RequestPolicy
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
@@ -115,6 +116,7 @@ def serve(
     *,
     options: EngineConfig = OPTIONS,
     limits: ServerLimits | None = None,
+    policy: RequestPolicy | None = None,
     keys: tuple[str, ...] = (),
     page: bool = True,
     load: Callable[[str], Drafter] | None = None,
@@ -143,6 +145,7 @@ def serve(
             engine_client,
             model_info,
             limits=limits,
+            policy=policy,
             keys=keys,
             page=page,
             metrics_names=metrics_names,
@@ -190,6 +193,6 @@ def new_server(target: Target, tiny_drafter: Drafter) -> Serve:
     """Begin another server, with limits of its own."""
 
     def begin(**arguments: Any) -> Any:
-        return serve(target, tiny_drafter, **arguments)
+        return serve(arguments.pop("target", target), tiny_drafter, **arguments)
 
     return begin

@@ -26,6 +26,8 @@ FIELDS = [
     "stream", "stream_options", "speculative", "user", "prompt", "messages", "top_logprobs", "max_completion_tokens",
     "tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "guided_json",
     "guided_regex", "guided_choice", "guided_grammar", "colour",
+    "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "verbosity",
+    "chat_template_kwargs", "reasoning_effort", "chat_template", "add_generation_prompt", "continue_final_message",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, NETWORK, OPERATION, SPECU
 from eyas.cli.options import Cache, Device, Dtype, report
 
 logger = logging.getLogger(__name__)
+UnknownFieldsOption = Literal["refuse", "report"]
 MAX_DEPTH = 7
 """The deepest that the controller and requests may draft, unless `num_speculative_tokens` is larger."""
 
@@ -63,6 +64,18 @@ def serve(
             rich_help_panel=API,
         ),
     ] = None,
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--trust-request-chat-template",
+            help="Let requests bring a chat template, which is a program.",
+            rich_help_panel=API,
+        ),
+    ] = False,
+    unknown_fields: Annotated[
+        UnknownFieldsOption,
+        typer.Option(help="Unknown fields of requests: refuse, or report in a header and ignore.", rich_help_panel=API),
+    ] = "refuse",
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -108,6 +121,7 @@ def serve(
     from eyas.serve.engine_client import EngineClient
     from eyas.serve.json_logging import log_json_lines
     from eyas.serve.model_info import ModelInfo, ServerLimits, banner
+    from eyas.serve.request_policy import RequestPolicy
     from eyas.serve.server import Server, listen, url_of
     from eyas.target.device import device_words
 
@@ -148,10 +162,12 @@ def serve(
         if check:
             return
         log_json_lines()
+        policy = RequestPolicy(unknown_fields=unknown_fields, trust_request_chat_template=trust_request_chat_template)
         application = Application(
             engine_client,
             model_info,
             limits=limits,
+            policy=policy,
             keys=keys,
             page=page,
             metrics_names=metrics_names,

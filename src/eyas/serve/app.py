@@ -26,6 +26,7 @@ from eyas.serve.openapi import openapi_document
 from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
 from eyas.serve.refused_endpoints import refused_routes
+from eyas.serve.request_policy import RequestPolicy
 from eyas.serve.status import state_of, status_of
 from eyas.serve.tokenize import TokenizerEndpoints
 from eyas.serve.vllm_metrics import MetricsNames
@@ -44,13 +45,15 @@ class Application:
         model_info: ModelInfo,
         *,
         limits: ServerLimits | None = None,
+        policy: RequestPolicy | None = None,
         keys: Sequence[str] = (),
         page: bool = True,
         metrics_names: MetricsNames = "both",
         slot: DrafterSlot,
     ) -> None:
-        limits = limits or ServerLimits()
-        self.context = context = ServerContext.create(engine_client, model_info, limits, metrics_names)
+        self.context = context = ServerContext.create(
+            engine_client, model_info, limits or ServerLimits(), policy or RequestPolicy(), metrics_names
+        )
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
         drafter_swap = DrafterSwapEndpoint(context, slot)

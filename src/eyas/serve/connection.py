@@ -34,6 +34,8 @@ class ResponseWriter:
         self._streaming = False
         self._write_lock = asyncio.Lock()  # several choices share the connection
         self.status: int | None = None
+        self.headers: dict[str, str] = {}
+        """Headers that every response to this request has."""
 
     async def json(self, body: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
         """Send a whole response."""
@@ -66,7 +68,7 @@ class ResponseWriter:
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
-        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+        pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers | self.headers).items()]
         pairs.append((b"x-request-id", self._request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 

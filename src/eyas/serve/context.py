@@ -9,6 +9,7 @@ from eyas.serve.engine_client import EngineClient
 from eyas.serve.metrics import ServerMetrics
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.request_builder import RequestBuilder
+from eyas.serve.request_policy import RequestPolicy
 from eyas.serve.structured_outputs import GrammarCompiler
 from eyas.serve.token_text import TokenText
 from eyas.serve.vllm_metrics import MetricsNames
@@ -21,6 +22,7 @@ class ServerContext:
     engine_client: EngineClient
     model_info: ModelInfo
     limits: ServerLimits
+    policy: RequestPolicy
     admission: AdmissionController
     metrics: ServerMetrics
     request_builder: RequestBuilder
@@ -37,6 +39,7 @@ class ServerContext:
         engine_client: EngineClient,
         model_info: ModelInfo,
         limits: ServerLimits,
+        policy: RequestPolicy,
         metrics_names: MetricsNames = "both",
     ) -> "ServerContext":
         """Build what the endpoints need around an engine."""
@@ -44,12 +47,13 @@ class ServerContext:
         admission = AdmissionController(max_num_seqs=model_info.max_num_seqs, queue=limits.queue)
         metrics = ServerMetrics(model_info.name, metrics_names)
         metrics.in_flight.set_function(lambda: admission.in_flight)
-        request_builder = RequestBuilder(target, model_info)
+        request_builder = RequestBuilder(target, model_info, policy)
         special_tokens = {token: text for text, token in request_builder.tool_support.special_tokens.items()}
         return cls(
             engine_client=engine_client,
             model_info=model_info,
             limits=limits,
+            policy=policy,
             admission=admission,
             metrics=metrics,
             request_builder=request_builder,

@@ -26,7 +26,8 @@ from eyas.serve.json_logging import log_event
 from eyas.serve.protocol import GenerationRequest
 from eyas.serve.request_builder import EngineRequests
 from eyas.serve.response_builder import ChoiceOutput, Kind, ResponseMeta
-from eyas.serve.validation import parse_body, read_body
+from eyas.serve.unknown_fields import ignored_header, read_known_fields
+from eyas.serve.validation import read_body
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class Endpoint:
         context = self._context
         context.admission.check_capacity()  # before reading the body too: a full server should refuse cheaply
         raw = await read_body(http, max_bytes=context.limits.body_bytes, seconds=context.limits.body_seconds)
-        trace.body = body = parse_body(self._body, raw)
+        trace.body, ignored = read_known_fields(self._body, raw, context.policy.unknown_fields)
+        body, writer.headers = trace.body, ignored_header(ignored)
         if body.model is not None:
             context.model_info.require(body.model)
         spec = context.request_builder.grammar_spec(body)

@@ -14,16 +14,13 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Unsupported fields of OpenAI's API, and the values (beside null) that ask for nothing."""
@@ -109,7 +106,20 @@ class GenerationRequest(WireModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
-    user: str | None = Field(None, description="Goes to the server's log, so that an operator can tell users apart.")
+    user: str | None = Field(
+        None, max_length=512, description="Goes to the server's log, so that an operator can tell users apart."
+    )
+    # These ask nothing of the text: they are checked and have no effect.
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        None, max_length=16, description="Not kept."
+    )
+    store: bool = Field(False, description="Nothing is stored, whatever it says.")
+    safety_identifier: str | None = Field(None, max_length=512)
+    prompt_cache_key: str | None = Field(None, max_length=512, description="The prefix cache needs no hint.")
+    prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="There is one tier."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -219,6 +229,17 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=32, description="Variables of the chat template; one that it does not use has no effect."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Goes to the chat template as the variable reasoning_effort."
+    )
+    chat_template: str | None = Field(None, description="Refused, unless the operator allows it.")
+    add_generation_prompt: bool = Field(True, description="End the prompt where the assistant answers.")
+    continue_final_message: bool = Field(
+        False, description="Continue the last message instead of answering it; add_generation_prompt is false then."
+    )
 
 
 class CompletionRequest(GenerationRequest):

@@ -5,7 +5,7 @@ One body may ask for several answers: n for each prompt. They are numbered promp
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from eyas.engine.grammar.base import Grammar
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.api_error import ApiError
+from eyas.serve.chat_template import template_options
 from eyas.serve.model_info import ModelInfo
 from eyas.serve.protocol import (
     AssistantMessage,
@@ -23,6 +24,7 @@ from eyas.serve.protocol import (
     TextPart,
     ToolMessage,
 )
+from eyas.serve.request_policy import RequestPolicy
 from eyas.serve.structured_outputs import GrammarSpec, grammar_spec_of
 from eyas.serve.tool_parser import ToolCallParser
 from eyas.serve.tools import ToolSupport
@@ -47,8 +49,8 @@ class EngineRequests:
 class RequestBuilder:
     """Builds engine requests for one target."""
 
-    def __init__(self, target: Target, model_info: ModelInfo) -> None:
-        self._target, self._model_info = target, model_info
+    def __init__(self, target: Target, model_info: ModelInfo, policy: RequestPolicy) -> None:
+        self._target, self._model_info, self._policy = target, model_info, policy
         self._stop_ids = target.stop_ids()
         self.tool_support = ToolSupport(target, model_info.tool_parser)
 
@@ -80,10 +82,11 @@ class RequestBuilder:
         max_tokens = body.max_completion_tokens or body.max_tokens
         return self._build(body, [prompt], max_tokens, logprobs, grammar, self.tool_support.new_parser(body))
 
-    def chat_tokens(self, body: ChatCompletionRequest, ending: Mapping[str, Any] | None = None) -> list[int]:
-        """The prompt of a conversation; `ending` is how the chat template ends it, if not with the answer's start."""
+    def chat_tokens(self, body: ChatCompletionRequest) -> list[int]:
+        """The prompt of a conversation."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tool_support.offered(body)]
-        return self._target.encode_chat(self._messages(body), tools or None, ending)
+        options = template_options(body, self._target, self._policy)
+        return self._target.encode_chat(self._messages(body), tools or None, options)
 
     def completion(self, body: CompletionRequest, grammar: Grammar | None) -> EngineRequests:
         """The requests of a text completion."""

@@ -32,6 +32,13 @@ class TokenizeRequest(WireModel):
     add_generation_prompt: bool | None = Field(None, description="End where the assistant answers; messages only.")
     continue_final_message: bool | None = Field(None, description="Leave the last message open; messages only.")
     tools: list[Tool] | None = None
+    chat_template: str | None = Field(None, description="Refused, unless the operator allows it; messages only.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=32, description="Variables of the chat template; messages only."
+    )
+
+
+SHARED_WITH_CHAT = ("add_generation_prompt", "continue_final_message", "tools", "chat_template", "chat_template_kwargs")
 
 
 class DetokenizeRequest(WireModel):
@@ -96,7 +103,7 @@ class TokenizerEndpoints:
     def _prompt_tokens(self, body: TokenizeRequest) -> list[int]:
         if body.prompt is None:
             raise ApiError(400, "prompt and messages are both missing; give one", field="prompt")
-        for field in ("add_generation_prompt", "continue_final_message", "tools"):
+        for field in SHARED_WITH_CHAT:
             if getattr(body, field) is not None:
                 raise ApiError(400, f"{field} is for messages, and there is a prompt; leave it out", field=field)
         tokens: list[int] = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
@@ -108,17 +115,11 @@ class TokenizerEndpoints:
         if body.add_special_tokens:
             field = "add_special_tokens"
             raise ApiError(400, f"{field} is true, but the chat template adds them; leave it out", field=field)
-        unfinished = bool(body.continue_final_message)
-        if unfinished and body.add_generation_prompt:
-            field = "continue_final_message"
-            raise ApiError(400, f"{field} and add_generation_prompt exclude each other; give one", field=field)
-        ending = {
-            "add_generation_prompt": body.add_generation_prompt is not False and not unfinished,
-            "continue_final_message": unfinished,
-        }
         # The same checks and the same rendering as a chat completion of these messages.
-        chat = ChatCompletionRequest.model_construct(messages=messages, tools=body.tools)
-        return self._context.request_builder.chat_tokens(chat, ending)
+        shared = {name: value for name in SHARED_WITH_CHAT if (value := getattr(body, name)) is not None}
+        return self._context.request_builder.chat_tokens(
+            ChatCompletionRequest.model_construct(messages=messages, **shared)
+        )
 
     def _detokenize(self, body: DetokenizeRequest) -> dict[str, Any]:
         most, vocabulary = self._context.model_info.max_model_len, self._context.engine_client.target.facts.vocab_size

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -30,6 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
 from eyas.target.capture import capture
+from eyas.target.chat_template import TEMPLATE_ERRORS, ChatTemplateOptions
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate
@@ -155,25 +155,30 @@ class Target:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        ending: Mapping[str, Any] | None = None,
+        options: ChatTemplateOptions | None = None,
     ) -> list[int]:
         """Return the ids of a conversation in the target's own format, up to where the assistant answers.
 
-        `tools` are told to a template that knows of them; the others leave them out. `ending` says where it ends
-        instead, in the words of transformers: `add_generation_prompt`, `continue_final_message`.
+        `tools` are told to a template that knows of them; the others leave them out. `options` may end it
+        elsewhere.
         """
-        if not self.tokenizer.chat_template:
+        options = options or ChatTemplateOptions()
+        if not (options.template or self.tokenizer.chat_template):
             raise UserError(f"{self.facts.source} has no chat template; give it plain text or use an instruct model")
         try:
             ids = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
+                chat_template=options.template,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
                 return_dict=False,
-                **(ending or {"add_generation_prompt": True}),
+                **options.variables,
             )
-        except TemplateError as error:
+        except TEMPLATE_ERRORS as error:
             raise UserError(
-                f"the chat template of {self.facts.source} refuses this conversation ({error}); change the messages"
+                f"the chat template of {self.facts.source} refuses this conversation ({str(error)[:200]}); change the "
+                "messages or what the template is given"
             ) from error
         return cast(list[int], ids)
 
