@@ -29,6 +29,10 @@ Run = Callable[..., Any]
         (["--speculative-config", '{"model": 3}'], ["model 3"]),
         (["somewhere", "--speculative-config", '{"num_speculative_tokens": 3}'], ["somewhere", "add one"]),
         (["--host", "nowhere.invalid"], ["nowhere.invalid", "--host"]),
+        (["--ssl-certfile", "nowhere.pem"], ["--ssl-certfile nowhere.pem", "No such file"]),
+        (["--ssl-keyfile", "nowhere.key"], ["--ssl-keyfile nowhere.key", "--ssl-certfile"]),
+        (["--root-path", "a b"], ["--root-path", "/eyas"]),
+        (["--log-level", "loud"], ["--log-level", "'debug', 'info', 'warning', 'error'"]),
         (["--request-seconds", "0"], ["request_seconds", "above 0"]),
     ],
 )

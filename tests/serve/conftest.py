@@ -122,6 +122,7 @@ def serve(
     load: Callable[[str], Drafter] | None = None,
     tool_parser: str | None = None,
     metrics_names: Literal["eyas", "vllm", "both"] = "both",
+    root_path: str = "",
 ) -> Iterator[Client]:
     """A client of a server around an engine; `load` is how it comes by other drafters."""
     engines: list[Engine] = []
@@ -149,6 +150,7 @@ def serve(
             keys=keys,
             page=page,
             metrics_names=metrics_names,
+            root_path=root_path,
             slot=slot,
         )
         yield Client(application, engines)

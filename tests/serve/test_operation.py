@@ -269,6 +269,16 @@ def test_once_the_server_serves_everything_under_eyas_is_json_lines(capsys: pyte
     ]
 
 
+@pytest.mark.usefixtures("restored_loggers")
+def test_the_least_severity_of_the_log_is_the_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    for level, shown in ((logging.DEBUG, 3), (logging.INFO, 2), (logging.WARNING, 1), (logging.ERROR, 0)):
+        log_json_lines(level)
+        for number in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger("eyas.engine").log(number, "said")
+        logging.getLogger("uvicorn.error").info("never shown")
+        assert capsys.readouterr().err.count("said") == shown
+
+
 def test_the_model_is_described(client: Any) -> None:
     (card,) = client.get("/v1/models").json["data"]
     assert card == client.get("/v1/models/tiny").json

@@ -1,7 +1,9 @@
 """Options that several commands share, and how every command reports progress."""
 
+import logging
 import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +34,20 @@ Device = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON for programs instead of text.", rich_help_panel=OUTPUT)
 ]
+
+
+class LogLevel(StrEnum):
+    """How severe, in Python's words."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+    @property
+    def number(self) -> int:
+        """The level as `logging` counts."""
+        return logging.getLevelNamesMapping()[self.upper()]
 
 
 def report(message: str) -> None:

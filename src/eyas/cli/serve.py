@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from eyas.cli.config_file import read_config_file
 from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, NETWORK, OPERATION, SPECULATION
-from eyas.cli.options import Cache, Device, Dtype, report
+from eyas.cli.options import Cache, Device, Dtype, LogLevel, report
 
 logger = logging.getLogger(__name__)
 UnknownFieldsOption = Literal["refuse", "report"]
@@ -33,6 +34,21 @@ def serve(
     port: Annotated[
         int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535, rich_help_panel=NETWORK)
     ] = 8000,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(help="Serve HTTPS with this certificate (PEM, the chain included).", rich_help_panel=NETWORK),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Its private key (PEM, not encrypted).",
+            show_default="in the certificate's file",
+            rich_help_panel=NETWORK,
+        ),
+    ] = None,
+    root_path: Annotated[
+        str, typer.Option(help="The path that a proxy serves this under, such as /eyas.", rich_help_panel=NETWORK)
+    ] = "",
     api_key: Annotated[
         list[str] | None,
         typer.Option(envvar="EYAS_API_KEY", help="Require this key; repeat for several.", rich_help_panel=ACCESS),
@@ -100,6 +116,22 @@ def serve(
         Literal["eyas", "vllm", "both"],
         typer.Option(help="Whose names /metrics uses: eyas_..., vllm:..., or both.", rich_help_panel=OPERATION),
     ] = "both",
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(
+            help="Least severity of what is logged; requests are info.", case_sensitive=False, rich_help_panel=OPERATION
+        ),
+    ] = LogLevel.info,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            help="Options from a YAML file: `max-num-seqs: 16`; the command line wins.",
+            callback=read_config_file,
+            is_eager=True,
+            rich_help_panel=OPERATION,
+        ),
+    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -112,6 +144,7 @@ def serve(
 
     Without arguments it serves the default target with the drafter that comes with eyas, on the loopback address.
     """
+    del config_file  # its values are the defaults of the other options by now
     from eyas.cli.speculative_config import read_speculative_config
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
@@ -122,7 +155,9 @@ def serve(
     from eyas.serve.json_logging import log_json_lines
     from eyas.serve.model_info import ModelInfo, ServerLimits, banner
     from eyas.serve.request_policy import RequestPolicy
+    from eyas.serve.root_path import read_root_path
     from eyas.serve.server import Server, listen, url_of
+    from eyas.serve.tls import tls_context
     from eyas.target.device import device_words
 
     config = read_speculative_config(speculative_config, target)
@@ -134,6 +169,7 @@ def serve(
         max_depth=max(MAX_DEPTH, config.depth or 0),
         capture_ahead=True,
     )
+    tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
     listener = listen(host, port)  # before loading: a port in use should fail at once
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
     slot = DrafterSlot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
@@ -156,13 +192,14 @@ def serve(
         keys = [key for key in api_key or () if key]
         if not keys and not _is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
-        report(f"at        {url_of(listener)}/v1, {f'API keys: {len(keys)}' if keys else 'no API key'}")
+        url = url_of(listener, tls=tls is not None, root_path=prefix)
+        report(f"at        {url}/v1, {f'API keys: {len(keys)}' if keys else 'no API key'}")
         if page:
-            report(f"page      {url_of(listener)}/")
+            report(f"page      {url}/")
         if check:
             return
-        log_json_lines()
         policy = RequestPolicy(unknown_fields=unknown_fields, trust_request_chat_template=trust_request_chat_template)
+        log_json_lines(log_level.number)
         application = Application(
             engine_client,
             model_info,
@@ -171,9 +208,10 @@ def serve(
             keys=keys,
             page=page,
             metrics_names=metrics_names,
+            root_path=prefix,
             slot=slot,
         )
-        Server(application).run([listener])
+        Server(application, tls=tls).run([listener])
 
 
 def _is_loopback(host: str) -> bool:

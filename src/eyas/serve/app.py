@@ -27,6 +27,7 @@ from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
 from eyas.serve.refused_endpoints import refused_routes
 from eyas.serve.request_policy import RequestPolicy
+from eyas.serve.root_path import RootPathMiddleware
 from eyas.serve.status import state_of, status_of
 from eyas.serve.tokenize import TokenizerEndpoints
 from eyas.serve.vllm_metrics import MetricsNames
@@ -49,6 +50,7 @@ class Application:
         keys: Sequence[str] = (),
         page: bool = True,
         metrics_names: MetricsNames = "both",
+        root_path: str = "",
         slot: DrafterSlot,
     ) -> None:
         self.context = context = ServerContext.create(
@@ -56,6 +58,7 @@ class Application:
         )
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
+        self._root_path = root_path
         drafter_swap = DrafterSwapEndpoint(context, slot)
         tokenizer = TokenizerEndpoints(context)
         self.asgi = Starlette(
@@ -77,7 +80,10 @@ class Application:
                 *(page_routes() if page else ()),
                 *refused_routes(),
             ],
-            middleware=[Middleware(ApiKeyMiddleware, keys=tuple(keys))],
+            middleware=[
+                *([Middleware(RootPathMiddleware, root_path=root_path)] if root_path else ()),
+                Middleware(ApiKeyMiddleware, keys=tuple(keys)),
+            ],
             exception_handlers={
                 HTTPException: _error_response,
                 ApiError: _error_response,
@@ -114,7 +120,8 @@ class Application:
         return JSONResponse(await status_of(self.context), headers={"cache-control": "no-store"})
 
     async def _openapi(self, _: HttpRequest) -> Response:
-        return JSONResponse(openapi_document())
+        servers = {"servers": [{"url": self._root_path}]} if self._root_path else {}
+        return JSONResponse(openapi_document() | servers)
 
     async def _disconnected(self, http: HttpRequest, _: Exception) -> Response:
         """Record a client that left while it sent its body. The endpoints that generate keep their own records."""

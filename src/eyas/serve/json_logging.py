@@ -14,14 +14,14 @@ LOGGERS = {"eyas": logging.INFO, "uvicorn.error": logging.WARNING}
 """What is logged once the server serves: all of eyas, and what the HTTP server complains about."""
 
 
-def log_json_lines() -> None:
-    """From now on, write these loggers to stderr as JSON lines and nowhere else."""
+def log_json_lines(level: int = logging.INFO) -> None:
+    """From now on, write these loggers to stderr as JSON lines and nowhere else: eyas from this level on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    for name, level in LOGGERS.items():
+    for name, least in LOGGERS.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel(level if name == "eyas" else max(least, level))
 
 
 def log_event(logger: logging.Logger, event: str, **fields: Any) -> None:

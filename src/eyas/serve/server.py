@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+import ssl
 from math import ceil
 from types import FrameType
 
@@ -33,16 +34,17 @@ def listen(address: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False, root_path: str = "") -> str:
     """The URL of a listening socket."""
     address, port = listener.getsockname()[:2]
-    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+    host = f"[{address}]" if ":" in address else address
+    return f"{'https' if tls else 'http'}://{host}:{port}{root_path}"
 
 
 class Server(uvicorn.Server):
     """Runs an application until a signal, then drains it."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: Application, *, tls: ssl.SSLContext | None = None) -> None:
         self._context = application.context
         self._drain_seconds = self._context.limits.drain_seconds
         super().__init__(
@@ -59,6 +61,8 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=ceil(self._drain_seconds) + CLOSE_SECONDS,
             )
         )
+        self.config.load()
+        self.config.ssl = tls  # the context that was tried, not one that uvicorn would make of the same files
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, exit at the second; uvicorn's own would raise the signal again at the end."""

@@ -1,0 +1,53 @@
+"""Under a path of a proxy's: everything works with the prefix and without it."""
+
+from typing import Any
+
+import pytest
+
+from eyas.errors import UserError
+from eyas.serve.root_path import read_root_path
+
+
+@pytest.mark.parametrize(
+    ("text", "path"), [("", ""), ("/", ""), ("/eyas", "/eyas"), ("eyas/", "/eyas"), ("/a/b.c/", "/a/b.c")]
+)
+def test_slashes_do_not_matter(text: str, path: str) -> None:
+    assert read_root_path(text) == path
+
+
+@pytest.mark.parametrize("text", ["/a b", "/a//b", "/../a", "/a?b", "https://host/a", "/{name}"])
+def test_what_is_no_path_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="--root-path"):
+        read_root_path(text)
+
+
+def test_a_proxy_may_leave_the_prefix_or_take_it_off(new_server: Any) -> None:
+    with new_server(root_path="/eyas", keys=("key",)) as client:
+        for prefix in ("", "/eyas"):
+            assert client.get(f"{prefix}/health").json == {"status": "ok"}
+            assert client.get(f"{prefix}/openapi.json").json["servers"] == [{"url": "/eyas"}]
+            page = client.get(f"{prefix}/")
+            assert "<title>eyas</title>" in page.text
+            assert 'src="/' not in page.text
+            assert 'href="/' not in page.text  # relative, so they stay under the prefix
+            assert client.get(f"{prefix}/page/app.js").status == 200
+            client.get(f"{prefix}/v1/models").assert_refused(401)  # keys are asked for under both
+            keyed = {"authorization": "Bearer key"}
+            assert client.get(f"{prefix}/v1/models", headers=keyed).json["data"][0]["id"] == "tiny"
+        moved = client.get("/eyas")
+        assert (moved.status, moved.headers["location"]) == (308, "/eyas/")
+        assert client.get("/eyasx/health").status == 404
+        assert client.get("/eyas/eyas/health").status == 404
+
+
+def test_the_pages_scripts_ask_relative_addresses() -> None:
+    from importlib.resources import files
+
+    for item in files("eyas.serve").joinpath("page").iterdir():
+        if item.name.endswith(".js"):
+            assert 'fetch("/' not in item.read_text(), item.name
+
+
+def test_without_one_nothing_is_said_of_servers(client: Any) -> None:
+    assert "servers" not in client.get("/openapi.json").json
+    assert client.get("/eyas/health").status == 404

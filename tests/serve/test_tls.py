@@ -1,0 +1,97 @@
+"""HTTPS: a certificate that serves, and those that are refused before a model is loaded."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from eyas.errors import UserError
+from eyas.serve.server import Server, listen, url_of
+from eyas.serve.tls import tls_context
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """A certificate for localhost that signs itself, and its key; another one for each name."""
+    folder = tmp_path_factory.mktemp("tls")
+
+    def make(name: str) -> tuple[Path, Path]:
+        certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+        if not key.exists():
+            words = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+            extra = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(certificate), "-keyout", str(key)]
+            subprocess.run([*words.split(), *extra], check=True, capture_output=True)
+        return certificate, key
+
+    return make
+
+
+def test_a_certificate_serves_https(pair: Any, new_server: Any) -> None:
+    certificate, key = pair("one")
+    with new_server() as client:
+        listener = listen("127.0.0.1", 0)
+        server = Server(client.application, tls=tls_context(certificate, key))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            url = url_of(listener, tls=True)
+            assert url.startswith("https://127.0.0.1:")
+            while not server.started:
+                time.sleep(0.005)
+            trust = ssl.create_default_context(cafile=certificate)
+            with httpx2.Client(verify=trust) as https:
+                assert https.get(f"{url}/health").json() == {"status": "ok"}
+                body = {"prompt": "abc", "max_tokens": 4, "stream": True}
+                assert https.post(f"{url}/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+            with pytest.raises(httpx2.TransportError):
+                httpx2.get(url.replace("https", "http") + "/health")
+            with pytest.raises(httpx2.ConnectError, match=r"(?i)certificate"):
+                httpx2.get(f"{url}/health")  # nobody vouches for it
+        finally:
+            server.handle_exit(15, None)
+            thread.join(30)
+
+
+def test_without_files_there_is_no_tls() -> None:
+    assert tls_context(None, None) is None
+
+
+def test_a_key_may_lie_in_the_certificates_file(pair: Any, tmp_path: Path) -> None:
+    certificate, key = pair("one")
+    both = tmp_path / "both.pem"
+    both.write_text(certificate.read_text() + key.read_text())
+    assert isinstance(tls_context(both, None), ssl.SSLContext)
+
+
+def test_wrong_files_are_refused_by_name(pair: Any, tmp_path: Path) -> None:
+    certificate, key = pair("one")
+    other = pair("two")[1]
+    text = tmp_path / "notes.txt"
+    text.write_text("no certificate")
+    locked = tmp_path / "locked.key"
+    lock = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:secret", "-out", str(locked)]
+    subprocess.run(lock, check=True, capture_output=True)
+    for files, parts in {
+        (None, key): ["--ssl-certfile"],
+        (tmp_path / "none.pem", key): ["--ssl-certfile", "none.pem", "No such file"],
+        (certificate, tmp_path): ["--ssl-keyfile", str(tmp_path)],
+        (certificate, other): [str(other), "not that of the certificate"],
+        (certificate, None): [str(certificate), "private key"],
+        (text, key): [str(text), "no PEM certificate"],
+        (certificate, locked): [str(locked), "encrypted", "openssl pkey"],
+    }.items():
+        with pytest.raises(UserError) as refused:
+            tls_context(*files)
+        for part in parts:
+            assert part in str(refused.value), refused.value
