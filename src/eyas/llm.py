@@ -279,6 +279,8 @@ class _RequestMaker:
             min_new_tokens=params.min_tokens,
             stop_ids=(frozenset() if params.ignore_eos else self._stop_ids) | frozenset(params.stop_token_ids),
             stop_strings=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
             seed=params.seed,
             logprobs=params.logprobs,
             speculation=_speculation(self._depth if params.depth is None else params.depth),

@@ -38,6 +38,10 @@ class SamplingParams:
     """Texts that end the answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
     """Tokens that end it, besides the target's own."""
+    include_stop_str_in_output: bool = False
+    """Whether the text has the stop string, or the text of the stop token, that ended it."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
     ignore_eos: bool = False
     """Go on behind the target's own stop tokens."""
     logprobs: int | None = None

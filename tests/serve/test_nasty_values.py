@@ -28,6 +28,8 @@ FIELDS = [
     "guided_regex", "guided_choice", "guided_grammar", "colour",
     "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "verbosity",
     "chat_template_kwargs", "reasoning_effort", "chat_template", "add_generation_prompt", "continue_final_message",
+    "include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
+    "truncate_prompt_tokens", "return_token_ids", "return_tokens_as_token_ids",
 ]  # fmt: skip
 
 

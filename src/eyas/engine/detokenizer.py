@@ -1,8 +1,8 @@
 """From tokens to text, piece by piece: what may be shown already, and where a stop string ends the answer.
 
 Text is held back while it can still change: the bytes of an unfinished character, and whatever could be the
-beginning of a stop string. A stop string itself is never shown.
-Invariant: the pieces joined are the text of all tokens pushed, cut before the earliest stop string.
+beginning of a stop string. A stop string itself is shown only if it was asked for.
+Invariant: the pieces joined are the text of all tokens pushed, cut before the earliest stop string, or behind it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,17 @@ UNFINISHED = "\ufffd"
 class TextStream:
     """The text of one answer as its tokens come."""
 
-    def __init__(self, decode: Callable[[tuple[int, ...]], str], stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[tuple[int, ...]], str],
+        stop_strings: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
         self._decode = decode
-        self._stops = tuple(stop_strings)
+        self._stops, self._include_stop = tuple(stop_strings), include_stop
+        self.stop_string: str | None = None
+        """The one that ended the answer."""
         self._tokens: list[int] = []
         # Tokens from _anchor to _shown are decoded again with each new one, because the text of a token may depend
         # on the one before it (a leading space, a character in several tokens); only what follows them is new.
@@ -45,10 +53,11 @@ class TextStream:
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        ends = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
+            at, self.stop_string = min(ends)
             self.stopped, self._held = True, ""
-            return text[: min(ends)]
+            return text[: at + len(self.stop_string)] if self._include_stop else text[:at]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -126,7 +126,7 @@ class Engine:
             )
         key, self._keys = self._keys, self._keys + 1
         self.scheduler.add(SequenceState(key=key, arrival=key, request=request))
-        self._outputs.open(key, request.stop_strings)
+        self._outputs.open(key, request)
         return key
 
     def cancel(self, key: int) -> bool:
@@ -382,11 +382,10 @@ class Engine:
         if self._hidden is not None and stop.finished is not None:
             hidden_TX = self._hidden.read(seq.blocks, seq.target_length)
         self._outputs.add(
-            seq.key,
+            seq,
             stop,
             drafted=len(draft.tokens),
             accepted=len(result.nodes),
-            cached=seq.num_cached_tokens or 0,
             logprobs=logprobs,
             hidden_TX=hidden_TX,
         )

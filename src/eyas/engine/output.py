@@ -12,7 +12,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from eyas.engine.detokenizer import TextStream
-from eyas.engine.request import FinishReason, SequenceState
+from eyas.engine.request import FinishReason, Request, SequenceState
 from eyas.engine.sampler import TokenLogprobs
 
 KEPT_TEXTS = 2**16
@@ -35,6 +35,8 @@ class OutputDelta:
     """Those of them that it accepted; more than came out of it where the answer ended among them."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finished: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the stop id that ended it."""
     num_cached_tokens: int = 0
     """Tokens that the prefix cache had when the request was first admitted."""
     hidden_states: Tensor | None = field(default=None, compare=False)
@@ -102,6 +104,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Tokens that were not read, since the prefix cache had them."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the stop id that ended it; None if neither did."""
     hidden_states: Tensor | None = field(default=None, compare=False)
     """The target's states [T, X] of `EngineConfig.hidden_state_layers`, side by side: of all tokens, prompt included,
     but the last, which the target has not read."""
@@ -136,6 +140,7 @@ class RequestOutput:
             round_starts=tuple(start for start, piece in zip(made, pieces, strict=False) if piece.drafted),
             num_cached_tokens=pieces[-1].num_cached_tokens,
             logprobs=logprobs,
+            stop_reason=pieces[-1].stop_reason,
             hidden_states=pieces[-1].hidden_states,
         )
 
@@ -146,6 +151,8 @@ class StopCheck:
 
     tokens: list[int]
     finished: FinishReason | None
+    reason: str | int | None = None
+    """The stop string or stop id that ends it."""
     texts: list[str] | None = None
     """Where they were needed to tell whether the answer ends."""
 
@@ -162,13 +169,14 @@ class _Note:
     logprobs: tuple[TokenLogprobs, ...] | None
     hidden_TX: Tensor | None
     stream: TextStream
+    include_stop: bool
     stats: SpecDecodeStats
 
 
 class OutputProcessor:
     """The texts and counts of all requests under way, and pieces that nobody has taken yet."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
         self.stats = SpecDecodeStats()
         """Of all requests together."""
         self._decode = lru_cache(maxsize=KEPT_TEXTS)(decode)
@@ -182,9 +190,12 @@ class OutputProcessor:
         """Whether something was noted and not told."""
         return bool(self._notes)
 
-    def open(self, key: int, stop_strings: Sequence[str]) -> None:
+    def open(self, key: int, request: Request) -> None:
         """Begin an answer."""
-        self._streams[key] = TextStream(self._decode, stop_strings)
+        decode, skip = self._decode, request.skip_special_tokens
+        self._streams[key] = TextStream(
+            lambda tokens: decode(tokens, skip), request.stop_strings, include_stop=request.include_stop
+        )
         self._stats_by_key[key] = SpecDecodeStats()
 
     def close(self, key: int) -> None:
@@ -208,33 +219,35 @@ class OutputProcessor:
             return StopCheck(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
         stop = _until_the_end(seq, tokens, limit)
         if seq.request.stop_strings:
-            stop.texts, stop.finished = _words(self._streams[seq.key], stop.tokens, stop.finished)
+            stream = self._streams[seq.key]
+            stop.texts, stop.finished = _words(stream, stop.tokens, stop.finished, seq.request.include_stop)
             stop.tokens = stop.tokens[: len(stop.texts)]
+            stop.reason = stream.stop_string if stream.stopped else stop.reason
         return stop
 
     def add(
         self,
-        key: int,
+        seq: SequenceState,
         stop: StopCheck,
         *,
         drafted: int,
         accepted: int,
-        cached: int,
         logprobs: tuple[TokenLogprobs, ...] | None,
         hidden_TX: Tensor | None = None,
     ) -> None:
         """Take down what a request got of a step that verified so many drafts."""
         self._notes.append(
             _Note(
-                key=key,
+                key=seq.key,
                 stop=stop,
                 drafted=drafted,
                 accepted=accepted,
-                cached=cached,
+                cached=seq.num_cached_tokens or 0,
                 logprobs=logprobs,
                 hidden_TX=hidden_TX,
-                stream=self._streams[key],
-                stats=self._stats_by_key[key],
+                stream=self._streams[seq.key],
+                include_stop=seq.request.include_stop,
+                stats=self._stats_by_key[seq.key],
             )
         )
 
@@ -244,7 +257,7 @@ class OutputProcessor:
             stop, count = note.stop, len(note.stop.tokens)
             texts = stop.texts
             if texts is None:
-                texts, _ = _words(note.stream, stop.tokens, stop.finished)
+                texts, _ = _words(note.stream, stop.tokens, stop.finished, note.include_stop)
             for stats in (self.stats, note.stats):
                 stats.count(drafted=note.drafted, accepted=note.accepted, tokens=count)
             self._ready.append(
@@ -257,6 +270,7 @@ class OutputProcessor:
                     accepted=note.accepted,
                     logprobs=note.logprobs,
                     finished=stop.finished,
+                    stop_reason=stop.reason,
                     num_cached_tokens=note.cached,
                     hidden_states=note.hidden_TX,
                 )
@@ -274,22 +288,26 @@ def _until_the_end(seq: SequenceState, tokens: Sequence[int], limit: int) -> Sto
     request = seq.request
     for count, token in enumerate(tokens, 1):
         if token in request.stop_ids and seq.new_tokens + count > request.min_new_tokens:
-            return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.STOP)
+            return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.STOP, reason=token)
         if len(seq.tokens) + count >= limit:
             return StopCheck(tokens=list(tokens[:count]), finished=FinishReason.LENGTH)
     return StopCheck(tokens=list(tokens), finished=None)
 
 
 def _words(
-    stream: TextStream, tokens: Sequence[int], finished: FinishReason | None
+    stream: TextStream, tokens: Sequence[int], finished: FinishReason | None, include_stop: bool
 ) -> tuple[list[str], FinishReason | None]:
-    """The text of each token, none of its own for a stop id at the end; a stop string may end it earlier."""
+    """The text of each token, none of its own for a stop id at the end unless it was asked for.
+
+    A stop string may end it earlier.
+    """
     texts: list[str] = []
-    for token in tokens[:-1] if finished is FinishReason.STOP else tokens:
+    hidden_stop = finished is FinishReason.STOP and not include_stop
+    for token in tokens[:-1] if hidden_stop else tokens:
         texts.append(stream.push(token))
         if stream.stopped:
             return texts, FinishReason.STOP
-    if finished is FinishReason.STOP:
+    if hidden_stop:
         texts.append(stream.finish())
     elif finished is not None:
         texts[-1] += stream.finish()

@@ -50,6 +50,10 @@ class Request:
     """Before there are as many, no stop id may be chosen."""
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    include_stop: bool = False
+    """Whether the text has the stop string or the stop token's text that ended it."""
+    skip_special_tokens: bool = True
+    """Whether the text leaves special tokens out."""
     seed: int = 0
     """With the position it decides all chance of the request, in whatever company it runs."""
     logprobs: int | None = None

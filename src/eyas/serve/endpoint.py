@@ -20,6 +20,7 @@ from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve import response_builder
 from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.choice_extras import ChoiceExtras
 from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
 from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
@@ -99,6 +100,7 @@ class Endpoint:
             created=int(time.time()),
             prompt_tokens=engine_requests.prompt_tokens,
             details=body.speculative is not None and body.speculative.details,
+            extras=ChoiceExtras.of(body, engine_requests),
             num_spec_tokens=self._num_spec_tokens(engine_requests),
         )
         trace.choices = [

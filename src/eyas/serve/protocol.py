@@ -96,7 +96,18 @@ class GenerationRequest(WireModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = Field(
+        False, description="Return the stop string, or the stop token's text, that ended the answer."
+    )
     ignore_eos: bool = False
+    allowed_token_ids: list[int] | None = Field(None, min_length=1, description="The only tokens that may come.")
+    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = Field(True, description="Has an effect with slow tokenizers only.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep so many last tokens of a prompt; -1: as many as leave room for the answer."
+    )
+    return_token_ids: bool = Field(False, description="Return prompt_token_ids and token_ids.")
+    return_tokens_as_token_ids: bool = Field(False, description='Write tokens of logprobs as "token_id:7".')
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculative: Speculative | None = None

@@ -15,6 +15,7 @@ from eyas.sampling import Sampling
 from eyas.serve.api_error import ApiError
 from eyas.serve.chat_template import template_options
 from eyas.serve.model_info import ModelInfo
+from eyas.serve.prompt_tokens import require_spaces, truncated
 from eyas.serve.protocol import (
     AssistantMessage,
     ChatCompletionRequest,
@@ -40,6 +41,8 @@ class EngineRequests:
     """The engine requests of one body."""
 
     requests: tuple[Request, ...]
+    eos_ids: frozenset[int]
+    """The target's own stop tokens, where they end an answer."""
     prompt_tokens: int
     """Over all prompts; a prompt with several answers counts once."""
     new_parser: Callable[[], ToolCallParser] | None
@@ -145,6 +148,8 @@ class RequestBuilder:
     ) -> EngineRequests:
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream true; set it or leave both out", field="stream_options")
+        require_spaces(body, self._target)
+        prompts = [truncated(prompt, body, max_tokens, self._model_info.max_model_len) for prompt in prompts]
         sampling = _sampling(body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests = [
@@ -155,6 +160,9 @@ class RequestBuilder:
                 min_new_tokens=body.min_tokens,
                 stop_ids=self._stop_token_ids(body),
                 stop_strings=_stop_strings(body.stop),
+                include_stop=body.include_stop_str_in_output,
+                # A parser of calls puts the markers it needs back in by itself.
+                skip_special_tokens=body.skip_special_tokens or new_parser is not None,
                 seed=_wrap_seed(seed + choice),
                 logprobs=logprobs,
                 speculation=self._speculation(body),
@@ -163,7 +171,12 @@ class RequestBuilder:
             for prompt in prompts
             for choice in range(body.n)
         ]
-        return EngineRequests(requests=tuple(requests), prompt_tokens=sum(map(len, prompts)), new_parser=new_parser)
+        return EngineRequests(
+            requests=tuple(requests),
+            eos_ids=frozenset() if body.ignore_eos else self._stop_ids,
+            prompt_tokens=sum(map(len, prompts)),
+            new_parser=new_parser,
+        )
 
     def _max_new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         """The answer's token limit. It is checked here because the engine would cut the answer silently."""
@@ -205,6 +218,7 @@ def _sampling(body: GenerationRequest) -> Sampling:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or {},
+        allowed_tokens=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
     )
 
 

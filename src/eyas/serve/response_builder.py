@@ -2,16 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
+from eyas.serve.choice_extras import ChoiceExtras, Kind
 from eyas.serve.spec_decode_metrics import spec_decode_metrics
 from eyas.serve.supervisor import add_stats
 from eyas.serve.token_text import TokenText
 from eyas.serve.tool_parser import ParsedDelta, ToolCallParser
 
-Kind = Literal["chat", "text"]
 _ID_PREFIXES = {"chat": "chatcmpl", "text": "cmpl"}
 _OBJECT_NAMES = {
     ("chat", False): "chat.completion",
@@ -96,6 +96,8 @@ class ResponseMeta:
     prompt_tokens: int
     details: bool
     """Whether the request asked for speculation details per token."""
+    extras: ChoiceExtras
+    """What vLLM says beside OpenAI's fields."""
     num_spec_tokens: int | None
     """The deepest draft; None without drafts."""
 
@@ -119,10 +121,12 @@ def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_tex
         body |= {"message": choice.message} if meta.kind == "chat" else {"text": text}
         body["logprobs"] = _logprobs(meta, choice.deltas, token_text, 0)
         body["finish_reason"] = choice.finish_reason
+        body |= meta.extras.choice(meta.kind, index, choice.deltas, first=True)
         if meta.details:
             body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.stats])
         bodies.append(body)
-    return meta.envelope(choices=bodies, chunk=False) | {"usage": usage(meta, choices)} | _metrics(meta, choices)
+    envelope = meta.envelope(choices=bodies, chunk=False) | meta.extras.response(meta.kind)
+    return envelope | {"usage": usage(meta, choices)} | _metrics(meta, choices)
 
 
 def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
@@ -130,7 +134,7 @@ def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
     if meta.kind == "text":
         return None
     choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    return meta.envelope(choices=[choice], chunk=True)
+    return meta.envelope(choices=[choice], chunk=True) | meta.extras.response(meta.kind)
 
 
 def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_text: TokenText) -> dict[str, Any] | None:
@@ -141,12 +145,14 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
         before = sum(len(earlier.text) for earlier in choice.deltas[:-1])
         logprobs = _logprobs(meta, [delta], token_text, before)
     message = choice.delta_message
-    if not message and delta.finished is None and logprobs is None and not meta.details:
+    quiet = logprobs is None and not meta.details and not meta.extras.return_token_ids
+    if not message and delta.finished is None and quiet:
         return None  # held back: part of a character, a possible stop string or a possible tool call
     body: dict[str, Any] = {"index": index}
     body |= {"delta": message} if meta.kind == "chat" else {"text": delta.text}
     body["logprobs"] = logprobs
     body["finish_reason"] = choice.finish_reason
+    body |= meta.extras.choice(meta.kind, index, [delta], first=len(choice.deltas) == 1)
     if meta.details:
         body["speculative"] = _token_details([delta]) | speculative_usage([choice.stats])
     return meta.envelope(choices=[body], chunk=True)
@@ -214,6 +220,7 @@ def _logprobs(
     if deltas[0].logprobs is None:
         return None
     entries = [entry for delta in deltas for entry in delta.logprobs or ()]
+    as_ids = meta.extras.tokens_as_ids
     if meta.kind == "chat":
-        return {"content": [token_text.chat_logprobs(entry) for entry in entries], "refusal": None}
-    return token_text.completion_logprobs(entries, [text for delta in deltas for text in delta.texts], offset)
+        return {"content": [token_text.chat_logprobs(entry, as_ids) for entry in entries], "refusal": None}
+    return token_text.completion_logprobs(entries, [text for delta in deltas for text in delta.texts], offset, as_ids)

@@ -24,31 +24,41 @@ class TokenText:
         """The text of a special token that marks tool calls, else empty: an answer's text omits special tokens."""
         return self._special.get(token, "")
 
-    def chat_logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
+    def name(self, token: int, as_id: bool) -> str:
+        """A token's text, or its id in vLLM's words, which tells apart tokens of equal text."""
+        return f"token_id:{token}" if as_id else self._text(token)
+
+    def chat_logprobs(self, entry: TokenLogprobs, as_ids: bool = False) -> dict[str, Any]:
         """One token in the format of chat completions."""
-        top = [self._logprob(token, logprob) for token, logprob in entry.top]
-        return self._logprob(entry.token, entry.logprob) | {"top_logprobs": top}
+        top = [self._logprob(token, logprob, as_ids) for token, logprob in entry.top]
+        return self._logprob(entry.token, entry.logprob, as_ids) | {"top_logprobs": top}
 
     def completion_logprobs(
-        self, entries: Sequence[TokenLogprobs], texts: Sequence[str], offset: int
+        self, entries: Sequence[TokenLogprobs], texts: Sequence[str], offset: int, as_ids: bool = False
     ) -> dict[str, Any]:
-        """Tokens in the format of text completions; `offset` is where their text starts in the answer."""
+        """Tokens in the format of text completions; `offset` is where their text starts in the answer.
+
+        As OpenAI does, the token itself is told even if it is not among the most likely ones.
+        """
         offsets = []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
+            "tokens": [self.name(entry.token, as_ids) for entry in entries],
             "token_logprobs": [max(entry.logprob, MIN_LOGPROB) for entry in entries],
             "top_logprobs": [
-                {self._text(token): max(logprob, MIN_LOGPROB) for token, logprob in reversed(entry.top)}
+                {
+                    self.name(token, as_ids): max(logprob, MIN_LOGPROB)
+                    for token, logprob in ((entry.token, entry.logprob), *reversed(entry.top))
+                }
                 for entry in entries
             ],
             "text_offset": offsets,
         }
 
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float, as_id: bool) -> dict[str, Any]:
         text = self._text(token)
         # Part of a character has no text, and its bytes depend on the kind of tokenizer.
         known = list(text.encode()) if UNFINISHED not in text else None
-        return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": known}
+        return {"token": self.name(token, as_id), "logprob": max(logprob, MIN_LOGPROB), "bytes": known}

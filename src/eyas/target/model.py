@@ -182,9 +182,9 @@ class Target:
             ) from error
         return cast(list[int], ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of new tokens, without special ones."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of new tokens, without special ones unless they are asked for."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def stop_ids(self) -> frozenset[int]:
         """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
