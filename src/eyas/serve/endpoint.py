@@ -20,13 +20,13 @@ from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve import response_builder
 from eyas.serve.api_error import ApiError, to_api_error
-from eyas.serve.choice_extras import ChoiceExtras
+from eyas.serve.choice_extras import ChoiceExtras, Kind
 from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
 from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
 from eyas.serve.protocol import GenerationRequest
 from eyas.serve.request_builder import EngineRequests
-from eyas.serve.response_builder import ChoiceOutput, Kind, ResponseMeta
+from eyas.serve.response_builder import ChoiceOutput, ResponseMeta
 from eyas.serve.unknown_fields import ignored_header, read_known_fields
 from eyas.serve.validation import read_body
 
