@@ -20,13 +20,26 @@ def scheduler(blocks: int = 64, **changes: Any) -> Scheduler:
     return Scheduler(BlockManager(blocks, SIZE), **limits)
 
 
-def seq(key: int, prompt: list[int] | int, *, new: int = 8, speculation: Speculation = OFF) -> SequenceState:
+def seq(
+    key: int,
+    prompt: list[int] | int,
+    *,
+    new: int = 8,
+    speculation: Speculation = OFF,
+    cache_salt: str | None = None,
+) -> SequenceState:
     """A request whose prompt is its own, or given."""
     tokens = [1000 * key + i for i in range(prompt)] if isinstance(prompt, int) else prompt
     return SequenceState(
         key=key,
         arrival=key,
-        request=Request(prompt=tuple(tokens), sampling=Sampling(), max_new_tokens=new, speculation=speculation),
+        request=Request(
+            prompt=tuple(tokens),
+            sampling=Sampling(),
+            max_new_tokens=new,
+            speculation=speculation,
+            cache_salt=cache_salt,
+        ),
     )
 
 
@@ -398,3 +411,25 @@ def test_a_request_that_decodes_alone_stays_in_one_run_of_blocks() -> None:
     while len(one.tokens) < 149:
         step(made, {0: 5}, accept=2)
     assert one.blocks == list(range(one.blocks[0], one.blocks[0] + 38))
+
+
+def test_prefixes_are_found_by_requests_of_the_same_salt_alone() -> None:
+    made = scheduler()
+    prompt = list(range(4 * SIZE + 1))
+    for key, (salt, cached) in enumerate([("a", 0), ("b", 0), (None, 0), ("a", 16), ("b", 16), (None, 16), ("", 0)]):
+        (one,) = added(made, seq(key, prompt, cache_salt=salt))
+        finish_all(made)
+        assert one.num_cached_tokens == cached, (key, salt)
+
+
+def test_a_request_that_begins_anew_finds_its_own_prefix_and_no_other() -> None:
+    made = scheduler()
+    prompt = list(range(4 * SIZE + 1))
+    first, second = added(made, seq(0, prompt, new=20, cache_salt="a"), seq(1, prompt, new=20, cache_salt="b"))
+    step(made)
+    owned = [list(first.blocks), list(second.blocks)]
+    made.begin_anew(drafter=False)  # a swap sends requests back as a preemption does
+    assert not first.blocks and not second.blocks
+    step(made)
+    assert [first.blocks[:4], second.blocks[:4]] == [blocks[:4] for blocks in owned]
+    assert set(first.blocks).isdisjoint(second.blocks)

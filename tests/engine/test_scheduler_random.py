@@ -2,7 +2,7 @@
 
 Requests with shared beginnings come, go, are cancelled at any moment and want any number of drafts; blocks are short.
 A shadow knows what each slot of each block was really computed from, so it sees when a request is given content that is
-not its own, or when someone writes where others read.
+not its own or of another cache salt, or when someone writes where others read.
 """
 
 import random
@@ -28,13 +28,13 @@ class Shadow:
         self.size = size
         self.target = [[GARBAGE] * size for _ in range(blocks)]
         self.drafter = [[GARBAGE] * size for _ in range(blocks)]
-        self._numbers: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple[int | str | None, int], int] = {}
 
-    def sequences(self, tokens: list[int]) -> list[int]:
-        """The number of tokens[: i + 1] for each i."""
+    def sequences(self, tokens: list[int], cache_salt: str | None) -> list[int]:
+        """The number of tokens[: i + 1] behind that salt, for each i."""
         numbers: list[int] = []
         for token in tokens:
-            key = (numbers[-1] if numbers else GARBAGE, token)
+            key = (numbers[-1] if numbers else cache_salt, token)
             numbers.append(self._numbers.setdefault(key, len(self._numbers)))
         return numbers
 
@@ -46,7 +46,7 @@ class Shadow:
 
     def verify(self, seq: SequenceState) -> None:
         """All that a request will read was computed from its own tokens, for the drafter with the next one too."""
-        sequences = self.sequences(seq.tokens)
+        sequences = self.sequences(seq.tokens, seq.request.cache_salt)
         held = list(chain.from_iterable(self.target[block] for block in seq.blocks))
         assert held[: seq.target_length] == sequences[: seq.target_length]
         drafted = list(chain.from_iterable(self.drafter[block] for block in seq.blocks))
@@ -91,6 +91,7 @@ class FakeEngine:
             sampling=Sampling(),
             max_new_tokens=self.chance.randrange(1, 40),
             speculation=Speculation(mode=self.chance.choice(["auto", "off"])),
+            cache_salt=self.chance.choice([None, None, "one", "two"]),
         )
         self.seqs.append(SequenceState(key=key, arrival=key, request=request))
         self.scheduler.add(self.seqs[-1])
@@ -162,7 +163,7 @@ class FakeEngine:
         accepted = chance.randrange(row.drafts + 1)
         new = self.text(accepted + 1) if row.samples else []
         kept = row.count + accepted
-        sequences = self.shadow.sequences(seq.tokens + new)
+        sequences = self.shadow.sequences(seq.tokens + new, seq.request.cache_salt)
         positions = range(row.start, row.start + row.count + row.drafts)
         written = {
             self.shadow.write(self.shadow.target, blocks, i, sequences[i] if i < row.start + kept else GARBAGE)
@@ -184,7 +185,7 @@ class FakeEngine:
 
     def read_with_drafter(self, seq: SequenceState, end: int, blocks: list[int]) -> None:
         """The drafter's part may be filled in while others, which the drafter does not follow, share the block."""
-        sequences = self.shadow.sequences(seq.tokens)
+        sequences = self.shadow.sequences(seq.tokens, seq.request.cache_salt)
         slots = range(seq.drafter_length, end)
         written = {self.shadow.write(self.shadow.drafter, blocks, i, sequences[i + 1]) for i in slots}
         for other in self.scheduler.running:

@@ -61,6 +61,8 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     grammar: "Grammar | None" = None
     """What the answer may say; it ends where the grammar is complete, if not before."""
+    cache_salt: str | None = None
+    """Only requests with the same one share cached prefixes."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -249,7 +249,9 @@ class Scheduler:
         seq = self._waiting[0]
         followed = self._drafter and seq.speculates
         total = self._block_manager.blocks_for(len(seq.tokens)) + spare
-        blocks = self._block_manager.match(seq.tokens, need_draft=followed, total=total)
+        blocks = self._block_manager.match(
+            seq.tokens, need_draft=followed, total=total, cache_salt=seq.request.cache_salt
+        )
         if blocks is None:
             return None
         seq.blocks = blocks
@@ -289,6 +291,7 @@ class Scheduler:
                 tokens=seq.tokens[end - size : end],
                 successor=seq.tokens[end],
                 drafted=end <= seq.drafter_length,
+                cache_salt=seq.request.cache_salt,
             )
 
 

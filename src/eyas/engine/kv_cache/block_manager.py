@@ -7,6 +7,7 @@ room is short and the least recently used go.
 A block is found by its whole content: its tokens, all tokens before them, and the one token behind, because the
 drafter's last slot was computed from that token. Equal contents have one `_Prefix` object between them, which stands
 for everything before the next block; so a lookup compares real tokens, block by block, and never trusts a hash.
+Before the first block stands the request's cache salt: requests with different salts never find each other's blocks.
 
 Invariants: free + used == blocks; a block that can be found is never written again; content that the drafter has not
 read is never given to a request it follows.
@@ -28,7 +29,8 @@ MOST_EVICTED_AT_ONCE = 64
 class _Prefix:
     """All tokens up to the end of a full block, and one more. Lives as long as a block or a longer prefix needs it."""
 
-    before: "_Prefix | None"
+    before: "_Prefix | str | None"
+    """Of a first block, the cache salt."""
     tokens: tuple[int, ...]
     successor: int
     block: int | None = None
@@ -53,7 +55,7 @@ class BlockManager:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._content: list[_Prefix | None] = [None] * blocks
         # The names of contents, not the contents: a prefix that no block holds any more is gone from here by itself.
-        self._prefixes: WeakValueDictionary[tuple[_Prefix | None, tuple[int, ...], int], _Prefix] = (
+        self._prefixes: WeakValueDictionary[tuple[_Prefix | str | None, tuple[int, ...], int], _Prefix] = (
             WeakValueDictionary()
         )
         # Evicting a few blocks ahead gives runs of neighbours instead of single blocks from the tail of an old request.
@@ -105,21 +107,24 @@ class BlockManager:
                 else:
                     self._clear(block)
 
-    def match(self, tokens: Sequence[int], *, need_draft: bool, total: int = 0) -> list[int] | None:
-        """The longest cached beginning of `tokens`, as blocks that the caller now refers to.
+    def match(
+        self, tokens: Sequence[int], *, need_draft: bool, total: int = 0, cache_salt: str | None = None
+    ) -> list[int] | None:
+        """The longest beginning of `tokens` cached under this salt, as blocks that the caller now refers to.
 
         Never all of the tokens, so that one is left to compute. `need_draft` takes only what the drafter has read.
         None and no change, if the caller could not get `total` blocks together with these.
         """
         found: list[int] = []
-        before = None
+        before: _Prefix | str | None = cache_salt
         if self.prefix_cache:
             for start in range(0, len(tokens) - self.block_size, self.block_size):
                 end = start + self.block_size
-                before = self._prefixes.get((before, tuple(tokens[start:end]), tokens[end]))
-                if before is None or before.block is None or (need_draft and not before.drafted):
+                prefix = self._prefixes.get((before, tuple(tokens[start:end]), tokens[end]))
+                if prefix is None or prefix.block is None or (need_draft and not prefix.drafted):
                     break
-                found.append(before.block)
+                found.append(prefix.block)
+                before = prefix
         idle = [block for block in found if self._references[block] == 0]
         if total - len(found) > self.free - len(idle):
             return None
@@ -131,8 +136,19 @@ class BlockManager:
         self.hits += len(found)
         return found
 
-    def register(self, block: int, *, after: int | None, tokens: Sequence[int], successor: int, drafted: bool) -> None:
+    def register(
+        self,
+        block: int,
+        *,
+        after: int | None,
+        tokens: Sequence[int],
+        successor: int,
+        drafted: bool,
+        cache_salt: str | None = None,
+    ) -> None:
         """Let a full block be found: its content follows that of block `after` and comes before token `successor`.
+
+        A first block follows the cache salt; those behind it inherit it.
 
         Of blocks with equal content the first is found, unless a later one has the drafter's part and the first does
         not. Registering again tells that the drafter has read the block.
@@ -141,7 +157,7 @@ class BlockManager:
             return
         assert self._references[block] > 0, f"block {block} is registered but free"
         assert len(tokens) == self.block_size, "only full blocks are registered"
-        before = None if after is None else self._content[after]
+        before = cache_salt if after is None else self._content[after]
         if before is None and after is not None:
             return  # what came before was forgotten, so nobody could get here
         key = (before, tuple(tokens), successor)
