@@ -429,7 +429,7 @@ def test_a_request_that_begins_anew_finds_its_own_prefix_and_no_other() -> None:
     step(made)
     owned = [list(first.blocks), list(second.blocks)]
     made.begin_anew(drafter=False)  # a swap sends requests back as a preemption does
-    assert not first.blocks and not second.blocks
+    assert first.blocks == second.blocks == []
     step(made)
     assert [first.blocks[:4], second.blocks[:4]] == [blocks[:4] for blocks in owned]
     assert set(first.blocks).isdisjoint(second.blocks)

@@ -20,6 +20,7 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
+from eyas.serve.access import AccessRules
 from eyas.serve.app import Application
 from eyas.serve.drafter_swap import DrafterSlot
 from eyas.serve.engine_client import EngineClient
@@ -88,6 +89,9 @@ class Client:
     def get(self, path: str, **arguments: Any) -> Reply:
         return asyncio.run(self.send("GET", path, **arguments))
 
+    def request(self, method: str, path: str, **arguments: Any) -> Reply:
+        return asyncio.run(self.send(method, path, **arguments))
+
     def post(self, path: str, body: Any = None, **arguments: Any) -> Reply:
         return asyncio.run(self.send("POST", path, json=body, **arguments))
 
@@ -118,15 +122,18 @@ def serve(
     limits: ServerLimits | None = None,
     policy: RequestPolicy | None = None,
     keys: tuple[str, ...] = (),
+    access: AccessRules | None = None,
     page: bool = True,
     load: Callable[[str], Drafter] | None = None,
+    drafters: tuple[str, ...] = (),
+    swappable: bool = True,
     tool_parser: str | None = None,
     metrics_names: Literal["eyas", "vllm", "both"] = "both",
     root_path: str = "",
 ) -> Iterator[Client]:
-    """A client of a server around an engine; `load` is how it comes by other drafters."""
+    """A client of a server around an engine; `load` is how it comes by other `drafters`."""
     engines: list[Engine] = []
-    slot = DrafterSlot(model=drafter, load=load or load_drafter)
+    slot = DrafterSlot(model=drafter, load=load or load_drafter, allowed=drafters, swappable=swappable)
 
     def build() -> Engine:
         engines.append(Engine(target, slot.model, config=options))
@@ -142,12 +149,13 @@ def serve(
             max_num_seqs=options.max_num_seqs,
             tool_parser=tool_parser,
         )
+        access = access or AccessRules(api_keys=keys)
         application = Application(
             engine_client,
             model_info,
             limits=limits,
             policy=policy,
-            keys=keys,
+            access=access,
             page=page,
             metrics_names=metrics_names,
             root_path=root_path,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from eyas.errors import UserError
+from eyas.serve.access import AccessRules
 from eyas.serve.model_info import ServerLimits
 from serve.test_operation import metrics
 from serve.test_sockets import slow_down
@@ -17,6 +20,7 @@ from tiny import drafter_config, random_drafter
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
 
+DRAFTERS = ("good/tiny-drafter", "random", "stranger", "nowhere", "slow")
 LONG = {"prompt": "abcabc", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 
 
@@ -41,7 +45,7 @@ def swap(client: Any, name: Any, **fields: Any) -> Any:
 
 
 def test_answers_under_way_go_on_while_drafters_change(new_server: Any, load: Any) -> None:
-    with new_server(load=load) as client:
+    with new_server(load=load, drafters=DRAFTERS) as client:
         expected = client.complete(**LONG).json["choices"][0]["text"]
         slow_down(client, 0.01)
 
@@ -72,7 +76,7 @@ def test_answers_under_way_go_on_while_drafters_change(new_server: Any, load: An
 
 
 def test_the_servers_own_depth_comes_with_the_drafter(new_server: Any, load: Any) -> None:
-    with new_server(load=load) as client:
+    with new_server(load=load, drafters=DRAFTERS) as client:
         assert swap(client, "good/tiny-drafter", num_speculative_tokens=2).json["depth"] == 2
         figures = client.complete(max_tokens=24).json["usage"]["speculative"]
         assert len(figures["accepted_by_depth"]) == 2
@@ -98,7 +102,7 @@ def test_the_servers_own_depth_comes_with_the_drafter(new_server: Any, load: Any
 def test_a_drafter_that_cannot_be_had_leaves_all_as_it_was(
     new_server: Any, load: Any, body: Any, parts: list[str]
 ) -> None:
-    with new_server(load=load) as client:
+    with new_server(load=load, drafters=DRAFTERS) as client:
         before = client.get("/v1/drafter").json, client.complete(max_tokens=24).json["choices"]
         client.post("/v1/drafter", body).assert_refused(400, *parts)
         assert (client.get("/v1/drafter").json, client.complete(max_tokens=24).json["choices"]) == before
@@ -113,7 +117,7 @@ def test_loading_holds_up_nobody_and_happens_once_at_a_time(new_server: Any, tin
         assert go_on.wait(20)
         return tiny_drafter
 
-    with new_server(load=slowly, limits=ServerLimits(queue=2)) as client:
+    with new_server(load=slowly, drafters=DRAFTERS, limits=ServerLimits(queue=2)) as client:
 
         async def main() -> tuple[Any, Any, Any]:
             first = asyncio.create_task(client.send("POST", "/v1/drafter", json={"model": "slow"}))
@@ -130,7 +134,7 @@ def test_loading_holds_up_nobody_and_happens_once_at_a_time(new_server: Any, tin
 
 
 def test_an_engine_that_is_replaced_has_the_new_drafter(new_server: Any, load: Any) -> None:
-    with new_server(load=load) as client:
+    with new_server(load=load, drafters=DRAFTERS) as client:
         swap(client, "none")
 
         def broken() -> None:
@@ -143,8 +147,64 @@ def test_an_engine_that_is_replaced_has_the_new_drafter(new_server: Any, load: A
         assert client.complete().status == 200
 
 
-def test_only_holders_of_a_key_may_swap(new_server: Any, load: Any) -> None:
-    with new_server(load=load, keys=("first",)) as client:
-        swap(client, "none").assert_refused(401, "API key")
-        headers = {"authorization": "Bearer first"}
-        assert client.post("/v1/drafter", {"model": "none"}, headers=headers).json["drafter"] is None
+def test_only_listed_drafters_are_loaded(new_server: Any, load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[str] = []
+
+    def noted(name: str) -> Drafter:
+        asked.append(name)
+        drafter: Drafter = load(name)
+        return drafter
+
+    with new_server(load=noted, drafters=("good/tiny-drafter",)) as client:
+        for name in ("random", "good", "../tiny-drafter", "/etc", "someone/their-drafter", "x" * 5000):
+            reply = swap(client, name)
+            reply.assert_refused(403, "operator", "tiny-drafter, smollm2-eagle3.1, none")
+            assert len(reply.text) < 500
+        assert asked == []
+        assert swap(client, "tiny-drafter").json["drafter"] == "tiny-drafter"  # as GET calls it
+        assert asked == ["good/tiny-drafter"]
+
+
+def test_a_server_may_keep_its_drafter(new_server: Any, load: Any) -> None:
+    with new_server(load=load, drafters=DRAFTERS, swappable=False) as client:
+        swap(client, "none").assert_refused(403, "--no-drafter-swap")
+        assert client.get("/v1/drafter").json["drafter"] == "tiny-drafter"
+
+
+def test_only_an_administrator_may_swap_where_there_are_keys(new_server: Any, load: Any) -> None:
+    user, admin = ({"authorization": f"Bearer {key}"} for key in ("user", "admin"))
+    for rules, headers, status in (
+        (AccessRules(api_keys=("user",), admin_keys=("admin",)), {}, 401),
+        (AccessRules(api_keys=("user",), admin_keys=("admin",)), user, 403),
+        (AccessRules(admin_keys=("admin",)), {}, 401),
+        (AccessRules(admin_keys=("admin",)), user, 401),
+        (AccessRules(api_keys=("user",)), user, 403),
+        (AccessRules(open_changes=False), {}, 403),
+    ):
+        with new_server(load=load, drafters=DRAFTERS, access=rules) as client:
+            reply = client.post("/v1/drafter", {"model": "none"}, headers=headers)
+            reply.assert_refused(status, "key")
+            assert client.get("/v1/drafter", headers=admin if rules.admin_keys else user).json["drafter"]
+            if rules.admin_keys:
+                assert client.post("/v1/drafter", {"model": "none"}, headers=admin).json["drafter"] is None
+                assert client.get("/v1/models", headers=admin).status == 200
+
+
+def test_every_change_says_who_made_it(new_server: Any, load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rules = AccessRules(api_keys=("user",), admin_keys=("admin",))
+    with (
+        new_server(load=load, drafters=DRAFTERS, access=rules) as client,
+        caplog.at_level(logging.INFO, logger="eyas.serve"),
+    ):
+        for key in ("user", "admin"):
+            client.post("/v1/drafter", {"model": "random"}, headers={"authorization": f"Bearer {key}"})
+    refused, change = (record.fields for record in caplog.records)
+    assert refused["outcome"] == "admin_key_required"
+    assert refused["key"] == sha256(b"user").hexdigest()[:8]
+    assert change == {
+        "what": "drafter",
+        "before": "tiny-drafter",
+        "after": "random",
+        "client": "127.0.0.1",
+        "key": sha256(b"admin").hexdigest()[:8],
+    }

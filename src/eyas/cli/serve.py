@@ -1,6 +1,5 @@
 """`eyas serve`: a model behind OpenAI's API."""
 
-import ipaddress
 import logging
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,6 +52,42 @@ def serve(
         list[str] | None,
         typer.Option(envvar="EYAS_API_KEY", help="Require this key; repeat for several.", rich_help_panel=ACCESS),
     ] = None,
+    admin_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="EYAS_ADMIN_KEY",
+            help="A key that may also change the server, as /v1/drafter does; repeat for several.",
+            show_default="changes on loopback alone, without API keys",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names that requests may be addressed to, beside loopback's; * for all.",
+            show_default="loopback's, if it listens there without API keys; else all",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Web pages elsewhere that may call the server, such as https://example.com; * for all.",
+            show_default="none",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    allowed_drafters: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A drafter that /v1/drafter may load: name, folder or hub id; repeat for several.",
+            show_default="those that come with eyas",
+            rich_help_panel=ACCESS,
+        ),
+    ] = None,
+    drafter_swap: Annotated[
+        bool, typer.Option("--drafter-swap/--no-drafter-swap", help="Take changes of drafter.", rich_help_panel=ACCESS)
+    ] = True,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="The model name in the API.", show_default="the target as given", rich_help_panel=API),
@@ -149,6 +184,7 @@ def serve(
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair
+    from eyas.serve.access import access_rules, is_loopback
     from eyas.serve.app import Application
     from eyas.serve.drafter_swap import DrafterSlot
     from eyas.serve.engine_client import EngineClient
@@ -161,6 +197,13 @@ def serve(
     from eyas.target.device import device_words
 
     config = read_speculative_config(speculative_config, target)
+    access = access_rules(
+        host,
+        api_keys=api_key or (),
+        admin_keys=admin_key or (),
+        allowed_hosts=allowed_hosts or (),
+        allowed_origins=allowed_origins or (),
+    )
     limits = ServerLimits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
     options = EngineConfig(
         max_num_seqs=max_num_seqs,
@@ -172,7 +215,12 @@ def serve(
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
     listener = listen(host, port)  # before loading: a port in use should fail at once
     loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
-    slot = DrafterSlot(model=model, load=lambda name: load_another(loaded, name, cache=cache))
+    slot = DrafterSlot(
+        model=model,
+        load=lambda name: load_another(loaded, name, cache=cache),
+        swappable=drafter_swap,
+        allowed=[*([] if config.drafter is None else [config.drafter]), *(allowed_drafters or ())],
+    )
     del model  # so that a swap frees it
 
     with listener, EngineClient(lambda: Engine(loaded, slot.model, config=options)) as engine_client:
@@ -189,8 +237,8 @@ def serve(
             report(line)
         precision = str(loaded.dtype).removeprefix("torch.")
         report(f"device    {device_words(loaded.device, asked=device)}, {precision}")
-        keys = [key for key in api_key or () if key]
-        if not keys and not _is_loopback(host):
+        keys = access.api_keys
+        if not keys and not is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
         url = url_of(listener, tls=tls is not None, root_path=prefix)
         report(f"at        {url}/v1, {f'API keys: {len(keys)}' if keys else 'no API key'}")
@@ -205,17 +253,10 @@ def serve(
             model_info,
             limits=limits,
             policy=policy,
-            keys=keys,
+            access=access,
             page=page,
             metrics_names=metrics_names,
             root_path=prefix,
             slot=slot,
         )
         Server(application, tls=tls).run([listener])
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,18 +7,22 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from eyas import __version__
+from eyas.serve.access import AccessRules
 from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.audit import AuditMiddleware, mark_recorded, note_refusal
 from eyas.serve.auth import ApiKeyMiddleware
 from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.context import ServerContext
 from eyas.serve.drafter_swap import DrafterSlot, DrafterSwapEndpoint
 from eyas.serve.endpoint import Endpoint
 from eyas.serve.engine_client import EngineClient
+from eyas.serve.host_check import HostMiddleware
 from eyas.serve.json_logging import log_event
 from eyas.serve.metrics import CONTENT_TYPE
 from eyas.serve.model_info import ModelInfo, ServerLimits
@@ -36,6 +40,9 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 """A status that nobody receives: nginx's, for a client that has left."""
 
+EXPOSED_HEADERS = ("x-request-id", "retry-after")
+"""What web pages of allowed origins may read beside the body."""
+
 
 class Application:
     """A served model behind HTTP: `asgi` is the application that a server runs."""
@@ -47,7 +54,7 @@ class Application:
         *,
         limits: ServerLimits | None = None,
         policy: RequestPolicy | None = None,
-        keys: Sequence[str] = (),
+        access: AccessRules | None = None,
         page: bool = True,
         metrics_names: MetricsNames = "both",
         root_path: str = "",
@@ -59,30 +66,32 @@ class Application:
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
         self._root_path = root_path
-        drafter_swap = DrafterSwapEndpoint(context, slot)
+        access = access or AccessRules()
+        drafter_swap = DrafterSwapEndpoint(context, slot, access)
         tokenizer = TokenizerEndpoints(context)
+        routes = [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/v1/drafter", drafter_swap.handle, methods=["GET", "POST"]),
+            Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's name of /health
+            Route("/load", self._load, methods=["GET"]),
+            Route("/version", self._version, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/status", self._status, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+            *(page_routes() if page else ()),
+            *refused_routes(),
+        ]
         self.asgi = Starlette(
-            routes=[
-                Route("/v1/chat/completions", chat, methods=["POST"]),
-                Route("/v1/completions", completion, methods=["POST"]),
-                Route("/v1/models", self._models, methods=["GET"]),
-                Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-                Route("/v1/drafter", drafter_swap.handle, methods=["GET", "POST"]),
-                Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
-                Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
-                Route("/health", self._health, methods=["GET"]),
-                Route("/ping", self._health, methods=["GET", "POST"]),  # SageMaker's name of /health
-                Route("/load", self._load, methods=["GET"]),
-                Route("/version", self._version, methods=["GET"]),
-                Route("/metrics", self._metrics, methods=["GET"]),
-                Route("/status", self._status, methods=["GET"]),
-                Route("/openapi.json", self._openapi, methods=["GET"]),
-                *(page_routes() if page else ()),
-                *refused_routes(),
-            ],
+            routes=routes,
             middleware=[
                 *([Middleware(RootPathMiddleware, root_path=root_path)] if root_path else ()),
-                Middleware(ApiKeyMiddleware, keys=tuple(keys)),
+                *_middleware(access, context, routes),
             ],
             exception_handlers={
                 HTTPException: _error_response,
@@ -125,6 +134,7 @@ class Application:
 
     async def _disconnected(self, http: HttpRequest, _: Exception) -> Response:
         """Record a client that left while it sent its body. The endpoints that generate keep their own records."""
+        mark_recorded(http.scope)
         path = http.scope["route"].path
         self.context.metrics.requests.labels(path, "disconnected").inc()
         client = http.client.host if http.client else None
@@ -144,10 +154,28 @@ class Application:
         }
 
 
-async def _error_response(_: HttpRequest, error: Exception) -> Response:
+def _middleware(access: AccessRules, context: ServerContext, routes: Sequence[Route]) -> list[Middleware]:
+    """From the outermost: the record of refusals, names and origins, headers for allowed origins, keys."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=access.allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),  # no cookies are read, so a header that a page can send gives it nothing
+        expose_headers=EXPOSED_HEADERS,
+    )
+    return [
+        Middleware(AuditMiddleware, metrics=context.metrics, routes=routes),
+        Middleware(HostMiddleware, access=access),
+        *([cors] if access.allowed_origins else ()),
+        Middleware(ApiKeyMiddleware, access=access),
+    ]
+
+
+async def _error_response(http: HttpRequest, error: Exception) -> Response:
     """Every error in OpenAI's format, the router's too."""
     failure, headers = to_api_error(error), dict[str, str]()
     if isinstance(error, HTTPException):
         failure = ApiError(error.status_code, f"{error.detail}; see /openapi.json for what there is")
         headers |= error.headers or {}
+    note_refusal(http.scope, failure)
     return JSONResponse(failure.body, status_code=failure.status, headers=headers | failure.headers)

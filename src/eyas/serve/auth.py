@@ -1,44 +1,53 @@
-"""API keys protect PROTECTED_PATHS. Health and metrics stay open: probes carry no keys and see no text.
+"""API keys protect every path but the open ones. Probes carry no keys and see no text.
 
-The web page stays open too; it shows nothing until its user enters a key.
+The web page is open too; it shows nothing until its user enters a key.
 """
 
-from collections.abc import Iterable
 from hashlib import sha256
 from hmac import compare_digest
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from eyas.serve.access import AccessRules
 from eyas.serve.api_error import ApiError
-from eyas.serve.connection import ResponseWriter
+from eyas.serve.audit import refuse
+from eyas.serve.caller import Caller, address_of, set_caller
 
-PROTECTED_PATHS = ("/v1", "/status", "/tokenize", "/detokenize")
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"})
+OPEN_FOLDER = "/page/"
 
 
 class ApiKeyMiddleware:
-    """Rejects requests to protected paths without a valid key. If no keys are set, everything passes."""
+    """Notes who calls, and rejects requests to other than open paths without a valid key, if keys are set."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, access: AccessRules) -> None:
         self._app = app
-        # Digests have equal length, so the comparison leaks nothing about a key.
-        self._digests = [sha256(key.encode()).digest() for key in keys]
+        self._digests = tuple(
+            [sha256(key.encode()).digest() for key in keys] for keys in (access.api_keys, access.admin_keys)
+        )
+        self._needs_key = bool(access.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the key and pass the request on."""
-        if (
-            scope["type"] == "http"
-            and scope["path"].startswith(PROTECTED_PATHS)
-            and self._digests
-            and not self._has_valid_key(scope)
-        ):
-            failure = ApiError(401, "the API key is missing or unknown; send Authorization: Bearer KEY", code="bad_key")
-            await ResponseWriter(send, "").fail(failure)
-            return
+        if scope["type"] == "http":
+            caller = self._caller(scope)
+            set_caller(scope, caller)
+            if self._needs_key and caller.key_digest is None and not _is_open(scope["path"]):
+                message = "the API key is missing or unknown; send Authorization: Bearer KEY"
+                await refuse(scope, send, ApiError(401, message, code="bad_key"))
+                return
         await self._app(scope, receive, send)
 
-    def _has_valid_key(self, scope: Scope) -> bool:
+    def _caller(self, scope: Scope) -> Caller:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = sha256(key.strip().encode("latin-1", "replace")).digest()
-        matches = [compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        # Digests have equal length and all are compared, so the time tells nothing about a key.
+        api, admin = (sum(compare_digest(digest, known) for known in keys) > 0 for keys in self._digests)
+        if not (api or admin) or scheme.lower() != "bearer":
+            return Caller(address=address_of(scope))
+        return Caller(address=address_of(scope), key_digest=digest.hex(), admin=admin)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)

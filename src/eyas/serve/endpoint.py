@@ -20,6 +20,8 @@ from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve import response_builder
 from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.audit import mark_recorded
+from eyas.serve.caller import Caller, caller_of
 from eyas.serve.choice_extras import ChoiceExtras, Kind
 from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
 from eyas.serve.context import ServerContext
@@ -39,6 +41,7 @@ class RequestTrace:
 
     request_id: str
     started: float
+    caller: Caller
     body: GenerationRequest | None = None
     engine_requests: EngineRequests | None = None
     choices: list[ChoiceOutput] = field(default_factory=list)
@@ -62,7 +65,8 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        trace = RequestTrace(request_id=uuid.uuid4().hex, started=time.monotonic())
+        trace = RequestTrace(request_id=uuid.uuid4().hex, started=time.monotonic(), caller=caller_of(scope))
+        mark_recorded(scope)
         writer = ResponseWriter(send, trace.request_id)
         try:
             async with asyncio.timeout(self._context.limits.request_seconds):
@@ -90,9 +94,8 @@ class Endpoint:
         spec = context.request_builder.grammar_spec(body)
         grammar = None if spec is None else await context.compiler.compile(spec)
         loop = asyncio.get_running_loop()
-        trace.engine_requests = engine_requests = await loop.run_in_executor(
-            context.tokenizer_thread, self._build, body, grammar
-        )
+        built = await loop.run_in_executor(context.tokenizer_thread, self._build, body, grammar)
+        trace.engine_requests = engine_requests = built.with_cache_salt(trace.caller.cache_salt(body.cache_salt))
         meta = ResponseMeta(
             kind=self._kind,
             request_id=trace.request_id,
@@ -187,13 +190,13 @@ class Endpoint:
             metrics.request_success.labels("abort" if finished is None else finished.value).inc()
             metrics.request_generation_tokens.observe(choice.tokens)
         speculative = response_builder.speculative_usage(choice.stats for choice in trace.choices)
-        client = scope.get("client")
         log_event(
             logger,
             "request",
             request_id=trace.request_id,
             path=scope["path"],
-            client=client[0] if client else None,
+            client=trace.caller.address,
+            key=trace.caller.fingerprint,
             user=trace.body.user if trace.body else None,
             status=writer.status,
             outcome=trace.outcome,

@@ -1,7 +1,7 @@
 """Logs as JSON lines, for machines that collect them. They never hold a prompt or an answer.
 
-Invariant: values are numbers, ids and text of our own. The two exceptions are the client's address and the `user` that
-a request names.
+Invariant: values are numbers, ids and text of our own. The exceptions are the client's address, the `user` that a
+request names and, of refused requests, the first 100 letters of an unknown path, Host or Origin.
 """
 
 import json
@@ -24,9 +24,9 @@ def log_json_lines(level: int = logging.INFO) -> None:
         logger.setLevel(level if name == "eyas" else max(least, level))
 
 
-def log_event(logger: logging.Logger, event: str, **fields: Any) -> None:
+def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: Any) -> None:
     """Log an event with fields; fields that are None are left out."""
-    logger.info(event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+    logger.log(level, event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
 
 
 class JsonFormatter(logging.Formatter):

@@ -29,10 +29,12 @@ _ERROR = {
 _ERROR_RESPONSES = {
     "400": "A field is invalid, unknown or not supported; the message names it.",
     "401": "No valid API key.",
+    "403": "Not for this key, or not for web pages of this origin.",
     "404": "Another model is served.",
     "408": "The body came too slowly.",
     "409": "Another drafter is being loaded.",
     "413": "The body is too large.",
+    "421": "The Host is no name of this server.",
     "415": "The content type is not application/json.",
     "429": "The queue is full; see Retry-After.",
     "500": "The engine failed; other requests continue.",

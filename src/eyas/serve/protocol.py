@@ -117,6 +117,9 @@ class GenerationRequest(WireModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Only requests with the same salt, and the same key, share cached prefixes."
+    )
     user: str | None = Field(
         None, max_length=512, description="Goes to the server's log, so that an operator can tell users apart."
     )

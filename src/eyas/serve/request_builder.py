@@ -6,7 +6,7 @@ One body may ask for several answers: n for each prompt. They are numbered promp
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.engine.grammar.base import Grammar
@@ -47,6 +47,10 @@ class EngineRequests:
     """Over all prompts; a prompt with several answers counts once."""
     new_parser: Callable[[], ToolCallParser] | None
     """Creates the tool-call parser of an answer; None without tools."""
+
+    def with_cache_salt(self, cache_salt: str | None) -> "EngineRequests":
+        """The same requests, which share cached prefixes with those of this salt alone."""
+        return replace(self, requests=tuple(replace(request, cache_salt=cache_salt) for request in self.requests))
 
 
 class RequestBuilder:

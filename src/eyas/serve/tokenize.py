@@ -11,6 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from eyas.serve.api_error import ApiError, to_api_error
+from eyas.serve.audit import mark_recorded
+from eyas.serve.caller import caller_of
 from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
 from eyas.serve.protocol import ChatCompletionRequest, Message, Tool, WireModel
@@ -67,6 +69,7 @@ class TokenizerEndpoints:
         self, http: HttpRequest, kind: type[Body], work: Callable[[Body], dict[str, Any]]
     ) -> JSONResponse:
         context, started, outcome, status = self._context, time.monotonic(), "error", 500
+        mark_recorded(http.scope)
         try:
             context.admission.check_capacity()
             limits = context.limits
@@ -85,10 +88,19 @@ class TokenizerEndpoints:
             outcome, status = failure.code or str(failure.status), failure.status
             raise failure from error
         finally:
-            path = http.scope["path"]
+            path, caller = http.scope["path"], caller_of(http.scope)
             context.metrics.requests.labels(path, outcome).inc()
             seconds = round(time.monotonic() - started, 4)
-            log_event(logger, "request", path=path, status=status, outcome=outcome, seconds=seconds)
+            log_event(
+                logger,
+                "request",
+                path=path,
+                client=caller.address,
+                key=caller.fingerprint,
+                status=status,
+                outcome=outcome,
+                seconds=seconds,
+            )
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         tokens = self._prompt_tokens(body) if body.messages is None else self._message_tokens(body, body.messages)

@@ -75,7 +75,7 @@ def _validation_error(kind: type[WireModel], error: ValidationError) -> ApiError
         role = first["input"].get("role") if isinstance(first["input"], dict) else first["input"]
         return ApiError(
             400,
-            f"{field}.role is {_short_repr(role)}; it should be {known}",
+            f"{field}.role is {shortened(role)}; it should be {known}",
             field=f"{field}.role",
             code="invalid_value",
         )
@@ -89,7 +89,7 @@ def _validation_error(kind: type[WireModel], error: ValidationError) -> ApiError
         return ApiError(400, f"{field} is neither a string nor a list of text parts; change it", field=field)
     limit = first["msg"].removeprefix("Input should be ")
     return ApiError(
-        400, f"{field} is {_short_repr(first['input'])}; it should be {limit}", field=field, code="invalid_value"
+        400, f"{field} is {shortened(first['input'])}; it should be {limit}", field=field, code="invalid_value"
     )
 
 
@@ -103,13 +103,14 @@ def _field_path(loc: tuple[int | str, ...]) -> str:
 
 def _unknown_field_error(kind: type[WireModel], field: str, value: Any) -> ApiError:
     if field in NEUTRAL_VALUES:
-        message = f"{field} is not supported yet, so {_short_repr(value)} would have no effect; leave it out"
+        message = f"{field} is not supported yet, so {shortened(value)} would have no effect; leave it out"
         return ApiError(400, message, field=field, code="unsupported_parameter")
     near = get_close_matches(field, kind.model_fields, n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
     return ApiError(400, f"{field} is not a field of this request; {hint}", field=field, code="unknown_parameter")
 
 
-def _short_repr(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value as messages show it."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
