@@ -36,7 +36,7 @@ def test_a_proxy_may_leave_the_prefix_or_take_it_off(new_server: Any) -> None:
             assert client.get(f"{prefix}/v1/models", headers=keyed).json["data"][0]["id"] == "tiny"
         moved = client.get("/eyas")
         assert (moved.status, moved.headers["location"]) == (308, "/eyas/")
-        assert client.get("/eyasx/health").status == 404
+        assert client.get("/eyasx/health", headers=keyed).status == 404
         assert client.get("/eyas/eyas/health").status == 404
 
 
