@@ -1,51 +1,22 @@
 """Words and gates follow from numbers."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tiny
+from doctor.findings import case_of, drift_of, sure
 from eyas.doctor.measures import Drift
 from eyas.doctor.requirements import check_requirements, parse_requirement
 from eyas.doctor.robustness import Case, Cell
+from eyas.doctor.statements import Statement
 from eyas.doctor.statistics import DepthCurve, calibrate, depth_curve, estimate
 from eyas.doctor.verdict import judge
 from eyas.drafter.drift import Estimate, slope
 from eyas.errors import UserError
 from eyas.reports.charts import Axes, Line, line_chart, ticks
-
-
-def sure(value: float) -> Estimate:
-    return Estimate(value=value, low=value, high=value)
-
-
-def flat(value: float, depth: int = 16) -> DepthCurve:
-    return DepthCurve(value=[value] * depth, low=[value] * depth, high=[value] * depth, slope=sure(0.0))
-
-
-def drift_of(**changes: Any) -> Drift:
-    values: dict[str, Any] = {
-        "prompts": 4,
-        "depth": 16,
-        "rounds": 100,
-        "mass": {region: flat(0.25) for region in ("sink", "prompt", "verified", "own")},
-        "entropy": flat(2.0),
-        "spread": flat(0.5),
-        "rms": flat(1.9),
-        "growth": sure(0.0),
-        "conditional": flat(0.7),
-        "joint": flat(0.5),
-        "length": [sure(1 + 0.3 * k**0.5) for k in range(1, 17)],
-        "calibration": calibrate([0.7, 0.7, 0.7], [True, True, False]),
-        "calibration_by_depth": [0.1] * 16,
-        "state_rms": [sure(1.0), sure(5.0), sure(20.0)],
-        "read_rms": [sure(1.0)] * 3,
-        "share": [sure(0.3), sure(0.3), sure(0.4)],
-        "fused_rms": sure(1.0),
-        "outside_share": 0.01,
-    }
-    return Drift(**{**values, **changes})
 
 
 def names(drift: Drift, cases: list[Case] | None = None, **flags: Any) -> dict[str, str]:
@@ -54,11 +25,6 @@ def names(drift: Drift, cases: list[Case] | None = None, **flags: Any) -> dict[s
     return {
         statement.name: f"{statement.text}; {statement.cause}; {statement.advice}" for statement in verdict.statements
     }
-
-
-def case_of(name: str, group: str, kept: float) -> Case:
-    cell = Cell(length=2.5 * kept, reference=2.5, kept=Estimate(value=kept, low=kept - 0.05, high=kept + 0.05))
-    return Case(name=name, group=group, about="", prompts=6, cells={"one": {7: cell}})
 
 
 def test_a_flat_drafter_is_healthy() -> None:
@@ -102,6 +68,51 @@ def test_conditions_become_warnings_only_where_something_is_lost() -> None:
     assert "template mismatch" in found["sensitive_template"]
     assert "robust_text" in found
     assert "rope too short: max_position_embeddings is 512" in found["sensitive_context"]
+
+
+def test_few_prompts_are_called_few_instead_of_healthy() -> None:
+    found = judge(tiny.drafter_config(), name="one", drift=drift_of(prompts=3), cases=[], diagnosis=None, cost=0.1)
+    assert found.statements[0].text == "too few prompts to judge (3; at least 16)"
+    assert "44% of prompts only" in found.statements[0].evidence[0]
+    assert {one.level for one in found.statements} == {"unknown", "note"}
+    grows = drift_of(prompts=3, growth=sure(0.05))
+    (unsure,) = [s for s in judge_of(grows) if s.name == "drift"]
+    assert (unsure.level, unsure.text[:20]) == ("unknown", "on 3 prompts only, t")
+
+
+def test_depths_that_few_rounds_reach_are_not_judged() -> None:
+    low, high = [0.65] * 6 + [0.2] * 10, [0.75] * 6 + [0.95] * 10
+    wide = DepthCurve(value=[0.7] * 16, low=low, high=high, slope=sure(0.0))
+    assert "holds to depth 6; deeper, too few rounds" in names(drift_of(conditional=wide))["holds_depth"]
+    none = DepthCurve(value=[1.0] * 16, low=[0.4] * 16, high=[1.0] * 16, slope=sure(0.0))
+    assert "too few rounds" in names(drift_of(conditional=none))["unsure_depth"]
+
+
+def test_growth_that_may_be_none_is_neither_drift_nor_flat() -> None:
+    found = names(drift_of(growth=Estimate(value=0.02, low=-0.01, high=0.05)))
+    assert "unsure_growth" in found
+    assert not {"drift", "flat_feedback"} & set(found)
+
+
+def test_conditions_on_few_prompts_are_not_judged() -> None:
+    few = [replace(case_of("no template", "template", 0.5), prompts=4)]
+    assert "too few prompts to judge (4; at least 5)" in names(drift_of(), few)["unsure_template"]
+    wide = Cell(length=2.4, reference=2.5, kept=Estimate(value=0.96, low=0.7, high=1.2))
+    found = names(drift_of(), [Case(name="German", group="text", about="", prompts=6, cells={"one": {7: wide}})])
+    assert "unseen_text" in found
+
+
+def judge_of(drift: Drift) -> tuple[Statement, ...]:
+    return judge(tiny.drafter_config(), name="one", drift=drift, cases=[], diagnosis=None, cost=0.1).statements
+
+
+def test_faults_on_too_few_prompts_do_not_pass_for_none() -> None:
+    record = record_of()
+    unsure = {"level": "unknown", "name": "unsure_faults", "text": "too few prompts to judge (3; at least 5)"}
+    record["drafters"]["one"]["verdict"]["statements"] = [unsure]
+    outcome = check_requirements([parse_requirement("faults<=0")], record, "one")[0]
+    assert not outcome.passed
+    assert "not measured: too few prompts" in outcome.reason
 
 
 def record_of() -> dict[str, Any]:

@@ -49,8 +49,13 @@ def doctor(
     max_tokens: Annotated[int, typer.Option(help="New tokens per answer at most.", min=2, rich_help_panel=WORK)] = 64,
     depth: Annotated[int, typer.Option(help="Deepest draft to look at.", min=2, max=64, rich_help_panel=WORK)] = 16,
     case_prompts: Annotated[
-        int, typer.Option(help="Prompts of each condition of the matrix.", min=1, rich_help_panel=WORK)
+        int,
+        typer.Option(help="Prompts of each other condition; from 5 on they are judged.", min=1, rich_help_panel=WORK),
     ] = 6,
+    context_prompts: Annotated[
+        int,
+        typer.Option(help="Prompts of each length of context; from 5 on they are judged.", min=1, rich_help_panel=WORK),
+    ] = 2,
     length: Annotated[
         list[int] | None,
         typer.Option(
@@ -89,7 +94,7 @@ def doctor(
 
     arguments = {name: as_json_value(value) for name, value in context.params.items()}
     requirements = [parse_requirement(text) for text in require or ()]
-    config = _config(depth, max_tokens, case_prompts, length, seed, robustness, diagnosis, minutes)
+    config = _config(depth, max_tokens, case_prompts, context_prompts, length, seed, robustness, diagnosis, minutes)
     conversations = _read(prompts)
     text = _filler(filler, conversations)
     if out is not None:
@@ -119,6 +124,7 @@ def _config(
     depth: int,
     max_tokens: int,
     case_prompts: int,
+    context_prompts: int,
     lengths: Sequence[int] | None,
     seed: int,
     robustness: bool,
@@ -130,6 +136,7 @@ def _config(
 
     conditions = Conditions(
         prompts=case_prompts,
+        context_prompts=context_prompts,
         max_new_tokens=min(32, max_tokens),
         context_tokens=min(24, max_tokens),
         depths=tuple(k for k in (3, 7) if k <= depth) or (depth,),

@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 
-_STYLES = {"fault": "bold red", "warning": "yellow", "note": "blue", "healthy": "green"}
+_STYLES = {"fault": "bold red", "warning": "yellow", "unknown": "magenta", "note": "blue", "healthy": "green"}
+_DECIDED = {"ship": "bold green", "do_not_ship": "bold red", "cannot_tell": "bold magenta"}
 _SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
 def print_record(record: Record) -> None:
-    """Write tables, then the verdict, to stdout."""
+    """Write the decision, tables, then the verdict, to stdout."""
     console = wide_console(160)
+    for name, own in record["drafters"].items():
+        console.print(_decision(name, own["decision"], several=len(record["drafters"]) > 1), soft_wrap=True)
     measured = {name: own for name, own in record["drafters"].items() if own["drift"]}
     for name, own in measured.items():
         console.print(_drift(name, own))
@@ -29,6 +32,12 @@ def print_record(record: Record) -> None:
     for gate in record["gates"]:
         style = "green" if gate["passed"] else "bold red"
         console.print(f"{'holds' if gate['passed'] else 'FAILS'}  {gate['gate']}: {gate['reason']}", style=style)
+
+
+def _decision(name: str, decision: Record, *, several: bool) -> "Text":
+    from rich.text import Text
+
+    return Text(f"{name}: {decision['text']}" if several else decision["text"], style=_DECIDED[decision["outcome"]])
 
 
 def _drift(name: str, own: Record) -> "Table":

@@ -77,6 +77,9 @@ class Trial:
 class Diagnosis:
     """All trials, and the controls."""
 
+    prompts: int
+    places: int
+    """Of all answers: each is drafted from."""
     accepted: float
     """Accepted drafts per place, as the drafter is."""
     first_hit: float
@@ -136,6 +139,8 @@ def diagnose(
         progress(number)
     places = now_P4[:, 2].sum()
     return Diagnosis(
+        prompts=len(now_P4),
+        places=int(places),
         accepted=float(now_P4[:, 0].sum() / max(1.0, places)),
         first_hit=float(now_P4[:, 1].sum() / max(1.0, places)),
         reads_states=_ratio(now_P4, other_P4),

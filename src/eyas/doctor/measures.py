@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from eyas.doctor.fusion import Fusion, measure_fusion
 from eyas.doctor.rounds import Rounds, round_starts, run_rounds
-from eyas.doctor.statistics import Array, Calibration, DepthCurve, calibrate, depth_curve, estimate
+from eyas.doctor.statistics import Array, Calibration, DepthCurve, calibrate, depth_curve, estimate, with_wilson
 from eyas.doctor.transcripts import Transcript
 from eyas.drafter.attention_mass import REGIONS, SINKS, AttentionProbe, AttentionStatistics
 from eyas.drafter.drift import Estimate, conditional_acceptance, log_sizes
@@ -89,6 +89,8 @@ class Drift:
     """Slope of ln(RMS of the fed-back state) by depth: 0 is flat, 0.05 is five per cent more at every depth."""
     conditional: DepthCurve
     joint: DepthCurve
+    offered: list[int]
+    """Rounds of which all drafts before this depth were accepted: what its conditional acceptance is a share of."""
     length: list[Estimate]
     """Acceptance length of serving with depth 1, 2, ... ."""
     calibration: Calibration
@@ -105,6 +107,7 @@ class Drift:
 def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
     """Curves, slopes, lengths and calibration."""
     counts_PS = np.stack([one.counts(depth) for one in measured]).astype(np.float64)
+    total_S = counts_PS.sum(axis=0)
     rms_PS = np.stack([one.rms_S for one in measured])
     confident, hits = zip(*(_offered(one.rounds, depth) for one in measured), strict=True)
     by_depth = [
@@ -116,14 +119,15 @@ def summarise(measured: Sequence[PromptMeasures], depth: int) -> Drift:
     return Drift(
         prompts=len(measured),
         depth=depth,
-        rounds=int(counts_PS[:, 0].sum()),
+        rounds=int(total_S[0]),
         mass={region: depth_curve(np.stack([one.mass[region] for one in measured])) for region in REGIONS},
         entropy=depth_curve(np.stack([one.entropy_S for one in measured])),
         spread=depth_curve(np.stack([one.spread_S for one in measured])),
         rms=depth_curve(rms_PS),
         growth=growth(rms_PS),
-        conditional=depth_curve(counts_PS, _conditional),
-        joint=depth_curve(counts_PS, joint_acceptance),
+        conditional=with_wilson(depth_curve(counts_PS, _conditional), total_S[1:], total_S[:-1]),
+        joint=with_wilson(depth_curve(counts_PS, joint_acceptance), total_S[1:], np.full(depth, total_S[0])),
+        offered=[int(count) for count in total_S[:-1]],
         length=[
             estimate(np.stack([round_totals(one.rounds, k) for one in measured]), acceptance_length)
             for k in range(1, depth + 1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from eyas.doctor.decision import decide
 from eyas.doctor.diagnosis import Diagnosis
 from eyas.doctor.examination import Examination
 from eyas.doctor.measures import Drift
@@ -55,7 +56,20 @@ def record_of(examination: Examination, arguments: Mapping[str, Any], requiremen
         "cases": [_case(case) for case in sorted(examination.cases, key=lambda case: GROUPS.index(case.group))],
     }
     first = examination.candidates[0].subject.name
-    record["gates"] = [_requirement(result) for result in check_requirements(requirements, record, first)]
+    gates = check_requirements(requirements, record, first)
+    record["gates"] = [_requirement(result) for result in gates]
+    for candidate in examination.candidates:
+        name = candidate.subject.name
+        decision = decide(
+            verdicts[name],
+            drifts.get(name),
+            cost=examination.cost(candidate),
+            gates=gates if name == first else (),
+            diagnosed=name in examination.diagnoses,
+            whole=examination.whole,
+        )
+        drafters[name]["decision"] = asdict(decision)
+    record["decision"] = {"drafter": first, **drafters[first]["decision"]}
     return record
 
 
@@ -67,6 +81,7 @@ def _drift(drift: Drift) -> Json:
         "prompts": drift.prompts,
         "depth": drift.depth,
         "rounds": drift.rounds,
+        "offered": drift.offered,
         "mass": {region: drift.mass[region].as_json() for region in REGIONS},
         **{name: curve.as_json() for name, curve in curves.items()},
         "growth": drift.growth.as_json(),
@@ -83,6 +98,8 @@ def _drift(drift: Drift) -> Json:
 
 def _diagnosis(diagnosis: Diagnosis) -> Json:
     return {
+        "prompts": diagnosis.prompts,
+        "places": diagnosis.places,
         "accepted": plain(diagnosis.accepted),
         "first_hit": plain(diagnosis.first_hit),
         "reads_states": diagnosis.reads_states.as_json(),

@@ -109,8 +109,11 @@ def _value(requirement: Requirement, record: Mapping[str, Any], subject: str) ->
     drift = own["drift"]
     if requirement.metric == "faults":
         verdict = own["verdict"]
-        diagnosed = own["diagnosis"] is not None
-        return (float(sum(s["level"] == "fault" for s in verdict["statements"])) if diagnosed else None, "no diagnosis")
+        if own["diagnosis"] is None:
+            return None, "no diagnosis"
+        unsure = next((s["text"] for s in verdict["statements"] if s.get("name") == "unsure_faults"), None)
+        faults = float(sum(s["level"] == "fault" for s in verdict["statements"]))
+        return (faults, "") if faults or unsure is None else (None, unsure)
     if requirement.metric == "retained":
         return _retained(requirement.at or "", record, subject)
     if drift is None:

@@ -1,21 +1,22 @@
 """Numbers with their uncertainty. Prompts are what is drawn from the world, so prompts are what is resampled.
 
-All intervals are percentile bootstraps over prompts, seeded: the same measurements give the same report.
+Intervals are percentile bootstraps over prompts, seeded: the same measurements give the same report. Shares of rounds
+also have their Wilson interval, and the wider of both counts: few prompts that agree resample to no width at all.
 
 Shapes: P prompts, S depths, B resamples.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from eyas.doctor.sample_size import LEVEL, wilson
 from eyas.drafter.drift import Estimate, plain, slope
 
 RESAMPLES = 1000
 SEED = 7
-LEVEL = 0.95
 
 Array = NDArray[np.float64]
 
@@ -68,6 +69,16 @@ def estimate(rows: Array, statistic: Callable[[Array], float]) -> Estimate:
     drawn_B = np.array([statistic(rows[chosen]) for chosen in resamples(len(rows))])
     low, high = interval(drawn_B)
     return Estimate(value=float(statistic(rows)), low=float(low), high=float(high))
+
+
+def with_wilson(curve: DepthCurve, hits_S: Array, of_S: Array) -> DepthCurve:
+    """A curve of shares whose band is at least as wide as that of its rounds."""
+    shares = [wilson(float(hits), float(of)) for hits, of in zip(hits_S, of_S, strict=True)]
+    return replace(
+        curve,
+        low=[float(np.fmin(low, share.low)) for low, share in zip(curve.low, shares, strict=True)],
+        high=[float(np.fmax(high, share.high)) for high, share in zip(curve.high, shares, strict=True)],
+    )
 
 
 def mean_rows(value_PS: Array) -> Array:

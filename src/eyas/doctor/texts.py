@@ -10,36 +10,48 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
         "Write three sentences about a lighthouse in winter.",
         "What should I pack for a weekend in the mountains?",
         "Why is the sky blue during the day and red in the evening?",
+        "How can I tell whether an egg is still fresh?",
+        "Describe your favourite walk through an old town.",
     ),
     "German": (
         "Wie bleibt ein Fahrrad aufrecht, während es fährt?",
         "Schreibe drei Sätze über einen Leuchtturm im Winter.",
         "Was soll ich für ein Wochenende in den Bergen einpacken?",
         "Warum ist der Himmel am Tag blau und am Abend rot?",
+        "Wie erkenne ich, ob ein Ei noch frisch ist?",
+        "Beschreibe deinen liebsten Spaziergang durch eine alte Stadt.",
     ),
     "Spanish": (
         "¿Cómo se mantiene en pie una bicicleta mientras se mueve?",
         "Escribe tres frases sobre un faro en invierno.",
         "¿Qué debo llevar para un fin de semana en la montaña?",
         "¿Por qué el cielo es azul de día y rojo al atardecer?",
+        "¿Cómo puedo saber si un huevo todavía está fresco?",
+        "Describe tu paseo favorito por una ciudad antigua.",
     ),
     "French": (
         "Comment un vélo reste-t-il debout pendant qu'il roule ?",
         "Écris trois phrases sur un phare en hiver.",
         "Que dois-je emporter pour un week-end à la montagne ?",
         "Pourquoi le ciel est-il bleu le jour et rouge le soir ?",
+        "Comment savoir si un œuf est encore frais ?",
+        "Décris ta promenade préférée dans une vieille ville.",
     ),
     "Chinese": (
         "自行车在行驶时为什么不会倒下？",
         "写三句话描述冬天的灯塔。",
         "周末去山里应该带什么？",
         "为什么天空白天是蓝色的，傍晚是红色的？",
+        "怎样判断鸡蛋是否还新鲜？",
+        "描述你最喜欢的一次古城散步。",
     ),
     "Russian": (
         "Почему велосипед не падает, когда он едет?",
         "Напиши три предложения о маяке зимой.",
         "Что взять с собой на выходные в горы?",
         "Почему небо днём голубое, а вечером красное?",
+        "Как понять, что яйцо ещё свежее?",
+        "Опиши свою любимую прогулку по старому городу.",
     ),
 }
 
@@ -49,6 +61,8 @@ CODE = (
     "Rewrite it so that an empty list raises ValueError, and add two tests.",
     "Write a SQL query that lists each customer with the number of orders in 2024, largest first.",
     "Complete this JavaScript:\n\n```js\nfunction debounce(fn, ms) {\n",
+    "Explain what this shell command does, part by part: find . -name '*.log' -mtime +7 -delete",
+    "Write a C function that reverses a string in place, and say what it does with an empty one.",
 )
 
 _TOOLS = (
@@ -61,6 +75,9 @@ TOOL_TRAFFIC = (
     'The function get_weather returned {"city": "Lisbon", "temperature_c": 21, "wind_kmh": 14, "sky": "clear"}. '
     "Tell the user what the weather is like.",
     'Turn this into JSON with the keys "name", "age" and "city": Ada is 36 and lives in London.',
+    _TOOLS + "How windy is it in Bergen, and do I need a coat?",
+    'The function search_flights returned [{"to": "Rome", "price_eur": 142}, {"to": "Rome", "price_eur": 98}]. '
+    "Tell the user which flight is cheaper.",
 )
 
 FOREIGN_SYSTEM = (

@@ -2,18 +2,21 @@
 
 Faults are things that are wrong with a checkpoint and can be put right; warnings are weaknesses of a drafter as it is;
 notes are worth knowing. A statement of health is made too, because silence is no finding. Rules look at slopes and at
-intervals, not at levels: a good drafter may look at its own guesses a lot, as long as that does not run away.
+intervals, not at levels: a good drafter may look at its own guesses a lot, as long as that does not run away. What too
+few prompts or rounds show is said, and called that (sample_size.py).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 
 from eyas.doctor.diagnosis import Diagnosis
 from eyas.doctor.measures import Drift
 from eyas.doctor.robustness import Case
-from eyas.doctor.statements import Statement, judge_conditions
+from eyas.doctor.sample_size import FADES, LEAST_PAIRS, LEAST_PROMPTS, too_few, wilson
+from eyas.doctor.statements import Level, Statement, judge_conditions
 from eyas.drafter.config import DrafterConfig
 
 FAULTS = {
@@ -35,8 +38,6 @@ GROWS = 0.01
 WEAK_FIRST = 0.35
 """Below this share of accepted first drafts, over all places, something is wrong and not just weak."""
 FOREIGN_HEAD = 0.3
-FADES = 0.8
-"""Conditional acceptance at a depth in parts of that of the first depths, below which a drafter fades."""
 LOUD_STATE = 0.8
 OUTSIDE = 0.03
 UNCALIBRATED = 0.15
@@ -64,11 +65,12 @@ def judge(
     if diagnosis is not None:
         statements += _faults(diagnosis)
     if drift is not None:
-        statements += [*_growth(config, drift), *_fading(drift), *_fusion(config, drift)]
-        statements += [*_vocabulary(drift), *_calibration(drift)]
+        found = [*_growth(config, drift), *_fading(drift), *_fusion(config, drift)]
+        found += [*_vocabulary(drift), *_calibration(drift)]
+        statements += _weighed(found, drift.prompts)
     statements += judge_conditions(config, name, cases)
-    order = {"fault": 0, "warning": 1, "note": 2, "healthy": 3}
-    statements.sort(key=lambda s: order[s.level])
+    order = get_args(Level)
+    statements.sort(key=lambda s: order.index(s.level))
     depth = None if drift is None else recommend_depth([e.value for e in drift.length], cost)
     return Verdict(statements=tuple(statements), recommended_depth=depth)
 
@@ -79,9 +81,52 @@ def recommend_depth(length_by_depth: Sequence[float], cost: float) -> int:
     return int(np.argmax(speed))
 
 
+def _weighed(statements: Sequence[Statement], prompts: int) -> Iterator[Statement]:
+    """The same, called no surer than so many prompts make them."""
+    if prompts < LEAST_PROMPTS:
+        worst = wilson(prompts, prompts).low
+        yield Statement(
+            level="unknown",
+            name="too_few_prompts",
+            text=too_few(prompts, LEAST_PROMPTS),
+            evidence=(
+                f"even if all {prompts} are as they should be, that may be so of {worst:.0%} of prompts only (Wilson's "
+                f"95 % interval); from {LEAST_PROMPTS} on it is so of {FADES:.0%} at least, and below that a drafter "
+                "counts as fading",
+            ),
+            advice="give more prompts (--prompts, --limit)",
+        )
+    for one in statements:
+        if one.level == "healthy" and prompts < LEAST_PROMPTS:
+            yield replace(one, level="note", text=f"on {_prompts(prompts)}, {one.text}")
+        elif one.level == "warning" and prompts < LEAST_PAIRS:
+            yield replace(one, level="unknown", text=f"on {_prompts(prompts)} only, {one.text}")
+        else:
+            yield one
+
+
+def _prompts(count: int) -> str:
+    return f"{count} prompt{'' if count == 1 else 's'}"
+
+
 def _faults(diagnosis: Diagnosis) -> Iterator[Statement]:
     best, alike = diagnosis.best, diagnosis.resemblance
-    tried = f"{len(diagnosis.trials)} repairs tried"
+    tried = f"{len(diagnosis.trials)} repairs tried on {_prompts(diagnosis.prompts)}"
+    hit = wilson(diagnosis.first_hit * diagnosis.places, diagnosis.places)
+    first = (
+        f"{hit.value:.0%} of first drafts are accepted ({hit.low:.0%} to {hit.high:.0%}), over all {diagnosis.places} "
+        "places of the answers"
+    )
+    if diagnosis.prompts < LEAST_PAIRS:
+        closest = () if best is None else (f"{best.ratio.value:.2f} times the accepted drafts when {best.about}",)
+        yield Statement(
+            level="unknown",
+            name="unsure_faults",
+            text=f"known faults of the checkpoint: {too_few(diagnosis.prompts, LEAST_PAIRS)}",
+            evidence=(first, tried, *closest),
+            advice="give more prompts (--prompts, --limit)",
+        )
+        return
     if best is not None:
         evidence = [
             f"{best.ratio.value:.2f} times the accepted drafts when {best.about} "
@@ -104,8 +149,16 @@ def _faults(diagnosis: Diagnosis) -> Iterator[Statement]:
             advice=best.advice,
         )
         return
-    first = f"{diagnosis.first_hit:.0%} of first drafts are accepted, over all places of the answers"
-    if diagnosis.first_hit >= WEAK_FIRST:
+    if hit.low < WEAK_FIRST <= hit.high:
+        yield Statement(
+            level="unknown",
+            name="unsure_faults",
+            text="few first drafts are accepted: weak, or wrong; too few places to tell",
+            evidence=(first, f"{tried}, none helps"),
+            advice="give more prompts or longer answers (--limit, --max-tokens)",
+        )
+        return
+    if hit.value >= WEAK_FIRST:
         yield Statement(
             level="healthy",
             name="no_fault",
@@ -153,7 +206,13 @@ def _growth(config: DrafterConfig, drift: Drift) -> Iterator[Statement]:
         f"{growth.value:+.1%} per depth ({growth.low:+.1%} to {growth.high:+.1%})"
     )
     if growth.low <= GROWS:
-        yield Statement(level="healthy", name="flat_feedback", text="the fed-back state stays flat", evidence=(said,))
+        if growth.high <= GROWS:
+            text = "the fed-back state stays flat"
+            yield Statement(level="healthy", name="flat_feedback", text=text, evidence=(said,))
+        else:
+            text = f"cannot tell whether the fed-back state grows: the interval holds {GROWS:.0%} per depth"
+            advice = "give more prompts (--prompts, --limit)"
+            yield Statement(level="unknown", name="unsure_growth", text=text, evidence=(said,), advice=advice)
         return
     since = next((depth for depth, value in enumerate(rms, start=1) if value > 1.1 * rms[0]), drift.depth)
     if config.norm_output:
@@ -177,11 +236,16 @@ def _growth(config: DrafterConfig, drift: Drift) -> Iterator[Statement]:
 def _fading(drift: Drift) -> Iterator[Statement]:
     if drift.conditional.value[0] < WEAK_FIRST:
         return  # too little is accepted to speak of its decline
-    value, high = drift.conditional.value, drift.conditional.high
+    value, low, high = drift.conditional.value, drift.conditional.low, drift.conditional.high
     early = float(np.nanmean(value[:3]))
     faded = [depth for depth in range(4, drift.depth + 1) if high[depth - 1] < FADES * early]
+    # Told to where the interval is no wider than the loss that it is to show.
+    clear = [(high[i] - low[i]) / 2 <= (1 - FADES) * early for i in range(drift.depth)]
+    judged = clear.index(False) if False in clear else drift.depth
     said = ", ".join(
-        f"{value[d - 1]:.0%} at depth {d}" for d in (1, 2, 4, 8, 16) if d <= drift.depth and value[d - 1] >= 0
+        f"{value[d - 1]:.0%} at depth {d} ({low[d - 1]:.0%} to {high[d - 1]:.0%} of {drift.offered[d - 1]} rounds)"
+        for d in (1, 2, 4, 8, 16)
+        if d <= drift.depth and value[d - 1] >= 0
     )
     if faded:
         yield Statement(
@@ -192,9 +256,17 @@ def _fading(drift: Drift) -> Iterator[Statement]:
             cause="depths that training did not reach, or a state that drifts",
             advice="limit the depth, or train with more depths",
         )
+    elif judged >= min(4, drift.depth):
+        rest = "" if judged == drift.depth else f"; deeper, too few rounds come so far to judge (depth {judged + 1} on)"
+        text = f"conditional acceptance holds to depth {judged}{rest}"
+        yield Statement(level="healthy", name="holds_depth", text=text, evidence=(said,))
     else:
         yield Statement(
-            level="healthy", name="holds_depth", text="conditional acceptance holds with depth", evidence=(said,)
+            level="unknown",
+            name="unsure_depth",
+            text=f"too few rounds to tell whether acceptance holds with depth ({drift.rounds} rounds)",
+            evidence=(said,),
+            advice="give more prompts or longer answers (--limit, --max-tokens)",
         )
 
 
