@@ -15,7 +15,7 @@ from eyas.doctor.verdict import Verdict, judge
 from eyas.drafter.drift import Estimate
 
 FAULT = Statement(level="fault", name="norm_output", text="wrong norm flag: norm_output")
-HEALTHY = Statement(level="healthy", name="no_fault", text="no known fault of the checkpoint")
+HEALTHY = Statement(level="healthy", name="robust_text", text="holds under other languages, code and tool traffic")
 
 
 def gate(*, passed: bool) -> RequirementResult:
@@ -60,7 +60,8 @@ def test_nothing_measured_decides_nothing() -> None:
     verdict = Verdict(statements=(), recommended_depth=None)
     found = decide(verdict, None, cost=0.1, diagnosed=False, whole=False)
     assert (found.outcome, found.text) == ("cannot_tell", "Cannot tell: no prompt was finished")
-    assert found.unknown == ("faults were not looked for", "stopped early")
+    assert found.unknown[0] == "faults were not looked for"
+    assert found.unknown[-1] == "stopped early"
 
 
 def test_three_perfect_prompts_are_too_few() -> None:
@@ -84,6 +85,8 @@ def test_a_gain_that_may_be_none_is_no_gain() -> None:
 
 def test_weaknesses_stand_behind_the_decision_in_words() -> None:
     found = judged(case_of("no template", "template", 0.6), case_of("no BOS", "template", 0.98))
+    assert "not tried: other lengths of context" in found.unknown
+    assert not any("templates" in one for one in found.unknown)
     assert found.text == f"Ship it at depth {found.depth}; weak without a template"
     assert found.weaknesses == ("weak without a template",)
 
@@ -114,4 +117,9 @@ def test_more_weaknesses_than_a_line_holds_are_counted() -> None:
 def test_growth_is_a_weakness_and_unlooked_for_faults_are_said() -> None:
     assert judged(growth=sure(0.05)).weaknesses == ("its state grows with depth",)
     assert decided(diagnosed=False).text == "Ship it at depth 3; faults were not looked for"
-    assert decided(whole=False).unknown == ("stopped early",)
+    assert decided(whole=False).unknown[-1] == "stopped early"
+
+
+def test_conditions_that_were_not_tried_are_no_praise() -> None:
+    assert judged().text.endswith("; other conditions were not tried")
+    assert len(judged().unknown) == 5

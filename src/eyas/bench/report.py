@@ -7,12 +7,15 @@ from typing import Any
 
 from eyas.bench.measures import row_label
 from eyas.reports.charts import COLOURS, Axes, Figure, Line, line_chart
-from eyas.reports.render import render
+from eyas.reports.render import lead, render
 
 Record = Mapping[str, Any]
 Interval = tuple[float | None, float | None, float | None]
 """A value, and where its band begins and ends."""
 NOTHING: Interval = (None, None, None)
+LEAST_REPETITIONS = 3
+"""Of two, the lower and the higher are all that is known: no middle, and no spread around it."""
+FEW = f" (too few repetitions to know the spread; at least {LEAST_REPETITIONS})"
 
 
 def render_report(record: Record) -> str:
@@ -20,9 +23,25 @@ def render_report(record: Record) -> str:
     servers = list(dict.fromkeys(server["name"] for server in record["servers"]))
     rows = [{**row, "label": row_label(row), "ratio": _ratio(row)} for row in record["rows"]]
     files = [f"{file['path']} {file['sha256'][:12]}" for file in record["workload"]["files"]]
+    compared = [row for row in rows if row["ratio"]]
+    categories = sorted({name for row in rows for name in row["categories"]})
+    contents = [("mind", "Before you believe it")] if record["warnings"] else []
+    contents += [
+        ("gain", "What drafting gains"),
+        ("load", "By load"),
+        ("figures", "Figures"),
+        ("times", "Times"),
+        ("categories", "By category"),
+        ("again", "To measure it again"),
+    ]
     return render(
         "bench.html.j2",
         title=" and ".join(servers),
+        lead=_lead(rows, compared),
+        contents=contents,
+        compared=compared,
+        few=FEW,
+        least=LEAST_REPETITIONS,
         record=record,
         plan=record["plan"],
         workload=record["workload"],
@@ -30,11 +49,40 @@ def render_report(record: Record) -> str:
         kinds=", ".join(dict.fromkeys(f"{s['kind']} {s['version'] or ''}".strip() for s in record["servers"])),
         rows=rows,
         figures=list(_figures(rows, servers)),
-        categories=sorted({name for row in rows for name in row["categories"]}),
+        categories=categories,
         versions=" ".join(f"{key} {value}" for key, value in record["versions"].items() if value),
         files=", ".join(files) or "synthetic",
-        servers=json.dumps([{key: s[key] for key in ("name", "mode", "url", "command")} for s in record["servers"]]),
+        servers=json.dumps(
+            [{key: s[key] for key in ("name", "mode", "url", "command")} for s in record["servers"]], indent=1
+        ),
+        as_json=json.dumps(record["rows"], indent=1),
     )
+
+
+def _lead(rows: Sequence[Record], compared: Sequence[Record]) -> Mapping[str, str]:
+    """What a user gets, in one line; a difference counts where no repetition contradicts it."""
+    if not rows:
+        return lead("unknown", "Nothing was measured")
+    if not compared:
+        speeds = [row["user_tokens_per_second"]["median"] for row in rows if row["user_tokens_per_second"]]
+        if not speeds:
+            return lead("unknown", "No request was answered")
+        return lead("note", f"A user has {_between(min(speeds), max(speeds), '.1f')} tokens/s; nothing to compare with")
+    medians = [row["ratio"]["median"] for row in compared]
+    told = f"{_between(min(medians), max(medians), '.2f')} times the tokens/s of a user without it"
+    if min(row["repetitions"] for row in compared) < LEAST_REPETITIONS:
+        return lead("unknown", f"Drafting seems to give {told}{FEW}")
+    if min(row["ratio"]["low"] for row in compared) > 1:
+        return lead("healthy", f"Drafting pays at every load: {told}")
+    if max(row["ratio"]["high"] for row in compared) < 1:
+        return lead("fault", f"Drafting costs at every load: {told}")
+    paying = sum(row["ratio"]["low"] > 1 for row in compared)
+    return lead("warning", f"Drafting pays in {paying} of {len(compared)} rows: {told}")
+
+
+def _between(low: float, high: float, spec: str) -> str:
+    one, other = format(low, spec), format(high, spec)
+    return one if one == other else f"{one} to {other}"
 
 
 def _ratio(row: Record) -> Record | None:
@@ -44,7 +92,7 @@ def _ratio(row: Record) -> Record | None:
 
 
 def _figures(rows: Sequence[Record], servers: Sequence[str]) -> Iterator[Figure]:
-    for key, across in (("users", "users"), ("rate", "requests per second")):
+    for key, across in (("users", "users at a time"), ("rate", "load (requests/s)")):
         own = [row for row in rows if row[key] is not None]
         if own:
             yield from _by_load(own, servers, key, across)
@@ -54,7 +102,15 @@ def _figures(rows: Sequence[Record], servers: Sequence[str]) -> Iterator[Figure]
         yield Figure(
             title="Acceptance by depth",
             chart=line_chart(
-                lines, Axes(across="depth", up="accepted", y_min=0.0, y_max=1.0, percent=True, names=names)
+                lines,
+                Axes(
+                    across="depth (token of a draft)",
+                    up="accepted drafts (%)",
+                    y_min=0.0,
+                    y_max=1.0,
+                    percent=True,
+                    names=names,
+                ),
             ),
             caption="Share of drafts whose token at this depth was accepted together with all before it, over all "
             "loads.",
@@ -83,8 +139,7 @@ def _by_load(rows: Sequence[Record], servers: Sequence[str], key: str, across: s
             y=value,
             low=low,
             high=high,
-            colour=servers.index(server) % COLOURS,
-            dashed=mode == "plain",
+            colour=modes.index((server, mode)) % COLOURS,
         )
 
     def figure(title: str, read: Callable[[Record], Interval], up: str, caption: str) -> Figure:
@@ -94,12 +149,19 @@ def _by_load(rows: Sequence[Record], servers: Sequence[str], key: str, across: s
 
     bands = "Medians over repetitions; bands reach from the lowest to the highest."
     ratios = "A user's tokens per second, by repetition. 1 is no gain."
-    yield figure("Speed of a user", _spread("user_tokens_per_second"), "tokens/s of a user", bands)
-    yield figure("Throughput", _spread("tokens_per_second"), "tokens/s of all", bands)
-    yield figure("Against no speculation", _spread("ratio"), "times as fast", ratios)
-    yield figure("Time to the first token", _tail("time_to_first_token_ms"), "ms", "Median; the band ends at p95.")
-    yield figure("Time per token", _tail("time_per_output_token_ms"), "ms", "After the first. Median; band to p95.")
-    yield figure("Pause between chunks", _tail("chunk_gap_ms"), "ms", "What an eye sees. Median; band to p95.")
+    yield figure("Speed of a user", _spread("user_tokens_per_second"), "speed of a user (tokens/s)", bands)
+    yield figure("Throughput", _spread("tokens_per_second"), "speed of all users (tokens/s)", bands)
+    yield figure("Against no speculation", _spread("ratio"), "speed against plain (times)", ratios)
+    yield figure(
+        "Time to the first token", _tail("time_to_first_token_ms"), "wait (ms)", "Median; the band ends at p95."
+    )
+    yield figure(
+        "Time per token",
+        _tail("time_per_output_token_ms"),
+        "time per token (ms)",
+        "After the first. Median; band to p95.",
+    )
+    yield figure("Pause between chunks", _tail("chunk_gap_ms"), "pause (ms)", "What an eye sees. Median; band to p95.")
 
 
 def _spread(key: str) -> Callable[[Record], Interval]:

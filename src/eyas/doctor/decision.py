@@ -22,7 +22,7 @@ from typing import Literal
 from eyas.doctor.measures import Drift
 from eyas.doctor.requirements import RequirementResult
 from eyas.doctor.sample_size import LEAST_PROMPTS, too_few
-from eyas.doctor.statements import Statement
+from eyas.doctor.statements import CONDITION_GROUPS, Statement
 from eyas.doctor.verdict import Verdict
 from eyas.drafter.drift import Estimate
 
@@ -60,6 +60,9 @@ def decide(
     weaknesses = [weakness for one in verdict.statements if one.level == "warning" for weakness in _weaknesses(one)]
     unknown = [one.text for one in verdict.statements if one.level == "unknown"]
     unknown += [] if diagnosed else ["faults were not looked for"]
+    judged = {one.name.rpartition("_")[2] for one in verdict.statements}
+    untried = [label for group, label in CONDITION_GROUPS.items() if group not in judged]
+    unknown += [f"not tried: other {label}" for label in untried]
     unknown += [] if whole else ["stopped early"]
 
     def decided(outcome: Outcome, text: str, depth: int | None = None, speedup: Estimate | None = None) -> Decision:
@@ -97,6 +100,8 @@ def decide(
         text += f" and {more} more" if more > 0 else ""
     if not diagnosed:
         text += "; faults were not looked for"
+    if len(untried) == len(CONDITION_GROUPS):
+        text += "; other conditions were not tried"
     return decided("ship", text, depth, gain)
 
 
@@ -115,7 +120,6 @@ def _weaknesses(statement: Statement) -> list[str]:
 _SHORT = {
     "drift": "its state grows with depth",
     "imbalance": "one state drowns the others",
-    "coverage": "part of the vocabulary cannot be drafted",
 }
 _WHERE = {
     "no BOS": "without the first token (BOS)",

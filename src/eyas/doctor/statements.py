@@ -131,6 +131,10 @@ _GROUPS = {
 }
 
 
+CONDITION_GROUPS = {group: label for group, (label, *_) in _GROUPS.items()}
+"""Kinds of conditions that are judged, and what they are called; a statement's name ends with its group."""
+
+
 def _context_cause(config: DrafterConfig, cases: Sequence[Case]) -> str:
     lengths = [int(case.name.split()[0]) for case in cases if case.group == "context" and case.cells]
     if lengths and max(lengths) > config.max_position_embeddings:

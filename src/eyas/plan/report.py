@@ -1,16 +1,24 @@
 """A plan as one HTML file that opens anywhere, offline: made from the record and nothing else."""
 
+import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 from eyas.plan.memory import size
-from eyas.reports.charts import COLOURS, Axes, Figure, Line, line_chart
-from eyas.reports.render import render
+from eyas.reports.charts import COLOURS, SHAPES, Axes, Figure, Line, line_chart
+from eyas.reports.render import lead, render
 
 Record = Mapping[str, Any]
-PARTS = ("weights", "drafter", "working", "recorded", "runtime", "left_for_kv_blocks")
-"""Of the memory, in the order in which the bar shows them."""
+PARTS = {
+    "weights": "weights of the target",
+    "drafter": "weights of the drafter",
+    "working": "activations of a pass",
+    "recorded": "CUDA graphs",
+    "runtime": "runtime: context, kernels, workspaces",
+    "left_for_kv_blocks": "left for KV blocks: the users' contexts",
+}
+"""Of the memory, in the order in which the bar shows them, and what they are called."""
 
 
 def render_report(record: Record) -> str:
@@ -19,14 +27,34 @@ def render_report(record: Record) -> str:
     return render(
         "plan.html.j2",
         title=f"{record['target']['source']} on {record['card']['name']}",
+        lead=lead("healthy" if record["fits"] else "fault", _lead(record)),
+        contents=[
+            ("room", "Room and gain"),
+            ("start", "To start it"),
+            ("memory", "Memory"),
+            ("speed", "Speed"),
+            ("measured", "Against what was measured"),
+            ("json", "The plan as JSON"),
+        ],
         record=record,
         drafter="no drafter" if drafter is None else f"{drafter['name']} ({drafter['family']})",
         drafting=_drafting(record),
         usable=size(record["memory"]["usable"]),
         memory=_memory(record["memory"]),
+        marks=_marks(record["memory"]),
         figures=_speed(record["expected"]),
         calibration=record.get("calibration"),
+        as_json=json.dumps(record, indent=1),
     )
+
+
+def _lead(record: Record) -> str:
+    verdict = str(record["verdict"])
+    told = verdict[:1].upper() + verdict[1:]
+    if record["drafter"] is None or not record["fits"]:
+        return told
+    depth = record["recommended_depth"]
+    return f"{told}; " + (f"draft at depth {depth}, {record['recommended_speedup']:.2f}x" if depth else "do not draft")
 
 
 def _drafting(record: Record) -> str:
@@ -37,12 +65,12 @@ def _drafting(record: Record) -> str:
 
 def _memory(memory: Record) -> list[dict[str, object]]:
     """One bar: what is taken beside KV blocks, and what these may have. Start and width are parts of the bar."""
-    taken = {name: max(0, memory[name]) for name in PARTS if memory[name]}
-    whole = max(memory["usable"], sum(taken.values()))
+    taken = _taken(memory)
+    whole = _whole(memory)
     starts = accumulate(taken.values(), initial=0)
     return [
         {
-            "name": name.replace("_", " "),
+            "name": PARTS[name],
             "size": size(part),
             "share": part / memory["usable"],
             "colour": place % COLOURS,
@@ -51,6 +79,20 @@ def _memory(memory: Record) -> list[dict[str, object]]:
         }
         for place, ((name, part), start) in enumerate(zip(taken.items(), starts, strict=False))
     ]
+
+
+def _taken(memory: Record) -> dict[str, int]:
+    return {name: max(0, memory[name]) for name in PARTS if memory[name]}
+
+
+def _whole(memory: Record) -> int:
+    """Bytes that the bar stands for: the card's, or what is taken where that is more."""
+    return max(int(memory["usable"]), sum(_taken(memory).values()))
+
+
+def _marks(memory: Record) -> list[tuple[float, str]]:
+    """Quarters of the bar, as parts of it, and what they are called."""
+    return [(quarter / 4, f"{_whole(memory) * quarter / 4 / 2**30:.3g}") for quarter in range(5)]
 
 
 def _speed(expected: Sequence[Record]) -> list[Figure]:
@@ -62,7 +104,7 @@ def _speed(expected: Sequence[Record]) -> list[Figure]:
             x=[one["depth"] for one in rows[number]],
             y=[one["speedup"] for one in rows[number]],
             colour=place % COLOURS,
-            dashed=place >= COLOURS,
+            dashes=place % len(SHAPES),
         )
         for place, number in enumerate(users)
     ]
@@ -71,17 +113,22 @@ def _speed(expected: Sequence[Record]) -> list[Figure]:
     across = range(len(users))
     totals = [
         Line(label="at the best depth", x=across, y=best, colour=0),
-        Line(label="plain", x=across, y=plain, colour=1, dashed=True),
+        Line(label="plain", x=across, y=plain, colour=1),
     ]
     names = [f"{number:,}" for number in users]
     return [
         Figure(
             title="What depth pays",
-            chart=line_chart(speedups, Axes(across="depth of drafts", up="speedup over plain decoding", y_min=0.0)),
+            chart=line_chart(
+                speedups, Axes(across="depth (tokens drafted)", up="speedup over plain decoding (times)", y_min=0.0)
+            ),
             caption="Below 1 drafting costs more than it gives.",
         ),
         Figure(
             title="What users get together",
-            chart=line_chart(totals, Axes(across="users", up="tokens per second together", y_min=0.0, names=names)),
+            chart=line_chart(
+                totals, Axes(across="users at a time", up="speed of all users (tokens/s)", y_min=0.0, names=names)
+            ),
+            caption="Of all users together: plain, and at the depth that is best for so many.",
         ),
     ]

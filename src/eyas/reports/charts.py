@@ -1,7 +1,10 @@
 """Charts as inline SVG: no script, no font, no file from elsewhere; colours are the report's own, in light and dark.
 
 A chart is a box of fixed coordinates that scales with the page. This file computes where things are;
-`templates/chart.html.j2` draws them. Values that are None leave a gap.
+`templates/chart.html.j2` draws them. Values that are None leave a gap. Series differ by colour, by dashes and by the
+shape of their points, so that no two need a colour to be told apart.
+
+The box is as wide as a phone shows it: its text, 14 units high, is 12 px or more wherever a page shows a chart.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +15,13 @@ from markupsafe import Markup
 
 from eyas.reports.render import render
 
-WIDTH, HEIGHT = 460, 270
-LEFT, RIGHT, TOP, BOTTOM = 54, 14, 14, 40
-COLOURS = 4
+WIDTH, HEIGHT = 360, 270
+LEFT, RIGHT, TOP, BOTTOM = 50, 16, 36, 52
+COLOURS = 6
 """Colours of the stylesheet."""
+SHAPES = ("circle", "square", "triangle", "diamond")
+SIZE = 4.0
+"""Of a point, from its middle to its edge."""
 
 Number = float | None
 
@@ -31,7 +37,8 @@ class Line:
     high: Sequence[Number] = field(default_factory=tuple)
     colour: int = 0
     """Which of the stylesheet's colours."""
-    dashed: bool = False
+    dashes: int | None = None
+    """Which of the stylesheet's dashes, 0 being a whole line; that of the colour unless told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +46,9 @@ class Axes:
     """What a chart shows."""
 
     across: str
+    """Title of the axis below, with its unit."""
     up: str
+    """Title of the axis on the left, with its unit."""
     y_min: float | None = None
     y_max: float | None = None
     percent: bool = False
@@ -64,7 +73,7 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
     if not lines:
         return render("chart.html.j2", lines=[])
     scale = _Scale(lines, axes)
-    percent = ".0%" if scale.ticks[1] - scale.ticks[0] >= 0.01 else ".1%"
+    told = _told(scale.ticks, percent=axes.percent)
     diagonal = None
     if axes.diagonal:
         ends = max(scale.left, scale.bottom), min(scale.right, scale.top)
@@ -76,12 +85,12 @@ def line_chart(lines: Sequence[Line], axes: Axes) -> Markup:
         height=HEIGHT,
         left=LEFT,
         right=WIDTH - RIGHT,
+        top=TOP,
+        bottom=HEIGHT - BOTTOM,
         middle=LEFT + (WIDTH - LEFT - RIGHT) / 2,
-        rows=[(scale.y(tick), format(tick, percent if axes.percent else ".4g")) for tick in scale.ticks],
-        columns=[
-            (scale.x(tick), _name(tick, axes)) for tick in (range(len(axes.names)) if axes.names else _across(scale))
-        ],
-        below=HEIGHT - BOTTOM + 16,
+        rows=[(scale.y(tick), text) for tick, text in zip(scale.ticks, told, strict=True)],
+        columns=[(scale.x(tick), _name(tick, axes)) for tick in (_named(axes.names) if axes.names else _across(scale))],
+        below=HEIGHT - BOTTOM + 18,
         diagonal=diagonal,
         lines=[_drawn(line, scale, axes) for line in lines],
     )
@@ -99,7 +108,7 @@ class _Scale:
         low = min(ys) if axes.y_min is None else axes.y_min
         high = max(ys) if axes.y_max is None else axes.y_max
         if high - low < 1e-9 * max(1.0, abs(high)):
-            low, high = low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1)
+            low, high = low - (0.5 * abs(low or 1) if axes.y_min is None else 0.0), high + 0.5 * abs(high or 1)
         self.ticks = ticks(low, high)
         self.bottom, self.top = min(low, self.ticks[0]), max(high, self.ticks[-1])
 
@@ -125,8 +134,25 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
+def _told(values: Sequence[float], *, percent: bool) -> list[str]:
+    """Ticks in few characters: there is little room beside an axis."""
+    if percent:
+        spec = ".0%" if values[1] - values[0] >= 0.01 else ".1%"
+        return [format(value, spec) for value in values]
+    if max(map(abs, values)) >= 10_000:
+        return [f"{value / 1000:g}k" for value in values]
+    return [f"{value:.4g}" for value in values]
+
+
 def _name(x: float, axes: Axes) -> str:
     return axes.names[int(x)] if axes.names else f"{x:g}"
+
+
+def _named(names: Sequence[str]) -> list[int]:
+    """Which names there is room for."""
+    room = (WIDTH - LEFT - RIGHT) / (8 * max(map(len, names)) + 8)
+    step = ceil(len(names) / max(1.0, room))
+    return list(range(0, len(names), step))
 
 
 def _across(scale: _Scale) -> list[float]:
@@ -149,13 +175,17 @@ def _drawn(line: Line, scale: _Scale, axes: Axes) -> dict[str, object]:
     return {
         "label": line.label,
         "colour": line.colour,
-        "dashed": line.dashed,
+        "dashes": line.colour % len(SHAPES) if line.dashes is None else line.dashes,
+        "sample": marker(line.colour, 14, 7),
         "band": scale.points(around),
         "runs": [
             {
                 "points": scale.points(run),
                 "dots": [
-                    (scale.x(x), scale.y(y), f"{format(y, '.1%' if axes.percent else '.4g')} at {_name(x, axes)}")
+                    (
+                        marker(line.colour, scale.x(x), scale.y(y)),
+                        f"{format(y, '.1%' if axes.percent else '.4g')} at {_name(x, axes)}",
+                    )
                     for x, y in run
                 ],
             }
@@ -175,3 +205,16 @@ def _runs(line: Line) -> Iterator[list[tuple[float, float]]]:
             run = []
     if run:
         yield run
+
+
+def marker(series: int, x: float, y: float) -> str:
+    """The point of a series as an SVG path: each has its own shape."""
+    r = SIZE
+    shape = SHAPES[series % len(SHAPES)]
+    if shape == "circle":
+        return f"M{x - r:.1f},{y:.1f}a{r:g},{r:g} 0 1,0 {2 * r:g},0a{r:g},{r:g} 0 1,0 {-2 * r:g},0z"
+    if shape == "square":
+        return f"M{x - r:.1f},{y - r:.1f}h{2 * r:g}v{2 * r:g}h{-2 * r:g}z"
+    if shape == "triangle":
+        return f"M{x:.1f},{y - r:.1f}l{r:g},{2 * r:g}h{-2 * r:g}z"
+    return f"M{x:.1f},{y - r - 1:.1f}l{r + 1:g},{r + 1:g}l{-r - 1:g},{r + 1:g}l{-r - 1:g},{-r - 1:g}z"
