@@ -23,7 +23,7 @@ def connected(server: Running, sent: bytes = b"") -> Iterator[socket.socket]:
         yield connection
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/drafter"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/drafter", "/tokenize"])
 def test_a_client_that_leaves_while_it_sends_is_no_bug(
     new_server: Any, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:

@@ -31,6 +31,7 @@ from eyas.serve.page_files import page_routes
 from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
 from eyas.serve.refused_endpoints import refused_routes
 from eyas.serve.request_policy import RequestPolicy
+from eyas.serve.responses_endpoint import ResponsesEndpoint
 from eyas.serve.root_path import RootPathMiddleware
 from eyas.serve.status import state_of, status_of
 from eyas.serve.tokenize import TokenizerEndpoints
@@ -72,6 +73,7 @@ class Application:
         routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/completions", completion, methods=["POST"]),
+            Route("/v1/responses", ResponsesEndpoint(context), methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
             Route("/v1/drafter", drafter_swap.handle, methods=["GET", "POST"]),

@@ -28,8 +28,9 @@ class ClientDisconnectedError(Exception):
 class ResponseWriter:
     """Writes one response. A stream sends its status with the first event, so an earlier error has its own status."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, *, named_events: bool = False) -> None:
         self._send = send
+        self._named_events = named_events
         self._request_id = request_id
         self._streaming = False
         self._write_lock = asyncio.Lock()  # several choices share the connection
@@ -49,21 +50,22 @@ class ResponseWriter:
             if not self._streaming:
                 self._streaming = True
                 await self._start(200, SSE_HEADERS)
-            await self._chunk(b"data: " + _dump(body) + b"\n\n")
+            await self._chunk(self._event_bytes(body))
 
     async def end(self) -> None:
         """End a complete stream."""
-        await self._chunk(b"data: [DONE]\n\n")
+        if not self._named_events:
+            await self._chunk(b"data: [DONE]\n\n")
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def fail(self, failure: ApiError) -> None:
-        """Send an error: as a status if none was sent yet, else as the last event of the stream."""
+    async def fail(self, failure: ApiError, event: Any = None) -> None:
+        """Send an error: as a status if none was sent yet, else as the last event of the stream (`event`, if given)."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ERROR_SEND_SECONDS):
                 if self.status is None:
                     await self.json(failure.body, status=failure.status, headers=failure.headers)
                 elif self._streaming:
-                    await self._chunk(b"data: " + _dump(failure.body) + b"\n\n")
+                    await self._chunk(self._event_bytes(event or failure.body))
                     await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: dict[str, str]) -> None:
@@ -71,6 +73,10 @@ class ResponseWriter:
         pairs = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers | self.headers).items()]
         pairs.append((b"x-request-id", self._request_id.encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    def _event_bytes(self, body: Any) -> bytes:
+        name = f"event: {body['type']}\n".encode() if self._named_events else b""
+        return name + b"data: " + _dump(body) + b"\n\n"
 
     async def _chunk(self, payload: bytes) -> None:
         await self._send({"type": "http.response.body", "body": payload, "more_body": True})

@@ -28,7 +28,7 @@ from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
 from eyas.serve.protocol import GenerationRequest
 from eyas.serve.request_builder import EngineRequests
-from eyas.serve.response_builder import ChoiceOutput, ResponseMeta
+from eyas.serve.response_builder import ChoiceOutput, CompletionFormatter, ResponseFormatter, ResponseMeta
 from eyas.serve.unknown_fields import ignored_header, read_known_fields
 from eyas.serve.validation import read_body
 
@@ -49,10 +49,14 @@ class RequestTrace:
     last_token: dict[int, float] = field(default_factory=dict)
     """When the newest tokens of each choice arrived."""
     outcome: str = "error"
+    formatter: ResponseFormatter | None = None
 
 
 class Endpoint:
     """The ASGI application of one completion route."""
+
+    named_events = False
+    """Whether the events of a stream have names, as those of /v1/responses."""
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class Endpoint:
         """Answer one request."""
         trace = RequestTrace(request_id=uuid.uuid4().hex, started=time.monotonic(), caller=caller_of(scope))
         mark_recorded(scope)
-        writer = ResponseWriter(send, trace.request_id)
+        writer = ResponseWriter(send, trace.request_id, named_events=self.named_events)
         try:
             async with asyncio.timeout(self._context.limits.request_seconds):
                 await self._answer(HttpRequest(scope, receive), receive, writer, trace)
@@ -79,7 +83,7 @@ class Endpoint:
         except Exception as error:
             failure = self._to_api_error(error)
             trace.outcome = failure.code or str(failure.status)
-            await writer.fail(failure)
+            await writer.fail(failure, trace.formatter and trace.formatter.failed(failure))
         finally:
             self._log_request(scope, trace, writer)
 
@@ -87,6 +91,7 @@ class Endpoint:
         context = self._context
         context.admission.check_capacity()  # before reading the body too: a full server should refuse cheaply
         raw = await read_body(http, max_bytes=context.limits.body_bytes, seconds=context.limits.body_seconds)
+        raw, new_formatter = self._prepare(raw)
         trace.body, ignored = read_known_fields(self._body, raw, context.policy.unknown_fields)
         body, writer.headers = trace.body, ignored_header(ignored)
         if body.model is not None:
@@ -106,17 +111,26 @@ class Endpoint:
             extras=ChoiceExtras.of(body, engine_requests),
             num_spec_tokens=self._num_spec_tokens(engine_requests),
         )
+        trace.formatter = new_formatter(meta, body)
         trace.choices = [
             ChoiceOutput(tool_parser=engine_requests.new_parser and engine_requests.new_parser())
             for _ in engine_requests.requests
         ]
         with context.admission.admit(len(engine_requests.requests)):
             context.metrics.prompt_tokens.inc(engine_requests.prompt_tokens)
-            await cancel_on_disconnect(receive, self._generate(meta, body, engine_requests, writer, trace))
+            await cancel_on_disconnect(receive, self._generate(trace.formatter, body, engine_requests, writer, trace))
+
+    def _prepare(self, raw: bytes) -> tuple[bytes, Callable[[ResponseMeta, Any], ResponseFormatter]]:
+        """The body in this route's own fields, and how its answer is formatted."""
+        return raw, self._completion_formatter
+
+    def _completion_formatter(self, meta: ResponseMeta, body: GenerationRequest) -> ResponseFormatter:
+        include_usage = body.stream_options is not None and body.stream_options.include_usage
+        return CompletionFormatter(meta, self._context.token_text, include_usage=include_usage)
 
     async def _generate(
         self,
-        meta: ResponseMeta,
+        formatter: ResponseFormatter,
         body: GenerationRequest,
         engine_requests: EngineRequests,
         writer: ResponseWriter,
@@ -134,19 +148,17 @@ class Endpoint:
                 raise ApiError(400, message, code="grammar_too_complex")
             if not body.stream:
                 return
-            first = response_builder.role_chunk(meta, index) if len(choice.deltas) == 1 else None
-            for event in (first, response_builder.stream_chunk(meta, index, choice, token_text)):
-                if event is not None:
-                    await writer.event(event)
+            for event in formatter.delta(index, choice):
+                await writer.event(event)
 
         await self._context.engine_client.generate(engine_requests.requests, on_output)
         ends = {choice.deltas[-1].finished for choice in trace.choices}
         trace.outcome = "+".join(sorted(end.value for end in ends if end is not None))
         if not body.stream:
-            await writer.json(response_builder.full_response(meta, trace.choices, token_text))
+            await writer.json(formatter.whole(trace.choices))
             return
-        if body.stream_options is not None and body.stream_options.include_usage:
-            await writer.event(response_builder.usage_chunk(meta, trace.choices))
+        for event in formatter.end(trace.choices):
+            await writer.event(event)
         await writer.end()
 
     def _observe_latency(self, trace: RequestTrace, index: int, delta: OutputDelta) -> None:

@@ -7,6 +7,7 @@ from pydantic.json_schema import models_json_schema
 from eyas import __version__
 from eyas.serve.drafter_swap import DrafterSwapRequest
 from eyas.serve.protocol import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
+from eyas.serve.responses_protocol import ResponsesRequest
 from eyas.serve.status import STATUS_SCHEMA
 from eyas.serve.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -47,7 +48,10 @@ def openapi_document() -> dict[str, Any]:
     """The OpenAPI document."""
     bodies = (ChatCompletionRequest, CompletionRequest)
     references, definitions = models_json_schema(
-        [(body, "validation") for body in (*bodies, DrafterSwapRequest, TokenizeRequest, DetokenizeRequest)],
+        [
+            (body, "validation")
+            for body in (*bodies, DrafterSwapRequest, TokenizeRequest, DetokenizeRequest, ResponsesRequest)
+        ],
         ref_template="#/components/schemas/{model}",
     )
     schemas = definitions["$defs"] | {"Error": _ERROR, "Status": STATUS_SCHEMA}
@@ -61,6 +65,9 @@ def openapi_document() -> dict[str, Any]:
                 "post": _post("Answer a conversation.", references[ChatCompletionRequest, "validation"])
             },
             "/v1/completions": {"post": _post("Continue prompts.", references[CompletionRequest, "validation"])},
+            "/v1/responses": {
+                "post": _post("Answer in the Responses API.", references[ResponsesRequest, "validation"])
+            },
             "/v1/models": {"get": _get("The model that is served.", keys=True)},
             "/v1/drafter": {
                 "get": _get("The drafter in use.", keys=True),

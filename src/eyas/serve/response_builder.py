@@ -1,11 +1,12 @@
 """Build OpenAI's response JSON, whole or in chunks, from engine outputs. Pure functions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
+from eyas.serve.api_error import ApiError
 from eyas.serve.choice_extras import ChoiceExtras, Kind
 from eyas.serve.spec_decode_metrics import spec_decode_metrics
 from eyas.serve.supervisor import add_stats
@@ -112,6 +113,49 @@ class ResponseMeta:
         }
 
 
+class ResponseFormatter(Protocol):
+    """Turns outputs into what a route sends: a whole response, or the events of a stream."""
+
+    def whole(self, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+
+    def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
+        """The events of the newest output of a choice."""
+
+    def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
+        """The last events of a stream."""
+
+    def failed(self, failure: ApiError) -> dict[str, Any]:
+        """The last event of a stream that failed."""
+
+
+class CompletionFormatter:
+    """Formats chat and text completions."""
+
+    def __init__(self, meta: ResponseMeta, token_text: TokenText, *, include_usage: bool) -> None:
+        self._meta, self._token_text, self._include_usage = meta, token_text, include_usage
+
+    def whole(self, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
+        """The response of a request that does not stream."""
+        return full_response(self._meta, choices, self._token_text)
+
+    def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
+        """The chunks of the newest output of a choice."""
+        if len(choice.deltas) == 1 and (first := role_chunk(self._meta, index)) is not None:
+            yield first
+        if (chunk := stream_chunk(self._meta, index, choice, self._token_text)) is not None:
+            yield chunk
+
+    def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
+        """The usage, if it was asked for."""
+        if self._include_usage:
+            yield usage_chunk(self._meta, choices)
+
+    def failed(self, failure: ApiError) -> dict[str, Any]:
+        """The error."""
+        return failure.body
+
+
 def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_text: TokenText) -> dict[str, Any]:
     """The response of a request that does not stream."""
     bodies = []
@@ -126,7 +170,7 @@ def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_tex
             body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.stats])
         bodies.append(body)
     envelope = meta.envelope(choices=bodies, chunk=False) | meta.extras.response(meta.kind)
-    return envelope | {"usage": usage(meta, choices)} | _metrics(meta, choices)
+    return envelope | {"usage": usage(meta, choices)} | metrics(meta, choices)
 
 
 def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
@@ -160,10 +204,10 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
 
 def usage_chunk(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
     """The last chunk of a stream with include_usage."""
-    return meta.envelope(choices=[], chunk=True) | {"usage": usage(meta, choices)} | _metrics(meta, choices)
+    return meta.envelope(choices=[], chunk=True) | {"usage": usage(meta, choices)} | metrics(meta, choices)
 
 
-def _metrics(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
+def metrics(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
     """vLLM's `metrics`. It describes one answer, so several have none."""
     if len(choices) != 1 or meta.num_spec_tokens is None:
         return {}

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.audit import mark_recorded
 from eyas.serve.caller import caller_of
+from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
 from eyas.serve.protocol import ChatCompletionRequest, Message, Tool, WireModel
@@ -68,7 +69,7 @@ class TokenizerEndpoints:
     async def _answer(
         self, http: HttpRequest, kind: type[Body], work: Callable[[Body], dict[str, Any]]
     ) -> JSONResponse:
-        context, started, outcome, status = self._context, time.monotonic(), "error", 500
+        context, started = self._context, time.monotonic()
         mark_recorded(http.scope)
         try:
             context.admission.check_capacity()
@@ -81,26 +82,29 @@ class TokenizerEndpoints:
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(limits.request_seconds):
                 answer = await loop.run_in_executor(context.tokenizer_thread, work, body)
-            outcome, status = "ok", 200
-            return JSONResponse(answer)
+        except ClientDisconnectedError:
+            raise  # the application records it
         except Exception as error:
             failure = to_api_error(error)
-            outcome, status = failure.code or str(failure.status), failure.status
+            self._record(http, started, failure.code or str(failure.status), failure.status)
             raise failure from error
-        finally:
-            path, caller = http.scope["path"], caller_of(http.scope)
-            context.metrics.requests.labels(path, outcome).inc()
-            seconds = round(time.monotonic() - started, 4)
-            log_event(
-                logger,
-                "request",
-                path=path,
-                client=caller.address,
-                key=caller.fingerprint,
-                status=status,
-                outcome=outcome,
-                seconds=seconds,
-            )
+        self._record(http, started, "ok", 200)
+        return JSONResponse(answer)
+
+    def _record(self, http: HttpRequest, started: float, outcome: str, status: int) -> None:
+        """One log line and one count, as for a completion."""
+        path, caller = http.scope["path"], caller_of(http.scope)
+        self._context.metrics.requests.labels(path, outcome).inc()
+        log_event(
+            logger,
+            "request",
+            path=path,
+            client=caller.address,
+            key=caller.fingerprint,
+            status=status,
+            outcome=outcome,
+            seconds=round(time.monotonic() - started, 4),
+        )
 
     def _tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         tokens = self._prompt_tokens(body) if body.messages is None else self._message_tokens(body, body.messages)
