@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from eyas.drafter.check import check
-from eyas.drafter.checkpoint import load_drafter
+from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
@@ -26,13 +26,23 @@ def require_fit(drafter: str, target: TargetFacts) -> None:
         raise UserError(f"{drafter} does not fit {target.source}: {faults[0]}{more}")
 
 
-def load_target(target: str, *, dtype: str, device: str, cache: Path | None = None) -> Target:
+def load_target(
+    target: str,
+    *,
+    dtype: str,
+    device: str,
+    cache: Path | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
+) -> Target:
     """Load a target that decodes; on a CPU its matrix products are packed, and the log says how.
 
     `auto` computes in the precision that is stored; on a CPU in float32, where matrices stored in bfloat16 can stay as
     they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
     """
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
+    loaded = Target.load(
+        target, dtype=dtype, device=device, cache=cache, revision=revision, chat_template=chat_template
+    )
     if loaded.device.type == "cpu":
         packing = pack_linears(loaded.model, widen=dtype == "auto", cache=cache)
         how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
@@ -50,10 +60,21 @@ def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None)
 
 
 def load_pair(
-    target: str, drafter: str | None, *, dtype: str, device: str, cache: Path | None = None
+    target: str,
+    drafter: str | None,
+    *,
+    dtype: str,
+    device: str,
+    cache: Path | None = None,
+    revision: str | None = None,
+    chat_template: str | None = None,
 ) -> tuple[Target, Drafter | None]:
     """Load both; no drafter for None."""
-    loaded = load_target(target, dtype=dtype, device=device, cache=cache)
+    if drafter is not None:
+        find_folder(drafter)  # a name that is wrong should fail before the target is loaded
+    loaded = load_target(
+        target, dtype=dtype, device=device, cache=cache, revision=revision, chat_template=chat_template
+    )
     return loaded, None if drafter is None else load_drafter_for(loaded, drafter, cache=cache)
 
 

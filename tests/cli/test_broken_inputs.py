@@ -367,7 +367,7 @@ def test_a_prefix_is_named_with_its_fix(run: Run, save: Save) -> None:
         ("a-file", ("a-file is a file", "give the folder")),
         ("a-file/inside", ("a-file/inside", "give a folder")),
         ("x" * 300, ("File name too long", "check the path")),
-        ("nobody-at-all/no-such-drafter", ("nobody-at-all/no-such-drafter", "from the hub", "give a folder")),
+        ("nobody-at-all/no-such-drafter", ("nobody-at-all/no-such-drafter", "the hub", "give a folder")),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )

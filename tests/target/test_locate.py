@@ -59,7 +59,7 @@ def test_an_unknown_hub_id_is_one_line_that_names_it(monkeypatch: pytest.MonkeyP
     with pytest.raises(UserError) as raised:
         read_facts("nobody-at-all/no-such-model-0")
     assert "no folder 'nobody-at-all/no-such-model-0'" in str(raised.value)
-    assert "smollm2" in str(raised.value)
+    assert "check the name and the network" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

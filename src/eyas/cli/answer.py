@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eyas.cli.arguments import require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
@@ -86,6 +87,7 @@ def answer(
 
     Stopped in any way, the same command goes on where it was.
     """
+    require_models(target)
     from itertools import islice
 
     from eyas.checksum import sha256_of

@@ -27,3 +27,13 @@ def short_names(sources: Sequence[str]) -> dict[str, str]:
     unique = list(dict.fromkeys(sources))
     short = [Path(source).resolve().name if Path(source).exists() else source for source in unique]
     return dict(zip(short if len(set(short)) == len(short) else unique, unique, strict=True))
+
+
+def require_models(target: str, *drafters: str | None, revision: str | None = None) -> None:
+    """Refuse names that the hub does not know, in seconds: to be called before anything heavy is imported."""
+    from eyas.target.locate import require_on_hub
+
+    require_on_hub(target, revision)
+    for drafter in drafters:
+        if drafter is not None:
+            require_on_hub(drafter)

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from eyas.cli.arguments import require_models
 from eyas.cli.options import AsJson, Cache
+from eyas.target.locate import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from eyas.drafter.check import CheckReport
@@ -20,6 +22,7 @@ def check(
     cache: Cache = None,
 ) -> None:
     """Say what a drafter is and refuse what a server would load silently wrong. Exit code 2 if it will not work."""
+    require_models(target or DEFAULT_TARGET, drafter)
     from eyas.drafter.check import check as run
     from eyas.target.facts import read_facts
 

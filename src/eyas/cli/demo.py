@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.arguments import require_models
 from eyas.cli.help import MODEL, SAMPLING, SPECULATION
 from eyas.cli.options import AsJson, Cache, Device, Dtype
 
@@ -47,6 +48,7 @@ def demo(
     cache: Cache = None,
 ) -> None:
     """Answer prompts plainly and with a drafter, one at a time, and compare speed and text."""
+    require_models(target, drafter)
     from eyas.cli.speculation import read_depth
     from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.arguments import require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SPECULATION
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 
@@ -81,6 +82,7 @@ def generate(
 
     A drafter changes how fast answers come, never what they are: the same seed gives the same text without it.
     """
+    require_models(target, drafter)
     from eyas.cli.speculation import read_depth, read_tree
     from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig

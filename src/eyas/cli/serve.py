@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from eyas.cli.arguments import require_models
 from eyas.cli.config_file import read_config_file
-from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, NETWORK, OPERATION, SPECULATION
+from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.options import Cache, Device, Dtype, LogLevel, report
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,16 @@ def serve(
             "deep as pays. Or none.",
             show_default="the target's own drafter, if shipped",
             rich_help_panel=SPECULATION,
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Of a hub id: a branch, a tag or a commit.", show_default="main", rich_help_panel=MODEL),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            help="A Jinja file, or the template itself.", show_default="the target's own", rich_help_panel=MODEL
         ),
     ] = None,
     host: Annotated[
@@ -133,6 +144,13 @@ def serve(
             help="Memory for the KV cache, in GiB.", show_default="half of what is free", rich_help_panel=MEMORY
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: share of the GPU's memory for weights, passes and KV cache together, as for vLLM.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     request_seconds: Annotated[
         float, typer.Option(help="The longest a request may take.", rich_help_panel=LIMITS)
     ] = 600.0,
@@ -181,7 +199,10 @@ def serve(
     """
     del config_file  # its values are the defaults of the other options by now
     from eyas.cli.speculative_config import read_speculative_config
-    from eyas.engine.config import EngineConfig
+
+    config = read_speculative_config(speculative_config, target)
+    require_models(target, config.drafter, revision=revision)
+    from eyas.engine.config import EngineConfig, require_gpu
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair
     from eyas.serve.access import access_rules, is_loopback
@@ -194,9 +215,9 @@ def serve(
     from eyas.serve.root_path import read_root_path
     from eyas.serve.server import Server, listen, url_of
     from eyas.serve.tls import tls_context
-    from eyas.target.device import device_words
+    from eyas.target.device import choose_device, device_words
+    from eyas.target.template_override import read_template
 
-    config = read_speculative_config(speculative_config, target)
     access = access_rules(
         host,
         api_keys=api_key or (),
@@ -209,12 +230,18 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         memory=None if memory_gib is None else int(memory_gib * 2**30),
+        gpu_memory_utilization=gpu_memory_utilization,
         max_depth=max(MAX_DEPTH, config.depth or 0),
         capture_ahead=True,
     )
+    template = None if chat_template is None else read_template(chat_template)
+    if gpu_memory_utilization is not None:
+        require_gpu(choose_device(device))
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
     listener = listen(host, port)  # before loading: a port in use should fail at once
-    loaded, model = load_pair(target, config.drafter, dtype=dtype, device=device, cache=cache)
+    loaded, model = load_pair(
+        target, config.drafter, dtype=dtype, device=device, cache=cache, revision=revision, chat_template=template
+    )
     slot = DrafterSlot(
         model=model,
         load=lambda name: load_another(loaded, name, cache=cache),

@@ -23,6 +23,7 @@ from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import TensorSpec, expected_tensors
 from eyas.drafter.vocab import check_offsets, membership_from_target_ids
 from eyas.errors import UserError
+from eyas.hub import hub_options
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAFETENSORS_DTYPES = {
@@ -62,10 +63,13 @@ def find_folder(source: str) -> Path:
         raise UserError(f"{source} is a file; give the folder that holds config.json and *.safetensors")
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise UserError(f"{source} does not exist; give a drafter's folder or a hub id such as org/name")
+    options = hub_options(source)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.json", "*.safetensors", "*.md", "LICENSE*"]))
+        return Path(
+            snapshot_download(source, **options, allow_patterns=["*.json", "*.safetensors", "*.md", "LICENSE*"])
+        )
     except Exception as error:  # the hub client raises a dozen kinds, from requests, huggingface_hub and the OS
         raise UserError(
             f"{source} is no folder here and could not be fetched from the hub ({type(error).__name__}); "

@@ -11,8 +11,8 @@ from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
-from eyas.plan.footprint import Room, recorded_bytes, working_bytes
-from eyas.plan.memory import BlockBudget, Footprint, plan_blocks
+from eyas.plan.footprint import CUDA_RUNTIME, Room, recorded_bytes, working_bytes
+from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
 from eyas.target.model import Target
 
 LONGEST = 8192
@@ -32,6 +32,8 @@ class EngineConfig:
     block_size: int = 16
     memory: int | None = None
     """Bytes for blocks; half of what is free unless told."""
+    gpu_memory_utilization: float | None = None
+    """Instead, as vLLM has it: the share of the GPU's memory for everything of this engine, weights and passes too."""
     prefix_cache: bool = True
     max_depth: int = 7
     tree: Tree | None = None
@@ -53,6 +55,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.drift_share < 1:
             raise UserError(f"drift_share is {self.drift_share}; it must be 0 or more and below 1")
+        if self.gpu_memory_utilization is not None:
+            if not 0 < self.gpu_memory_utilization <= 1:
+                raise UserError(
+                    f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and at most 1"
+                )
+            if self.memory is not None:
+                raise UserError("memory and gpu_memory_utilization both say how much blocks may take; give one of them")
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_depth", 1), ("drafter_sinks", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
@@ -77,14 +86,40 @@ def choose_length(asked: int | None, target: Target) -> int:
 
 def plan_budget(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> BlockBudget:
     """How many blocks there will be; `eyas plan` divides memory by the same functions, from configurations alone."""
+    footprint, memory = footprint_of(target, drafter, options, max_model_len), options.memory
+    if options.gpu_memory_utilization is not None:
+        memory = _memory_of_share(options.gpu_memory_utilization, target.device, footprint)
     return plan_blocks(
-        footprint=footprint_of(target, drafter, options, max_model_len),
+        footprint=footprint,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         free_bytes=free_bytes(target.device),
-        memory=options.memory,
+        memory=memory,
     )
+
+
+def require_gpu(device: torch.device) -> None:
+    """Refuse a share of a GPU's memory where there is no GPU."""
+    if device.type != "cuda":
+        raise UserError(
+            f"gpu_memory_utilization is a share of a GPU's memory and this runs on {device.type}; leave it out, or say "
+            "how much memory the KV cache may take (--memory-gib)"
+        )
+
+
+def _memory_of_share(share: float, device: torch.device, footprint: Footprint) -> int:
+    """Bytes for blocks: the share of the whole card, less what this process has taken and what running takes."""
+    require_gpu(device)
+    free, total = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.memory_reserved(device) + CUDA_RUNTIME + footprint.beside_weights
+    memory = int(share * total) - taken
+    if memory <= 0 or memory > free - footprint.beside_weights:
+        raise UserError(
+            f"gpu_memory_utilization {share:g} is {size(share * total)} of the GPU's {size(total)}; weights and passes "
+            f"take {size(taken)} of that, and {size(free)} are free now; {'raise' if memory <= 0 else 'lower'} it"
+        )
+    return memory
 
 
 def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> Footprint:

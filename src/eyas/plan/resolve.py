@@ -14,6 +14,7 @@ from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import Layout, detect
 from eyas.drafter.shipped import shipped_folder
 from eyas.errors import UserError
+from eyas.hub import hub_options
 from eyas.plan.decoder import Decoder
 from eyas.plan.footprint import DrafterShape
 from eyas.target.locate import DEFAULT_TARGET
@@ -36,7 +37,6 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
 """The default target's, so that planning needs neither its file nor a network."""
 USUAL_VOCABULARY = 32000
 """Draft tokens of a drafter that is yet to be trained."""
-HUB_SECONDS = 5
 
 
 def target_config(source: str) -> Json:
@@ -162,35 +162,14 @@ def _from_hub(source: str) -> Path:
         return Path(hf_hub_download(source, "config.json", local_files_only=True))
     except Exception:  # not there; the client raises several kinds
         pass
+    options = hub_options(source)
     try:
-        _require_hub()
-        return Path(hf_hub_download(source, "config.json", etag_timeout=HUB_SECONDS))
+        return Path(hf_hub_download(source, "config.json", **options))
     except Exception as error:  # the client raises a dozen kinds, its own, the network's and the system's
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise UserError(
-            f"config.json of {source} is neither in the local cache nor to be had from the hub ({reason}); check the "
-            "name and the network, or give the path of its config.json"
+            f"config.json of {source} cannot be had from the hub ({reason}); give the path of its config.json"
         ) from error
-
-
-def _require_hub() -> None:
-    """Fail at once where there is no network: the client would try again for half a minute."""
-    import socket
-    from urllib.parse import urlsplit
-    from urllib.request import getproxies
-
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise ConnectionError("HF_HUB_OFFLINE is set")
-    place = urlsplit(constants.ENDPOINT)
-    if place.hostname is None or getproxies():
-        return  # a proxy knows the way, or nobody does
-    port = place.port or (80 if place.scheme == "http" else 443)
-    try:
-        socket.create_connection((place.hostname, port), timeout=HUB_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(f"{place.hostname} cannot be reached: {error.strerror or error}") from error
 
 
 def _gguf_config(path: Path) -> Json:

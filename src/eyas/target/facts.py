@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eyas.errors import UserError
-from eyas.target.locate import explain_failures, locate
+from eyas.target.locate import explain_failures, locate, options_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,8 +49,9 @@ def read_facts(source: str, *, cache: Path | None = None) -> TargetFacts:
     place = locate(source, cache=cache)
     from transformers import AutoConfig
 
+    hub = options_of(source, place)
     with explain_failures(source, place):
-        config = AutoConfig.from_pretrained(place)
+        config = AutoConfig.from_pretrained(place, **hub)
     return facts_of(config, source)
 
 

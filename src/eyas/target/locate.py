@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from eyas.errors import UserError
+from eyas.hub import hub_options
 
 DEFAULT_TARGET = "smollm2"
 
@@ -49,6 +51,27 @@ def locate(source: str, *, cache: Path | None = None) -> str:
             f"check the path or use {DEFAULT_TARGET!r}"
         )
     return source
+
+
+def require_on_hub(source: str, revision: str | None = None) -> None:
+    """Refuse a hub id that cannot be loaded; other names pass. Nothing heavy is imported for it."""
+    if source.count("/") != 1 or source.lower().endswith(".gguf") or not _HUB_ID.fullmatch(source):
+        return
+    try:
+        here = Path(source).exists() or Path(source).parent.is_file()
+    except OSError:  # whoever loads it will say what is wrong
+        return
+    if not here:
+        hub_options(source, revision=revision)
+
+
+def options_of(source: str, place: str, revision: str | None = None) -> dict[str, Any]:
+    """What transformers is told beside `place`; for a hub id, the hub is asked first (`eyas.hub`)."""
+    if not Path(place).is_dir():
+        return hub_options(place, revision=revision)
+    if revision is not None:
+        raise UserError(f"--revision {revision} means nothing for {source}, which lies here; leave it out")
+    return {}
 
 
 @contextmanager

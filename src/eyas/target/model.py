@@ -32,7 +32,8 @@ from eyas.target.capture import capture
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatTemplateOptions
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
-from eyas.target.locate import explain_failures, locate
+from eyas.target.locate import explain_failures, locate, options_of
+from eyas.target.template_override import set_template
 from eyas.target.tokenizer import stop_ids
 
 logger = logging.getLogger(__name__)
@@ -70,12 +71,14 @@ class Target:
         device: str = "cpu",
         spread: bool = False,
         cache: Path | None = None,
+        revision: str | None = None,
+        chat_template: str | None = None,
     ) -> "Target":
         """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
         `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
         torch is some fifty times slower than in float32, so float32 it is. A device of `auto` is the first GPU, if
-        there is one.
+        there is one. `revision` is the hub's; `chat_template` takes the place of the tokenizer's own.
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -83,12 +86,15 @@ class Target:
         if spread and find_spec("accelerate") is None:
             raise UserError("spreading a target over several GPUs needs accelerate; `pip install accelerate`")
         place = locate(source, cache=cache)
+        hub = options_of(source, place, revision)
         logger.info(f"loading {source} on {device_words(where, asked=device)}")
         with explain_failures(source, place):
-            config = AutoConfig.from_pretrained(place)
+            config = AutoConfig.from_pretrained(place, **hub)
         facts = facts_of(config, source)
         with explain_failures(source, place), _no_progress_bar():
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+            if chat_template is not None:
+                set_template(tokenizer, chat_template)
             # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards.
             placement: dict[str, Any] = {"device_map": {"": where}} if hasattr(config, "quantization_config") else {}
             if spread:
@@ -100,6 +106,7 @@ class Target:
                     dtype=DTYPES[dtype],
                     output_loading_info=True,
                     attn_implementation=_attention_of(config),
+                    **hub,
                     **placement,
                 )
             except SafetensorError as error:

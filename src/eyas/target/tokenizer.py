@@ -4,16 +4,17 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from eyas.target.locate import explain_failures, locate
+from eyas.target.locate import explain_failures, locate, options_of
 
 
 def load_tokenizer(source: str, *, cache: Path | None = None) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
     """Return the tokenizer of `source` (see `locate`) and its stop ids."""
     place = locate(source, cache=cache)
+    hub = options_of(source, place)
     with explain_failures(source, place):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **hub)
     try:
-        generation: GenerationConfig | None = GenerationConfig.from_pretrained(place)
+        generation: GenerationConfig | None = GenerationConfig.from_pretrained(place, **hub)
     except OSError:  # many models ship none; the tokenizer's end of text remains
         generation = None
     return tokenizer, stop_ids(tokenizer, generation)

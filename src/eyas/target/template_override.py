@@ -1,0 +1,44 @@
+"""`--chat-template`: another chat template than the target's own, from a file or in place.
+
+It runs in transformers' sandbox, as a template that comes with a model does.
+"""
+
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from eyas.errors import UserError
+
+TRIAL = [{"role": "user", "content": "Hello"}]
+"""A conversation that every template must write."""
+
+
+def read_template(argument: str) -> str:
+    """The text of a template: a file's, or the argument itself if it is Jinja."""
+    path = Path(argument).expanduser()
+    inline = any(sign in argument for sign in ("{{", "{%", "\n"))
+    try:
+        if not inline or path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if not inline:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(
+                f"--chat-template {argument} cannot be read: {reason}; give a file, or a template itself, which holds "
+                "{{ or {%"
+            ) from error
+    return argument
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Let a tokenizer write conversations by this template; refused if it cannot write the plainest one."""
+    tokenizer.chat_template = template
+    try:
+        text = tokenizer.apply_chat_template(TRIAL, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # Jinja's own, and whatever its expressions may raise
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise UserError(
+            f"the chat template of --chat-template cannot write a user's message ({reason}); mend it"
+        ) from error
+    if TRIAL[0]["content"] not in str(text):
+        raise UserError("the chat template of --chat-template leaves out what the user says; mend it")
