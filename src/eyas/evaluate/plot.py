@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+LENGTH = "acceptance length (tokens per check)"
+"""Title of an axis."""
+
 
 def plot_evaluation(record: Mapping[str, Any], picture: Path) -> None:
     """Draw as PNG."""
@@ -31,7 +34,7 @@ def _plot_depths(axes: Any, cells: Sequence[Mapping[str, Any]], names: Sequence[
     for number, name in enumerate(names):
         own = sorted((cell for cell in cells if cell["drafter"] == name), key=lambda cell: cell["depth"])
         for style, lengths, label in (
-            ("o-", [cell["acceptance_length"] for cell in own], name),
+            (("o-", "s--")[number % 2], [cell["acceptance_length"] for cell in own], name),
             ("o:", [cell["without_loops"]["acceptance_length"] for cell in own], f"{name}, without loops"),
             ("x", [cell["estimate"] and cell["estimate"]["acceptance_length"] for cell in own], f"{name}, estimate"),
         ):
@@ -39,7 +42,7 @@ def _plot_depths(axes: Any, cells: Sequence[Mapping[str, Any]], names: Sequence[
             if points:
                 axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
     axes.set_xticks(sorted({cell["depth"] for cell in cells}))
-    _label(axes, "acceptance length by depth", "tokens drafted per round")
+    _label(axes, "acceptance length by depth", "depth (tokens drafted per round)", LENGTH)
 
 
 def _plot_categories(axes: Any, cells: Sequence[Mapping[str, Any]], names: Sequence[str], depth: int) -> None:
@@ -52,7 +55,7 @@ def _plot_categories(axes: Any, cells: Sequence[Mapping[str, Any]], names: Seque
         axes.barh(places, lengths, height, color=f"C{number}", label=name)
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(labels))], labels)
     axes.invert_yaxis()
-    _label(axes, f"by category at depth {depth}", "acceptance length")
+    _label(axes, f"by category at depth {depth}", LENGTH, "category")
 
 
 def _plot_prefixes(axes: Any, groups: Sequence[Mapping[str, Any]], names: Sequence[str], depth: int) -> None:
@@ -65,11 +68,12 @@ def _plot_prefixes(axes: Any, groups: Sequence[Mapping[str, Any]], names: Sequen
         ]
         if points:
             axes.plot(*zip(*sorted(points), strict=True), "o-", color=f"C{number}", label=name)
-    _label(axes, f"behind a prefix, at depth {depth}", "tokens of unrelated text")
+    _label(axes, f"behind a prefix, at depth {depth}", "prefix (tokens of unrelated text)", LENGTH)
 
 
-def _label(axes: Any, title: str, across: str) -> None:
+def _label(axes: Any, title: str, across: str, up: str) -> None:
     axes.set_title(title, fontsize=10)
     axes.set_xlabel(across)
+    axes.set_ylabel(up)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
