@@ -283,6 +283,7 @@ class _RequestMaker:
             skip_special_tokens=params.skip_special_tokens,
             seed=params.seed,
             logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             speculation=_speculation(self._depth if params.depth is None else params.depth),
             grammar=self._grammar(params),
         )

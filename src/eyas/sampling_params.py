@@ -46,6 +46,8 @@ class SamplingParams:
     """Go on behind the target's own stop tokens."""
     logprobs: int | None = None
     """Alternatives to report beside each token; 0 reports the chosen one alone, None nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first, which is computed past the prefix cache."""
     json_schema: Mapping[str, Any] | str | None = None
     """The answer is JSON that this schema allows."""
     regex: str | None = None

@@ -48,6 +48,8 @@ from eyas.target.model import Target
 
 logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
+MOST_PROMPT_LOGITS = 2**24
+"""Logits of prompt tokens that a step computes, 64 MiB in float32, for requests that ask for their logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            max_prompt_logits=max(1, MOST_PROMPT_LOGITS // target.facts.vocab_size),
             drafter=drafter is not None,
         )
         self._hidden: HiddenStateCache | None = None
@@ -373,6 +376,8 @@ class Engine:
         if moved:
             behind = row.start + row.count
             self._move(seq, [behind + node for node, _ in moved], [behind + depth for _, depth in moved])
+        seq.prompt_logprobs += output.prompt_logprobs.get(seq.key, ())
+        begins = row.samples and seq.new_tokens == 0
         self.scheduler.commit(seq, read=row.count + len(nodes), new_tokens=stop.tokens)
         if not row.samples:
             return
@@ -387,6 +392,7 @@ class Engine:
             drafted=len(draft.tokens),
             accepted=len(result.nodes),
             logprobs=logprobs,
+            prompt_logprobs=tuple(seq.prompt_logprobs) if begins and seq.request.prompt_logprobs is not None else None,
             hidden_TX=hidden_TX,
         )
         if stop.finished is not None:

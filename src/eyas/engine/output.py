@@ -34,6 +34,8 @@ class OutputDelta:
     accepted: int = 0
     """Those of them that it accepted; more than came out of it where the answer ended among them."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """With the first piece, if the request asks for them: of all prompt tokens but the first."""
     finished: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or the stop id that ended it."""
@@ -104,6 +106,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Tokens that were not read, since the prefix cache had them."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of all prompt tokens but the first."""
     stop_reason: str | int | None = None
     """The stop string or the stop id that ended it; None if neither did."""
     hidden_states: Tensor | None = field(default=None, compare=False)
@@ -140,6 +144,7 @@ class RequestOutput:
             round_starts=tuple(start for start, piece in zip(made, pieces, strict=False) if piece.drafted),
             num_cached_tokens=pieces[-1].num_cached_tokens,
             logprobs=logprobs,
+            prompt_logprobs=pieces[0].prompt_logprobs,
             stop_reason=pieces[-1].stop_reason,
             hidden_states=pieces[-1].hidden_states,
         )
@@ -167,6 +172,7 @@ class _Note:
     accepted: int
     cached: int
     logprobs: tuple[TokenLogprobs, ...] | None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None
     hidden_TX: Tensor | None
     stream: TextStream
     include_stop: bool
@@ -233,6 +239,7 @@ class OutputProcessor:
         drafted: int,
         accepted: int,
         logprobs: tuple[TokenLogprobs, ...] | None,
+        prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
         hidden_TX: Tensor | None = None,
     ) -> None:
         """Take down what a request got of a step that verified so many drafts."""
@@ -244,6 +251,7 @@ class OutputProcessor:
                 accepted=accepted,
                 cached=seq.num_cached_tokens or 0,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 hidden_TX=hidden_TX,
                 stream=self._streams[seq.key],
                 include_stop=seq.request.include_stop,
@@ -269,6 +277,7 @@ class OutputProcessor:
                     drafted=note.drafted,
                     accepted=note.accepted,
                     logprobs=note.logprobs,
+                    prompt_logprobs=note.prompt_logprobs,
                     finished=stop.finished,
                     stop_reason=stop.reason,
                     num_cached_tokens=note.cached,

@@ -15,6 +15,7 @@ from eyas.errors import UserError
 
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
     from eyas.engine.grammar.base import Grammar, GrammarMatcher
+    from eyas.engine.sampler import TokenLogprobs
     from eyas.sampling import Sampling
 
 MOST_LOGPROBS = 20
@@ -58,6 +59,8 @@ class Request:
     """With the position it decides all chance of the request, in whatever company it runs."""
     logprobs: int | None = None
     """How many alternatives to report beside each chosen token; 0 reports the chosen one alone, None nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The whole prompt is computed then, past the prefix cache."""
     speculation: Speculation = field(default_factory=Speculation)
     grammar: "Grammar | None" = None
     """What the answer may say; it ends where the grammar is complete, if not before."""
@@ -79,8 +82,9 @@ class Request:
             raise UserError("a stop string is empty, which would stop every answer at once; drop it")
         if not -(2 ** (SEED_BITS - 1)) <= self.seed < 2 ** (SEED_BITS - 1):
             raise UserError(f"seed {self.seed} does not fit in {SEED_BITS} bits; use a smaller number")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise UserError(f"logprobs is {self.logprobs}, outside 0 to {MOST_LOGPROBS}; choose within")
+        for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
+                raise UserError(f"{name} is {asked}, outside 0 to {MOST_LOGPROBS}; choose within")
         if self.grammar is not None:
             self._require_an_end()
 
@@ -128,6 +132,8 @@ class SequenceState:
     """How often it lost its blocks to an earlier request."""
     num_cached_tokens: int | None = None
     """Tokens that the prefix cache had when it was first admitted."""
+    prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they were read; only if the request asks for them."""
     matcher: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
 
@@ -141,6 +147,11 @@ class SequenceState:
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether it asks for logprobs of its prompt and does not have all of them yet."""
+        return self.request.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
     def new_tokens(self) -> int:

@@ -39,6 +39,13 @@ class ScheduledRow:
     samples: bool
     """Whether the tokens end with the newest, so that the step chooses the next."""
 
+    @property
+    def prompt_logits(self) -> int:
+        """How many of its first tokens have a successor in the prompt whose logprob is asked for."""
+        if not self.seq.lacks_prompt_logprobs:
+            return 0
+        return max(0, min(self.start + self.count, self.seq.prompt_length - 1) - self.start)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOutput:
@@ -53,7 +60,8 @@ class SchedulerOutput:
 class Scheduler:
     """Requests from arrival to end. A step is `plan`, then `commit` for each of its rows, then `finish` for some.
 
-    Without a `drafter`, prefixes are right for every request as soon as the target has read them.
+    Without a `drafter`, prefixes are right for every request as soon as the target has read them. Of prompts whose
+    logprobs are asked for, a step reads `max_prompt_logits` tokens: each of them takes a row of logits.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        max_prompt_logits: int | None = None,
         drafter: bool = True,
     ) -> None:
         for name, value, least in (
@@ -75,6 +84,7 @@ class Scheduler:
         self._block_manager, self._drafter = block_manager, drafter
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
         self._budget, self._max_length = max_num_batched_tokens, max_model_len
+        self._max_prompt_logits = max_prompt_logits or max_num_batched_tokens
         self._lives: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: deque[SequenceState] = deque()
@@ -149,9 +159,15 @@ class Scheduler:
 
         prefill: list[ScheduledRow] = []
         readers = chain(reading, () if preempted else iter(self._admit, None))
+        logits_left = self._max_prompt_logits
         while left > 0 and (seq := next(readers, None)) is not None:
-            prefill.append(_row(seq, min(seq.pending, left)))
-            left -= prefill[-1].count
+            count = min(seq.pending, left)
+            if seq.lacks_prompt_logprobs:
+                count = min(count, logits_left)
+                logits_left -= count
+            if count:
+                prefill.append(_row(seq, count))
+                left -= count
 
         rows = [_row(seq, 1, drafts=self._seat_drafts(seq, n)) for seq, n in zip(decoding, drafts, strict=True)]
         return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
@@ -249,9 +265,9 @@ class Scheduler:
         seq = self._waiting[0]
         followed = self._drafter and seq.speculates
         total = self._block_manager.blocks_for(len(seq.tokens)) + spare
-        blocks = self._block_manager.match(
-            seq.tokens, need_draft=followed, total=total, cache_salt=seq.request.cache_salt
-        )
+        # Logprobs need every token of the prompt to be computed: the first alone is never found.
+        known = seq.tokens[:1] if seq.lacks_prompt_logprobs else seq.tokens
+        blocks = self._block_manager.match(known, need_draft=followed, total=total, cache_salt=seq.request.cache_salt)
         if blocks is None:
             return None
         seq.blocks = blocks
@@ -279,6 +295,8 @@ class Scheduler:
     def _vacate(self, seq: SequenceState) -> None:
         self._block_manager.release(seq.blocks)
         seq.blocks, seq.target_length, seq.drafter_length = [], 0, 0
+        if seq.lacks_prompt_logprobs:
+            seq.prompt_logprobs.clear()  # it will read its prompt from the beginning
 
     def _register(self, seq: SequenceState, indexes: range) -> None:
         """Let full blocks be found. Their last token is read, so the one behind it is known."""

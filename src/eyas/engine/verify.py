@@ -7,14 +7,14 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated aux
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.hidden_states import HiddenStates
-from eyas.engine.sampler import SamplingMetadata, choose
+from eyas.engine.sampler import SamplingMetadata, TokenLogprobs, choose
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import NO_DRAFT, Draft
 from eyas.engine.speculation.step_report import RoundOutcome
@@ -34,6 +34,8 @@ class TargetOutput:
     """The most likely tokens, if the pass was a captured graph."""
     stride: int = 0
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
+    prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    """By the keys of requests that ask for them: of the prompt tokens behind those that the pass read."""
     of_chunk: bool = False
     """Whether that was a captured chunk of a prompt."""
 

@@ -26,6 +26,7 @@ from eyas.serve.choice_extras import ChoiceExtras, Kind
 from eyas.serve.connection import ClientDisconnectedError, ResponseWriter, cancel_on_disconnect
 from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
+from eyas.serve.prompt_echo import without_answer
 from eyas.serve.protocol import GenerationRequest
 from eyas.serve.request_builder import EngineRequests
 from eyas.serve.response_builder import ChoiceOutput, CompletionFormatter, ResponseFormatter, ResponseMeta
@@ -140,6 +141,7 @@ class Endpoint:
 
         async def on_output(index: int, delta: OutputDelta, stats: SpecDecodeStats) -> None:
             choice = trace.choices[index]
+            delta = delta if engine_requests.answers else without_answer(delta)
             choice.stats = stats
             choice.append(delta, token_text)
             self._observe_latency(trace, index, delta)

@@ -92,6 +92,9 @@ class GenerationRequest(WireModel):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="Logprobs of the prompt's tokens, beside so many of the most likely ones."
+    )
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: str | list[str] | None = None
@@ -260,6 +263,10 @@ class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = Field(None, ge=0, description="0 only with echo: the prompt alone comes back.")
+    echo: bool = Field(
+        False, description="Return the prompt before the answer; with logprobs also those of its tokens."
+    )
     logprobs: int | None = Field(None, ge=0, le=20)
 
 

@@ -15,6 +15,7 @@ from eyas.sampling import Sampling
 from eyas.serve.api_error import ApiError
 from eyas.serve.chat_template import template_options
 from eyas.serve.model_info import ModelInfo
+from eyas.serve.prompt_echo import PromptEcho
 from eyas.serve.prompt_tokens import require_spaces, truncated
 from eyas.serve.protocol import (
     AssistantMessage,
@@ -41,6 +42,10 @@ class EngineRequests:
     """The engine requests of one body."""
 
     requests: tuple[Request, ...]
+    echoes: tuple[PromptEcho, ...] = ()
+    """The prompt of each request, where it comes back before the answer."""
+    answers: bool = True
+    """Whether answers come back too."""
     eos_ids: frozenset[int]
     """The target's own stop tokens, where they end an answer."""
     prompt_tokens: int
@@ -97,8 +102,25 @@ class RequestBuilder:
 
     def completion(self, body: CompletionRequest, grammar: Grammar | None) -> EngineRequests:
         """The requests of a text completion."""
+        if body.max_tokens == 0 and not body.echo:
+            raise ApiError(
+                400,
+                "max_tokens is 0, which needs echo true: nothing would come back; use 1 or more",
+                field="max_tokens",
+            )
         prompts = self._prompts(body.prompt)
-        return self._build(body, prompts, body.max_tokens or COMPLETION_TOKENS, body.logprobs, grammar)
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        built = self._build(body, prompts, max(1, max_tokens), body.logprobs, grammar)
+        if not body.echo:
+            return built
+        given = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+        echoes = [
+            PromptEcho.of(built.requests[number * body.n].prompt, text if isinstance(text, str) else None, self._target)
+            for number, text in enumerate(given[: len(prompts)])  # the ids of one prompt are one prompt
+        ]
+        return replace(
+            built, echoes=tuple(echo for echo in echoes for _ in range(body.n)), answers=body.max_tokens != 0
+        )
 
     def _messages(self, body: ChatCompletionRequest) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
@@ -169,6 +191,7 @@ class RequestBuilder:
                 skip_special_tokens=body.skip_special_tokens or new_parser is not None,
                 seed=_wrap_seed(seed + choice),
                 logprobs=logprobs,
+                prompt_logprobs=_prompt_logprobs(body, logprobs),
                 speculation=self._speculation(body),
                 grammar=grammar,
             )
@@ -224,6 +247,17 @@ def _sampling(body: GenerationRequest) -> Sampling:
         logit_bias=body.logit_bias or {},
         allowed_tokens=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
     )
+
+
+def _prompt_logprobs(body: GenerationRequest, logprobs: int | None) -> int | None:
+    """How many alternatives the engine reports for tokens of the prompt, for both fields that ask."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(
+            400, "prompt_logprobs needs stream false; set it, or use echo with logprobs", field="prompt_logprobs"
+        )
+    echoed = logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    asked = [wish for wish in (body.prompt_logprobs, echoed) if wish is not None]
+    return max(asked, default=None)
 
 
 def _content_text(content: str | list[TextPart] | None) -> str:

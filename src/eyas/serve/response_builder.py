@@ -141,8 +141,10 @@ class CompletionFormatter:
 
     def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
         """The chunks of the newest output of a choice."""
-        if len(choice.deltas) == 1 and (first := role_chunk(self._meta, index)) is not None:
-            yield first
+        if len(choice.deltas) == 1:
+            first = first_chunk(self._meta, index, choice.deltas[0], self._token_text)
+            if first is not None:
+                yield first
         if (chunk := stream_chunk(self._meta, index, choice, self._token_text)) is not None:
             yield chunk
 
@@ -161,24 +163,30 @@ def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_tex
     bodies = []
     for index, choice in enumerate(choices):
         body: dict[str, Any] = {"index": index}
-        text = "".join(delta.text for delta in choice.deltas)
+        text = meta.extras.echo_text(index) + "".join(delta.text for delta in choice.deltas)
         body |= {"message": choice.message} if meta.kind == "chat" else {"text": text}
-        body["logprobs"] = _logprobs(meta, choice.deltas, token_text, 0)
+        logprobs = _logprobs(meta, choice.deltas, token_text, len(meta.extras.echo_text(index)))
+        body["logprobs"] = meta.extras.with_echo(index, choice.deltas[0], logprobs, token_text)
         body["finish_reason"] = choice.finish_reason
-        body |= meta.extras.choice(meta.kind, index, choice.deltas, first=True)
+        body |= meta.extras.choice(meta.kind, index, choice.deltas, token_text, first=True)
         if meta.details:
             body["speculative"] = _token_details(choice.deltas) | speculative_usage([choice.stats])
         bodies.append(body)
-    envelope = meta.envelope(choices=bodies, chunk=False) | meta.extras.response(meta.kind)
+    envelope = meta.envelope(choices=bodies, chunk=False)
+    envelope |= meta.extras.response(meta.kind, choices[0].deltas[0], token_text)
     return envelope | {"usage": usage(meta, choices)} | metrics(meta, choices)
 
 
-def role_chunk(meta: ResponseMeta, index: int) -> dict[str, Any] | None:
-    """The first chunk of a chat choice, which holds the role; None for text completions."""
+def first_chunk(meta: ResponseMeta, index: int, first: OutputDelta, token_text: TokenText) -> dict[str, Any] | None:
+    """The first chunk of a choice: the role in a chat, the prompt if it is echoed; else None."""
     if meta.kind == "text":
-        return None
+        if not meta.extras.echoes:
+            return None
+        logprobs = meta.extras.with_echo(index, first, None, token_text)
+        echo = {"index": index, "text": meta.extras.echo_text(index), "logprobs": logprobs, "finish_reason": None}
+        return meta.envelope(choices=[echo], chunk=True)
     choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    return meta.envelope(choices=[choice], chunk=True) | meta.extras.response(meta.kind)
+    return meta.envelope(choices=[choice], chunk=True) | meta.extras.response(meta.kind, first, token_text)
 
 
 def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_text: TokenText) -> dict[str, Any] | None:
@@ -186,7 +194,7 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
     delta = choice.deltas[-1]
     logprobs = None
     if delta.logprobs is not None:
-        before = sum(len(earlier.text) for earlier in choice.deltas[:-1])
+        before = len(meta.extras.echo_text(index)) + sum(len(earlier.text) for earlier in choice.deltas[:-1])
         logprobs = _logprobs(meta, [delta], token_text, before)
     message = choice.delta_message
     quiet = logprobs is None and not meta.details and not meta.extras.return_token_ids
@@ -196,7 +204,7 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
     body |= {"delta": message} if meta.kind == "chat" else {"text": delta.text}
     body["logprobs"] = logprobs
     body["finish_reason"] = choice.finish_reason
-    body |= meta.extras.choice(meta.kind, index, [delta], first=len(choice.deltas) == 1)
+    body |= meta.extras.choice(meta.kind, index, [delta], token_text, first=len(choice.deltas) == 1)
     if meta.details:
         body["speculative"] = _token_details([delta]) | speculative_usage([choice.stats])
     return meta.envelope(choices=[body], chunk=True)

@@ -57,6 +57,18 @@ class TokenText:
             "text_offset": offsets,
         }
 
+    def prompt_logprobs(self, entry: TokenLogprobs, alternatives: int) -> dict[str, Any]:
+        """A token of a prompt and the most likely ones in its place, in vLLM's format: by their ids."""
+        ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top[:alternatives], 1)]
+        return {
+            str(token): {
+                "logprob": max(logprob, MIN_LOGPROB),
+                "rank": rank,
+                "decoded_token": self._text(token),
+            }
+            for token, logprob, rank in (*ranked, (entry.token, entry.logprob, entry.rank))
+        }
+
     def _logprob(self, token: int, logprob: float, as_id: bool) -> dict[str, Any]:
         text = self._text(token)
         # Part of a character has no text, and its bytes depend on the kind of tokenizer.

@@ -16,6 +16,7 @@ from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.fused_target import fused_target
 from eyas.engine.runner.target import TargetRunner
+from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import NO_DRAFT, Draft
 from eyas.engine.verify import TargetOutput, lay_out
@@ -24,6 +25,8 @@ from eyas.kernels.attention.metadata import AttentionMetadata, integers
 from eyas.target.capture import capture, select_states
 from eyas.target.model import Target
 
+LOGITS_AT_ONCE = 64
+"""Rows of prompt logits that are reduced together, which bounds the memory of the reduction."""
 Collect = Callable[[], TargetOutput]
 """Waits for a pass that is under way."""
 
@@ -52,11 +55,11 @@ class ModelRunner:
         """Which rows the target reads together: all of them, unless chunks of prompts have graphs of their own."""
         if not rows:
             return []
-        if self.graphs is None or all(row.count == 1 for row in rows):
+        if self.graphs is None or all(row.count == 1 and not row.prompt_logits for row in rows):
             return [rows]
         chunks, others = list[Sequence[ScheduledRow]](), list[ScheduledRow]()
         for row in rows:
-            if self.graphs.reads(row):
+            if self.graphs.reads(row) or row.prompt_logits:
                 chunks.append([row])
             else:
                 others.append(row)
@@ -64,7 +67,7 @@ class ModelRunner:
 
     def launch(self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], *, states: bool) -> Collect:
         """Start one pass: logits behind every token that chooses and, if asked for, the states of all tokens."""
-        if self.graphs is not None:
+        if self.graphs is not None and not any(row.prompt_logits for row in rows):
             collect = self.graphs.launch_read(rows[0]) if len(rows) == 1 and self.graphs.reads(rows[0]) else None
             collect = collect or self.graphs.launch_verify(rows, [drafts.get(row.seq.key, NO_DRAFT) for row in rows])
             if collect is not None:
@@ -77,21 +80,27 @@ class ModelRunner:
     ) -> TargetOutput:
         ids: list[int] = []
         keep: list[int] = []
+        of_prompts: list[int] = []
         shares = []
         for row in rows:
             draft = drafts.get(row.seq.key, NO_DRAFT)
             newest = len(ids) + row.count - 1
+            of_prompts += range(len(ids), len(ids) + row.prompt_logits)
             ids += [*row.seq.tokens[row.start : row.start + row.count], *draft.tokens]
             keep += range(newest, len(ids)) if row.samples else ()
             shares.append(lay_out(row, draft))
         metadata = AttentionMetadata.of(shares, block_size=self.cache.block_size, device=self._device)
         both = tuple(sorted({*layer_ids, *self.kept_layer_ids}))
-        logits_MV, states_NX = self.run(integers(ids, self._device), metadata, integers(keep, self._device), both)
+        keep_M = integers(keep + of_prompts, self._device)
+        logits_MV, states_NX = self.run(integers(ids, self._device), metadata, keep_M, both)
+        prompt_logprobs = _prompt_logprobs(rows, logits_MV[len(keep) :]) if of_prompts else {}
+        if of_prompts:
+            logits_MV = logits_MV[: len(keep)].clone()  # those of prompts are many, and free memory from here on
         aux_NX, hidden_NX = (
             select_states(states_NX, both, some) if some and states_NX is not None else None
             for some in (layer_ids, self.kept_layer_ids)
         )
-        return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX, hidden_NX=hidden_NX)
+        return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX, hidden_NX=hidden_NX, prompt_logprobs=prompt_logprobs)
 
     def run(
         self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None, layer_ids: Sequence[int]
@@ -104,3 +113,26 @@ class ModelRunner:
         with capture(self._target.model, layer_ids) as captured:
             logits_MV = self._own.forward(ids_N, metadata, keep_M)
         return logits_MV, captured.aux_hidden()[0]
+
+
+def _prompt_logprobs(rows: Sequence[ScheduledRow], logits_MV: Tensor) -> dict[int, list[TokenLogprobs]]:
+    """Logprobs of the prompt tokens behind those that rows read, by the keys of their requests."""
+    told: dict[int, list[TokenLogprobs]] = {}
+    first = 0
+    for row in rows:
+        count, seq = row.prompt_logits, row.seq
+        if not count:
+            continue
+        assert row.start == len(seq.prompt_logprobs), "a prompt is read in order, from its beginning"
+        token_M = integers(seq.tokens[row.start + 1 : row.start + 1 + count], logits_MV.device)
+        told[seq.key] = [
+            entry
+            for at in range(0, count, LOGITS_AT_ONCE)
+            for entry in log_probabilities(
+                logits_MV[first + at : first + min(count, at + LOGITS_AT_ONCE)],
+                token_M[at : at + LOGITS_AT_ONCE],
+                seq.request.prompt_logprobs or 0,
+            )
+        ]
+        first += count
+    return told
