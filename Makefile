@@ -43,7 +43,8 @@ lossless: $(READY)
 gpu: $(READY)
 	$(BIN)/pytest -m gpu tests/gpu $(if $(PROMPTS),--prompts "$(PROMPTS)" -s)
 
-# The server's page in a real browser: needs chromium and chromedriver (Debian: apt install chromium chromium-driver).
+# The server's page and a report in a real browser: needs chromium and chromedriver
+# (Debian: apt install chromium chromium-driver).
 browser: $(READY)
 	$(PIP) install --constraint constraints.txt --editable '.[dev,browser]'
 	$(BIN)/pytest -m browser -rs
