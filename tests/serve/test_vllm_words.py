@@ -98,6 +98,21 @@ def test_an_answer_tells_its_acceptance_as_vllm_does(client: Any, path: str) -> 
     assert draft_counts_of_event({"metrics": whole["metrics"]}) == draft_counts_of_event(whole)
 
 
+@pytest.mark.parametrize("path", ["chat", "complete"])
+def test_counts_come_with_every_chunk_if_they_are_asked_for(client: Any, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = getattr(client, path)(**DRAFTED, stream=True, stream_options=options).events
+    made = [event["usage"]["completion_tokens"] for event in events]
+    assert made == sorted(made)
+    assert made[-2:] == [40, 40]
+    assert all(
+        event["usage"]["total_tokens"] == event["usage"]["prompt_tokens"] + n
+        for event, n in zip(events, made, strict=True)
+    )
+    events = getattr(client, path)(stream=True, stream_options=options | {"include_usage": False}).events
+    assert not any("usage" in event for event in events)  # as vLLM: it needs include_usage
+
+
 def test_details_tell_every_step(client: Any) -> None:
     speculative = {"mode": "fixed", "depth": 2, "details": True}
     told = client.complete(**DRAFTED | {"speculative": speculative}).json["metrics"]["speculative_decoding"]

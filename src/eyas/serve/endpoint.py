@@ -126,8 +126,7 @@ class Endpoint:
         return raw, self._completion_formatter
 
     def _completion_formatter(self, meta: ResponseMeta, body: GenerationRequest) -> ResponseFormatter:
-        include_usage = body.stream_options is not None and body.stream_options.include_usage
-        return CompletionFormatter(meta, self._context.token_text, include_usage=include_usage)
+        return CompletionFormatter(meta, self._context.token_text, body.stream_options)
 
     async def _generate(
         self,

@@ -50,6 +50,7 @@ class StreamOptions(WireModel):
     """Options of a stream."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="vLLM's: counts so far in every chunk, with include_usage.")
 
 
 class JsonSchemaFormat(WireModel):

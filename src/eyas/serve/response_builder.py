@@ -8,6 +8,7 @@ from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve.api_error import ApiError
 from eyas.serve.choice_extras import ChoiceExtras, Kind
+from eyas.serve.protocol import StreamOptions
 from eyas.serve.spec_decode_metrics import spec_decode_metrics
 from eyas.serve.supervisor import add_stats
 from eyas.serve.token_text import TokenText
@@ -132,8 +133,10 @@ class ResponseFormatter(Protocol):
 class CompletionFormatter:
     """Formats chat and text completions."""
 
-    def __init__(self, meta: ResponseMeta, token_text: TokenText, *, include_usage: bool) -> None:
-        self._meta, self._token_text, self._include_usage = meta, token_text, include_usage
+    def __init__(self, meta: ResponseMeta, token_text: TokenText, options: StreamOptions | None) -> None:
+        self._meta, self._token_text = meta, token_text
+        self._include_usage = options is not None and options.include_usage
+        self._continuous = options is not None and options.include_usage and options.continuous_usage_stats
 
     def whole(self, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
         """The response of a request that does not stream."""
@@ -144,9 +147,9 @@ class CompletionFormatter:
         if len(choice.deltas) == 1:
             first = first_chunk(self._meta, index, choice.deltas[0], self._token_text)
             if first is not None:
-                yield first
+                yield self._counted(first, 0)
         if (chunk := stream_chunk(self._meta, index, choice, self._token_text)) is not None:
-            yield chunk
+            yield self._counted(chunk, choice.tokens)
 
     def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
         """The usage, if it was asked for."""
@@ -156,6 +159,13 @@ class CompletionFormatter:
     def failed(self, failure: ApiError) -> dict[str, Any]:
         """The error."""
         return failure.body
+
+    def _counted(self, chunk: dict[str, Any], made: int) -> dict[str, Any]:
+        """A chunk with the counts of its choice so far, if they were asked for."""
+        if not self._continuous:
+            return chunk
+        prompt = self._meta.prompt_tokens
+        return chunk | {"usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}}
 
 
 def full_response(meta: ResponseMeta, choices: Sequence[ChoiceOutput], token_text: TokenText) -> dict[str, Any]:
