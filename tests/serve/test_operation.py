@@ -234,6 +234,7 @@ def restored_loggers() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     yield
+    logging.captureWarnings(False)
     for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
         logger.handlers, logger.propagate = handlers, propagate
         logger.setLevel(level)
@@ -248,6 +249,7 @@ def test_once_the_server_serves_everything_under_eyas_is_json_lines(capsys: pyte
     logging.getLogger("eyas.engine").debug("not shown")
     logging.getLogger("uvicorn.error").info("not shown")
     logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: <fd=4>")
     log_event(logging.getLogger("eyas.serve.endpoint"), "request", status=200, user=None)
     try:
         raise ValueError("worn out")
@@ -255,13 +257,14 @@ def test_once_the_server_serves_everything_under_eyas_is_json_lines(capsys: pyte
         logging.getLogger("eyas.serve.endpoint").exception("a bug")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert all(line.pop("time").endswith("Z") for line in lines)
-    assert "ValueError: worn out" in lines[4].pop("trace")
+    assert "ValueError: worn out" in lines[5].pop("trace")
     assert lines == [
         {"level": level, "event": "notice", "logger": logger, "message": message}
         for level, logger, message in (
             ("warning", "eyas.engine.runner.graph_capture", "no room for graphs"),
             ("info", "eyas.target.model", "loading tiny"),
             ("warning", "uvicorn.error", "Invalid HTTP request received."),
+            ("error", "asyncio", "socket.accept() out of system resource"),
         )
     ] + [
         {"level": "info", "event": "request", "status": 200},

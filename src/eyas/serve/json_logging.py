@@ -2,31 +2,113 @@
 
 Invariant: values are numbers, ids and text of our own. The exceptions are the client's address, the `user` that a
 request names and, of refused requests, the first 100 letters of an unknown path, Host or Origin.
+Of messages that a client can cause at will, at most a few of a kind are written in a while.
 """
 
 import json
 import logging
 import sys
 import time
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, TextIO
 
-LOGGERS = {"eyas": logging.INFO, "uvicorn.error": logging.WARNING}
-"""What is logged once the server serves: all of eyas, and what the HTTP server complains about."""
+LOGGERS = {
+    "eyas": logging.INFO,
+    "uvicorn.error": logging.WARNING,
+    "asyncio": logging.WARNING,
+    "py.warnings": logging.WARNING,
+}
+"""What is logged once the server serves: all of eyas, and what the libraries below it complain about."""
+LIMIT_LINES = 5
+LIMIT_SECONDS = 10.0
+"""Lines of a kind per this time. The rest is counted."""
+MAX_KINDS = 256
+"""Kinds told apart at once, so that counting them takes bounded memory."""
 
 
 def log_json_lines(level: int = logging.INFO) -> None:
     """From now on, write these loggers to stderr as JSON lines and nowhere else: eyas from this level on."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = RateLimitedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
+    logging.captureWarnings(True)
     for name, least in LOGGERS.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level if name == "eyas" else max(least, level))
 
 
-def log_event(logger: logging.Logger, event: str, *, level: int = logging.INFO, **fields: Any) -> None:
-    """Log an event with fields; fields that are None are left out."""
-    logger.log(level, event, extra={"fields": {name: value for name, value in fields.items() if value is not None}})
+def log_event(
+    logger: logging.Logger, event: str, *, level: int = logging.INFO, limited_by: str | None = None, **fields: Any
+) -> None:
+    """Log an event with fields; fields that are None are left out. Events with the same `limited_by` are of a kind."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    logger.log(level, event, extra={"fields": given, "limited_by": limited_by})
+
+
+@dataclass
+class _Kind:
+    """Lines of a kind since the first of them."""
+
+    first: logging.LogRecord
+    lines: int = 0
+
+
+class RateLimitedHandler(logging.StreamHandler[TextIO]):
+    """Writes records, but of libraries' messages and limited events only the first few in a while.
+
+    How many were left out is a line of its own, written before the next line that comes after that while.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream)
+        self._kinds: dict[Hashable, _Kind] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write or count a record."""
+        self._report_suppressed(before=record.created - LIMIT_SECONDS)
+        key = _kind_of(record)
+        if key is not None:
+            if key not in self._kinds and len(self._kinds) >= MAX_KINDS:
+                key = "other"
+            kind = self._kinds.setdefault(key, _Kind(record))
+            kind.lines += 1
+            if kind.lines > LIMIT_LINES:
+                return
+        super().emit(record)
+
+    def close(self) -> None:
+        """Write what is still to be said."""
+        self._report_suppressed(before=float("inf"))
+        super().close()
+
+    def _report_suppressed(self, *, before: float) -> None:
+        for key, kind in list(self._kinds.items()):
+            first = kind.first
+            if first.created > before:
+                continue
+            del self._kinds[key]
+            if kind.lines > LIMIT_LINES:
+                told = {"logger": first.name, "message": _first_line(first), "code": getattr(first, "limited_by", None)}
+                fields = {name: value for name, value in told.items() if value is not None}
+                summary = logging.LogRecord(first.name, first.levelno, "", 0, "suppressed", None, None)
+                summary.fields = fields | {"lines": kind.lines - LIMIT_LINES, "seconds": LIMIT_SECONDS}
+                super().emit(summary)
+
+
+def _kind_of(record: logging.LogRecord) -> Hashable | None:
+    """What a record counts as; None if it is always written."""
+    limited_by = getattr(record, "limited_by", None)
+    if limited_by is not None:
+        return record.getMessage(), limited_by
+    if record.name.partition(".")[0] == "eyas":
+        return None
+    return record.name, record.levelno, _first_line(record)
+
+
+def _first_line(record: logging.LogRecord) -> str:
+    """The message up to its first line break: libraries put objects that differ each time below it."""
+    return record.getMessage().partition("\n")[0]
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,7 +120,7 @@ class JsonFormatter(logging.Formatter):
         line: dict[str, Any] = {"time": stamp, "level": record.levelname.lower()}
         fields = getattr(record, "fields", None)
         if fields is None:
-            line |= {"event": "notice", "logger": record.name, "message": record.getMessage()}
+            line |= {"event": "notice", "logger": record.name, "message": _first_line(record)}
         else:
             line |= {"event": record.getMessage()} | fields
         if record.exc_info:
