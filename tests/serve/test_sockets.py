@@ -25,11 +25,11 @@ LONG = {"prompt": "abcabc", "max_tokens": 240, "temperature": 0, "ignore_eos": T
 class Running:
     """A server in a thread of this process."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, **options: Any) -> None:
         self.client = client
         listener = listen("127.0.0.1", 0)
         self.url = url_of(listener)
-        self.server = Server(client.application)
+        self.server = Server(client.application, **options)
         self.thread = threading.Thread(target=self.server.run, args=([listener],))
         self.thread.start()
         until(lambda: self.server.started)
@@ -39,8 +39,8 @@ class Running:
 
 
 @contextmanager
-def running(client: Any) -> Iterator[Running]:
-    server = Running(client)
+def running(client: Any, **options: Any) -> Iterator[Running]:
+    server = Running(client, **options)
     try:
         yield server
     finally:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ import httpx2
 import pytest
 
 from eyas.errors import UserError
+from eyas.serve.model_info import ServerLimits
 from eyas.serve.server import Server, listen, url_of
 from eyas.serve.tls import tls_context
+from serve.test_sockets import running, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
 
@@ -61,6 +66,36 @@ def test_a_certificate_serves_https(pair: Any, new_server: Any) -> None:
         finally:
             server.handle_exit(15, None)
             thread.join(30)
+
+
+def test_handshakes_that_do_not_come_take_nobodys_place(
+    pair: Any, new_server: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    certificate, key = pair("one")
+    trust = ssl.create_default_context(cafile=certificate)
+    limits = ServerLimits(max_connections=5, header_seconds=0.5)
+    with new_server(limits=limits) as client, running(client, tls=tls_context(certificate, key)) as server:
+        there = server.server.servers[0].sockets[0].getsockname()
+        url = f"https://127.0.0.1:{there[1]}/health"
+        silent = [socket.create_connection(there, timeout=10) for _ in range(12)]
+        assert httpx2.get(url, verify=trust).status_code == 200
+        for connection in silent:
+            with connection, suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+        until(lambda: server.server._limiter.open == 0)
+        with socket.create_connection(there, timeout=10) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            with suppress(ConnectionResetError):
+                while plain.recv(100):
+                    pass
+        with trust.wrap_socket(socket.create_connection(there, timeout=10), server_hostname="127.0.0.1") as slow:
+            slow.sendall(b"GET /hea")
+            assert slow.recv(12) == b"HTTP/1.1 408"
+        with trust.wrap_socket(socket.create_connection(there, timeout=10), server_hostname="127.0.0.1") as large:
+            large.sendall(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+            assert large.recv(12) == b"HTTP/1.1 413"
+        until(lambda: server.server._limiter.open == 0)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def test_without_files_there_is_no_tls() -> None:

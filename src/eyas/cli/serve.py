@@ -118,6 +118,15 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Most answers that wait; beyond that clients get 429.", min=0, rich_help_panel=LIMITS)
     ] = 256,
+    max_connections: Annotated[
+        int | None,
+        typer.Option(
+            help="Most open connections; beyond that the longest silent one is closed.",
+            show_default="as open files allow, at most 2048",
+            min=1,
+            rich_help_panel=LIMITS,
+        ),
+    ] = None,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
@@ -225,7 +234,12 @@ def serve(
         allowed_hosts=allowed_hosts or (),
         allowed_origins=allowed_origins or (),
     )
-    limits = ServerLimits(queue=max_queue, request_seconds=request_seconds, drain_seconds=drain_seconds)
+    limits = ServerLimits(
+        queue=max_queue,
+        max_connections=max_connections,
+        request_seconds=request_seconds,
+        drain_seconds=drain_seconds,
+    )
     options = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,

@@ -39,6 +39,13 @@ class ServerMetrics:
         self.in_flight = Gauge(
             "eyas_answers_in_flight", "Answers accepted, waiting or running.", registry=self.registry
         )
+        self.connections = Gauge("eyas_connections", "Open connections.", registry=self.registry)
+        self.connections_refused = Counter(
+            "eyas_connections_refused",
+            "Connections ended before a route saw a request: too many, too slow, or no HTTP.",
+            ["code"],
+            registry=self.registry,
+        )
         self.prompt_tokens = Counter("eyas_prompt_tokens", "Prompt tokens accepted.", registry=self.registry)
         self.request_success = Counter(
             "eyas_request_success",

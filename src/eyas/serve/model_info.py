@@ -49,6 +49,10 @@ class ServerLimits:
 
     queue: int = 256
     """Answers that may wait for the engine; beyond that clients get 429."""
+    max_connections: int | None = None
+    """Open connections; without a number, as many as the limit of open files allows."""
+    header_seconds: float = 10.0
+    """For the head of a request to arrive, from the first moment; also for a body that is not wanted any more."""
     body_bytes: int = 4 * 2**20
     body_seconds: float = 30.0
     """For a body to arrive."""
@@ -61,7 +65,9 @@ class ServerLimits:
         for name, least in (("queue", 0), ("body_bytes", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"limit {name} is {getattr(self, name)}; it must be {least} or more")
-        for name in ("body_seconds", "request_seconds", "drain_seconds"):
+        if self.max_connections is not None and self.max_connections < 1:
+            raise UserError(f"limit max_connections is {self.max_connections}; it must be 1 or more")
+        for name in ("header_seconds", "body_seconds", "request_seconds", "drain_seconds"):
             if not getattr(self, name) > 0:
                 raise UserError(f"limit {name} is {getattr(self, name)}; it must be above 0")
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
+from contextlib import suppress
 from math import ceil
 from types import FrameType
 
@@ -11,6 +12,11 @@ import uvicorn
 
 from eyas.errors import UserError
 from eyas.serve.app import Application
+from eyas.serve.closing_transport import LINGER_SECONDS
+from eyas.serve.connection_limiter import ConnectionLimiter, connection_cap
+from eyas.serve.http_protocol import HttpProtocol, count_refusal, no_place, raw_response
+from eyas.serve.listener import Listener
+from eyas.serve.request_head import MAX_HEAD_BYTES
 
 logger = logging.getLogger(__name__)
 BACKLOG = 1024
@@ -47,6 +53,8 @@ class Server(uvicorn.Server):
     def __init__(self, application: Application, *, tls: ssl.SSLContext | None = None) -> None:
         self._context = application.context
         self._drain_seconds = self._context.limits.drain_seconds
+        self._limiter = ConnectionLimiter(connection_cap(self._context.limits.max_connections))
+        self._context.metrics.connections.set_function(lambda: self._limiter.open)
         super().__init__(
             uvicorn.Config(
                 application.asgi,
@@ -58,11 +66,54 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=75,
+                h11_max_incomplete_event_size=MAX_HEAD_BYTES,
                 timeout_graceful_shutdown=ceil(self._drain_seconds) + CLOSE_SECONDS,
             )
         )
         self.config.load()
         self.config.ssl = tls  # the context that was tried, not one that uvicorn would make of the same files
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        self.servers = [Listener(listening, self._accept) for listening in sockets or ()]  # type: ignore[misc]
+        self.started = True
+
+    def _accept(self, accepted: socket.socket, address: str) -> None:
+        """Give a connection a place, or refuse it."""
+        limits, metrics, loop = self._context.limits, self._context.metrics, asyncio.get_running_loop()
+        protocol = HttpProtocol(
+            self.config, self.server_state, address=address, limits=limits, limiter=self._limiter, metrics=metrics
+        )
+        tls = self.config.ssl
+        if not self._limiter.add(protocol):
+            failure = no_place()
+            count_refusal(metrics, failure.code, address, status=None if tls else failure.status)
+            with accepted, suppress(OSError):
+                if tls is None:
+                    accepted.send(raw_response(failure))
+                    accepted.shutdown(socket.SHUT_WR)
+                    accepted.recv(2**16)  # what is unread at the close would reset the connection
+            return
+
+        started = False
+
+        async def connect() -> None:
+            nonlocal started
+            started = True
+            timeouts = {"ssl_handshake_timeout": limits.header_seconds, "ssl_shutdown_timeout": LINGER_SECONDS}
+            with suppress(OSError):  # a client that has left, or a TLS handshake that failed
+                await loop.connect_accepted_socket(
+                    lambda: protocol, accepted, ssl=tls, **(timeouts if tls is not None else {})
+                )
+
+        def connected(_: asyncio.Task[None]) -> None:
+            if protocol.transport is None:
+                self._limiter.remove(protocol)
+            if not started:  # evicted before its turn came; asyncio closes all others
+                accepted.close()
+
+        protocol.handshake = loop.create_task(connect())
+        protocol.handshake.add_done_callback(connected)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, exit at the second; uvicorn's own would raise the signal again at the end."""
