@@ -119,3 +119,27 @@ def test_logprobs_may_name_tokens_by_id(client: Any) -> None:
     ):
         assert top[token] == logprob  # beside the most likely one, if it is another
         assert len(top) <= 2
+
+
+def test_cached_tokens_are_told_for_the_same_salt_alone(new_server: Any) -> None:
+    prompt = "abcd" * 20
+
+    def cached(client: Any, **fields: Any) -> int:
+        usage = client.complete(prompt=prompt, max_tokens=2, **fields).json["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    with new_server() as client:
+        assert cached(client) == 0
+        found = cached(client)
+        assert 0 < found < len(prompt)
+        assert cached(client, n=3) == found, "a prompt counts once"
+        assert cached(client, cache_salt="mine") == 0
+        assert cached(client, cache_salt="mine") == found
+        assert cached(client, prompt_logprobs=0) == 0
+        usage = client.complete(prompt=[prompt, prompt], max_tokens=2).json["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * found
+    with new_server(keys=("one", "two")) as client:
+        keys = [{"authorization": f"Bearer {key}"} for key in ("one", "one", "two")]
+        body = {"prompt": prompt, "max_tokens": 2}
+        told = [client.post("/v1/completions", body, headers=key).json["usage"] for key in keys]
+        assert [one["prompt_tokens_details"]["cached_tokens"] for one in told] == [0, found, 0]

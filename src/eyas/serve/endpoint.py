@@ -108,6 +108,7 @@ class Endpoint:
             model=context.model_info.name,
             created=int(time.time()),
             prompt_tokens=engine_requests.prompt_tokens,
+            answers_per_prompt=body.n,
             details=body.speculative is not None and body.speculative.details,
             extras=ChoiceExtras.of(body, engine_requests),
             num_spec_tokens=self._num_spec_tokens(engine_requests),

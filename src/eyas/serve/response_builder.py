@@ -96,6 +96,7 @@ class ResponseMeta:
     model: str
     created: int
     prompt_tokens: int
+    answers_per_prompt: int
     details: bool
     """Whether the request asked for speculation details per token."""
     extras: ChoiceExtras
@@ -241,10 +242,20 @@ def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]
     made = sum(choice.tokens for choice in choices)
     return {
         "prompt_tokens": meta.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": _cached_tokens(meta, choices)},
         "completion_tokens": made,
         "total_tokens": meta.prompt_tokens + made,
         "speculative": speculative_usage(choice.stats for choice in choices),
     }
+
+
+def _cached_tokens(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> int:
+    """Prompt tokens that the prefix cache had, over all prompts: a prompt with several answers counts once.
+
+    The cache is kept apart by key and salt, so this tells nothing of anybody else's prompts.
+    """
+    firsts = [choice.deltas[0] for choice in choices[:: meta.answers_per_prompt] if choice.deltas]
+    return sum(delta.num_cached_tokens for delta in firsts)
 
 
 def speculative_usage(stats: Iterable[SpecDecodeStats]) -> dict[str, Any]:
