@@ -74,7 +74,7 @@ def test_a_bad_field_is_named(client: Any, fields: dict[str, Any], parts: list[s
         ({"messages": [{"role": "user"}]}, ["messages.0.content", "missing"]),
         ({"messages": [{"role": "user", "content": 5}]}, ["messages.0.content", "text parts"]),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["messages.0.content", "text parts"]),
-        ({"messages": [{"role": "user", "content": "x", "name": "y"}]}, ["messages.0.name"]),
+        ({"messages": [{"role": "user", "content": "x", "nickname": "y"}]}, ["messages.0.nickname"]),
         ({"max_completion_tokens": 9}, ["max_tokens 8", "max_completion_tokens 9"]),
         ({"echo": True}, ["echo", "not supported yet"]),
         ({"max_tokens": 0}, ["max_tokens", "0", "1"]),

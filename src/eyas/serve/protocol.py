@@ -186,6 +186,7 @@ class TextMessage(WireModel):
 
     role: Literal["system", "developer", "user"]
     content: str | list[TextPart]
+    name: str | None = Field(None, description="Who speaks; goes to the chat template.")
 
 
 class AssistantMessage(WireModel):
@@ -195,6 +196,11 @@ class AssistantMessage(WireModel):
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
     refusal: None = None
+    name: str | None = Field(None, description="Who speaks; goes to the chat template.")
+    # Clients send back the answers they got, with what was empty in them.
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
 
 
 class ToolMessage(WireModel):
@@ -203,6 +209,7 @@ class ToolMessage(WireModel):
     role: Literal["tool"]
     content: str | list[TextPart]
     tool_call_id: str
+    name: str | None = Field(None, description="The function; without it, that of the call with this id.")
 
 
 Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]

@@ -148,6 +148,8 @@ class RequestBuilder:
                 self.tool_support.require(f"{field}.role", "is tool: send tool results with role user")
                 rendered["tool_call_id"] = message.tool_call_id
                 rendered |= {"name": names[message.tool_call_id]} if message.tool_call_id in names else {}
+            if message.name is not None:
+                rendered["name"] = message.name
             messages.append(rendered)
         return messages
 
