@@ -128,6 +128,8 @@ def serve(
     drafters: tuple[str, ...] = (),
     swappable: bool = True,
     tool_parser: str | None = None,
+    reasoning_parser: str | None = None,
+    reasoning_content_alias: bool = False,
     metrics_names: Literal["eyas", "vllm", "both"] = "both",
     root_path: str = "",
 ) -> Iterator[Client]:
@@ -148,6 +150,8 @@ def serve(
             max_model_len=256,
             max_num_seqs=options.max_num_seqs,
             tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+            reasoning_content_alias=reasoning_content_alias,
         )
         access = access or AccessRules(api_keys=keys)
         application = Application(

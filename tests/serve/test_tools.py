@@ -150,7 +150,7 @@ def test_calls_of_the_models_own_will_are_found_by_the_openai_client(
     target: Target, tiny_drafter: Drafter, dialect: str
 ) -> None:
     with serve(speaking(target, dialect), tiny_drafter) as client, running(client) as server:
-        script(client, CALLS[dialect], client.application.context.request_builder.tool_support.special_tokens)
+        script(client, CALLS[dialect], client.application.context.request_builder.special_tokens)
         asking = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         ask: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
         choice = asking.chat.completions.create(**ask).choices[0]
@@ -234,13 +234,16 @@ def test_what_cannot_be_called_is_refused_by_name(tooled: Any, fields: Any, part
 
 def test_a_template_that_knows_no_tools_is_named(client: Any, target: Target, tiny_drafter: Drafter) -> None:
     client.chat(tools=TOOLS).assert_refused(400, "tools", "chat template of tiny does not mention tools")
+    ignored, plain = client.chat(tools=TOOLS, tool_choice="none"), client.chat()
+    assert ignored.status == 200
+    assert ignored.json["choices"] == plain.json["choices"]
     unknown = replace(target, tokenizer=letter_tokenizer(TURNS.replace("SIGN", "call:")))
     with serve(unknown, tiny_drafter) as other:
         other.chat(tools=TOOLS).assert_refused(400, "tools", "--tool-call-parser")
     with serve(unknown, tiny_drafter, tool_parser="llama3_json") as other:
         assert ask(other, tool_choice="required").json["choices"][0]["message"]["tool_calls"]
     with (
-        pytest.raises(UserError, match=r"pythonic.*hermes, mistral, llama3_json"),
-        serve(unknown, None, tool_parser="pythonic"),
+        pytest.raises(UserError, match=r"'odd'.*hermes, mistral, llama3_json, pythonic"),
+        serve(unknown, None, tool_parser="odd"),
     ):
         pass

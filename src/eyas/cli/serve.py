@@ -130,7 +130,8 @@ def serve(
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
-            help="The tool-call format: hermes, llama3_json, mistral.",
+            help="The tool-call format: hermes, llama3_json, mistral, qwen3_coder, deepseek_v3, deepseek_v31, kimi_k2, "
+            "glm45, openai, pythonic.",
             show_default="by the template",
             rich_help_panel=API,
         ),
@@ -147,6 +148,18 @@ def serve(
         UnknownFieldsOption,
         typer.Option(help="Unknown fields of requests: refuse, or report in a header and ignore.", rich_help_panel=API),
     ] = "refuse",
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="Tell reasoning from content: deepseek_r1, qwen3, glm45, openai_gptoss; auto by the template.",
+            show_default="off",
+            rich_help_panel=API,
+        ),
+    ] = None,
+    reasoning_content_alias: Annotated[
+        bool,
+        typer.Option("--reasoning-content-alias", help="Hold reasoning as reasoning_content too.", rich_help_panel=API),
+    ] = False,
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -273,6 +286,8 @@ def serve(
             max_num_seqs=max_num_seqs,
             speculation=config.speculation,
             tool_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            reasoning_content_alias=reasoning_content_alias,
         )
         for line in banner(model_info, engine_client.budget):
             report(line)

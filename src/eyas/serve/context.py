@@ -48,7 +48,7 @@ class ServerContext:
         metrics = ServerMetrics(model_info.name, metrics_names)
         metrics.in_flight.set_function(lambda: admission.in_flight)
         request_builder = RequestBuilder(target, model_info, policy)
-        special_tokens = {token: text for text, token in request_builder.tool_support.special_tokens.items()}
+        special_tokens = {token: text for text, token in request_builder.special_tokens.items()}
         return cls(
             engine_client=engine_client,
             model_info=model_info,

@@ -115,7 +115,10 @@ class Endpoint:
         )
         trace.formatter = new_formatter(meta, body)
         trace.choices = [
-            ChoiceOutput(tool_parser=engine_requests.new_parser and engine_requests.new_parser())
+            ChoiceOutput(
+                parser=engine_requests.new_parser and engine_requests.new_parser(),
+                reasoning_fields=engine_requests.reasoning_fields,
+            )
             for _ in engine_requests.requests
         ]
         with context.admission.admit(len(engine_requests.requests)):

@@ -26,6 +26,10 @@ class ModelInfo:
     """The default for requests without `speculative`."""
     tool_parser: str | None = None
     """The tool-call format, if the operator named one."""
+    reasoning_parser: str | None = None
+    """The reasoning format, if the operator named one or `auto`."""
+    reasoning_content_alias: bool = False
+    """Whether answers hold reasoning as `reasoning_content` too."""
     created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def require(self, name: str) -> None:

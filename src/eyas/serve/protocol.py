@@ -195,6 +195,8 @@ class AssistantMessage(WireModel):
     role: Literal["assistant"]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
+    reasoning: str | None = Field(None, description="What the model thought, as an answer has it.")
+    reasoning_content: str | None = Field(None, description="An older name of reasoning.")
     refusal: None = None
     name: str | None = Field(None, description="Who speaks; goes to the chat template.")
     # Clients send back the answers they got, with what was empty in them.

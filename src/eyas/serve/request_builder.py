@@ -15,6 +15,9 @@ from eyas.sampling import Sampling
 from eyas.serve.api_error import ApiError
 from eyas.serve.chat_template import template_options
 from eyas.serve.model_info import ModelInfo
+from eyas.serve.parsers.harmony import HarmonyFormat
+from eyas.serve.parsers.output_parser import OutputParser
+from eyas.serve.parsers.registry import choose_formats
 from eyas.serve.prompt_echo import PromptEcho
 from eyas.serve.prompt_tokens import require_spaces, truncated
 from eyas.serve.protocol import (
@@ -26,9 +29,9 @@ from eyas.serve.protocol import (
     TextPart,
     ToolMessage,
 )
+from eyas.serve.reasoning import ReasoningSupport
 from eyas.serve.request_policy import RequestPolicy
 from eyas.serve.structured_outputs import GrammarSpec, grammar_spec_of
-from eyas.serve.tool_parser import ToolCallParser
 from eyas.serve.tools import ToolSupport
 from eyas.target.model import Target
 
@@ -50,8 +53,10 @@ class EngineRequests:
     """The target's own stop tokens, where they end an answer."""
     prompt_tokens: int
     """Over all prompts; a prompt with several answers counts once."""
-    new_parser: Callable[[], ToolCallParser] | None
-    """Creates the tool-call parser of an answer; None without tools."""
+    new_parser: Callable[[], OutputParser] | None = None
+    """Creates the parser of an answer; None if all of it is content."""
+    reasoning_fields: tuple[str, ...] = ()
+    """The fields of a message that hold reasoning; none without a reasoning parser."""
 
     def with_cache_salt(self, cache_salt: str | None) -> "EngineRequests":
         """The same requests, which share cached prefixes with those of this salt alone."""
@@ -64,7 +69,14 @@ class RequestBuilder:
     def __init__(self, target: Target, model_info: ModelInfo, policy: RequestPolicy) -> None:
         self._target, self._model_info, self._policy = target, model_info, policy
         self._stop_ids = target.stop_ids()
-        self.tool_support = ToolSupport(target, model_info.tool_parser)
+        template = _template(target)
+        tool, reasoning = choose_formats(template, model_info.tool_parser, model_info.reasoning_parser)
+        self.special_tokens = _special_tokens(
+            target, (*(tool.markers if tool else ()), *(reasoning.markers if reasoning else ()))
+        )
+        """Markers that are special tokens, by their text."""
+        self.tool_support = ToolSupport(target.facts.source, template, tool, self.special_tokens)
+        self.reasoning_support = ReasoningSupport(tokenizer=target.tokenizer, format=reasoning)
 
     def grammar_spec(self, body: GenerationRequest) -> GrammarSpec | None:
         """The grammar that the body asks for, if any."""
@@ -92,7 +104,9 @@ class RequestBuilder:
         prompt = self.chat_tokens(body)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         max_tokens = body.max_completion_tokens or body.max_tokens
-        return self._build(body, [prompt], max_tokens, logprobs, grammar, self.tool_support.new_parser(body))
+        if grammar is not None:
+            grammar = self._after_reasoning(body, grammar, prompt)
+        return self._build(body, [prompt], max_tokens, logprobs, grammar, self._new_parser(body, prompt))
 
     def chat_tokens(self, body: ChatCompletionRequest) -> list[int]:
         """The prompt of a conversation."""
@@ -122,6 +136,27 @@ class RequestBuilder:
             built, echoes=tuple(echo for echo in echoes for _ in range(body.n)), answers=body.max_tokens != 0
         )
 
+    def _new_parser(self, body: ChatCompletionRequest, prompt: Sequence[int]) -> Callable[[], OutputParser] | None:
+        """Creates parsers of the answers to a prompt; None if all of them is content."""
+        new_tool_parser, reasoning = self.tool_support.new_parser(body), self.reasoning_support
+        markers = (
+            *(self.tool_support.format.markers if new_tool_parser and self.tool_support.format else ()),
+            *(reasoning.format.markers if reasoning.format else ()),
+        )
+
+        def new_parser() -> OutputParser:
+            parser = reasoning.new_parser(prompt, new_tool_parser() if new_tool_parser else None)
+            assert parser is not None
+            return OutputParser(parser, markers=markers)
+
+        return new_parser if new_tool_parser or reasoning.format else None
+
+    def _after_reasoning(self, body: ChatCompletionRequest, grammar: Grammar, prompt: Sequence[int]) -> Grammar:
+        by_tools = self.tool_support.requires_call(body)
+        if by_tools and isinstance(self.tool_support.format, HarmonyFormat):
+            return grammar  # it is a grammar of the whole answer, reasoning included
+        return self.reasoning_support.after_reasoning(grammar, prompt, "tool_choice" if by_tools else "response_format")
+
     def _messages(self, body: ChatCompletionRequest) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
         messages: list[dict[str, Any]] = []
@@ -130,6 +165,8 @@ class RequestBuilder:
             role = "system" if message.role == "developer" else message.role
             rendered: dict[str, Any] = {"role": role, "content": _content_text(message.content)}
             field = f"messages.{number}"
+            if isinstance(message, AssistantMessage):
+                rendered |= _reasoning(message)
             if isinstance(message, AssistantMessage) and message.tool_calls:
                 self.tool_support.require(f"{field}.tool_calls", "leave them out")
                 rendered["tool_calls"] = [
@@ -141,7 +178,7 @@ class RequestBuilder:
                     for call in message.tool_calls
                 ]
                 names |= {call.id: call.function.name for call in message.tool_calls}
-            elif message.content is None:
+            elif message.content is None and len(rendered) == 2:
                 message_field = f"{field}.content"
                 raise ApiError(400, f"{message_field} is missing, and so are tool_calls; give one", field=message_field)
             if isinstance(message, ToolMessage):
@@ -172,7 +209,7 @@ class RequestBuilder:
         max_tokens: int | None,
         logprobs: int | None,
         grammar: Grammar | None,
-        new_parser: Callable[[], ToolCallParser] | None = None,
+        new_parser: Callable[[], OutputParser] | None = None,
     ) -> EngineRequests:
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream true; set it or leave both out", field="stream_options")
@@ -205,7 +242,14 @@ class RequestBuilder:
             eos_ids=frozenset() if body.ignore_eos else self._stop_ids,
             prompt_tokens=sum(map(len, prompts)),
             new_parser=new_parser,
+            reasoning_fields=self._reasoning_fields if new_parser is not None else (),
         )
+
+    @property
+    def _reasoning_fields(self) -> tuple[str, ...]:
+        if self.reasoning_support.format is None:
+            return ()
+        return ("reasoning", "reasoning_content") if self._model_info.reasoning_content_alias else ("reasoning",)
 
     def _max_new_tokens(self, prompt: Sequence[int], max_tokens: int | None) -> int:
         """The answer's token limit. It is checked here because the engine would cut the answer silently."""
@@ -265,6 +309,29 @@ def _prompt_logprobs(body: GenerationRequest, logprobs: int | None) -> int | Non
 def _content_text(content: str | list[TextPart] | None) -> str:
     """The text of a message."""
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def _reasoning(message: AssistantMessage) -> dict[str, str]:
+    """The reasoning of a message under the names that chat templates use."""
+    text = message.reasoning if message.reasoning is not None else message.reasoning_content
+    if text is None:
+        return {}
+    names = ["reasoning_content", "reasoning"]
+    if not (message.content and message.tool_calls):
+        names.append("thinking")  # gpt-oss refuses it beside content in a message with calls
+    return dict.fromkeys(names, text)
+
+
+def _template(target: Target) -> str:
+    """The chat template for conversations with tools."""
+    tokenizer = target.tokenizer
+    return str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
+
+
+def _special_tokens(target: Target, markers: Sequence[str]) -> dict[str, int]:
+    """Those of the markers that are special tokens, and their ids."""
+    added = getattr(target.tokenizer, "added_tokens_decoder", {})
+    return {token.content: id_ for id_, token in added.items() if token.special and token.content in markers}
 
 
 def _rendered_call(function: FunctionCall, field: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.serve.api_error import ApiError
 from eyas.serve.choice_extras import ChoiceExtras, Kind
+from eyas.serve.parsers.base import ParsedDelta
+from eyas.serve.parsers.output_parser import OutputParser
 from eyas.serve.protocol import StreamOptions
 from eyas.serve.spec_decode_metrics import spec_decode_metrics
 from eyas.serve.supervisor import add_stats
 from eyas.serve.token_text import TokenText
-from eyas.serve.tool_parser import ParsedDelta, ToolCallParser
 
 _ID_PREFIXES = {"chat": "chatcmpl", "text": "cmpl"}
 _OBJECT_NAMES = {
@@ -29,49 +30,55 @@ class ChoiceOutput:
 
     stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     deltas: list[OutputDelta] = field(default_factory=list)
-    tool_parser: ToolCallParser | None = None
-    """Finds tool calls; None if the request has no tools."""
+    parser: OutputParser | None = None
+    """Tells reasoning and tool calls from content; None if all is content."""
+    reasoning_fields: tuple[str, ...] = ()
+    """The fields of a message that hold reasoning; none if the server has no reasoning parser."""
     parsed: ParsedDelta = field(default_factory=ParsedDelta)
-    """Content and tool calls of the newest delta."""
+    """Content, reasoning and tool calls of the newest delta."""
 
     def append(self, delta: OutputDelta, token_text: TokenText) -> None:
         """Add the newest output."""
         self.deltas.append(delta)
         self.parsed = ParsedDelta(content=delta.text)
-        if self.tool_parser is not None:
-            text = "".join(
-                token_text.special(token) + text_part
-                for token, text_part in zip(delta.tokens, delta.texts, strict=True)
-            )
-            self.parsed = self.tool_parser.feed(text, last=delta.finished is not None)
+        if self.parser is not None:
+            markers = self.parser.markers
+            texts = [
+                (mark if (mark := token_text.special(token)) in markers else "") + text
+                for token, text in zip(delta.tokens, delta.texts, strict=True)
+            ]
+            self.parsed = self.parser.feed(texts, last=delta.finished is not None)
 
     @property
     def finish_reason(self) -> str | None:
         """Why it ended, if it has; tool_calls if it ended with calls."""
         finished = self.deltas[-1].finished
-        if finished is FinishReason.STOP and self.tool_parser is not None and self.tool_parser.calls:
+        if finished is FinishReason.STOP and self.parser is not None and self.parser.calls:
             return "tool_calls"
         return None if finished is None else finished.value
 
     @property
     def message(self) -> dict[str, Any]:
         """The whole chat message."""
-        content = (
-            self.tool_parser.content if self.tool_parser is not None else "".join(delta.text for delta in self.deltas)
-        )
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self.tool_parser is None or not self.tool_parser.calls:
-            return message
+        if self.parser is None:
+            return {"role": "assistant", "content": "".join(delta.text for delta in self.deltas)}
         calls = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.tool_parser.calls
+            for call in self.parser.calls
         ]
-        return message | {"content": content or None, "tool_calls": calls}
+        reasoning = self.parser.reasoning or None
+        content = self.parser.content or (None if calls or reasoning else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        message |= dict.fromkeys(self.reasoning_fields, reasoning)
+        return message | ({"tool_calls": calls} if calls else {})
 
     @property
     def delta_message(self) -> dict[str, Any]:
         """The newest output as the delta of a chat chunk."""
-        message: dict[str, Any] = {"content": self.parsed.content} if self.parsed.content else {}
+        reasoning = self.parsed.reasoning
+        message: dict[str, Any] = dict.fromkeys(self.reasoning_fields, reasoning) if reasoning else {}
+        if self.parsed.content:
+            message["content"] = self.parsed.content
         if self.parsed.calls:
             message["tool_calls"] = [
                 {"index": call.index}
@@ -210,7 +217,7 @@ def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_tex
     message = choice.delta_message
     quiet = logprobs is None and not meta.details and not meta.extras.return_token_ids
     if not message and delta.finished is None and quiet:
-        return None  # held back: part of a character, a possible stop string or a possible tool call
+        return None  # held back: part of a character, a possible stop string, marker or tool call
     body: dict[str, Any] = {"index": index}
     body |= {"delta": message} if meta.kind == "chat" else {"text": delta.text}
     body["logprobs"] = logprobs
@@ -240,11 +247,14 @@ def metrics(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, An
 def usage(meta: ResponseMeta, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
     """Token counts, and counts of speculation."""
     made = sum(choice.tokens for choice in choices)
+    reasoning = sum(choice.parser.reasoning_tokens for choice in choices if choice.parser is not None)
+    told = any(choice.reasoning_fields for choice in choices)
     return {
         "prompt_tokens": meta.prompt_tokens,
         "prompt_tokens_details": {"cached_tokens": _cached_tokens(meta, choices)},
         "completion_tokens": made,
         "total_tokens": meta.prompt_tokens + made,
+        **({"completion_tokens_details": {"reasoning_tokens": reasoning}} if told else {}),
         "speculative": speculative_usage(choice.stats for choice in choices),
     }
 

@@ -54,8 +54,8 @@ class ResponsesFormatter:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._base)
         parsed = choice.parsed
-        if reasoning := getattr(parsed, "reasoning", ""):
-            yield from self._text("reasoning", reasoning, [])
+        if parsed.reasoning:
+            yield from self._text("reasoning", parsed.reasoning, [])
         continued = [call for call in parsed.calls if call.started is None]
         for call in continued:
             yield from self._arguments(call.arguments)

@@ -1,0 +1,100 @@
+"""All formats by name, and which of them a chat template uses."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from eyas.errors import UserError
+from eyas.serve.parsers.deepseek_v3 import DeepSeekV3Format, DeepSeekV31Format
+from eyas.serve.parsers.formats import ToolCallFormat
+from eyas.serve.parsers.glm45 import Glm45Format
+from eyas.serve.parsers.harmony import HarmonyFormat, HarmonyReasoning
+from eyas.serve.parsers.hermes import HermesFormat
+from eyas.serve.parsers.kimi_k2 import KimiK2Format
+from eyas.serve.parsers.llama3_json import Llama3JsonFormat
+from eyas.serve.parsers.mistral import MistralFormat
+from eyas.serve.parsers.pythonic import PythonicFormat
+from eyas.serve.parsers.qwen3_coder import Qwen3CoderFormat
+from eyas.serve.parsers.think_tags import THINK_END, ThinkTagFormat
+
+TOOL_CALL_FORMATS: tuple[ToolCallFormat, ...] = (
+    HarmonyFormat(),
+    KimiK2Format(),
+    DeepSeekV3Format(),
+    DeepSeekV31Format(),
+    Glm45Format(),
+    Qwen3CoderFormat(),
+    HermesFormat(),
+    MistralFormat(),
+    Llama3JsonFormat(),
+    PythonicFormat(),
+)
+"""A template may match several: the first of them counts, so those with rarer markers come first."""
+
+ReasoningFormat = ThinkTagFormat | HarmonyReasoning
+REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
+    HarmonyReasoning(),
+    ThinkTagFormat(
+        name="glm45", aliases=("glm47", "glm"), template_markers=(THINK_END, "<arg_key>"), calls_end_it=True
+    ),
+    ThinkTagFormat(name="deepseek_r1", template_markers=(THINK_END, "<｜Assistant｜>"), always_thinks=True),
+    ThinkTagFormat(name="qwen3", template_markers=(THINK_END,), calls_end_it=True),
+)
+AUTO = "auto"
+
+
+class NamedFormat(Protocol):
+    """What formats are found by."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+    @property
+    def template_markers(self) -> tuple[str, ...]: ...
+
+
+Format = TypeVar("Format", bound=NamedFormat)
+
+
+def by_name(formats: Sequence[Format], name: str, what: str) -> Format:
+    """The format of that name."""
+    for one in formats:
+        if name == one.name or name in one.aliases:
+            return one
+    names = ", ".join(one.name for one in formats)
+    raise UserError(f"{what} {name!r} is unknown; use one of {names}")
+
+
+def by_template(formats: Sequence[Format], template: str) -> Format | None:
+    """The format that a chat template asks for."""
+    return next(
+        (one for one in formats if one.template_markers and all(mark in template for mark in one.template_markers)),
+        None,
+    )
+
+
+def choose_formats(
+    template: str, tool_parser: str | None, reasoning_parser: str | None
+) -> tuple[ToolCallFormat | None, ReasoningFormat | None]:
+    """The formats of a target: as the operator named them, else by its chat template.
+
+    Harmony is one format for both. It is used wherever a template has it: its answers cannot be read otherwise.
+    """
+    named_tool = None if tool_parser in (None, AUTO) else by_name(TOOL_CALL_FORMATS, tool_parser, "tool-call parser")
+    tool = named_tool or by_template(TOOL_CALL_FORMATS, template)
+    seen = by_template(REASONING_FORMATS, template)
+    reasoning: ReasoningFormat | None = None
+    if reasoning_parser == AUTO:
+        reasoning = seen
+    elif reasoning_parser is not None:
+        reasoning = by_name(REASONING_FORMATS, reasoning_parser, "reasoning parser")
+    elif isinstance(tool, HarmonyFormat):
+        reasoning = HarmonyReasoning()
+    if isinstance(reasoning, HarmonyReasoning) and named_tool is None:
+        tool = HarmonyFormat()
+    if tool is not None and isinstance(tool, HarmonyFormat) != isinstance(reasoning, HarmonyReasoning):
+        raise UserError(
+            f"tool-call parser {tool.name!r} and reasoning parser {reasoning.name if reasoning else 'none'!r} do not "
+            "go together: harmony is one format for both; leave --reasoning-parser or --tool-call-parser out"
+        )
+    return tool, reasoning
