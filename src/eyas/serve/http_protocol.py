@@ -33,7 +33,7 @@ READ_BYTES = 16 * 1024
 """Parsed in one go; others have their turn in between."""
 PROBE_PATHS = ("/health", "/metrics")
 """Answered on the places above the cap too, under any root path."""
-FREE_CHUNKS = 1000
+FREE_CHUNKS = 100
 LEAST_CHUNK_BYTES = 64
 """Beyond `FREE_CHUNKS` chunks, a body must have this many bytes in each on average: parsing takes time per chunk."""
 CLOSE_HEADER = (b"connection", b"close")
