@@ -1,6 +1,6 @@
 """`python -m eyas`: the command line where there is no console script, such as under torchrun."""
 
-from eyas.cli.app import main
+from eyas.cli.entry import main
 
 if __name__ == "__main__":
     main()

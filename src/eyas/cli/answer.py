@@ -11,6 +11,7 @@ import typer
 
 from eyas.cli.arguments import require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
 
@@ -88,6 +89,7 @@ def answer(
     Stopped in any way, the same command goes on where it was.
     """
     require_models(target)
+    import_libraries()
     from itertools import islice
 
     from eyas.checksum import sha256_of

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eyas.cli.arguments import require_models
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache
 from eyas.target.locate import DEFAULT_TARGET
 
@@ -23,6 +24,7 @@ def check(
 ) -> None:
     """Say what a drafter is and refuse what a server would load silently wrong. Exit code 2 if it will not work."""
     require_models(target or DEFAULT_TARGET, drafter)
+    import_libraries()
     from eyas.drafter.check import check as run
     from eyas.target.facts import read_facts
 

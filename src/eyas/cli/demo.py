@@ -9,6 +9,7 @@ import typer
 
 from eyas.cli.arguments import require_models
 from eyas.cli.help import MODEL, SAMPLING, SPECULATION
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache, Device, Dtype
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def demo(
 ) -> None:
     """Answer prompts plainly and with a drafter, one at a time, and compare speed and text."""
     require_models(target, drafter)
+    import_libraries()
     from eyas.cli.speculation import read_depth
     from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig

@@ -9,6 +9,7 @@ import typer
 
 from eyas.cli.arguments import as_json_value, make_folder, require_models, short_names
 from eyas.cli.help import MODEL, OUTPUT, SPECULATION, WORK
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def doctor(
     Ctrl-C tells and writes what was measured until then. Exit code 1 if a --require does not hold.
     """
     require_models(target, drafter, against)
+    import_libraries()
     from eyas.cli.progress import ProgressDisplay
     from eyas.doctor.candidate import load_candidate
     from eyas.doctor.examination import Examination

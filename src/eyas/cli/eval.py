@@ -14,6 +14,7 @@ import typer
 
 from eyas.cli.arguments import as_json_value, make_folder, require_models, short_names
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SPECULATION, WORK
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
 
@@ -101,6 +102,7 @@ def evaluate(
     Ctrl-C prints what was measured until then.
     """
     require_models(target, *drafter)
+    import_libraries()
     from eyas.errors import UserError
     from eyas.evaluate.decoders import EngineDecoders
     from eyas.evaluate.evaluate import Group, estimate_corpus, record_estimates, record_groups

@@ -11,6 +11,7 @@ import typer
 
 from eyas.cli.arguments import require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SPECULATION
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def generate(
     A drafter changes how fast answers come, never what they are: the same seed gives the same text without it.
     """
     require_models(target, drafter)
+    import_libraries()
     from eyas.cli.speculation import read_depth, read_tree
     from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig

@@ -85,6 +85,13 @@ class _Grouped:
         *own, asked_help = super().get_params(ctx)  # type: ignore[misc]
         return [*own, _VERSION, asked_help]
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run it; typer would make a bare exit code of Ctrl-C, and `main` has a line to say."""
+        try:
+            return super().invoke(ctx)  # type: ignore[misc]
+        except KeyboardInterrupt as interrupt:
+            raise typer.Abort from interrupt
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group of options, then subcommands."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", *PANELS)}

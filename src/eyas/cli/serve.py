@@ -9,6 +9,7 @@ import typer
 from eyas.cli.arguments import require_models
 from eyas.cli.config_file import read_config_file
 from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
+from eyas.cli.libraries import import_libraries
 from eyas.cli.options import Cache, Device, Dtype, LogLevel, report
 
 logger = logging.getLogger(__name__)
@@ -224,6 +225,7 @@ def serve(
 
     config = read_speculative_config(speculative_config, target)
     require_models(target, config.drafter, revision=revision)
+    import_libraries()
     from eyas.engine.config import EngineConfig, require_gpu
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair

@@ -1,0 +1,40 @@
+"""A reader that leaves, and Ctrl-C: neither changes more than it must."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "eyas"]
+
+
+@pytest.mark.parametrize(("users", "code"), [(1, 0), (100_000, 1)])
+def test_a_reader_that_leaves_does_not_change_the_exit_code(users: int, code: int) -> None:
+    command = [*COMMAND, "plan", "smollm2", "--context", "8192", "--users", str(users)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_an_interruption_is_one_line_wherever_it_comes(tmp_path: Path, seconds: float) -> None:
+    """While libraries are imported, and while a command waits for its input."""
+    script = "import eyas.cli.entry as entry; print('begun', flush=True); entry.main()"
+    command = [sys.executable, "-c", script, "generate", "-", "--target", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert (process.returncode, err) == (130, "eyas: interrupted\n")
