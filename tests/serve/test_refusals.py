@@ -109,7 +109,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(client: Any) -> None:
         (b'{"prompt": "\\ud800"}', ["no JSON"]),
         (b'{"prompt": "\xff"}', ["no JSON"]),
         (b'{"max_tokens": 3}', ["prompt is missing"]),
-        (b"[" * 100_000, ["no JSON"]),
+        (b"[" * 10_000, ["no JSON"]),
     ],
 )
 def test_a_body_that_is_none_is_refused(client: Any, content: bytes, parts: list[str]) -> None:

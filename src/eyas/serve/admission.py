@@ -57,9 +57,10 @@ class AdmissionController:
         started = monotonic()
         try:
             yield
+            # Not for what was refused or failed: it says nothing about how long an answer takes.
+            self._mean_seconds += DECAY * (monotonic() - started - self._mean_seconds)
         finally:
             self.in_flight -= count
-            self._mean_seconds += DECAY * (monotonic() - started - self._mean_seconds)
 
     def drain(self) -> None:
         """Accept no more answers."""

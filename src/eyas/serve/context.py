@@ -14,6 +14,9 @@ from eyas.serve.structured_outputs import GrammarCompiler
 from eyas.serve.token_text import TokenText
 from eyas.serve.vllm_metrics import MetricsNames
 
+SHORT_BODY_BYTES = 2**16
+"""Takes some tens of milliseconds to tokenize."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerContext:
@@ -31,7 +34,13 @@ class ServerContext:
     started: float = field(default_factory=time.monotonic)
     """When the server started, by the monotonic clock."""
     tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-tokenizer"))
-    """Long prompts must not block the event loop. One thread, because tokenizers are not thread-safe."""
+    """For short prompts: tokenizing must not block the event loop."""
+    long_prompt_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-long-prompts"))
+    """For long ones, so that short ones do not wait behind them. Encoding leaves the interpreter to others."""
+
+    def tokenizer_lane(self, body_bytes: int) -> Executor:
+        """Where to tokenize a body of that size."""
+        return self.tokenizer_thread if body_bytes <= SHORT_BODY_BYTES else self.long_prompt_thread
 
     @classmethod
     def create(
@@ -44,6 +53,9 @@ class ServerContext:
     ) -> "ServerContext":
         """Build what the endpoints need around an engine."""
         target = engine_client.target
+        # Encoding changes a tokenizer only where its settings differ from what is asked for. Ours never differ after
+        # the first call, so that several threads may encode and decode from then on.
+        target.tokenizer.encode("a")
         admission = AdmissionController(max_num_seqs=model_info.max_num_seqs, queue=limits.queue)
         metrics = ServerMetrics(model_info.name, metrics_names)
         metrics.in_flight.set_function(lambda: admission.in_flight)

@@ -28,7 +28,7 @@ from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
 from eyas.serve.prompt_echo import without_answer
 from eyas.serve.protocol import GenerationRequest
-from eyas.serve.request_builder import EngineRequests
+from eyas.serve.request_builder import EngineRequests, num_answers
 from eyas.serve.response_builder import ChoiceOutput, CompletionFormatter, ResponseFormatter, ResponseMeta
 from eyas.serve.unknown_fields import ignored_header, read_known_fields
 from eyas.serve.validation import read_body
@@ -97,23 +97,19 @@ class Endpoint:
         body, writer.headers = trace.body, ignored_header(ignored)
         if body.model is not None:
             context.model_info.require(body.model)
+        with context.admission.admit(num_answers(body)):  # counted before any work is done for them
+            engine_requests = await self._engine_requests(body, len(raw), trace)
+            trace.formatter = new_formatter(self._meta(body, engine_requests, trace), body)
+            context.metrics.prompt_tokens.inc(engine_requests.prompt_tokens)
+            await cancel_on_disconnect(receive, self._generate(trace.formatter, body, engine_requests, writer, trace))
+
+    async def _engine_requests(self, body: GenerationRequest, body_bytes: int, trace: RequestTrace) -> EngineRequests:
+        """Compile and tokenize what the body asks for."""
+        context, loop = self._context, asyncio.get_running_loop()
         spec = context.request_builder.grammar_spec(body)
         grammar = None if spec is None else await context.compiler.compile(spec)
-        loop = asyncio.get_running_loop()
-        built = await loop.run_in_executor(context.tokenizer_thread, self._build, body, grammar)
+        built = await loop.run_in_executor(context.tokenizer_lane(body_bytes), self._build, body, grammar)
         trace.engine_requests = engine_requests = built.with_cache_salt(trace.caller.cache_salt(body.cache_salt))
-        meta = ResponseMeta(
-            kind=self._kind,
-            request_id=trace.request_id,
-            model=context.model_info.name,
-            created=int(time.time()),
-            prompt_tokens=engine_requests.prompt_tokens,
-            answers_per_prompt=body.n,
-            details=body.speculative is not None and body.speculative.details,
-            extras=ChoiceExtras.of(body, engine_requests),
-            num_spec_tokens=self._num_spec_tokens(engine_requests),
-        )
-        trace.formatter = new_formatter(meta, body)
         trace.choices = [
             ChoiceOutput(
                 parser=engine_requests.new_parser and engine_requests.new_parser(),
@@ -121,9 +117,20 @@ class Endpoint:
             )
             for _ in engine_requests.requests
         ]
-        with context.admission.admit(len(engine_requests.requests)):
-            context.metrics.prompt_tokens.inc(engine_requests.prompt_tokens)
-            await cancel_on_disconnect(receive, self._generate(trace.formatter, body, engine_requests, writer, trace))
+        return engine_requests
+
+    def _meta(self, body: GenerationRequest, engine_requests: EngineRequests, trace: RequestTrace) -> ResponseMeta:
+        return ResponseMeta(
+            kind=self._kind,
+            request_id=trace.request_id,
+            model=self._context.model_info.name,
+            created=int(time.time()),
+            prompt_tokens=engine_requests.prompt_tokens,
+            answers_per_prompt=body.n,
+            details=body.speculative is not None and body.speculative.details,
+            extras=ChoiceExtras.of(body, engine_requests),
+            num_spec_tokens=self._num_spec_tokens(engine_requests),
+        )
 
     def _prepare(self, raw: bytes) -> tuple[bytes, Callable[[ResponseMeta, Any], ResponseFormatter]]:
         """The body in this route's own fields, and how its answer is formatted."""

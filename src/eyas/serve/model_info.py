@@ -35,7 +35,7 @@ class ModelInfo:
     def require(self, name: str) -> None:
         """Raise an error unless this is the model's name."""
         if name != self.name:
-            raise ApiError(404, f"model {name!r} is not served here; use {self.name!r}", code="model_not_found")
+            raise ApiError(404, f"model {name[:100]!r} is not served here; use {self.name!r}", code="model_not_found")
 
     def speculative_card(self) -> dict[str, Any]:
         """The drafter, and how requests that do not say are drafted for."""

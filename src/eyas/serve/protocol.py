@@ -6,7 +6,10 @@ Only supported fields are listed. Any other field is refused by name, unless its
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from eyas.serve import bounds
+from eyas.serve.bounds import at_most
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -26,12 +29,19 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 """Unsupported fields of OpenAI's API, and the values (beside null) that ask for nothing."""
 
 Count = Annotated[int, Field(ge=1)]
+JsonObjects = Annotated[list[dict[str, Any]], Field(fail_fast=True), at_most(bounds.MAX_OBJECTS)]
 
 
 class WireModel(BaseModel):
     """Strict JSON: no coercion between types, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bound_fields(cls, given: Any) -> Any:
+        """Thousands of unknown fields would be thousands of errors."""
+        return bounds.require_at_most(given, bounds.MAX_FIELDS)
 
 
 class Speculative(WireModel):
@@ -74,7 +84,7 @@ class StructuredOutputs(WireModel):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema, or the text of one.")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1, fail_fast=True)
     grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
     json_object: bool | None = None
 
@@ -92,19 +102,23 @@ class GenerationRequest(WireModel):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
-    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
+    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, at_most(bounds.MAX_LOGIT_BIAS)] = (
+        None
+    )
     prompt_logprobs: int | None = Field(
         None, ge=0, le=20, description="Logprobs of the prompt's tokens, beside so many of the most likely ones."
     )
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[int] | None, at_most(bounds.MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool = Field(
         False, description="Return the stop string, or the stop token's text, that ended the answer."
     )
     ignore_eos: bool = False
-    allowed_token_ids: list[int] | None = Field(None, min_length=1, description="The only tokens that may come.")
+    allowed_token_ids: Annotated[list[int] | None, Field(fail_fast=True), at_most(bounds.MAX_ALLOWED_TOKEN_IDS)] = (
+        Field(None, min_length=1, description="The only tokens that may come.")
+    )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = Field(True, description="Has an effect with slow tokenizers only.")
     truncate_prompt_tokens: int | None = Field(
@@ -119,7 +133,7 @@ class GenerationRequest(WireModel):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = Field(None, min_length=1)
+    guided_choice: list[str] | None = Field(None, min_length=1, fail_fast=True)
     guided_grammar: str | None = None
     cache_salt: str | None = Field(
         None, min_length=1, description="Only requests with the same salt, and the same key, share cached prefixes."
@@ -128,9 +142,9 @@ class GenerationRequest(WireModel):
         None, max_length=512, description="Goes to the server's log, so that an operator can tell users apart."
     )
     # These ask nothing of the text: they are checked and have no effect.
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
-        None, max_length=16, description="Not kept."
-    )
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, at_most(16)
+    ] = Field(None, description="Not kept.")
     store: bool = Field(False, description="Nothing is stored, whatever it says.")
     safety_identifier: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512, description="The prefix cache needs no hint.")
@@ -181,11 +195,15 @@ class ToolCall(WireModel):
     function: FunctionCall
 
 
+Content = str | Annotated[list[TextPart], at_most(bounds.MAX_PARTS)]
+"""The text of a message."""
+
+
 class TextMessage(WireModel):
     """A message of text. The role developer is rendered as system, which every chat template knows."""
 
     role: Literal["system", "developer", "user"]
-    content: str | list[TextPart]
+    content: Content
     name: str | None = Field(None, description="Who speaks; goes to the chat template.")
 
 
@@ -193,8 +211,8 @@ class AssistantMessage(WireModel):
     """A message of the assistant: text, tool calls or both."""
 
     role: Literal["assistant"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: Content | None = None
+    tool_calls: Annotated[list[ToolCall] | None, at_most(bounds.MAX_TOOLS)] = None
     reasoning: str | None = Field(None, description="What the model thought, as an answer has it.")
     reasoning_content: str | None = Field(None, description="An older name of reasoning.")
     refusal: None = None
@@ -209,12 +227,15 @@ class ToolMessage(WireModel):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    content: str | list[TextPart]
+    content: Content
     tool_call_id: str
     name: str | None = Field(None, description="The function; without it, that of the call with this id.")
 
 
 Message = Annotated[TextMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+Messages = Annotated[list[Message], at_most(bounds.MAX_MESSAGES)]
 
 
 class FunctionDefinition(WireModel):
@@ -233,6 +254,9 @@ class Tool(WireModel):
     function: FunctionDefinition
 
 
+Tools = Annotated[list[Tool], at_most(bounds.MAX_TOOLS)]
+
+
 class NamedFunction(WireModel):
     """The name of a function."""
 
@@ -246,14 +270,31 @@ class NamedToolChoice(WireModel):
     function: NamedFunction
 
 
+def _kind_of_prompt(given: Any) -> str | None:
+    """Which kind of prompt this is, by its first item: trying one kind after the other takes many times longer."""
+    first = given[0] if isinstance(given, list) and given else ""
+    kinds: dict[type, str] = {str: "texts", int: "ids", list: "id_lists"}
+    return "text" if isinstance(given, str) else kinds.get(type(first)) if isinstance(given, list) else None
+
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("id_lists")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class ChatCompletionRequest(GenerationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: Count | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(
@@ -272,7 +313,7 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     max_tokens: int | None = Field(None, ge=0, description="0 only with echo: the prompt alone comes back.")
     echo: bool = Field(
         False, description="Return the prompt before the answer; with logprobs also those of its tokens."

@@ -14,6 +14,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.api_error import ApiError
 from eyas.serve.chat_template import template_options
+from eyas.serve.least_tokens import least_tokens
 from eyas.serve.model_info import ModelInfo
 from eyas.serve.parsers.harmony import HarmonyFormat
 from eyas.serve.parsers.output_parser import OutputParser
@@ -38,6 +39,7 @@ from eyas.target.model import Target
 COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions, as OpenAI has it."""
 MAX_STOP_STRINGS = 16
+MAX_STOP_LETTERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class RequestBuilder:
     def __init__(self, target: Target, model_info: ModelInfo, policy: RequestPolicy) -> None:
         self._target, self._model_info, self._policy = target, model_info, policy
         self._stop_ids = target.stop_ids()
+        self._least_tokens = least_tokens(target.tokenizer)
         template = _template(target)
         tool, reasoning = choose_formats(template, model_info.tool_parser, model_info.reasoning_parser)
         self.special_tokens = _special_tokens(
@@ -112,7 +115,22 @@ class RequestBuilder:
         """The prompt of a conversation."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tool_support.offered(body)]
         options = template_options(body, self._target, self._policy)
-        return self._target.encode_chat(self._messages(body), tools or None, options)
+        return self._target.encode_chat(self._messages(body), tools or None, options, check_text=self.require_fitting)
+
+    def require_fitting(self, text: str) -> None:
+        """Raise an error for a text that cannot fit, whatever its tokens are, before they are computed.
+
+        It need not leave room for an answer: the tokens are counted exactly afterwards. Truncation does not help such
+        a text, because all of it would be tokenized first.
+        """
+        least, most = self._least_tokens.of(text) if self._least_tokens else 0, self._model_info.max_model_len
+        if least > most:
+            raise ApiError(
+                400,
+                f"the prompt has {len(text):,} characters, which are {least} tokens at least, above the {most} of this "
+                "server; shorten it",
+                code="context_length_exceeded",
+            )
 
     def completion(self, body: CompletionRequest, grammar: Grammar | None) -> EngineRequests:
         """The requests of a text completion."""
@@ -199,6 +217,7 @@ class RequestBuilder:
         return [self._encode(item) if isinstance(item, str) else item for item in texts_or_ids]
 
     def _encode(self, text: str) -> list[int]:
+        self.require_fitting(text)
         ids: list[int] = self._target.tokenizer.encode(text)
         return ids
 
@@ -347,11 +366,25 @@ def _rendered_call(function: FunctionCall, field: str) -> dict[str, Any]:
     return {"name": function.name, "arguments": arguments}
 
 
+def num_answers(body: GenerationRequest) -> int:
+    """How many answers a body asks for: n for each prompt."""
+    prompt = body.prompt if isinstance(body, CompletionRequest) else ""
+    several = isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int)
+    return body.n * (len(prompt) if several else 1)
+
+
 def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop or []
     if len(strings) > MAX_STOP_STRINGS:
         raise ApiError(
             400, f"stop has {len(strings)} strings, above the {MAX_STOP_STRINGS} allowed; drop some", field="stop"
+        )
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STOP_LETTERS:
+        raise ApiError(
+            400,
+            f"stop has a string of {longest:,} characters, above the {MAX_STOP_LETTERS} allowed; shorten it",
+            field="stop",
         )
     return tuple(strings)
 

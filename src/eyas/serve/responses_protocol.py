@@ -7,12 +7,13 @@ are not OpenAI's (`seed`, `top_k`, `speculative`, ...) pass through, and are che
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.serve.api_error import ApiError
-from eyas.serve.protocol import AssistantMessage, Count, WireModel
+from eyas.serve.bounds import at_most
+from eyas.serve.protocol import AssistantMessage, Count, JsonObjects, WireModel
 
 Model = TypeVar("Model", bound=BaseModel)
 LOGPROBS = "message.output_text.logprobs"
@@ -78,19 +79,19 @@ class ResponsesRequest(WireModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | JsonObjects
     instructions: str | None = None
     max_output_tokens: Count | None = None
     text: TextConfig | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: JsonObjects | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
+    include: list[str] | None = Field(None, fail_fast=True)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = Field(None, description="Inputs that are too long are refused.")
     background: Literal[False] | None = Field(None, description="Answers come with the request.")
     stream_options: ResponsesStreamOptions | None = None
-    metadata: dict[str, str] | None = Field(None, description="Returned, not kept.")
+    metadata: Annotated[dict[str, str] | None, at_most(16)] = Field(None, description="Returned, not kept.")
     store: bool | None = Field(None, description="Nothing is stored, whatever it says.")
 
 
@@ -104,7 +105,7 @@ class InputMessageItem(_Item):
     """A message."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    content: str | JsonObjects
 
 
 class FunctionCallItem(_Item):
@@ -119,14 +120,14 @@ class FunctionCallOutputItem(_Item):
     """The result of a function call."""
 
     call_id: str
-    output: str | list[dict[str, Any]]
+    output: str | JsonObjects
 
 
 class ReasoningItem(_Item):
     """The reasoning of an earlier answer."""
 
-    content: list[dict[str, Any]] | None = None
-    summary: list[dict[str, Any]] | None = None
+    content: JsonObjects | None = None
+    summary: JsonObjects | None = None
     encrypted_content: None = None
 
 

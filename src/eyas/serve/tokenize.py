@@ -16,7 +16,7 @@ from eyas.serve.caller import caller_of
 from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.context import ServerContext
 from eyas.serve.json_logging import log_event
-from eyas.serve.protocol import ChatCompletionRequest, Message, Tool, WireModel
+from eyas.serve.protocol import ChatCompletionRequest, Message, Messages, TokenIds, Tools, WireModel
 from eyas.serve.validation import Body, parse_body, read_body
 
 logger = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ class TokenizeRequest(WireModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(
         None, description="Whether the tokenizer adds its own; by default for a prompt, not for messages."
     )
     return_token_strs: bool | None = Field(None, description="Return each token as the vocabulary writes it, too.")
     add_generation_prompt: bool | None = Field(None, description="End where the assistant answers; messages only.")
     continue_final_message: bool | None = Field(None, description="Leave the last message open; messages only.")
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     chat_template: str | None = Field(None, description="Refused, unless the operator allows it; messages only.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, max_length=32, description="Variables of the chat template; messages only."
@@ -48,7 +48,7 @@ class DetokenizeRequest(WireModel):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class TokenizerEndpoints:
@@ -81,7 +81,7 @@ class TokenizerEndpoints:
                 context.model_info.require(name)
             loop = asyncio.get_running_loop()
             async with asyncio.timeout(limits.request_seconds):
-                answer = await loop.run_in_executor(context.tokenizer_thread, work, body)
+                answer = await loop.run_in_executor(context.tokenizer_lane(len(raw)), work, body)
         except ClientDisconnectedError:
             raise  # the application records it
         except Exception as error:
@@ -122,6 +122,7 @@ class TokenizerEndpoints:
         for field in SHARED_WITH_CHAT:
             if getattr(body, field) is not None:
                 raise ApiError(400, f"{field} is for messages, and there is a prompt; leave it out", field=field)
+        self._context.request_builder.require_fitting(body.prompt)
         tokens: list[int] = self._tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
         return tokens
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from difflib import get_close_matches
+from reprlib import Repr
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -9,6 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from eyas.serve.api_error import ApiError
+from eyas.serve.body_shape import check_shape
+from eyas.serve.bounds import TOO_MANY
 from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.protocol import NEUTRAL_VALUES, WireModel
 
@@ -25,6 +28,10 @@ EXPECTED_SHAPES = {
 }
 """For fields with several types, one sentence is clearer than one error per type."""
 MAX_SHOWN = 60
+MAX_FIELD_PATH = 200
+_SHORT = Repr()  # repr() would write out all of a large value first
+_SHORT.maxlist = _SHORT.maxdict = MAX_SHOWN
+_SHORT.maxstring = _SHORT.maxlong = 2 * MAX_SHOWN
 
 
 async def read_body(http: HttpRequest, *, max_bytes: int, seconds: float) -> bytes:
@@ -50,6 +57,7 @@ async def read_body(http: HttpRequest, *, max_bytes: int, seconds: float) -> byt
         raise ApiError(408, f"the body did not come within {seconds:g} s; send it faster", code="timeout") from None
     except ClientDisconnect:
         raise ClientDisconnectedError from None
+    check_shape(bytes(body))
     return bytes(body)
 
 
@@ -63,14 +71,18 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 def _validation_error(kind: type[WireModel], error: ValidationError) -> ApiError:
     # Report the first error only, without pydantic's URLs and context.
-    first = error.errors(include_url=False, include_context=False)[0]
-    field = _field_path(first["loc"])
+    errors = error.errors(include_url=False, include_context=False)
+    first = next((one for one in errors if one["type"] == TOO_MANY), errors[0])
+    field = _field_path(first["loc"])[:MAX_FIELD_PATH]
     top = str(first["loc"][0]) if first["loc"] else ""
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is no JSON ({first['msg'].partition(': ')[2]})", code="invalid_json")
+    if first["type"] == TOO_MANY:
+        message = f"{field or 'the body'} {first['msg']}; send fewer"
+        return ApiError(400, message, field=field or None, code="invalid_value")
     if not field:
         return ApiError(400, "the body is no JSON object; send one", code="invalid_json")
-    if first["type"].startswith("union_tag"):
+    if first["type"].startswith("union_tag") and top not in EXPECTED_SHAPES:
         known = "system, developer, user, assistant or tool"
         role = first["input"].get("role") if isinstance(first["input"], dict) else first["input"]
         return ApiError(
@@ -112,5 +124,5 @@ def _unknown_field_error(kind: type[WireModel], field: str, value: Any) -> ApiEr
 
 def shortened(value: Any) -> str:
     """A value as messages show it."""
-    text = repr(value)
+    text = _SHORT.repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

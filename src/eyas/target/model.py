@@ -8,7 +8,7 @@ Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocab
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -163,6 +163,8 @@ class Target:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: ChatTemplateOptions | None = None,
+        *,
+        check_text: Callable[[str], None] | None = None,
     ) -> list[int]:
         """Return the ids of a conversation in the target's own format, up to where the assistant answers.
 
@@ -173,13 +175,13 @@ class Target:
         if not (options.template or self.tokenizer.chat_template):
             raise UserError(f"{self.facts.source} has no chat template; give it plain text or use an instruct model")
         try:
-            ids = self.tokenizer.apply_chat_template(
+            rendered = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=options.template,
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
-                return_dict=False,
+                tokenize=False,
                 **options.variables,
             )
         except TEMPLATE_ERRORS as error:
@@ -187,7 +189,12 @@ class Target:
                 f"the chat template of {self.facts.source} refuses this conversation ({str(error)[:200]}); change the "
                 "messages or what the template is given"
             ) from error
-        return cast(list[int], ids)
+        text = cast(str, rendered)
+        if check_text is not None:
+            check_text(text)
+        # The template has written the special tokens.
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of new tokens, without special ones unless they are asked for."""

@@ -1,0 +1,87 @@
+"""The fewest tokens that a text can become, without tokenizing it.
+
+A token stands for no more text than it has letters. So a text longer than the longest token times the context cannot
+fit, and need not be tokenized to be refused. The bound must never refuse what would fit. It therefore holds only for
+tokenizers all of whose parts are known not to drop or shorten text; for any other there is no bound.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+UNICODE_FORMS = {"NFC": 9, "NFD": 3}
+"""How many times shorter they can make a text, in letters or in bytes; a test computes it. ASCII stays as it is."""
+_NOT_SHORTER = {"Prepend", "ByteLevel"}
+_PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "Split"}
+"""They cut text and drop nothing, unless their behavior is to remove what they find."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastTokens:
+    """The bound of one tokenizer."""
+
+    longest: int
+    """The most text of one token, in bytes if `of_bytes`, else in letters."""
+    of_bytes: bool
+    shrinks: int = 1
+    """How many times shorter a text beyond ASCII may get before it is cut into tokens."""
+    dropped: bytes = b""
+    """Bytes without a token, which become nothing."""
+
+    def of(self, text: str) -> int:
+        """The fewest tokens of a text."""
+        size = len(text.encode("utf-8", "surrogatepass").translate(None, self.dropped)) if self.of_bytes else len(text)
+        return -(-size // (self.longest * (1 if text.isascii() else self.shrinks)))
+
+
+def least_tokens(tokenizer: PreTrainedTokenizerBase) -> LeastTokens | None:
+    """The bound of a tokenizer; None if there is none that is sure to hold."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    described: dict[str, Any] = json.loads(backend.to_str())
+    model, added = described["model"], described["added_tokens"]
+    normalizers, cutters = _parts(described["normalizer"]), _parts(described["pre_tokenizer"])
+    if model["type"] != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
+        return None  # others fuse unknown words into one token; such added tokens swallow the blanks beside them
+    if any(part["type"] not in _PRE_TOKENIZERS or part.get("behavior") == "Removed" for part in cutters):
+        return None
+    # A letter of the byte-level alphabet is a byte; added tokens are written out.
+    longest = max([1, *map(len, model["vocab"]), *(len(token["content"].encode()) for token in added)])
+    shrinks = 1
+    for part in normalizers:
+        if part["type"] == "Replace":
+            pattern, content = part["pattern"].get("String"), part["content"]
+            if not pattern or not content:
+                return None
+            longest *= -(-len(pattern.encode()) // len(content))  # in bytes, of which a letter may have several
+        elif part["type"] in UNICODE_FORMS:
+            shrinks *= UNICODE_FORMS[part["type"]]
+        elif part["type"] not in _NOT_SHORTER:
+            return None
+    if any(part["type"] == "ByteLevel" for part in (*normalizers, *cutters)):
+        alphabet = _byte_alphabet()
+        missing = [sign for sign in alphabet if sign not in model["vocab"]]
+        return LeastTokens(
+            longest=longest, of_bytes=True, shrinks=shrinks, dropped=bytes(alphabet[sign] for sign in missing)
+        )
+    if model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+        return LeastTokens(longest=longest, of_bytes=False, shrinks=shrinks)
+    return None  # letters without a token may become nothing
+
+
+def _parts(described: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The parts of a normalizer or pre-tokenizer, which may be a sequence of them."""
+    if described is None:
+        return []
+    inner = described.get("normalizers") or described.get("pretokenizers")
+    return [described] if inner is None else [part for one in inner for part in _parts(one)]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters of bytes: printable ones stand for themselves, the others for 256 and up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
