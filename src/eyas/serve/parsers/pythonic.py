@@ -16,8 +16,8 @@ from eyas.serve.parsers.formats import ToolCallFormat, json_rule, literal
 from eyas.serve.parsers.parameter_grammar import properties_of
 from eyas.serve.protocol import Tool
 
-MAX_CALL = 2**17
-"""Characters of one call."""
+MAX_CALL = 2**16
+"""Characters of one call: `ast` takes a third of a second for the worst of this size."""
 MAX_DEPTH = 64
 """How deep values may nest."""
 CONSTANTS = {"true": True, "false": False, "null": None}
