@@ -26,6 +26,7 @@ from eyas.serve.drafter_swap import DrafterSlot
 from eyas.serve.engine_client import EngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.request_policy import RequestPolicy
+from eyas.target.generation_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
@@ -130,6 +131,7 @@ def serve(
     tool_parser: str | None = None,
     reasoning_parser: str | None = None,
     reasoning_content_alias: bool = False,
+    sampling_defaults: SamplingDefaults | None = None,
     metrics_names: Literal["eyas", "vllm", "both"] = "both",
     root_path: str = "",
 ) -> Iterator[Client]:
@@ -152,6 +154,7 @@ def serve(
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
             reasoning_content_alias=reasoning_content_alias,
+            sampling_defaults=sampling_defaults or SamplingDefaults(),
         )
         access = access or AccessRules(api_keys=keys)
         application = Application(

@@ -67,6 +67,7 @@ def test_what_is_served_is_told(client: Any, target: Any) -> None:
         "max_depth": 7,
         "max_model_len": 256,
         "max_num_seqs": 4,
+        "sampling_defaults": {},
     }
     assert client.get("/status").json["state"] == "ok"
 

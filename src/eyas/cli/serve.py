@@ -145,6 +145,13 @@ def serve(
             rich_help_panel=API,
         ),
     ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults: auto, the model's generation_config.json; vllm, none; or a folder.",
+            rich_help_panel=API,
+        ),
+    ] = "auto",
     unknown_fields: Annotated[
         UnknownFieldsOption,
         typer.Option(help="Unknown fields of requests: refuse, or report in a header and ignore.", rich_help_panel=API),
@@ -240,6 +247,7 @@ def serve(
     from eyas.serve.server import Server, listen, url_of
     from eyas.serve.tls import tls_context
     from eyas.target.device import choose_device, device_words
+    from eyas.target.generation_defaults import read_defaults
     from eyas.target.template_override import read_template
 
     access = access_rules(
@@ -290,6 +298,7 @@ def serve(
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             reasoning_content_alias=reasoning_content_alias,
+            sampling_defaults=read_defaults(generation_config, loaded.model.generation_config),
         )
         for line in banner(model_info, engine_client.budget):
             report(line)

@@ -8,6 +8,7 @@ from eyas.engine.request import Speculation
 from eyas.errors import UserError
 from eyas.plan.memory import BlockBudget
 from eyas.serve.api_error import ApiError
+from eyas.target.generation_defaults import SamplingDefaults
 
 
 @dataclass(kw_only=True)
@@ -30,6 +31,8 @@ class ModelInfo:
     """The reasoning format, if the operator named one or `auto`."""
     reasoning_content_alias: bool = False
     """Whether answers hold reasoning as `reasoning_content` too."""
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """For requests that leave them out; from the model's generation_config.json, unless the operator said otherwise."""
     created: int = field(default_factory=lambda: int(time.time()), init=False)
 
     def require(self, name: str) -> None:
@@ -91,4 +94,12 @@ def banner(model_info: ModelInfo, budget: BlockBudget) -> list[str]:
         f"{model_info.max_num_seqs} at once",
         f"drafting  {policy}",
         f"memory    {budget}",
+        f"defaults  {_default_words(model_info.sampling_defaults)}",
     ]
+
+
+def _default_words(defaults: SamplingDefaults) -> str:
+    if not defaults.given:
+        return "the API's own: the generation config recommends no sampling"
+    told = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
+    return f"{told}, from the generation config; the rest is the API's own"

@@ -5,7 +5,7 @@ One body may ask for several answers: n for each prompt. They are numbered promp
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,8 @@ COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions, as OpenAI has it."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_LETTERS = 1024
+DEFAULTED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""Sampling fields that a generation config has values for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +236,7 @@ class RequestBuilder:
             raise ApiError(400, "stream_options needs stream true; set it or leave both out", field="stream_options")
         require_spaces(body, self._target)
         prompts = [truncated(prompt, body, max_tokens, self._model_info.max_model_len) for prompt in prompts]
-        sampling = _sampling(body)
+        sampling = _sampling(body, self._model_info.sampling_defaults.given)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests = [
             Request(
@@ -288,7 +290,8 @@ class RequestBuilder:
                 field="max_tokens",
                 code="context_length_exceeded",
             )
-        return max_tokens or room
+        default = self._model_info.sampling_defaults.max_new_tokens
+        return max_tokens or min(default or room, room)
 
     def _stop_token_ids(self, body: GenerationRequest) -> frozenset[int]:
         own = frozenset() if body.ignore_eos else self._stop_ids
@@ -300,13 +303,12 @@ class RequestBuilder:
         return Speculation(mode=body.speculative.mode, depth=body.speculative.depth)
 
 
-def _sampling(body: GenerationRequest) -> Sampling:
+def _sampling(body: GenerationRequest, defaults: Mapping[str, Any]) -> Sampling:
+    own = {name: getattr(body, name) for name in DEFAULTED}
+    left_out = {name: defaults[name] for name in DEFAULTED if name in defaults and name not in body.model_fields_set}
+    wished = own | left_out
     return Sampling(
-        temperature=body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
+        **wished | {"top_k": max(0, wished["top_k"])},
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or {},

@@ -36,6 +36,10 @@ STATUS_SCHEMA: dict[str, Any] = {
                 },
                 "max_model_len": {"type": "integer"},
                 "max_num_seqs": {"type": "integer"},
+                "sampling_defaults": {
+                    "type": "object",
+                    "description": "Values of the generation config, for requests that leave them out.",
+                },
             },
         },
         "load": {
@@ -135,6 +139,7 @@ def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
         "max_depth": max_depth if model_info.drafter is not None else 0,
         "max_model_len": model_info.max_model_len,
         "max_num_seqs": model_info.max_num_seqs,
+        "sampling_defaults": model_info.sampling_defaults.given,
     }
 
 
