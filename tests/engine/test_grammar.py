@@ -18,7 +18,8 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.grammar.base import filter_by_grammar
-from eyas.engine.grammar.llguidance import MOST_CHARACTERS, LlGuidance
+from eyas.engine.grammar.compile import MOST_CHARACTERS, PARSER_LIMITS
+from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.runner.drafter import Draft, Tree
 from eyas.errors import UserError
@@ -278,6 +279,26 @@ def test_stop_ids_that_do_not_exist_stop_nothing(letters: Target, guidance: LlGu
     assert (answer.text, answer.finished) == ("yes", FinishReason.STOP)
     (answer,) = engine.generate([replace(first, stop_ids=stops)])
     assert answer.finished is FinishReason.ERROR
+
+
+def test_a_lexer_that_others_filled_is_renewed(letters: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of one grammar share its lexer; none may fail for what others said."""
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 30)
+    chance, guidance = random.Random(1), LlGuidance(letters.tokenizer, letters.facts.vocab_size)
+    shared = guidance.regex("([a-m].{0,30}[n-z]){1,9}")
+    renewed = 0
+    for _ in range(12):
+        matcher, tokens = shared.matcher(prompt_length=0, stop_ids=[1]), list[int]()
+        alone = guidance.regex("([a-m].{0,30}[n-z]){1,9}").matcher(prompt_length=0, stop_ids=[1])
+        for _ in range(6):
+            mask_V, expected_V = matcher.mask(tokens, []), alone.mask(tokens, [])
+            assert mask_V is not None, matcher.failure
+            assert expected_V is not None
+            assert torch.equal(mask_V, expected_V)
+            tokens.append(chance.choice([token for token in mask_V.nonzero()[:, 0].tolist() if token != 1]))
+        renewed += matcher._renewed
+    assert renewed > 0
+    assert not shared.exhausted
 
 
 class _Failing:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import time
 from typing import Any, Literal
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from eyas.engine.grammar.llguidance import MOST_CHARACTERS
-from eyas.serve import structured_outputs
+from eyas.engine.grammar.compile import MOST_CHARACTERS
 from serve.test_sockets import running
 
 BIRD = {
@@ -125,24 +123,6 @@ def test_a_form_that_cannot_be_followed_is_refused_by_name(client: Any, fields: 
     for stream in (False, True):
         client.complete(**fields, stream=stream).assert_refused(400, *parts)
     client.all_back()
-
-
-def test_compiling_holds_up_nobody_and_has_an_end(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = client.application.context.compiler
-    monkeypatch.setattr(structured_outputs, "COMPILE_SECONDS", 0.2)
-    monkeypatch.setattr(compiler, "_cached_compile", lambda kind, text: time.sleep(0.6))
-
-    async def main() -> tuple[Any, Any, float]:
-        body = {"prompt": "abcabc", "max_tokens": 3, "temperature": 0}
-        slow = asyncio.create_task(client.send("POST", "/v1/completions", json=body | {"guided_regex": "slow"}))
-        await asyncio.sleep(0.05)
-        started = time.monotonic()
-        quick = await client.send("POST", "/v1/completions", json=body)
-        return await slow, quick, time.monotonic() - started
-
-    slow, quick, _ = asyncio.run(main())
-    slow.assert_refused(400, "guided_regex", "0.2 s", "simplify")
-    assert quick.status == 200
 
 
 class Bird(BaseModel):

@@ -326,4 +326,5 @@ def serve(
             root_path=prefix,
             slot=slot,
         )
+        application.context.compiler.start()
         Server(application, tls=tls).run([listener])

@@ -107,7 +107,8 @@ class Endpoint:
         """Compile and tokenize what the body asks for."""
         context, loop = self._context, asyncio.get_running_loop()
         spec = context.request_builder.grammar_spec(body)
-        grammar = None if spec is None else await context.compiler.compile(spec)
+        client = trace.caller.key_digest or trace.caller.address or ""
+        grammar = None if spec is None else await context.compiler.compile(spec, client=client)
         built = await loop.run_in_executor(context.tokenizer_lane(body_bytes), self._build, body, grammar)
         trace.engine_requests = engine_requests = built.with_cache_salt(trace.caller.cache_salt(body.cache_salt))
         trace.choices = [

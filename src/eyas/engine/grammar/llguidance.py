@@ -2,81 +2,82 @@
 
 The library parses the text of tokens, so it must know the target's tokenizer; reading that takes about a second and is
 done once. Its matcher can be copied and rolled back, which is all that a `GrammarMatcher` needs. Work on one grammar is
-bounded by the library's own fuel, and texts by `MOST_CHARACTERS`.
+bounded by the library's own fuel (`compile.PARSER_LIMITS`).
 
-JSON comes on one line, with a blank at most behind commas and colons: where any white space may come, a small model may
-find nothing but white space to say. A schema may say otherwise by llguidance's own `x-guidance`.
+Copies of a matcher share one lexer, whose states stay, so requests that have nothing to do with each other bring it to
+its limit together. A request that meets the limit goes on with a fresh lexer, and ends only if that does not hold it
+either; the grammar is `exhausted` then.
 
 Shapes: V target vocabulary.
 """
 
 import json
+import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, grammar_from
-from llguidance._lib import LLParserLimits
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from eyas.engine.grammar.compile import GrammarKind, TokenizerData, compile_matcher, why_stopped
 from eyas.errors import UserError
 
-MOST_CHARACTERS = 2**17
-"""Of a schema, a pattern or a grammar."""
-ON_ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+RENEW_SECONDS = 0.05
+"""Of processor time: a grammar that compiles within may be compiled again while a batch waits."""
+LEXER_ERROR = "lexer error"
+
+
+def tokenizer_data(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> TokenizerData:
+    """What llguidance must know of a target's tokenizer."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(
+            f"grammars need a tokenizer of the tokenizers library, not a {type(tokenizer).__name__}; "
+            "leave structured output out or convert the tokenizer"
+        )
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    n_vocab = max(vocab_size, len(tokenizer))
+    return TokenizerData(text=backend.to_str(), n_vocab=n_vocab, eos_token=tokenizer.eos_token_id)
 
 
 class LlGuidance:
     """Makes grammars for one target. Threads may share it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise UserError(
-                f"grammars need a tokenizer of the tokenizers library, not a {type(tokenizer).__name__}; "
-                "leave structured output out or convert the tokenizer"
-            )
         self.vocab_size = vocab_size
-        self._tokenizer = from_tokenizer(tokenizer, n_vocab=max(vocab_size, len(tokenizer)))
+        self._tokenizer = tokenizer_data(tokenizer, vocab_size).read()
 
     def json_schema(self, schema: dict[str, Any] | str) -> "LlGuidanceGrammar":
         """JSON that a schema, or the text of one, allows."""
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return self._make(text, lambda: LLMatcher.grammar_from_json_schema(text, defaults=ON_ONE_LINE))
+        return self.compile("json", schema if isinstance(schema, str) else json.dumps(schema))
 
     def regex(self, pattern: str) -> "LlGuidanceGrammar":
         """Text that a regular expression matches as a whole."""
-        return self._make(pattern, lambda: LLMatcher.grammar_from_regex(pattern))
+        return self.compile("regex", pattern)
 
     def grammar(self, text: str) -> "LlGuidanceGrammar":
         """Text that a context-free grammar derives, in Lark's syntax or llama.cpp's GBNF."""
-        return self._make(text, lambda: grammar_from("grammar", text))
+        return self.compile("grammar", text)
 
     def lark(self, text: str) -> "LlGuidanceGrammar":
         """Text that a grammar in Lark's syntax derives, with llguidance's `%json` and names of special tokens."""
-        return self._make(text, lambda: LLMatcher.grammar_from_lark(text))
+        return self.compile("lark", text)
 
     def choice(self, choices: Sequence[str]) -> "LlGuidanceGrammar":
         """One of these texts."""
-        if not choices:
-            raise UserError("there are 0 choices, so nothing could come; give 1 or more")
-        text = "start: " + " | ".join(json.dumps(one) for one in choices)
-        return self._make(text, lambda: LLMatcher.grammar_from_lark(text))
+        return self.compile("choice", json.dumps(list(choices)))
 
-    def _make(self, text: str, translate: Callable[[], str]) -> "LlGuidanceGrammar":
-        if len(text) > MOST_CHARACTERS:
-            raise UserError(f"it has {len(text):,} characters, above the {MOST_CHARACTERS:,} allowed; shorten it")
-        try:
-            translated = translate()
-        except Exception as error:  # its translators raise what they like, all of it about the text
-            raise UserError(_first_line(str(error))) from error
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, translated, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first is the slowest, and may show that there is nothing to say
-        grammar = LlGuidanceGrammar(matcher, self._tokenizer, self.vocab_size)
+    def compile(self, kind: GrammarKind, text: str) -> "LlGuidanceGrammar":
+        """The grammar of a text."""
+        compile_ = partial(compile_matcher, self._tokenizer, kind, text)
+        grammar = LlGuidanceGrammar(compile_, self._tokenizer, self.vocab_size)
         trial = grammar.matcher(prompt_length=0, stop_ids=[self._tokenizer.eos_token])
         trial.mask([], [])
         if trial.failure is not None:
@@ -87,15 +88,35 @@ class LlGuidance:
 class LlGuidanceGrammar:
     """A `Grammar`; see there."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, vocab_size: int) -> None:
-        self._matcher, self._tokenizer, self.vocab_size = matcher, tokenizer, vocab_size
+    def __init__(self, compile_: Callable[[], LLMatcher], tokenizer: LLTokenizer, vocab_size: int) -> None:
+        self.exhausted = False
+        """Whether the lexer has come to a limit: whoever keeps this grammar should compile it anew."""
+        self.vocab_size = vocab_size
+        self._tokenizer, self._compile = tokenizer, compile_
+        self._lock = threading.Lock()
+        self._renewals = 0
+        started = time.thread_time()
+        self._matcher = compile_()
+        self._quick = time.thread_time() - started <= RENEW_SECONDS
 
     def matcher(self, *, prompt_length: int, stop_ids: Collection[int]) -> "LlGuidanceMatcher":
         """See `Grammar`."""
         known = [token for token in stop_ids if 0 <= token < self.vocab_size]  # others can never come
-        return LlGuidanceMatcher(
-            self._matcher.deep_copy(), self.vocab_size, self._tokenizer.eos_token, prompt_length, known
-        )
+        return LlGuidanceMatcher(self, self._tokenizer.eos_token, prompt_length, known)
+
+    def copy(self) -> tuple[LLMatcher, int]:
+        """A matcher at the beginning, and how often the lexer was renewed before."""
+        with self._lock:
+            return self._matcher.deep_copy(), self._renewals
+
+    def renew(self, renewals: int) -> bool:
+        """Put a fresh lexer in the place of the one after so many renewals, unless somebody has or it takes long."""
+        with self._lock:
+            if self._renewals == renewals:
+                if not self._quick:
+                    return False
+                self._matcher, self._renewals = self._compile(), renewals + 1
+            return True
 
 
 class LlGuidanceMatcher:
@@ -106,10 +127,16 @@ class LlGuidanceMatcher:
     request's own affair.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, end: int, prompt_length: int, stop_ids: list[int]) -> None:
+    def __init__(self, grammar: LlGuidanceGrammar, end: int, prompt_length: int, stop_ids: list[int]) -> None:
+        self._grammar, self._end, self._stop_ids = grammar, end, stop_ids
+        self._prompt_length = prompt_length
+        self._renewed = False
+        self._begin()
+
+    def _begin(self) -> None:
         self.failure: str | None = None
-        self._matcher, self._size, self._end, self._stop_ids = matcher, vocab_size, end, stop_ids
-        self._known = prompt_length
+        self._matcher, self._renewals = self._grammar.copy()
+        self._known = self._prompt_length
         """Tokens that the matcher has taken for good, the prompt included."""
         self._ahead: list[int] = []
         """Drafts that it has taken behind them."""
@@ -118,6 +145,18 @@ class LlGuidanceMatcher:
 
     def mask(self, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor | None:
         """See `GrammarMatcher`."""
+        mask_V = self._mask_behind(tokens, drafts)
+        if self.failure is None or not self.failure.startswith(LEXER_ERROR):
+            return mask_V
+        # Other requests may have filled the lexer: a fresh one tells, once.
+        if not self._renewed and self._grammar.renew(self._renewals):
+            self._renewed = True
+            self._begin()
+            mask_V = self._mask_behind(tokens, drafts)
+        self._grammar.exhausted = self._grammar.exhausted or self.failure is not None
+        return mask_V
+
+    def _mask_behind(self, tokens: Sequence[int], drafts: Sequence[int]) -> Tensor | None:
         if len(tokens) > self._known:
             self._go(tokens[self._known :])
             self._known, self._ahead, self._masks = len(tokens), [], {}
@@ -132,7 +171,7 @@ class LlGuidanceMatcher:
         while same < min(len(ahead), len(path)) and ahead[same] == path[same]:
             same += 1
         if same < len(ahead) and not self._matcher.rollback(len(ahead) - same):
-            self._fail()
+            self.failure = why_stopped(self._matcher)
         del ahead[same:]
         rest = list(path[same:])
         rest = rest[: rest.index(self._end)] if self._end in rest else rest
@@ -143,24 +182,13 @@ class LlGuidanceMatcher:
     def _mask(self) -> Tensor | None:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            self._fail()
+            self.failure = why_stopped(self._matcher)
             return None
-        mask_V = torch.from_numpy(np.unpackbits(bits, count=self._size, bitorder="little")).bool()
+        mask_V = torch.from_numpy(np.unpackbits(bits, count=self._grammar.vocab_size, bitorder="little")).bool()
         mask_V[self._end] = False
         if self._matcher.is_accepting():
             mask_V[self._stop_ids] = True
         if not mask_V.any():
-            self._fail()
+            self.failure = why_stopped(self._matcher)
             return None
         return mask_V
-
-    def _fail(self) -> None:
-        reason = _first_line(self._matcher.get_error())
-        self.failure = "no text satisfies it" if not reason or reason.startswith("NoExtension") else reason
-
-
-def _first_line(words: str) -> str:
-    """What is wrong, without the picture of where."""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("error:")] or lines[:1]
-    return " ".join(told).removeprefix("error:").strip().rstrip(".")
