@@ -11,7 +11,10 @@ import pytest
 from pydantic import BaseModel, Field
 
 from serve.conftest import serve
+from serve.scripted import script as say
+from serve.scripted import with_template
 from serve.test_operation import fail_once
+from serve.test_reasoning import OPEN, THINK
 from serve.test_sockets import running
 from serve.test_tools import CALLS, script, speaking
 
@@ -237,6 +240,43 @@ def test_the_openai_client_creates_streams_and_parses(new_server: Any) -> None:
             asking.responses.retrieve(answer.id)
         with pytest.raises(openai.NotFoundError, match="embedding"):
             asking.embeddings.create(model="tiny", input="Hello")
+
+
+def test_reasoning_is_an_item_and_comes_back_as_one(target: Target, tiny_drafter: Drafter) -> None:
+    with serve(with_template(target, OPEN, THINK), tiny_drafter, reasoning_parser="qwen3") as client:
+        generate = client.application.context.engine_client.generate
+        say(client, "I add.</think>It is 4.")
+        whole = respond(client).json
+        reasoning, message = whole["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "I add."}]
+        assert message["content"][0]["text"] == "It is 4."
+        assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 6}
+        streamed = events(respond(client, stream=True))
+        kinds = list(dict.fromkeys(event["type"] for event in streamed))
+        assert kinds == [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.reasoning_text.delta",
+            "response.reasoning_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.completed",
+        ]
+        assert without_ids(streamed[-1]["response"]) == without_ids(whole)
+        client.application.context.engine_client.generate = generate
+        told = {"role": "assistant", "content": "It is 4.", "reasoning": "I add."}
+        messages = [{"role": "user", "content": "2+2?"}, told, {"role": "user", "content": "Sure?"}]
+        items = [messages[0], reasoning, message, messages[2]]
+        expected = client.post("/tokenize", {"messages": messages}).json["count"]
+        assert respond(client, input=items).json["usage"]["input_tokens"] == expected
+        cut = respond(client, input=[messages[0], reasoning, messages[2]])
+        assert cut.status == 200, cut.text  # the answer ended while it reasoned
+        unthought = [messages[0], told | {"reasoning": None}, messages[2]]
+        assert expected > client.post("/tokenize", {"messages": unthought}).json["count"]
 
 
 @pytest.fixture(scope="module")

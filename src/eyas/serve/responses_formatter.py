@@ -29,19 +29,19 @@ class ResponsesFormatter:
         self._items: list[dict[str, Any]] = []
         """Items of the stream so far; the last may be open."""
         self._open = False
-        self._call: int | None = None
-        """Which tool call the open item is."""
+        self._unsent: list[Any] = []
+        """Log probabilities of tokens whose text was not sent yet."""
         self._sequence = 0
 
     def whole(self, choices: Sequence[ChoiceOutput]) -> dict[str, Any]:
         """The response of a request that does not stream."""
         (choice,) = choices
-        message, items = choice.message, []
-        if message.get("reasoning"):
-            items.append(_reasoning_item(message["reasoning"]))
+        message, parser, items = choice.message, choice.parser, []
+        if parser is not None and parser.reasoning:
+            items.append(_reasoning_item(parser.reasoning))
         if message["content"]:
             entries = [entry for delta in choice.deltas for entry in self._logprobs(delta.logprobs)]
-            items.append(_message_item(message["content"], entries))
+            items.append(_message_item(message["content"], entries[parser.reasoning_tokens if parser else 0 :]))
         items += [
             _call_item(call["id"], call["function"]["name"], call["function"]["arguments"])
             for call in message.get("tool_calls", ())
@@ -54,13 +54,16 @@ class ResponsesFormatter:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._base)
         parsed = choice.parsed
+        self._unsent += self._logprobs(choice.deltas[-1].logprobs)
         if parsed.reasoning:
+            self._unsent = []
             yield from self._text("reasoning", parsed.reasoning, [])
-        continued = [call for call in parsed.calls if call.started is None]
-        for call in continued:
-            yield from self._arguments(call.arguments)
+        for call in parsed.calls:
+            if call.started is None:
+                yield from self._arguments(call.arguments)
         if parsed.content:
-            yield from self._text("message", parsed.content, self._logprobs(choice.deltas[-1].logprobs))
+            logprobs, self._unsent = self._unsent, []
+            yield from self._text("message", parsed.content, logprobs)
         for call in parsed.calls:
             if call.started is not None:
                 yield from self._close()

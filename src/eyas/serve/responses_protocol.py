@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from eyas.serve.api_error import ApiError
 from eyas.serve.bounds import at_most
-from eyas.serve.protocol import AssistantMessage, Count, JsonObjects, WireModel
+from eyas.serve.protocol import Count, JsonObjects, WireModel
 
 Model = TypeVar("Model", bound=BaseModel)
 LOGPROBS = "message.output_text.logprobs"
@@ -195,8 +195,11 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         elif isinstance(item, FunctionCallOutputItem):
             text = _text(item.output, f"{field}.output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
-        else:
+        elif not isinstance(item, ReasoningItem) or item.content:
             _add_to_answer(messages, item, field)
+    for message in messages:
+        if message["role"] == "assistant" and "tool_calls" not in message:
+            message.setdefault("content", "")  # an answer that was cut while it reasoned
     return messages
 
 
@@ -213,7 +216,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: _Item, field: str) -> N
         messages.append(last := {"role": "assistant"})
     if isinstance(item, InputMessageItem):
         last["content"] = _text(item.content, f"{field}.content")
-    elif isinstance(item, ReasoningItem) and "reasoning" in AssistantMessage.model_fields:
+    elif isinstance(item, ReasoningItem):
         last["reasoning"] = _text(item.content or [], f"{field}.content")
 
 
