@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench soak http-overhead \
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench soak attack http-overhead \
 	drafters clean
 
 demo: $(READY)
@@ -91,6 +91,10 @@ spec-bench: $(READY) $(VLLM_READY)
 MINUTES ?= 20
 soak: $(READY)
 	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES) --out soak.json
+
+# Everything that is known to hurt servers, against one, and a verdict on it (docs/serving.md).
+attack: $(READY)
+	$(BIN)/python benchmarks/attack.py --out attack.json
 
 # The same requests to one engine by hand and over HTTP, 16 users.
 http-overhead: $(READY)

@@ -6,12 +6,15 @@
 While the server is idle, it is asked a fixed set of questions (`soak_questions.py`): those answers are the reference.
 Then many clients (`soak_clients.py`) ask at random: the same questions whole, streamed or read slowly, under every mode
 of speculation; objects of a schema; requests that are broken or too long; and some hang up, in a stream or before it.
-Half of every minute they ask without a pause, so that the queue overflows; in the other half it runs dry. Judged is:
+Some are attackers (`attacks.py`): they send what is known to hurt servers, and must be refused. Half of every minute
+the others ask without a pause, so that the queue overflows; in the other half it runs dry. Judged is:
 
     answers    every known answer is the reference, every object fits its schema, every refusal has the right code
+    health     99.9 % of probes of /health are answered within a second; the longest is told
     outcomes   every request sent has one; a stream has one [DONE], at its end; no id of an answer comes twice
     books      the server's `eyas_requests_total` rose by as many as were sent. A client that hung up is one of them:
-               counted once, as `disconnected` if the server saw it in time, else by how its answer ended
+               counted once, as `disconnected` if the server saw it in time, else by how its answer ended. What an
+               attacker sends may be refused before it is a request, so it may be counted or not
     log        one line for each request, and none about a failure; no failed step, no replaced engine
     memory     the median of the last tenth is at most 2 % above that of the tenth in the middle
     idle       afterwards nothing runs, nothing waits, no page is used
@@ -35,11 +38,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from soak_clients import Books, Choices, Clients, live
+from attacks import Victim, all_attacks
+from soak_clients import Books, Choices, Clients, harass, live
 from soak_questions import FAREWELL, QUESTIONS, Question, refusals
-from soak_server import Server, Watch
+from soak_server import Health, Server, Watch
 
 GROWTH = 0.02
+HEALTHY = 0.999
 FAREWELLS = 4
 SERVE = (
     "eyas serve --max-model-len 1024 --max-num-seqs 16 --max-queue 24 --memory-gib 0.06 --no-page "
@@ -69,7 +74,7 @@ class Verdict:
 
 async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, Any], verdict: Verdict) -> None:
     """All of it; what is known so far is in the record at any time."""
-    books, watch, stop = Books(), Watch(), asyncio.Event()
+    books, strays, watch, health, stop = Books(), Books(), Watch(), Health(server.url), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGINT, stop.set)
     async with Clients(server.url, books) as clients:
@@ -81,11 +86,18 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
         print(f"{len(known)} answers known; {arguments.clients} clients for {arguments.minutes:g} minutes", flush=True)
 
         watching = asyncio.create_task(watch.run(server, session, lambda line: print(line, flush=True)))
+        probing = asyncio.create_task(health.run())
         ending = loop.call_later(60 * arguments.minutes, stop.set)
         began = time.monotonic()
         lives = [
             live(clients, known, refusals(max_model_len), rng=random.Random(f"{arguments.seed} {number}"), stop=stop)
-            for number in range(arguments.clients)
+            for number in range(arguments.clients - arguments.attackers)
+        ]
+        lives += [
+            harass(
+                Victim(server.url), strays, all_attacks(), rng=random.Random(f"{arguments.seed} -{number}"), stop=stop
+            )
+            for number in range(arguments.attackers)
         ]
         firing = asyncio.gather(*lives)
         await stop.wait()
@@ -94,8 +106,12 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
             await asyncio.wait_for(firing, arguments.patience)  # answers under way come to their end
         ending.cancel()
         watching.cancel()
+        probing.cancel()
         record["fire"] = _fire(books, watch, time.monotonic() - began)
+        record["attacks"] = {kind: dict(outcomes) for kind, outcomes in strays.outcomes.items()}
+        record["health"] = {"probes": len(health.seconds), "within_1_s": health.within(1), "longest_s": health.longest}
         _judge_fire(verdict, books, watch)
+        _judge_attacks(verdict, strays, health)
 
         await _judge_rest(verdict, server, clients, arguments.patience)
         again = await _references(clients, arguments.questions)
@@ -103,11 +119,12 @@ async def soak(arguments: argparse.Namespace, server: Server, record: dict[str, 
         verdict.judge("again", same == len(known), f"{same} of {len(known)} references are the same")
         counts = await _counts_when_settled(server, clients, before, arguments.patience)
         record["server_counts"] = counts
-        sent, counted = books.sent.total(), sum(counts.values())
-        verdict.judge("books", counted == sent, f"{sent} requests sent, {counted} counted by the server")
+        sent, counted, stray = books.sent.total(), sum(counts.values()), strays.sent.total()
+        words = f"{sent} requests and {stray} attacks sent, {counted} counted by the server"
+        verdict.judge("books", sent <= counted <= sent + stray, words)
         if server.process is not None:
             await _judge_farewell(verdict, server, clients, arguments.patience)
-            _judge_log(verdict, server, books)
+            _judge_log(verdict, server, books, strays)
 
 
 async def _references(clients: Clients, count: int) -> list[tuple[Question, Choices]]:
@@ -149,6 +166,16 @@ def _judge_fire(verdict: Verdict, books: Books, watch: Watch) -> None:
     if watch.growth is not None:
         words = f"{100 * watch.growth:+.2f} % in the second half, {watch.memory[-1][1]:.0f} MiB at the end"
         verdict.judge("memory", watch.growth <= GROWTH, words)
+
+
+def _judge_attacks(verdict: Verdict, strays: Books, health: Health) -> None:
+    wrong, sent = strays.total("wrong") + strays.total("lost"), strays.sent.total()
+    verdict.judge(
+        "answers", not wrong, "; ".join([f"{sent} attacks, {wrong} not refused as they should", *strays.amiss])
+    )
+    within = health.within(1.0)
+    words = f"{100 * within:.2f} % of {len(health.seconds)} probes within 1 s, the longest {health.longest:.2f} s"
+    verdict.judge("health", within >= HEALTHY, words)
 
 
 async def _judge_rest(verdict: Verdict, server: Server, clients: Clients, patience: float) -> None:
@@ -195,12 +222,13 @@ async def _judge_farewell(verdict: Verdict, server: Server, clients: Clients, pa
     verdict.judge("farewell", under_way == right == FAREWELLS and code == 0, words)
 
 
-def _judge_log(verdict: Verdict, server: Server, books: Books) -> None:
+def _judge_log(verdict: Verdict, server: Server, books: Books, strays: Books) -> None:
     ids, failures = server.logged()
     expected = books.sent.total() + 1 + FAREWELLS
     unknown = set(books.ids) - set(ids)
     words = f"{len(ids)} requests logged of {expected}, {len(unknown)} answers not among them, {len(failures)} failures"
-    verdict.judge("log", len(ids) == len(set(ids)) == expected and not unknown and not failures, words)
+    complete = expected <= len(ids) <= expected + strays.sent.total() and len(ids) == len(set(ids))
+    verdict.judge("log", complete and not unknown and not failures, words)
 
 
 def main() -> int:
@@ -208,6 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--attackers", type=int, default=8, help="of the clients, so many attack")
     parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="ask only the first so many")
     parser.add_argument("--seed", type=int, default=0, help="of what clients choose to do")
     parser.add_argument("--serve", default=SERVE, help="the command that starts the server")

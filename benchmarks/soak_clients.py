@@ -11,11 +11,14 @@ import random
 import socket
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from soak_questions import Question, Refusal, bird, is_bird
+
+if TYPE_CHECKING:
+    from attacks import Attack, Victim
 
 Choices = tuple[tuple[str, str | None], ...]
 """Text and finish reason of every choice."""
@@ -27,6 +30,8 @@ LOST_SECONDS = 1.0
 WAVE_SECONDS = 60.0
 CALM_SECONDS = 20.0
 """Between two requests of a client on average, in the calm half of a wave; in the other half it asks at once."""
+ATTACK_SECONDS = 2.0
+"""Between two attacks of an attacker on average."""
 SPECULATION: tuple[dict[str, Any] | None, ...] = (
     None,
     {"mode": "off"},
@@ -203,6 +208,21 @@ async def live(
             await _sleep(wait, stop)
         if (loop.time() - began) % WAVE_SECONDS > WAVE_SECONDS / 2:
             await _sleep(rng.expovariate(1 / CALM_SECONDS), stop)
+
+
+async def harass(
+    victim: "Victim", books: Books, attacks: Sequence["Attack"], *, rng: random.Random, stop: asyncio.Event
+) -> None:
+    """One attacker: sends one thing after another that should be refused."""
+
+    async def send(attack: "Attack") -> str:
+        await attack.run(victim)
+        return "refused"
+
+    while not stop.is_set():
+        attack = rng.choice(attacks)
+        await books.note(attack.name, send(attack))
+        await _sleep(rng.expovariate(1 / ATTACK_SECONDS), stop)
 
 
 def _choose(

@@ -14,10 +14,16 @@ from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from soak_questions import CHAT, TEXT
 
 from eyas.bench.process import Command
 
+COMPLETIONS = (CHAT, TEXT)
+
 LOOK_SECONDS = 2.0
+HEALTH_SECONDS = 10.0
+"""The longest that a probe of /health waits."""
+HEALTH_PAUSE = 0.1
 LATE, MIDDLE = (0.9, 1.0), (0.45, 0.55)
 """Which parts of the time are compared for growth: the first half is for caches to fill."""
 
@@ -67,31 +73,37 @@ class Server:
         return told
 
     async def counted(self, session: aiohttp.ClientSession) -> dict[str, int]:
-        """How many requests the server has seen to their end, by outcome."""
+        """How many requests for completions the server has seen to their end, by outcome."""
         async with session.get(self.url + "/metrics") as response:
             text = await response.text()
         counts: dict[str, int] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name == "eyas_requests_total":
+                if sample.name == "eyas_requests_total" and sample.labels["endpoint"] in COMPLETIONS:
                     outcome = sample.labels["outcome"]
                     counts[outcome] = counts.get(outcome, 0) + int(sample.value)
         return counts
 
     def memory(self) -> float | None:
-        """MiB in use; None where the process is not known."""
+        """MiB in use by it and its children; None where the process is not known."""
         if self.pid is None:
             return None
-        fields = Path(f"/proc/{self.pid}/status").read_text().split("VmRSS:")[1].split()
-        return int(fields[0]) / 1024
+        return sum(map(_resident_mib, [self.pid, *_children(self.pid)]))
+
+    def processor_seconds(self) -> float | None:
+        """Time on processors so far, without its children; None where the process is not known."""
+        if self.pid is None:
+            return None
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def logged(self) -> tuple[list[str], list[str]]:
-        """The ids of all requests in the log, and its lines about failures."""
+        """The ids of all requests for completions in the log, and its lines about failures."""
         ids, failures = [], []
         for line in self.log.read_text().splitlines() if self.log is not None else ():
             with suppress(ValueError):
                 told = json.loads(line)
-                if told.get("event") == "request":
+                if told.get("event") == "request" and told["path"] in COMPLETIONS:
                     ids.append(told["request_id"])
                 if told.get("level") not in ("info", "warning"):
                     failures.append(line)
@@ -134,6 +146,59 @@ class Watch:
         """By how much of itself memory grew in the second half; None if it was hardly looked at."""
         late, middle = (_part(self.memory, *part) for part in (LATE, MIDDLE))
         return statistics.median(late) / statistics.median(middle) - 1 if late and middle else None
+
+
+class Health:
+    """How long /health takes to answer, asked again and again over a new connection each time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.seconds: list[float] = []
+
+    async def run(self) -> None:
+        """Ask until cancelled. A probe without a proper answer counts as one that took all its time."""
+        timeout = aiohttp.ClientTimeout(total=HEALTH_SECONDS)
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            while True:
+                began = time.monotonic()
+                taken = HEALTH_SECONDS
+                with suppress(aiohttp.ClientError, OSError):
+                    async with session.get(self._url + "/health") as response:
+                        await response.read()
+                        if response.status == 200:
+                            taken = time.monotonic() - began
+                self.seconds.append(taken)
+                await asyncio.sleep(HEALTH_PAUSE)
+
+    def within(self, seconds: float) -> float:
+        """The share of probes that took no longer."""
+        return sum(taken <= seconds for taken in self.seconds) / max(1, len(self.seconds))
+
+    @property
+    def longest(self) -> float:
+        """Of all probes."""
+        return max(self.seconds, default=0.0)
+
+
+def _children(pid: int) -> list[int]:
+    """The processes below one, at any depth."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):  # processes come and go
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def _resident_mib(pid: int) -> float:
+    """What a process holds in memory; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()[0]) / 1024
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _part(samples: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:
