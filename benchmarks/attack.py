@@ -37,7 +37,7 @@ from soak_clients import Books, Choices, Clients, FullError, WrongAnswerError
 from soak_questions import CHAT, QUESTIONS, Question
 from soak_server import Health, Server
 
-SERVE = "eyas serve --max-model-len 1024 --max-num-seqs 16 --max-queue 24 --memory-gib 0.25 --header-seconds 5"
+SERVE = "eyas serve --max-model-len 1024 --max-num-seqs 16 --max-queue 24 --memory-gib 0.25"
 DESCRIPTORS = 256
 """Of the server: few enough for an attacker to use them up."""
 SOCKETS = 400

@@ -264,6 +264,12 @@ def protocol_attacks() -> Iterator[Attack]:
         [413, CLOSED],
         path=TEXT,
     )
+    yield _raw(
+        "chunks of a byte",
+        lambda v: [v.head("POST", TEXT, "transfer-encoding: chunked"), b"1\r\n \r\n" * 500_000],
+        [400, 413, CLOSED],
+        path=TEXT,
+    )
     yield _raw("a header of a megabyte", lambda v: [v.head("GET", "/health", "x: " + "y" * 2**20)], [400, 431, CLOSED])
     yield _raw("many headers", lambda v: [v.head("GET", "/health", *["x: y"] * 50_000)], [400, 431, CLOSED])
     yield _raw("a folded header", lambda v: [v.head("GET", "/health", "x: y", " z")], [200, 400])
