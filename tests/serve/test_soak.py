@@ -19,7 +19,15 @@ FIRST = ("JSON", "slow reader", "hangs up at once", "hangs up in a stream", "bro
 
 def soak(url: str, out: Path, **options: Any) -> tuple[int, dict[str, Any], str]:
     """Its exit code, its record and what it printed."""
-    asked = {"url": url, "out": out, "minutes": 0.02, "clients": 24, "questions": 5, "patience": 60} | options
+    asked = {
+        "url": url,
+        "out": out,
+        "minutes": 0.02,
+        "clients": 24,
+        "attackers": 0,
+        "questions": 5,
+        "patience": 60,
+    } | options
     words = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
     done = subprocess.run([sys.executable, str(SOAK), *words], capture_output=True, text=True, timeout=120, check=False)
     assert out.exists(), done.stderr
@@ -30,7 +38,7 @@ def test_a_sound_server_stands_the_fire(new_server: Any, tmp_path: Path) -> None
     with new_server(limits=ServerLimits(queue=4)) as client, running(client) as server:
         code, record, printed = soak(server.url, tmp_path / "soak.json")
         assert (code, set(record["bars"].values())) == (0, {True}), printed
-        assert set(record["bars"]) == {"answers", "outcomes", "idle", "log", "again", "books"}
+        assert set(record["bars"]) == {"answers", "health", "outcomes", "idle", "log", "again", "books"}
         outcomes = record["fire"]["outcomes"]
         assert {*FIRST} < set(outcomes)  # what the clients choose to begin with depends on the seed alone
         assert all(sum(told.get(name, 0) for told in outcomes.values()) for name in ("right", "left", "full"))
