@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport
+from eyas.serve.model_info import ServerLimits
+from eyas.serve.server import Server
+from eyas.serve.status_history import SAMPLE_SECONDS, SAMPLES
 
 
 def fits(value: Any, schema: Mapping[str, Any], at: str = "status") -> None:
@@ -128,3 +134,67 @@ def test_a_server_that_drains_or_failed_says_so(new_server: Any) -> None:
         told = client.get("/status").json
         assert told["state"] == "failed"
         assert told["counts"]["failed_steps"] == 1
+
+
+def test_latencies_and_errors_are_counted_where_they_happen(new_server: Any) -> None:
+    with new_server() as client:
+        client.complete(max_tokens=10, ignore_eos=True, speculative={"mode": "off"})
+        client.complete(max_tokens=0)
+        client.get("/nowhere")
+        told = client.get("/status").json
+        latency = told["latency"]
+        for histogram in latency.values():
+            assert len(histogram["counts"]) == len(histogram["upper_seconds"]) + 1
+            assert histogram["upper_seconds"] == sorted(histogram["upper_seconds"])
+        assert sum(latency["time_to_first_token"]["counts"]) == 1
+        assert sum(latency["inter_token_latency"]["counts"]) == 9
+        assert told["counts"]["errors_by_status"] == {"400": 1, "404": 1}
+
+
+def test_an_error_inside_a_stream_is_counted_too(new_server: Any) -> None:
+    with new_server(limits=ServerLimits(request_seconds=0.3)) as client:
+        step = client.engine.step
+        client.engine.step = lambda: (time.sleep(0.05), step())[1]
+        assert client.complete(max_tokens=200, ignore_eos=True, stream=True).status == 200
+        assert client.get("/status").json["counts"]["errors_by_status"] == {"504": 1}
+
+
+def test_the_history_is_bounded_and_says_what_the_status_said(new_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_server() as client:
+        assert client.get("/status/history").json == {"sample_seconds": SAMPLE_SECONDS, "samples": []}
+        client.complete(max_tokens=10, ignore_eos=True)
+        asyncio.run(client.application.history.sample())
+        status, reply = client.get("/status").json, client.get("/status/history")
+        assert reply.headers["cache-control"] == "no-store"
+        document = client.get("/openapi.json").json
+        fits(reply.json, document["components"]["schemas"]["StatusHistory"])
+        (sample,) = reply.json["samples"]
+        assert {name: sample[name] for name in ("counts", "latency")} == {
+            name: status[name] for name in ("counts", "latency")
+        }
+        same = AsyncMock(return_value=status)
+        monkeypatch.setattr("eyas.serve.status_history.status_of", same)
+        for _ in range(SAMPLES + 5):
+            asyncio.run(client.application.history.sample())
+        assert len(client.get("/status/history").json["samples"]) == SAMPLES
+        assert SAMPLES * SAMPLE_SECONDS == 3600
+
+
+def test_a_server_samples_while_it_runs_and_stops_with_it(new_server: Any) -> None:
+    async def run(client: Any) -> None:
+        server = Server(client.application)
+        await server.startup([])
+        await asyncio.sleep(0.05)
+        server.force_exit = True  # no lifespan was begun
+        await server.shutdown([])
+        await asyncio.gather(server.sampling, return_exceptions=True)
+        assert server.sampling.cancelled()
+
+    with new_server() as client:
+        asyncio.run(run(client))
+        assert len(client.get("/status/history").json["samples"]) == 1
+
+
+def test_the_history_needs_the_key(new_server: Any) -> None:
+    with new_server(keys=("secret",)) as client:
+        client.get("/status/history").assert_refused(401)

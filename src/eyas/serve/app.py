@@ -34,6 +34,7 @@ from eyas.serve.request_policy import RequestPolicy
 from eyas.serve.responses_endpoint import ResponsesEndpoint
 from eyas.serve.root_path import RootPathMiddleware
 from eyas.serve.status import state_of, status_of
+from eyas.serve.status_history import StatusHistory
 from eyas.serve.tokenize import TokenizerEndpoints
 from eyas.serve.vllm_metrics import MetricsNames
 
@@ -67,6 +68,7 @@ class Application:
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
         self._root_path = root_path
+        self.history = StatusHistory(context)
         access = access or AccessRules()
         drafter_swap = DrafterSwapEndpoint(context, slot, access)
         tokenizer = TokenizerEndpoints(context)
@@ -85,6 +87,7 @@ class Application:
             Route("/version", self._version, methods=["GET"]),
             Route("/metrics", self._metrics, methods=["GET"]),
             Route("/status", self._status, methods=["GET"]),
+            Route("/status/history", self._status_history, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
             *(page_routes() if page else ()),
             *refused_routes(),
@@ -129,6 +132,10 @@ class Application:
 
     async def _status(self, _: HttpRequest) -> Response:
         return JSONResponse(await status_of(self.context), headers={"cache-control": "no-store"})
+
+    async def _status_history(self, _: HttpRequest) -> Response:
+        headers = {"cache-control": "no-store"}
+        return Response(self.history.to_json(), headers=headers, media_type="application/json")
 
     async def _openapi(self, _: HttpRequest) -> Response:
         servers = {"servers": [{"url": self._root_path}]} if self._root_path else {}

@@ -41,6 +41,8 @@ class AuditMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status >= 400:
+                    self._metrics.errors.labels(status).inc()
             await send(message)
 
         try:

@@ -84,6 +84,8 @@ class Endpoint:
         except Exception as error:
             failure = self._to_api_error(error)
             trace.outcome = failure.code or str(failure.status)
+            if writer.status is not None:  # the audit sees statuses alone, not errors inside a stream
+                self._context.metrics.errors.labels(failure.status).inc()
             await writer.fail(failure, trace.formatter and trace.formatter.failed(failure))
         finally:
             self._log_request(scope, trace, writer)

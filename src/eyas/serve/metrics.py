@@ -36,6 +36,12 @@ class ServerMetrics:
             ["endpoint", "outcome"],
             registry=self.registry,
         )
+        self.errors = Counter(
+            "eyas_errors",
+            "Errors sent to clients by status, those inside a stream too.",
+            ["status"],
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "eyas_answers_in_flight", "Answers accepted, waiting or running.", registry=self.registry
         )

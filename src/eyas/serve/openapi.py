@@ -9,6 +9,7 @@ from eyas.serve.drafter_swap import DrafterSwapRequest
 from eyas.serve.protocol import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
 from eyas.serve.responses_protocol import ResponsesRequest
 from eyas.serve.status import STATUS_SCHEMA
+from eyas.serve.status_history import HISTORY_SCHEMA
 from eyas.serve.tokenize import DetokenizeRequest, TokenizeRequest
 
 _ERROR = {
@@ -54,7 +55,7 @@ def openapi_document() -> dict[str, Any]:
         ],
         ref_template="#/components/schemas/{model}",
     )
-    schemas = definitions["$defs"] | {"Error": _ERROR, "Status": STATUS_SCHEMA}
+    schemas = definitions["$defs"] | {"Error": _ERROR, "Status": STATUS_SCHEMA, "StatusHistory": HISTORY_SCHEMA}
     for body in bodies:
         schemas[body.__name__] = _with_neutral_values(schemas[body.__name__])
     return {
@@ -81,6 +82,7 @@ def openapi_document() -> dict[str, Any]:
             "/health": {"get": _get("Whether requests are accepted.", "503")},
             "/metrics": {"get": _get("Prometheus metrics.", content="text/plain")},
             "/status": {"get": _get("The server's state; counts are since the start.", keys=True, schema="Status")},
+            "/status/history": {"get": _get("The last hour of /status.", keys=True, schema="StatusHistory")},
         },
         "components": {
             "schemas": schemas,

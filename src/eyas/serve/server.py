@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
     """Runs an application until a signal, then drains it."""
 
     def __init__(self, application: Application, *, tls: ssl.SSLContext | None = None) -> None:
-        self._context = application.context
+        self._context, self._history = application.context, application.history
         self._drain_seconds = self._context.limits.drain_seconds
         self._limiter = ConnectionLimiter(connection_cap(self._context.limits.max_connections))
         self._context.metrics.connections.set_function(lambda: self._limiter.open)
@@ -76,6 +76,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
         self.servers = [Listener(listening, self._accept) for listening in sockets or ()]  # type: ignore[misc]
+        self.sampling = asyncio.create_task(self._history.run())
         self.started = True
 
     def _accept(self, accepted: socket.socket, address: str) -> None:
@@ -124,6 +125,7 @@ class Server(uvicorn.Server):
         """Accept nothing more, wait for answers in flight, and end those beyond the limit with an error."""
         admission, engine_client = self._context.admission, self._context.engine_client
         admission.drain()
+        self.sampling.cancel()
         logger.info(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._drain_seconds, lambda: loop.run_in_executor(None, engine_client.close))

@@ -4,7 +4,10 @@ Counts never decrease while the server runs, except for `rows_by_depth`, which a
 that polls gets rates as differences over `at_seconds`, the server's clock.
 """
 
+from itertools import pairwise
 from typing import Any
+
+from prometheus_client import Counter, Histogram
 
 from eyas import __version__
 from eyas.serve.context import ServerContext
@@ -15,9 +18,32 @@ from eyas.serve.response_builder import speculative_counts
 DRIFTS = "raised while the drafter's state or acceptance degrades with depth: requests on auto then draft less deep"
 COLLAPSED = "raised while the drafter is of no use: requests on auto then decode plainly, except for probes"
 
+_HISTOGRAM: dict[str, Any] = {
+    "type": "object",
+    "required": ["upper_seconds", "counts"],
+    "properties": {
+        "upper_seconds": {"type": "array", "items": {"type": "number"}, "description": "Upper bounds of the buckets."},
+        "counts": {
+            "type": "array",
+            "items": {"type": "integer"},
+            "description": "How many fell into each bucket, since the start; the last is for those beyond all bounds.",
+        },
+    },
+}
 STATUS_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "required": ["version", "state", "at_seconds", "served", "load", "kv_blocks", "counts", "alarms", "notices"],
+    "required": [
+        "version",
+        "state",
+        "at_seconds",
+        "served",
+        "load",
+        "kv_blocks",
+        "counts",
+        "latency",
+        "alarms",
+        "notices",
+    ],
     "properties": {
         "version": {"type": "string"},
         "state": {"enum": ["ok", "draining", "failed"]},
@@ -63,7 +89,16 @@ STATUS_SCHEMA: dict[str, Any] = {
                 },
                 "failed_steps": {"type": "integer"},
                 "replaced_engines": {"type": "integer"},
+                "errors_by_status": {
+                    "type": "object",
+                    "additionalProperties": {"type": "integer"},
+                    "description": "Errors sent to clients, such as 429 while the queue is full.",
+                },
             },
+        },
+        "latency": {
+            "type": "object",
+            "properties": {"time_to_first_token": _HISTOGRAM, "inter_token_latency": _HISTOGRAM},
         },
         "alarms": {
             "type": "array",
@@ -98,7 +133,7 @@ def state_of(context: ServerContext) -> str:
 async def status_of(context: ServerContext) -> dict[str, Any]:
     """The whole state."""
     snapshot, admission = await context.engine_client.snapshot(), context.admission
-    supervisor, stats = context.engine_client.supervisor, snapshot.stats
+    supervisor, stats, metrics = context.engine_client.supervisor, snapshot.stats, context.metrics
     return {
         "version": __version__,
         "state": state_of(context),
@@ -123,6 +158,11 @@ async def status_of(context: ServerContext) -> dict[str, Any]:
             "rows_by_depth": {str(depth): count for depth, count in snapshot.rows_by_depth.items()},
             "failed_steps": supervisor.failed_steps,
             "replaced_engines": supervisor.replaced,
+            "errors_by_status": _by_label(metrics.errors, "status"),
+        },
+        "latency": {
+            "time_to_first_token": _histogram(metrics.time_to_first_token),
+            "inter_token_latency": _histogram(metrics.inter_token_latency),
         },
         "alarms": _alarms(snapshot),
         "notices": [
@@ -140,6 +180,22 @@ def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
         "max_model_len": model_info.max_model_len,
         "max_num_seqs": model_info.max_num_seqs,
         "sampling_defaults": model_info.sampling_defaults.given,
+    }
+
+
+def _by_label(counter: Counter, label: str) -> dict[str, int]:
+    (family,) = counter.collect()
+    return {one.labels[label]: int(one.value) for one in family.samples if one.name.endswith("_total")}
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    """A Prometheus histogram as counts of its buckets, which it has cumulated."""
+    (family,) = histogram.collect()
+    buckets = [(float(one.labels["le"]), int(one.value)) for one in family.samples if one.name.endswith("_bucket")]
+    below = [0, *(count for _, count in buckets)]
+    return {
+        "upper_seconds": [bound for bound, _ in buckets[:-1]],
+        "counts": [count - before for before, count in pairwise(below)],
     }
 
 
