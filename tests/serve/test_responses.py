@@ -154,6 +154,8 @@ def test_a_stream_that_fails_says_so(new_server: Any) -> None:
         ({"conversation": "conv_1"}, ["conversation", "whole conversation"]),
         ({"background": True}, ["background"]),
         ({"prompt": {"id": "pmpt_1"}}, ["prompt", "instructions and input"]),
+        ({"prompt_logprobs": 0}, ["prompt_logprobs", "/v1/chat/completions"]),
+        ({"return_token_ids": True}, ["return_token_ids", "/v1/chat/completions"]),
         ({"truncation": "auto"}, ["truncation", "disabled"]),
         ({"messages": []}, ["messages", "use input"]),
         ({"max_tokens": 5}, ["max_tokens", "max_output_tokens"]),

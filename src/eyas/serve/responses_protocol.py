@@ -19,6 +19,7 @@ Model = TypeVar("Model", bound=BaseModel)
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 SEND_ALL = "nothing is stored here; send the whole conversation as input"
+NO_PLACE = "a response of this API has no place for what it asks; use /v1/chat/completions"
 REFUSED_FIELDS = {
     "previous_response_id": SEND_ALL,
     "conversation": SEND_ALL,
@@ -26,8 +27,11 @@ REFUSED_FIELDS = {
     "context_management": "nothing is compacted here; send a shorter input",
     "max_tool_calls": "it limits built-in tools, and there are none; use parallel_tool_calls",
     "moderation": "nothing is moderated here; leave it out",
+    "prompt_logprobs": NO_PLACE,
+    "return_token_ids": NO_PLACE,
+    "return_tokens_as_token_ids": NO_PLACE,
 }
-"""Fields of the API that cannot be honoured; null is fine."""
+"""Fields that cannot be honoured; null and false are fine."""
 CHAT_WORDS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -161,7 +165,8 @@ def chat_body(body: ResponsesRequest) -> bytes:
     """The body of the chat completion that this request asks for."""
     extra = dict(body.model_extra or {})
     for field, why in REFUSED_FIELDS.items():
-        if extra.pop(field, None) is not None:
+        value = extra.pop(field, None)
+        if value is not None and value is not False:
             raise ApiError(400, f"{field} is not served: {why}", field=field, code="unsupported_parameter")
     for field, instead in CHAT_WORDS.items():
         if field in extra:
