@@ -32,6 +32,7 @@ from eyas.errors import UserError
 from eyas.loading import load_another, load_pair, require_fit
 from eyas.sampling import Sampling
 from eyas.sampling_params import SamplingParams
+from eyas.target.bad_words import bad_word_tokens
 from eyas.target.facts import read_facts
 from eyas.target.model import Target
 
@@ -279,6 +280,7 @@ class _RequestMaker:
             min_new_tokens=params.min_tokens,
             stop_ids=(frozenset() if params.ignore_eos else self._stop_ids) | frozenset(params.stop_token_ids),
             stop_strings=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
+            bad_words=bad_word_tokens(params.bad_words, self._target.tokenizer),
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             seed=params.seed,

@@ -38,6 +38,8 @@ class SamplingParams:
     """Texts that end the answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
     """Tokens that end it, besides the target's own."""
+    bad_words: tuple[str, ...] | list[str] = ()
+    """Texts that the answer does not have, by their tokens."""
     include_stop_str_in_output: bool = False
     """Whether the text has the stop string, or the text of the stop token, that ended it."""
     skip_special_tokens: bool = True

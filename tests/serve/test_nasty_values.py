@@ -30,7 +30,7 @@ FIELDS = [
     "chat_template_kwargs", "reasoning_effort", "chat_template", "add_generation_prompt", "continue_final_message",
     "include_stop_str_in_output", "allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens",
     "truncate_prompt_tokens", "return_token_ids", "return_tokens_as_token_ids",
-    "echo", "prompt_logprobs",
+    "echo", "prompt_logprobs", "bad_words",
 ]  # fmt: skip
 
 

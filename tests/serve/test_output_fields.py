@@ -143,3 +143,14 @@ def test_cached_tokens_are_told_for_the_same_salt_alone(new_server: Any) -> None
         body = {"prompt": prompt, "max_tokens": 2}
         told = [client.post("/v1/completions", body, headers=key).json["usage"] for key in keys]
         assert [one["prompt_tokens_details"]["cached_tokens"] for one in told] == [0, found, 0]
+
+
+def test_bad_words_do_not_come(client: Any, text: str) -> None:
+    word = text[2:4]
+    for fields in ({"speculative": {"mode": "off"}}, {"speculative": {"mode": "fixed", "depth": 3}}):
+        told = client.complete(max_tokens=24, ignore_eos=True, bad_words=[word], **fields).json["choices"][0]["text"]
+        assert word not in told
+        assert told.startswith(text[:3])
+    client.complete(bad_words=[" "]).assert_refused(400, "bad_words")
+    client.complete(bad_words=["a"] * 129).assert_refused(400, "bad_words", "128")
+    client.complete(bad_words=["a"], structured_outputs={"regex": "a+"}).assert_refused(400, "bad_words", "grammar")

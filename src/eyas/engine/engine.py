@@ -121,6 +121,9 @@ class Engine:
         allowed = request.sampling.allowed_tokens
         if request.min_new_tokens and allowed is not None and allowed <= request.stop_ids:
             raise UserError("allowed_tokens holds stop tokens only, which min_new_tokens forbids; allow another token")
+        ends = {word[-1] for word in request.bad_words} | (request.stop_ids if request.min_new_tokens else set())
+        if request.bad_words and len(ends) >= vocab_size:
+            raise UserError(f"bad_words may ban all {vocab_size} tokens of the target; leave some")
         if max(request.prompt) >= vocab_size:
             raise UserError(f"the prompt holds token {max(request.prompt)}; the target knows 0 to {vocab_size - 1}")
         if request.grammar is not None and request.grammar.vocab_size != vocab_size:

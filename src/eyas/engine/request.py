@@ -51,6 +51,8 @@ class Request:
     """Before there are as many, no stop id may be chosen."""
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the answer does not have: the last token may not come behind the others."""
     include_stop: bool = False
     """Whether the text has the stop string or the stop token's text that ended it."""
     skip_special_tokens: bool = True
@@ -85,6 +87,11 @@ class Request:
         for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if asked is not None and not 0 <= asked <= MOST_LOGPROBS:
                 raise UserError(f"{name} is {asked}, outside 0 to {MOST_LOGPROBS}; choose within")
+        if () in self.bad_words:
+            raise UserError("a bad word has 0 tokens; drop it")
+        if self.bad_words and (self.grammar is not None or self.sampling.allowed_tokens is not None):
+            other = "a grammar" if self.grammar is not None else "allowed_tokens"
+            raise UserError(f"bad_words may leave nothing of what {other} allows; drop one")
         if self.grammar is not None:
             self._require_an_end()
 

@@ -172,7 +172,7 @@ def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int
 def _takes_most_likely(seq: SequenceState) -> bool:
     """Whether the largest logit is the answer, here and behind drafts."""
     sampling = seq.request.sampling
-    shaped = sampling.shapes_logits or seq.matcher is not None
+    shaped = sampling.shapes_logits or seq.matcher is not None or bool(seq.request.bad_words)
     return not (sampling.temperature or shaped or seq.new_tokens < seq.request.min_new_tokens)
 
 
@@ -202,13 +202,31 @@ def lay_out(row: ScheduledRow, draft: Draft) -> AttentionRow:
 def sampling_metadata(seq: SequenceState, drafts: Sequence[int]) -> SamplingMetadata:
     """How a request's token behind its tokens and these drafts is chosen."""
     request = seq.request
-    made = seq.new_tokens + len(drafts)
     return SamplingMetadata(
         sampling=request.sampling,
         position=len(seq.tokens) + len(drafts),
         seed=request.seed,
         before=[*seq.tokens, *drafts] if request.sampling.penalises else (),
         prompt_length=seq.prompt_length,
-        banned=request.stop_ids if made < request.min_new_tokens else frozenset(),
+        banned=_banned(seq, drafts),
         mask_V=None if seq.matcher is None else seq.matcher.mask(seq.tokens, drafts),
     )
+
+
+def _banned(seq: SequenceState, drafts: Sequence[int]) -> frozenset[int]:
+    """Tokens that may not come behind a request's tokens and these drafts: early ends, and the ends of bad words.
+
+    It is a function of the tokens before alone, so what is banned is banned with and without drafts.
+    """
+    request = seq.request
+    made = seq.new_tokens + len(drafts)
+    banned = request.stop_ids if made < request.min_new_tokens else frozenset()
+    if not request.bad_words:
+        return banned
+    longest = min(made, max(len(word) for word in request.bad_words) - 1)
+    before = [*seq.tokens[max(seq.prompt_length, len(seq.tokens) - longest) :], *drafts]
+    return banned | {word[-1] for word in request.bad_words if _ends_with(before, word[:-1])}
+
+
+def _ends_with(tokens: Sequence[int], end: tuple[int, ...]) -> bool:
+    return not end or tuple(tokens[-len(end) :]) == end

@@ -116,6 +116,9 @@ class GenerationRequest(WireModel):
         False, description="Return the stop string, or the stop token's text, that ended the answer."
     )
     ignore_eos: bool = False
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=256)]] | None = Field(
+        None, max_length=128, description="Texts that the answer does not have, by their tokens."
+    )
     allowed_token_ids: Annotated[list[int] | None, Field(fail_fast=True), at_most(bounds.MAX_ALLOWED_TOKEN_IDS)] = (
         Field(None, min_length=1, description="The only tokens that may come.")
     )

@@ -34,6 +34,7 @@ from eyas.serve.reasoning import ReasoningSupport
 from eyas.serve.request_policy import RequestPolicy
 from eyas.serve.structured_outputs import GrammarSpec, grammar_spec_of
 from eyas.serve.tools import ToolSupport
+from eyas.target.bad_words import bad_word_tokens
 from eyas.target.model import Target
 
 COMPLETION_TOKENS = 16
@@ -246,6 +247,7 @@ class RequestBuilder:
                 min_new_tokens=body.min_tokens,
                 stop_ids=self._stop_token_ids(body),
                 stop_strings=_stop_strings(body.stop),
+                bad_words=bad_word_tokens(body.bad_words or (), self._target.tokenizer),
                 include_stop=body.include_stop_str_in_output,
                 # A parser of calls puts the markers it needs back in by itself.
                 skip_special_tokens=body.skip_special_tokens or new_parser is not None,
