@@ -20,6 +20,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "priority": (0,),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
