@@ -215,7 +215,7 @@ def body_attacks() -> Iterator[Attack]:
     for name, letter in (("letter", "a"), ("blank", " "), ("line", "\n"), ("accent", "é"), ("bird", "🦅")):
         text = letter * ((BODY_BYTES - 1000) // len(letter.encode()))
         body = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
-        yield _body(f"four megabytes of one {name}", TEXT, body, [400])
+        yield _body(f"four megabytes of one {name}", TEXT, body, [400, 413])
     yield _body("four megabytes of words", TEXT, {"prompt": "word " * 800_000, "max_tokens": 1}, [400, 413])
     yield _body(
         "a message of four megabytes", CHAT, _chat(messages=[{"role": "user", "content": "x" * 4_000_000}]), [400]
