@@ -114,8 +114,8 @@ def _body(name: str, path: str, body: Any, good: Sequence[int], **options: Any) 
     async def send(victim: Victim) -> int:
         return await victim.post(path, payload)
 
-    # A full server may refuse anything before it looks at it.
-    return Attack(name=name, good=frozenset(good) | {429, 503}, send=send, path=path, **options)
+    # A full server may refuse anything before it looks at it, and any server what is too large.
+    return Attack(name=name, good=frozenset(good) | {413, 429, 503}, send=send, path=path, **options)
 
 
 def _raw(name: str, make: Callable[[Victim], Sequence[bytes]], good: Sequence[int], **options: Any) -> Attack:
@@ -170,7 +170,7 @@ def grammar_attacks() -> Iterator[Attack]:
     yield _schema("two million items at most", INTEGERS | {"maxItems": 2_000_000}, [400])
     yield _schema("one more", INTEGERS | {"maxItems": 2_000_001}, [400])
     yield _schema("the same in $defs", {"$defs": {"x": INTEGERS | {"minItems": 10**9}}, "$ref": "#/$defs/x"}, [400])
-    yield _schema("items of items of items", _nested_arrays(3, 1000), [400])
+    yield _schema("items of items of items", _nested_arrays(3, 1000))
     yield _schema("small items, eight deep", _nested_arrays(8, 8))
     yield _schema("a text of a thousand million letters", {"type": "string", "minLength": 10**9}, [400])
     yield _schema("a pattern that repeats a repetition", {"type": "string", "pattern": "^((a{999}){999}){999}$"}, [400])
@@ -215,7 +215,7 @@ def body_attacks() -> Iterator[Attack]:
     for name, letter in (("letter", "a"), ("blank", " "), ("line", "\n"), ("accent", "é"), ("bird", "🦅")):
         text = letter * ((BODY_BYTES - 1000) // len(letter.encode()))
         body = json.dumps({"prompt": text, "max_tokens": 1}, ensure_ascii=False).encode()
-        yield _body(f"four megabytes of one {name}", TEXT, body, [400, 413])
+        yield _body(f"four megabytes of one {name}", TEXT, body, [400])
     yield _body("four megabytes of words", TEXT, {"prompt": "word " * 800_000, "max_tokens": 1}, [400, 413])
     yield _body(
         "a message of four megabytes", CHAT, _chat(messages=[{"role": "user", "content": "x" * 4_000_000}]), [400]
@@ -276,7 +276,7 @@ def protocol_attacks() -> Iterator[Attack]:
     yield _raw("a null in the path", lambda v: [v.head("GET", "/hea\0lth")], refused)
     yield _raw("a path of a megabyte", lambda v: [v.head("GET", "/" + "p" * 2**20)], [400, 404, 414, 431, CLOSED])
     yield _raw("HTTP/0.9", lambda v: [b"GET /health\r\n\r\n"], refused)
-    yield _raw("HTTP/2 without asking", lambda v: [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], refused)
+    yield _raw("HTTP/2 without asking", lambda v: [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], [400, 505])
     yield _raw("TLS", lambda v: [bytes.fromhex("16030100f4010000f00303") + bytes(64)], refused)
     yield _raw("noise", lambda v: [bytes(range(256)) * 64], refused)
     yield _raw(
