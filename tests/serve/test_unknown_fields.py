@@ -67,8 +67,8 @@ def test_unknown_fields_are_ignored_and_named(lenient: Any) -> None:
 def test_unknown_fields_within_messages_are_found(lenient: Any) -> None:
     parts = [{"type": "text", "text": "Hi", "cache_control": {}}]
     messages = [
-        {"role": "user", "content": parts, "user": {"name": 1}, "name": "Ada"},
-        {"role": "assistant", "content": "x", "audio": None},
+        {"role": "user", "content": parts, "user": {"name": 1}, "mood": "Ada"},
+        {"role": "assistant", "content": "x", "voice": 1},
         {"role": "user", "content": "y"},
     ]
     reply = lenient.chat(messages=messages)
@@ -76,9 +76,9 @@ def test_unknown_fields_within_messages_are_found(lenient: Any) -> None:
     named = reply.headers[IGNORED_HEADER].split(", ")
     assert sorted(named) == [
         "messages.0.content.0.cache_control",
-        "messages.0.name",
+        "messages.0.mood",
         "messages.0.user",
-        "messages.1.audio",
+        "messages.1.voice",
     ]
 
 
