@@ -103,10 +103,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from eyas.loading import load_another, load_pair
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
-    from eyas.serve.drafter_swap import DrafterSlot
+    from eyas.serve.endpoints.drafter_swap import DrafterSlot
     from eyas.serve.engine_client import EngineClient
     from eyas.serve.model_info import ModelInfo
-    from eyas.serve.server import Server, listen, url_of
+    from eyas.serve.transport.server import Server, listen, url_of
     from eyas.train.journal import versions
 
     drafter_name = choose_drafter(arguments.drafter, arguments.target)

@@ -47,7 +47,7 @@ def test_a_vllm_without_speculation_tells_no_drafts() -> None:
 def test_our_own_page_is_read() -> None:
     from eyas.engine.output import SpecDecodeStats
     from eyas.serve.engine_client import EngineSnapshot
-    from eyas.serve.metrics import ServerMetrics
+    from eyas.serve.monitoring.metrics import ServerMetrics
 
     stats = SpecDecodeStats(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
     snapshot = EngineSnapshot(stats=stats, prefix_lookups=10, prefix_hits=4)

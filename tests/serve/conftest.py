@@ -20,12 +20,12 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
-from eyas.serve.access import AccessRules
+from eyas.serve.access.policy import AccessRules
 from eyas.serve.app import Application
-from eyas.serve.drafter_swap import DrafterSlot
+from eyas.serve.endpoints.drafter_swap import DrafterSlot
 from eyas.serve.engine_client import EngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
-from eyas.serve.request_policy import RequestPolicy
+from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.target.generation_defaults import SamplingDefaults
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from eyas.errors import UserError
-from eyas.serve.access import AccessRules, access_rules, host_name, is_loopback
-from eyas.serve.json_logging import JsonFormatter
+from eyas.serve.access.policy import AccessRules, access_rules, host_name, is_loopback
 from eyas.serve.model_info import ServerLimits
+from eyas.serve.monitoring.json_logging import JsonFormatter
 from serve.test_operation import metrics
 
 LOOPBACK = access_rules("127.0.0.1")

@@ -17,7 +17,7 @@ from eyas.bench.requests import RequestOptions
 from eyas.bench.server import identify
 from eyas.bench.variants import list_variants
 from eyas.bench.workload import Task, Workload, synthetic_workload
-from eyas.serve.server import Server, listen, url_of
+from eyas.serve.transport.server import Server, listen, url_of
 
 
 @pytest.fixture

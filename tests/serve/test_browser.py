@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport
-from eyas.serve.server import Server, listen, url_of
+from eyas.serve.transport.server import Server, listen, url_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

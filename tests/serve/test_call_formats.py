@@ -12,7 +12,7 @@ from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.serve.api_error import ApiError
 from eyas.serve.parsers import deepseek_v3, harmony, kimi_k2
 from eyas.serve.parsers.registry import TOOL_CALL_FORMATS, by_name
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 from serve.conftest import serve
 from serve.parser_cases import CASES, TOOLS, offered
 from serve.scripted import joined, script, with_template

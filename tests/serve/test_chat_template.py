@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import letter_tokenizer
-from eyas.serve.protocol import ChatCompletionRequest
-from eyas.serve.request_policy import RequestPolicy
+from eyas.serve.protocol.completions import ChatCompletionRequest
+from eyas.serve.protocol.request_policy import RequestPolicy
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"

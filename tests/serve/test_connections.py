@@ -17,11 +17,11 @@ import httpx2
 import pytest
 
 from eyas.errors import UserError
-from eyas.serve import connection_limiter, http_protocol
-from eyas.serve.connection_limiter import client_network, connection_cap
-from eyas.serve.json_logging import LIMIT_LINES, LIMIT_SECONDS, JsonFormatter, RateLimitedHandler, log_event
-from eyas.serve.listener import Listener
 from eyas.serve.model_info import ServerLimits
+from eyas.serve.monitoring.json_logging import LIMIT_LINES, LIMIT_SECONDS, JsonFormatter, RateLimitedHandler, log_event
+from eyas.serve.transport import connection_limiter, http_protocol
+from eyas.serve.transport.connection_limiter import client_network, connection_cap
+from eyas.serve.transport.listener import Listener
 from serve.conftest import serve
 from serve.test_sockets import LONG, Running, running, slow_down, until
 
@@ -274,7 +274,7 @@ def test_a_client_that_does_not_read_holds_one_response_and_not_for_long(
 def test_a_stream_that_is_not_read_ends_with_its_request(
     begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("eyas.serve.connection.ERROR_SEND_SECONDS", 0.1)
+    monkeypatch.setattr("eyas.serve.transport.connection.ERROR_SEND_SECONDS", 0.1)
     body = json.dumps({**LONG, "stream": True, "logprobs": 20, "n": 4}).encode()
     head = f"POST /v1/completions {JSON_POST}content-length: {len(body)}\r\n\r\n".encode()
     with caplog.at_level(logging.INFO), begin(request_seconds=2) as server:
@@ -384,8 +384,8 @@ def test_a_flood_of_messages_is_counted_not_written() -> None:
 
     for index in range(100):
         log("asyncio", f"socket.accept() out of system resource\nsocket: {index}", after=0.01 * index)
-        log("eyas.serve.endpoint", "always written", after=0.01 * index)
-    log("eyas.serve.endpoint", "later", after=LIMIT_SECONDS + 1)
+        log("eyas.serve.endpoints.completions", "always written", after=0.01 * index)
+    log("eyas.serve.endpoints.completions", "later", after=LIMIT_SECONDS + 1)
     log("asyncio", "another", after=LIMIT_SECONDS + 2)
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert len(lines) == LIMIT_LINES + 100 + 3
@@ -398,7 +398,7 @@ def test_refusals_are_limited_by_kind_and_requests_are_not() -> None:
     stream = io.StringIO()
     handler = RateLimitedHandler(stream)
     handler.setFormatter(JsonFormatter())
-    logger = logging.Logger("eyas.serve.http_protocol")
+    logger = logging.Logger("eyas.serve.transport.http_protocol")
     logger.addHandler(handler)
     for _ in range(50):
         log_event(logger, "connection_refused", limited_by="bad_http", code="bad_http")

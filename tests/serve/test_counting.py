@@ -15,8 +15,8 @@ import pytest
 
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.serve.api_error import ApiError
-from eyas.serve.body_shape import MAX_VALUES, check_shape
 from eyas.serve.context import SHORT_BODY_BYTES
+from eyas.serve.protocol.body_shape import MAX_VALUES, check_shape
 from serve.conftest import serve
 
 KIND = {"content-type": "application/json"}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eyas.errors import UserError
-from eyas.serve.access import AccessRules
+from eyas.serve.access.policy import AccessRules
 from eyas.serve.model_info import ServerLimits
 from serve.test_operation import metrics
 from serve.test_sockets import slow_down

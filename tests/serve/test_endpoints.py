@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eyas import __version__
-from eyas.serve.refused_endpoints import REFUSED_ENDPOINTS
+from eyas.serve.endpoints.refused import REFUSED_ENDPOINTS
 
 
 def test_version_ping_and_load(new_server: Any) -> None:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from eyas.errors import UserError
 from eyas.serve.model_info import banner
-from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
+from eyas.serve.protocol.completions import ChatCompletionRequest, CompletionRequest
 from eyas.target.generation_defaults import SamplingDefaults, read_defaults
 
 SAID = {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.2, "max_new_tokens": 9}

@@ -10,7 +10,7 @@ import pytest
 
 from eyas.engine.grammar.compile import MOST_CHARACTERS
 from eyas.errors import UserError
-from eyas.serve.grammar_bounds import MAX_CHOICES, MAX_DEPTH, check_bounds
+from eyas.serve.grammar.bounds import MAX_CHOICES, MAX_DEPTH, check_bounds
 
 INTEGERS = {"type": "array", "items": {"type": "integer"}}
 

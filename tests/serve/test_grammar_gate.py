@@ -16,8 +16,8 @@ import pytest
 
 from chat_tokenizer import letter_tokenizer
 from eyas.engine.grammar.llguidance import tokenizer_data
-from eyas.serve.grammar_gate import GrammarGate
-from eyas.serve.grammar_worker import JOB_BYTES
+from eyas.serve.grammar.gate import GrammarGate
+from eyas.serve.grammar.worker import JOB_BYTES
 
 SLOW = json.dumps({"allOf": [{"type": "integer", "multipleOf": step} for step in (997, 991)]})
 """Passes the bounds, and takes as long as it is given."""
@@ -143,7 +143,7 @@ def test_a_worker_that_is_lost_is_replaced(gate: GrammarGate) -> None:
 
 def test_the_worker_imports_nothing_heavy() -> None:
     heavy = "('torch', 'transformers', 'numpy')"
-    command = f"import sys, eyas.serve.grammar_worker; print([name for name in {heavy} if name in sys.modules])"
+    command = f"import sys, eyas.serve.grammar.worker; print([name for name in {heavy} if name in sys.modules])"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment, check=True)
     assert found.stdout.strip() == "[]"
@@ -154,7 +154,7 @@ def test_no_worker_outlives_a_server_that_was_killed() -> None:
         f"import sys, time, json; sys.path[:] = {sys.path!r}\n"
         "from chat_tokenizer import letter_tokenizer\n"
         "from eyas.engine.grammar.compile import TokenizerData\n"
-        "from eyas.serve.grammar_gate import GrammarGate\n"
+        "from eyas.serve.grammar.gate import GrammarGate\n"
         "text = letter_tokenizer().backend_tokenizer.to_str()\n"
         "gate = GrammarGate(lambda: TokenizerData(text=text, n_vocab=96, eos_token=1))\n"
         "assert gate.check('a', 'regex', 'a').result(60).outcome == 'ok'\n"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from eyas.engine.grammar import compile as compile_module
-from eyas.serve import structured_outputs
-from eyas.serve.grammar_gate import GrammarVerdict
+from eyas.serve.grammar import structured_outputs
+from eyas.serve.grammar.gate import GrammarVerdict
 from serve.test_structured import schema_format
 
 INTEGERS = {"type": "array", "items": {"type": "integer"}}

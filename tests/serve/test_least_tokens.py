@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, chat_tokenizer, letter_tokenizer
-from eyas.serve.least_tokens import UNICODE_FORMS, least_tokens
+from eyas.serve.builders.least_tokens import UNICODE_FORMS, least_tokens
 
 TEXTS = [
     "the falcon and the eagle ",

@@ -14,8 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from eyas.engine.engine import Engine
 from eyas.serve.admission import AdmissionController
 from eyas.serve.api_error import ApiError
-from eyas.serve.json_logging import LOGGERS, JsonFormatter, log_event, log_json_lines
 from eyas.serve.model_info import ServerLimits
+from eyas.serve.monitoring.json_logging import LOGGERS, JsonFormatter, log_event, log_json_lines
 
 LONG = {"prompt": "abcabc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -250,11 +250,11 @@ def test_once_the_server_serves_everything_under_eyas_is_json_lines(capsys: pyte
     logging.getLogger("uvicorn.error").info("not shown")
     logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
     logging.getLogger("asyncio").error("socket.accept() out of system resource\nsocket: <fd=4>")
-    log_event(logging.getLogger("eyas.serve.endpoint"), "request", status=200, user=None)
+    log_event(logging.getLogger("eyas.serve.endpoints.completions"), "request", status=200, user=None)
     try:
         raise ValueError("worn out")
     except ValueError:
-        logging.getLogger("eyas.serve.endpoint").exception("a bug")
+        logging.getLogger("eyas.serve.endpoints.completions").exception("a bug")
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert all(line.pop("time").endswith("Z") for line in lines)
     assert "ValueError: worn out" in lines[5].pop("trace")
@@ -268,7 +268,7 @@ def test_once_the_server_serves_everything_under_eyas_is_json_lines(capsys: pyte
         )
     ] + [
         {"level": "info", "event": "request", "status": 200},
-        {"level": "error", "event": "notice", "logger": "eyas.serve.endpoint", "message": "a bug"},
+        {"level": "error", "event": "notice", "logger": "eyas.serve.endpoints.completions", "message": "a bug"},
     ]
 
 

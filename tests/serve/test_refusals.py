@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.protocol import NEUTRAL_VALUES
+from eyas.serve.protocol.completions import NEUTRAL_VALUES
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from eyas.errors import UserError
-from eyas.serve.root_path import read_root_path
+from eyas.serve.transport.root_path import read_root_path
 
 
 @pytest.mark.parametrize(

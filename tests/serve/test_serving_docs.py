@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.server import Server, listen, url_of
+from eyas.serve.transport.server import Server, listen, url_of
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "serving.md").read_text(encoding="utf-8")
 DOCUMENTED = "http://127.0.0.1:8000"

@@ -17,7 +17,7 @@ import pytest
 
 from eyas.errors import UserError
 from eyas.serve.model_info import ServerLimits
-from eyas.serve.server import Server, listen, url_of
+from eyas.serve.transport.server import Server, listen, url_of
 
 LONG = {"prompt": "abcabc", "max_tokens": 240, "temperature": 0, "ignore_eos": True}
 

@@ -13,8 +13,8 @@ import pytest
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RoundOutcome, StepReport
 from eyas.serve.model_info import ServerLimits
-from eyas.serve.server import Server
-from eyas.serve.status_history import SAMPLE_SECONDS, SAMPLES
+from eyas.serve.monitoring.status_history import SAMPLE_SECONDS, SAMPLES
+from eyas.serve.transport.server import Server
 
 
 def fits(value: Any, schema: Mapping[str, Any], at: str = "status") -> None:
@@ -173,7 +173,7 @@ def test_the_history_is_bounded_and_says_what_the_status_said(new_server: Any, m
             name: status[name] for name in ("counts", "latency")
         }
         same = AsyncMock(return_value=status)
-        monkeypatch.setattr("eyas.serve.status_history.status_of", same)
+        monkeypatch.setattr("eyas.serve.monitoring.status_history.status_of", same)
         for _ in range(SAMPLES + 5):
             asyncio.run(client.application.history.sample())
         assert len(client.get("/status/history").json["samples"]) == SAMPLES

@@ -19,8 +19,8 @@ import pytest
 
 from eyas.errors import UserError
 from eyas.serve.model_info import ServerLimits
-from eyas.serve.server import Server, listen, url_of
-from eyas.serve.tls import tls_context
+from eyas.serve.transport.server import Server, listen, url_of
+from eyas.serve.transport.tls import tls_context
 from serve.test_sockets import running, until
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from eyas.serve.json_logging import JsonFormatter
 from eyas.serve.model_info import ServerLimits
+from eyas.serve.monitoring.json_logging import JsonFormatter
 
 if TYPE_CHECKING:
     from eyas.target.model import Target

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from eyas.serve.request_policy import RequestPolicy
-from eyas.serve.unknown_fields import IGNORED_HEADER, MOST_NAMED, ignored_header
+from eyas.serve.protocol.request_policy import RequestPolicy
+from eyas.serve.protocol.unknown_fields import IGNORED_HEADER, MOST_NAMED, ignored_header
 
 
 @pytest.fixture

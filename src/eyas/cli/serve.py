@@ -236,16 +236,16 @@ def serve(
     from eyas.engine.config import EngineConfig, require_gpu
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair
-    from eyas.serve.access import access_rules, is_loopback
+    from eyas.serve.access.policy import access_rules, is_loopback
     from eyas.serve.app import Application
-    from eyas.serve.drafter_swap import DrafterSlot
+    from eyas.serve.endpoints.drafter_swap import DrafterSlot
     from eyas.serve.engine_client import EngineClient
-    from eyas.serve.json_logging import log_json_lines
     from eyas.serve.model_info import ModelInfo, ServerLimits, banner
-    from eyas.serve.request_policy import RequestPolicy
-    from eyas.serve.root_path import read_root_path
-    from eyas.serve.server import Server, listen, url_of
-    from eyas.serve.tls import tls_context
+    from eyas.serve.monitoring.json_logging import log_json_lines
+    from eyas.serve.protocol.request_policy import RequestPolicy
+    from eyas.serve.transport.root_path import read_root_path
+    from eyas.serve.transport.server import Server, listen, url_of
+    from eyas.serve.transport.tls import tls_context
     from eyas.target.device import choose_device, device_words
     from eyas.target.generation_defaults import read_defaults
     from eyas.target.template_override import read_template

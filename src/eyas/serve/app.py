@@ -13,30 +13,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from eyas import __version__
-from eyas.serve.access import AccessRules
+from eyas.serve.access.audit import AuditMiddleware, mark_recorded, note_refusal
+from eyas.serve.access.auth import ApiKeyMiddleware
+from eyas.serve.access.host_check import HostMiddleware
+from eyas.serve.access.policy import AccessRules
 from eyas.serve.api_error import ApiError, to_api_error
-from eyas.serve.audit import AuditMiddleware, mark_recorded, note_refusal
-from eyas.serve.auth import ApiKeyMiddleware
-from eyas.serve.connection import ClientDisconnectedError
 from eyas.serve.context import ServerContext
-from eyas.serve.drafter_swap import DrafterSlot, DrafterSwapEndpoint
-from eyas.serve.endpoint import Endpoint
+from eyas.serve.endpoints.completions import Endpoint
+from eyas.serve.endpoints.drafter_swap import DrafterSlot, DrafterSwapEndpoint
+from eyas.serve.endpoints.refused import refused_routes
+from eyas.serve.endpoints.responses import ResponsesEndpoint
+from eyas.serve.endpoints.tokenize import TokenizerEndpoints
 from eyas.serve.engine_client import EngineClient
-from eyas.serve.host_check import HostMiddleware
-from eyas.serve.json_logging import log_event
-from eyas.serve.metrics import CONTENT_TYPE
 from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.monitoring.json_logging import log_event
+from eyas.serve.monitoring.metrics import CONTENT_TYPE
+from eyas.serve.monitoring.status import state_of, status_of
+from eyas.serve.monitoring.status_history import StatusHistory
+from eyas.serve.monitoring.vllm_metrics import MetricsNames
 from eyas.serve.openapi import openapi_document
 from eyas.serve.page_files import page_routes
-from eyas.serve.protocol import ChatCompletionRequest, CompletionRequest
-from eyas.serve.refused_endpoints import refused_routes
-from eyas.serve.request_policy import RequestPolicy
-from eyas.serve.responses_endpoint import ResponsesEndpoint
-from eyas.serve.root_path import RootPathMiddleware
-from eyas.serve.status import state_of, status_of
-from eyas.serve.status_history import StatusHistory
-from eyas.serve.tokenize import TokenizerEndpoints
-from eyas.serve.vllm_metrics import MetricsNames
+from eyas.serve.protocol.completions import ChatCompletionRequest, CompletionRequest
+from eyas.serve.protocol.request_policy import RequestPolicy
+from eyas.serve.transport.connection import ClientDisconnectedError
+from eyas.serve.transport.root_path import RootPathMiddleware
 
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499

@@ -5,14 +5,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from eyas.serve.admission import AdmissionController
+from eyas.serve.builders.request_builder import RequestBuilder
+from eyas.serve.builders.token_text import TokenText
 from eyas.serve.engine_client import EngineClient
-from eyas.serve.metrics import ServerMetrics
+from eyas.serve.grammar.structured_outputs import GrammarCompiler
 from eyas.serve.model_info import ModelInfo, ServerLimits
-from eyas.serve.request_builder import RequestBuilder
-from eyas.serve.request_policy import RequestPolicy
-from eyas.serve.structured_outputs import GrammarCompiler
-from eyas.serve.token_text import TokenText
-from eyas.serve.vllm_metrics import MetricsNames
+from eyas.serve.monitoring.metrics import ServerMetrics
+from eyas.serve.monitoring.vllm_metrics import MetricsNames
+from eyas.serve.protocol.request_policy import RequestPolicy
 
 SHORT_BODY_BYTES = 2**16
 """Takes some tens of milliseconds to tokenize."""

@@ -5,12 +5,12 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from eyas import __version__
-from eyas.serve.drafter_swap import DrafterSwapRequest
-from eyas.serve.protocol import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
-from eyas.serve.responses_protocol import ResponsesRequest
-from eyas.serve.status import STATUS_SCHEMA
-from eyas.serve.status_history import HISTORY_SCHEMA
-from eyas.serve.tokenize import DetokenizeRequest, TokenizeRequest
+from eyas.serve.endpoints.drafter_swap import DrafterSwapRequest
+from eyas.serve.endpoints.tokenize import DetokenizeRequest, TokenizeRequest
+from eyas.serve.monitoring.status import STATUS_SCHEMA
+from eyas.serve.monitoring.status_history import HISTORY_SCHEMA
+from eyas.serve.protocol.completions import NEUTRAL_VALUES, ChatCompletionRequest, CompletionRequest
+from eyas.serve.protocol.responses import ResponsesRequest
 
 _ERROR = {
     "type": "object",

@@ -11,7 +11,7 @@ from typing import ClassVar
 from eyas.serve.parsers.base import BLANK, Markers, is_name
 from eyas.serve.parsers.delimited import CallMarkers, DelimitedCallParser
 from eyas.serve.parsers.formats import ToolCallFormat, calls_grammar, json_rule, literal, parameters_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 MARKERS = CallMarkers(
     section_begin="<｜tool▁calls▁begin｜>",

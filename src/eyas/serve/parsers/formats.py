@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from eyas.engine.grammar.compile import ON_ONE_LINE
 from eyas.serve.parsers.base import ToolParser
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from eyas.serve.parsers.base import BLANK, MAX_BLANKS, Markers, ParsedDelta, ToolParser, is_name
 from eyas.serve.parsers.formats import ToolCallFormat, free_text, json_rule, literal, parameters_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

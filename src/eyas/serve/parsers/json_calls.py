@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from eyas.serve.parsers.base import BLANK, MAX_BLANKS, MAX_NAME, Markers, ToolParser, openai_call_id, whole_characters
 from eyas.serve.parsers.formats import DEFINITIONS, ToolCallFormat, calls_grammar, json_rule, parameters_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 ARGUMENTS = ("arguments", "parameters")
 _IN_STRING = re.compile(r'["\\]')

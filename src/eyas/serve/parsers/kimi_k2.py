@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from eyas.serve.parsers.base import BLANK, is_name
 from eyas.serve.parsers.delimited import CallMarkers, DelimitedCallParser
 from eyas.serve.parsers.formats import ToolCallFormat, calls_grammar, json_rule, literal, parameters_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 MARKERS = CallMarkers(
     section_begin="<|tool_calls_section_begin|>",

@@ -10,7 +10,7 @@ from typing import Any
 from eyas.serve.api_error import ApiError
 from eyas.serve.parsers.formats import DEFINITIONS, free_text, json_rule, literal, parameters_of
 from eyas.serve.parsers.typed_arguments import resolved, types_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 NOT_BY_PARAMETER = ("$ref", "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "dependentSchemas")
 """What a schema of arguments may not say if they are written parameter by parameter."""

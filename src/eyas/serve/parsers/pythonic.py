@@ -14,7 +14,7 @@ from typing import Any
 from eyas.serve.parsers.base import BLANK, MAX_BLANKS, MAX_NAME, ToolParser, is_name, whole_characters
 from eyas.serve.parsers.formats import ToolCallFormat, json_rule, literal
 from eyas.serve.parsers.parameter_grammar import properties_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 MAX_CALL = 2**16
 """Characters of one call: `ast` takes a third of a second for the worst of this size."""

@@ -15,7 +15,7 @@ from eyas.serve.parsers.base import BLANK, Markers, ToolParser, is_name
 from eyas.serve.parsers.formats import ToolCallFormat, calls_grammar
 from eyas.serve.parsers.parameter_grammar import parameter_rules
 from eyas.serve.parsers.typed_arguments import ArgumentTypes, ArgumentWriter
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

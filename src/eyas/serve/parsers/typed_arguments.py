@@ -7,7 +7,7 @@ from typing import Any
 
 from eyas.serve.parsers.base import BLANK
 from eyas.serve.parsers.formats import DEFINITIONS, parameters_of
-from eyas.serve.protocol import Tool
+from eyas.serve.protocol.completions import Tool
 
 STRING = frozenset({"string"})
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)

@@ -1,0 +1,1 @@
+"""Who may do what, and the record of who was refused."""

@@ -1,0 +1,113 @@
+"""Who may do what: which keys, names and origins a server accepts, and who may change it.
+
+A server on the loopback address without keys is open to every program of its machine, so it must tell a program's
+request from one that a web page slipped past the browser: by DNS rebinding the Host is a stranger's name, across sites
+the Origin is.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from eyas.errors import UserError
+from eyas.serve.access.caller import caller_of
+from eyas.serve.api_error import ApiError
+
+ANY = "*"
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+_HOST = re.compile(r"\[(?P<v6>[0-9a-f:.]+)\](:\d+)?|(?P<name>[^\s/:@\[\]]+)(:\d+)?")
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/@?#]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccessRules:
+    """The operator's decisions. By default nothing is asked for, as it suits a server in a process of its own."""
+
+    api_keys: tuple[str, ...] = ()
+    """Without any, nobody needs one."""
+    admin_keys: tuple[str, ...] = ()
+    """Keys that may also change the server."""
+    open_changes: bool = True
+    """Whether a server without any keys takes changes from everyone."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Names that requests may be addressed to, as `host_name` writes them; None for all."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages elsewhere that may call this server; `*` for all."""
+
+    def __post_init__(self) -> None:
+        for origin in self.allowed_origins:
+            if origin != ANY and not _ORIGIN.fullmatch(origin):
+                raise UserError(f"allowed origin {origin!r} is not * or like https://example.com:8080; change it")
+
+    def allows_host(self, header: str) -> bool:
+        """Whether requests may carry this Host header."""
+        return self.allowed_hosts is None or host_name(header) in self.allowed_hosts
+
+    def allows_origin(self, origin: str, host: str) -> bool:
+        """Whether a web page of this origin may call a server that it addresses as `host`."""
+        _, separator, authority = origin.lower().partition("://")
+        same = separator != "" and authority == host.lower()
+        return same or ANY in self.allowed_origins or origin.lower() in self.allowed_origins
+
+    def require_admin(self, scope: Scope) -> None:
+        """Raise an error unless the request may change the server."""
+        caller = caller_of(scope)
+        if self.admin_keys and not caller.admin:
+            message = "changes need the administrator's key; send it as Authorization: Bearer KEY"
+            raise ApiError(401 if caller.key_digest is None else 403, message, code="admin_key_required")
+        if not self.admin_keys and (self.api_keys or not self.open_changes):
+            message = "changes need an administrator's key and this server has none; start it with --admin-key"
+            raise ApiError(403, message, code="admin_key_required")
+
+
+def host_name(header: str) -> str | None:
+    """The name in a Host header, without port, brackets, capitals or last dot; None if it is none."""
+    found = _HOST.fullmatch(header.strip().lower())
+    return None if found is None else found["v6"] or found["name"].removesuffix(".")
+
+
+def access_rules(
+    host: str,
+    *,
+    api_keys: Iterable[str] = (),
+    admin_keys: Iterable[str] = (),
+    allowed_hosts: Iterable[str] = (),
+    allowed_origins: Iterable[str] = (),
+) -> AccessRules:
+    """The rules of a server that listens on `host`.
+
+    On loopback without API keys only loopback names are accepted, and whoever can reach it may change it. Elsewhere
+    names are checked if some are given, and changes need an administrator's key.
+    """
+    api_keys, admin_keys = (tuple(key for key in keys if key) for keys in (api_keys, admin_keys))
+    listed = [name for text in allowed_hosts for name in text.replace(",", " ").split()]
+    names = []
+    for text in listed:
+        name = host_name(f"[{text}]" if text.count(":") > 1 and "[" not in text else text)
+        if name is None:
+            raise UserError(f"allowed host {text!r} is no name or address; give it without scheme and path")
+        names.append(name)
+    guarded = is_loopback(host) and not api_keys
+    hosts = None
+    if ANY not in listed and (listed or guarded):
+        hosts = tuple(dict.fromkeys([*LOOPBACK_HOSTS, host.lower(), *names]))
+    return AccessRules(
+        api_keys=api_keys,
+        admin_keys=admin_keys,
+        open_changes=guarded and hosts is not None,
+        allowed_hosts=hosts,
+        allowed_origins=tuple(
+            origin.lower().rstrip("/") for text in allowed_origins for origin in text.replace(",", " ").split()
+        ),
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

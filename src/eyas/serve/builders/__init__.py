@@ -1,0 +1,1 @@
+"""From request bodies to engine requests, and from engine outputs to responses."""

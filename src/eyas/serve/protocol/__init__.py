@@ -1,0 +1,1 @@
+"""Request bodies: their fields, their bounds, and what is refused."""
