@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import json
+import re
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +35,23 @@ pytestmark = [
         CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver: see `make browser`"
     ),
 ]
+
+
+# In the page: fetch that answers a chat with these deltas, one token each, and everything else as it was. It keeps the
+# bodies of chats in `asked`.
+STREAM = """
+const fetched = window.fetch, asked = (window.asked = []);
+const stream = (deltas) => async (address, options) => {
+  if (!address.includes("chat/completions")) return fetched(address, options);
+  asked.push(JSON.parse(options.body));
+  const counts = {passes: 1, drafts: 0, drafted_tokens: 0, accepted_tokens: 0, acceptance_length: null};
+  const end = (i) => (i + 1 < deltas.length ? null : "stop");
+  const chunks = deltas.map((delta, i) => ({choices: [{index: 0, delta, finish_reason: end(i),
+    speculative: {tokens: [i], texts: [delta.content ?? delta.reasoning], depths: [i % 8], ...counts}}]}));
+  const events = [...chunks.map((chunk) => JSON.stringify(chunk)), "[DONE]"];
+  return new Response(events.map((event) => `data: ${event}\n\n`).join(""));
+};
+"""
 
 
 class Browser:
@@ -64,6 +87,11 @@ class Browser:
         """Give a field a value as if by hand."""
         script = "const [id, value] = arguments, field = document.getElementById(id); field.value = value;"
         self.run(script + "field.dispatchEvent(new Event('input', {bubbles: true}))", field, value)
+
+    def module(self, name: str, expression: str, *arguments: Any) -> Any:
+        """What an expression gives with one of the page's modules as `m` and the arguments as `args`."""
+        script = f"const done = arguments[arguments.length - 1], args = arguments; import('/page/{name}.js').then("
+        return self.driver.execute_async_script(script + f"m => done({expression}), e => done(String(e)))", *arguments)
 
     def ask(self, message: str) -> None:
         self.one("#message").send_keys(message + "\n")
@@ -204,7 +232,8 @@ def test_an_answer_can_be_stopped(browser: Browser, new_server: Any) -> None:
 
 def test_both_sides_say_the_same(page: Browser) -> None:
     page.one("#tab-compare").click()
-    assert "timing of each alone" in page.text("#order-hint")
+    page.set("compare-prompt", "Hello")
+    assert "median of each side's two runs" in page.text("#order-hint")
     for temperature, order in ((0, "one"), (1, "both")):
         page.set("temperature", temperature)
         page.set("max-tokens", 30)
@@ -214,7 +243,10 @@ def test_both_sides_say_the_same(page: Browser) -> None:
         assert page.text("#verdict").startswith("✓ Same text"), page.text("#verdict")
         assert page.text("#plain-side .painted") == page.text("#drafted-side .painted") != ""
         assert page.run("return document.querySelector('#plain-side .tok:not(.d0)')") is None
+        words = page.text("#verdict")
+        assert any(part in words for part in ("times as fast", "Speculation lost here", "No clear difference"))
         for side in ("plain", "drafted"):
+            assert re.fullmatch(r"median [0-9.]+ tokens/s of [0-9.]+ and [0-9.]+", page.text(f"#{side}-median"))
             assert float(page.text(f"#{side}-side .figures dd")) > 0
 
 
@@ -231,6 +263,7 @@ def test_the_dashboard_shows_what_happens(page: Browser, client: Any) -> None:
     )
     assert set(figures) == {
         "Acceptance by depth", "Depth chosen", "Throughput", "Acceptance length", "Users", "KV cache",
+        "Time to first token", "Time between tokens", "Refusals and errors",
     }  # fmt: skip
     assert page.run("return document.querySelectorAll('#plots figure .bar.c1').length") >= 4
     assert page.run("return document.querySelectorAll('#plots figure .line').length") >= 4
@@ -239,7 +272,8 @@ def test_the_dashboard_shows_what_happens(page: Browser, client: Any) -> None:
     page.wait("return document.querySelector('#plots tbody tr td:nth-child(3)')")
     first = page.text("#plots tbody tr td:nth-child(3)")
     assert first == f"{int(100 * share + 0.5)} %"
-    assert "✓ quiet" in page.text("#alarm-list")
+    for words in ("✓ Requests taken: yes", "✓ Engine healthy: yes", "✓ Drafter useful: yes"):
+        assert words in page.text("#alarm-list")
     labels = page.run("return [...document.querySelectorAll('#plots svg')].map(s => s.getAttribute('aria-label'))")
     assert all(labels)
 
@@ -250,7 +284,7 @@ def test_an_alarm_shows(browser: Browser, new_server: Any) -> None:
             client.engine.controller.observe(StepReport(rounds=[RoundOutcome(key=0, drafted=3, accepted=0)]))
         browser.open(url + "#dashboard")
         browser.wait("return document.querySelector('#alarm-list .raised')")
-        assert "collapsed" in browser.text("#alarm-list")
+        assert "▲ Drafter useful: no" in browser.text("#alarm-list")
         assert "eyas check" in browser.text("#notice-list")
         assert "alarm" in browser.text("#state")
 
@@ -302,12 +336,318 @@ def test_a_refusal_is_shown_in_the_servers_words(browser: Browser, client: Any) 
 
 
 def test_nothing_is_wider_than_a_phone(page: Browser) -> None:
+    page.run(
+        STREAM + "window.fetch = stream([{content: arguments[0]}])",
+        f"```\n{'long ' * 60}\n```\n\n|a|b|\n|-|-|\n|{'x' * 200}|1|",
+    )
     page.driver.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride", {"width": 380, "height": 780, "deviceScaleFactor": 1, "mobile": True}
+        "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 780, "deviceScaleFactor": 1, "mobile": True}
     )
     try:
+        page.ask("Hello")
+        page.answered()
+        for shown in ("text", "painted"):
+            page.run(f"document.querySelector('#answers-as input[value={shown}]').click()")
+            assert page.run("return document.documentElement.scrollWidth") <= 390, shown
         for view in ("playground", "compare", "dashboard"):
             page.run(f"document.getElementById('tab-{view}').click()")
-            assert page.run("return document.documentElement.scrollWidth") <= 380, view
+            assert page.run("return document.documentElement.scrollWidth") <= 390, view
+            assert page.run("return document.querySelector('.top').offsetHeight") <= 0.25 * 780
     finally:
         page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+MARKDOWN = {
+    "plain *text* and **more**, `a*b*`": "<p>plain <em>text</em> and <strong>more</strong>, <code>a*b*</code></p>",
+    "<img src=x onerror=alert(1)>": "<p>&lt;img src=x onerror=alert(1)&gt;</p>",
+    "[a](javascript:alert(1)) [b](https://b.example/c)": '<p>[a](javascript:alert(1)) <a href="https://b.example/c" target="_blank" rel="noopener noreferrer">b</a></p>',  # noqa: E501
+    "# One\n### Two": "<h4>One</h4><h6>Two</h6>",
+    "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
+    "- a\n- b\n  - c\n\n1. d\n2. e": "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><ol><li>d</li><li>e</li></ol>",
+    "3. a\n\n4. b": '<ol start="3"><li>a</li><li>b</li></ol>',
+    "> a\n> b": "<blockquote><p>a<br>b</p></blockquote>",
+    "2 * 3 * 4, snake_case_name, \\*no\\*": "<p>2 * 3 * 4, snake_case_name, *no*</p>",
+    "---": "<hr>",
+    "text\n- item": "<p>text</p><ul><li>item</li></ul>",
+    "***both*** ~~gone~~": "<p><strong><em>both</em></strong> <del>gone</del></p>",
+}
+
+
+def test_markdown_becomes_nodes_and_never_markup(page: Browser) -> None:
+    show = (
+        "(() => { const d = document.createElement('div'); d.append(...m.markdown(args[0])); return d.innerHTML; })()"
+    )
+    for text, expected in MARKDOWN.items():
+        assert page.module("markdown", show, text) == expected, text
+    fenced = page.module("markdown", show, "```python\nif a < b:\n    *x*\n```\nafter")
+    assert '<pre tabindex="0"><code>if a &lt; b:\n    *x*</code></pre>' in fenced
+    assert "<span>python</span>" in fenced
+    assert fenced.endswith("<p>after</p>")
+    assert "<code>half" in page.module("markdown", show, "~~~\nhalf")  # while an answer still comes
+    table = page.module("markdown", show, "|a|b|\n|---|:-:|\n|1|`2`|")
+    assert "<thead><tr><th>a</th><th>b</th></tr></thead><tbody><tr><td>1</td><td><code>2</code></td></tr>" in table
+    for nasty in (">" * 3000, "- " * 3000, "*" * 9999, "`" * 9999, "[" * 9999, "_a" * 9999, "|" * 999 + "\n|-|-|"):
+        assert isinstance(page.module("markdown", show, nasty), str)
+
+
+def test_an_answer_is_prose_with_its_reasoning_folded_and_can_be_painted(page: Browser) -> None:
+    deltas = [{"reasoning": "Let me see."}, {"content": "**Yes**:\n"}, {"content": "\n```\ncode\n```"}]
+    page.run(STREAM + "window.fetch = stream(arguments[0])", deltas)
+    page.ask("Hello")
+    page.answered()
+    assert page.text(".prose strong") == "Yes"
+    assert "monospace" in page.run("return getComputedStyle(document.querySelector('.prose pre code')).fontFamily")
+    assert page.text(".reasoning .thoughts") == "Let me see."
+    assert not page.run("return document.querySelector('.reasoning').open")
+    assert not page.shows(".conversation .painted")
+    page.run("document.querySelector('#answers-as input[value=painted]').click()")
+    assert page.shows(".conversation .painted")
+    assert not page.shows(".prose")
+    page.driver.refresh()
+    page.wait("return document.getElementById('state').dataset.state === 'ok'")
+    assert page.shows(".conversation .painted")
+    assert page.text(".prose strong") == "Yes"
+
+
+def test_conversations_survive_a_reload_and_can_be_forgotten(page: Browser) -> None:
+    page.set("max-tokens", 12)
+    page.ask("Hello")
+    page.answered()
+    first = page.text(".painted")
+    page.driver.refresh()
+    page.wait("return document.getElementById('state').dataset.state === 'ok'")
+    assert page.text(".painted") == first
+    assert page.text(".question .body") == "Hello"
+    assert len(page.run("return [...document.querySelectorAll('.tokens tbody tr')]")) == 12
+    page.one("#anew").click()
+    page.set("max-tokens", 12)
+    page.ask("Another")
+    page.answered()
+    assert page.run("return [...document.querySelectorAll('.kept-title')].map(t => t.textContent)") == [
+        "Another",
+        "Hello",
+    ]
+    page.run("document.querySelectorAll('.kept-title')[1].click()")
+    assert page.text(".painted") == first
+    assert "this browser alone" in page.text("#kept")
+    page.run("document.getElementById('forget').click()")
+    assert page.shows("#welcome")
+    assert page.run("return localStorage.getItem('eyas-conversations')") is None
+    page.run('localStorage.setItem(\'eyas-conversations\', \'[{"id": 3}, {"id": "a", "turns": [{}]}]\')')
+    page.driver.refresh()
+    page.wait("return document.getElementById('state').dataset.state === 'ok'")
+    assert page.shows("#welcome")
+
+
+def test_what_is_kept_is_bounded(page: Browser) -> None:
+    kept = page.module(
+        "store",
+        "(() => { const turn = (n) => ({question: 'q', answer: {text: 'x'.repeat(n), tokens: [], passes: []}});"
+        "for (let i = 0; i < 30; i += 1) m.keep({id: `c${i}`, turns: [turn(200_000)]});"
+        "const many = m.kept().length; m.keep({id: 'big', turns: [turn(100)]});"
+        "return [many, m.kept()[0].id, localStorage.getItem('eyas-conversations').length]; })()",
+    )
+    many, first, size = kept
+    assert 5 <= many <= 20
+    assert first == "big"
+    assert size <= 2_000_000
+
+
+def test_a_question_can_be_edited_and_an_answer_regenerated(page: Browser) -> None:
+    page.run(STREAM + "window.fetch = stream([{content: 'yes'}])")
+    for question in ("one", "two"):
+        page.ask(question)
+        page.answered()
+    page.run("document.querySelectorAll('.again')[1].click()")
+    page.answered()
+    asked = page.run("return window.asked")
+    assert asked[2]["messages"] == asked[1]["messages"]
+    assert len(asked[2]["messages"]) == 3
+    page.run("[...document.querySelectorAll('.question .small')].find(b => b.textContent === 'Edit').click()")
+    assert page.run("return document.getElementById('message').value") == "one"
+    assert page.shows("#editing")
+    page.one("#edit-cancel").click()
+    assert page.run("return document.querySelectorAll('.question').length") == 2
+    page.run("[...document.querySelectorAll('.question .small')].find(b => b.textContent === 'Edit').click()")
+    page.ask(" more")
+    page.answered()
+    assert page.run("return window.asked.at(-1).messages") == [{"role": "user", "content": "one more"}]
+    assert page.run("return [...document.querySelectorAll('.question .body')].map(b => b.textContent)") == ["one more"]
+
+
+def test_settings_become_fields_and_the_same_request_as_code(page: Browser, client: Any, tmp_path: Path) -> None:
+    page.run(STREAM + "window.fetch = stream([{content: 'yes'}])")
+    schema = {"type": "object", "properties": {"it's": {"type": "null"}}}
+    values = {"top-p": 0.5, "seed": 7, "stop-texts": "END\nStop it", "max-tokens": 9, "temperature": 1}
+    for field, value in (values | {"schema": "{not"}).items():
+        page.set(field, value)
+    page.ask("it's")
+    assert page.run("return window.asked.length") == 0
+    assert "Not JSON" in page.run("return document.getElementById('schema').validationMessage")
+    page.set("schema", json.dumps(schema))
+    page.run("document.getElementById('composer').requestSubmit()")
+    page.answered()
+    page.wait("return window.asked.length")
+    body = page.run("return window.asked[0]")
+    fields = {"temperature": 1, "top_p": 0.5, "max_tokens": 9, "seed": 7, "stop": ["END", "Stop it"]}
+    assert {name: body[name] for name in fields} == fields
+    assert body["response_format"]["json_schema"]["schema"] == schema
+    page.set("schema", "")
+    page.run("document.getElementById('open-code').click()")
+    curl = page.text("#code-text")
+    assert "$EYAS_API_KEY" in curl
+    if shutil.which("curl"):
+        told = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=True).stdout
+        assert json.loads(told)["usage"]["completion_tokens"] <= 9, told
+    page.run("document.querySelector('input[value=python]').click()")
+    (call,) = [
+        node for node in ast.walk(ast.parse(page.text("#code-text")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "client.chat.completions.create"
+    ]  # fmt: skip
+    told = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    assert {name: told[name] for name in fields} == fields
+    assert told["messages"] == [{"role": "user", "content": "it's"}]
+    assert told["extra_body"] == {"speculative": {"mode": "auto"}}
+    page.one("#code-close").click()
+
+
+def test_a_conversation_can_be_exported(page: Browser, tmp_path: Path) -> None:
+    page.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    page.set("max-tokens", 5)
+    page.ask("Hello")
+    page.answered()
+    for ending in ("json", "markdown"):
+        page.run(f"document.getElementById('export-{ending}').click()")
+    deadline = time.monotonic() + 10
+    while len(list(tmp_path.glob("conversation*.[jm]*"))) < 2 or list(tmp_path.glob("*.crdownload")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (turn,) = json.loads((tmp_path / "conversation.json").read_text())["turns"]
+    assert turn["question"] == "Hello"
+    assert turn["answer"]["text"] == page.text(".painted")
+    assert f"## Answer\n\n{turn['answer']['text']}\n" in (tmp_path / "conversation.md").read_text()
+
+
+def test_badges_tell_the_truth(browser: Browser, new_server: Any) -> None:
+    with new_server() as client, running(client) as url:
+        step = client.engine.step
+        client.engine.step = lambda: (time.sleep(0.03), step())[1]
+        browser.open(url)
+        browser.set("max-tokens", 100)
+        browser.ask("Hello")
+        browser.wait("return document.getElementById('state').textContent === '1 running'")
+        assert browser.text(".badge") == "running"
+        browser.one("#stop").click()
+        browser.answered()
+        assert browser.text(".badge") == "stopped"
+        browser.wait("return document.getElementById('state').textContent === 'ready'")
+        browser.run("window.fetch = () => Promise.reject(new TypeError('gone'))")
+        browser.ask("Hello")
+        browser.answered()
+        assert (
+            browser.run("return [...document.querySelectorAll('.conversation .badge')].at(-1).textContent")
+            == "disconnected"
+        )
+        browser.wait("return document.getElementById('state').textContent === 'disconnected'")
+    browser.complaints()
+
+
+def test_the_focus_is_in_the_message_box_and_all_works_by_keyboard(page: Browser) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    def press(*keys: str) -> None:
+        ActionChains(page.driver).send_keys(*keys).perform()
+
+    def focused() -> str:
+        return str(page.run("const a = document.activeElement; return a.id || a.textContent || a.value"))
+
+    page.set("max-tokens", 5)
+    page.wait("return document.activeElement.id === 'message'")
+    press("Hello", Keys.ENTER)
+    page.answered()
+    assert focused() == "message"
+    seen = []
+    for _ in range(8):
+        ActionChains(page.driver).key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+        seen.append(focused())
+    assert {"Regenerate", "Copy", "Edit"} <= set(seen)
+    page.run("document.getElementById('message').focus()")
+    press(Keys.TAB, Keys.ARROW_RIGHT)
+    assert page.shows(".conversation .painted")
+    page.run("document.getElementById('open-code').focus()")
+    press(Keys.ENTER)
+    assert page.shows("#code-dialog")
+    press(Keys.ESCAPE)
+    assert not page.run("return document.getElementById('code-dialog').open")
+
+
+def luminance(colour: str) -> float:
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_depths_are_told_apart_and_read_in_both_themes(page: Browser) -> None:
+    for theme in ("light", "dark"):
+        page.run("document.documentElement.dataset.theme = arguments[0]", theme)
+        colours = page.run(
+            "return [...document.querySelectorAll('#scale .tok')].map(t => getComputedStyle(t))"
+            ".map(s => [s.backgroundColor, s.color])"
+        )
+        assert len(colours) == 7
+        card = page.run("return getComputedStyle(document.getElementById('settings')).backgroundColor")
+        grounds = [card, *(ground for ground, _ in colours)]
+        for before, after in pairwise(grounds):
+            assert contrast(before, after) >= 1.15, (theme, before, after)
+        for ground, ink in colours:
+            assert contrast(ground, ink) >= 4.5, (theme, ground, ink)
+
+
+def test_a_verdict_claims_what_the_runs_showed(page: Browser) -> None:
+    judge = "m.judge(args[0], args[1])"
+    assert page.module("verdict", judge, [10, 12], [20, 24])["words"].startswith("With speculation 2.00 times as fast")
+    assert page.module("verdict", judge, [20, 24], [10, 12])["words"].startswith("Speculation lost here: 2.00 times")
+    assert page.module("verdict", judge, [10, 14], [13, 18])["words"].startswith("No clear difference")
+    assert page.module("verdict", judge, [10, 10], [10.1, 10.1])["words"].startswith("No clear difference")
+    assert page.module("verdict", judge, [None, 1], [1, 1])["ratio"] is None
+
+
+def test_quantiles_come_from_buckets(page: Browser) -> None:
+    histogram = {"upper_seconds": [0.01, 0.1], "counts": [10, 10, 0]}
+    for share, expected in ((0.25, 5), (0.5, 10), (0.75, 55), (1, 100)):
+        assert page.module("flow", "m.quantile(args[0], args[1])", histogram, share) == pytest.approx(expected)
+    assert page.module("flow", "m.quantile(args[0], 0.5)", histogram | {"counts": [0, 0, 3]}) == 100
+    assert page.module("flow", "m.quantile(args[0], 0.5)", histogram | {"counts": [0, 0, 0]}) is None
+
+
+def test_a_dashboard_that_is_opened_late_shows_the_hour(browser: Browser, new_server: Any) -> None:
+    with new_server() as client:
+        client.complete(max_tokens=20)
+        context, history = client.application.context, client.application.history
+        object.__setattr__(context, "started", context.started - 3600)
+        asyncio.run(history.sample())
+        (now,) = client.get("/status/history").json["samples"]
+        for at in range(0, 3500, 10):
+            history._samples.append(json.dumps(now | {"at_seconds": at}))
+        history._samples.popleft()
+        client.complete(max_tokens=0)
+        with running(client) as url:
+            browser.open(url + "#dashboard")
+            browser.run(
+                "const s = document.getElementById('span'); s.value = 3600; s.dispatchEvent(new Event('change'))"
+            )
+            browser.run("document.querySelectorAll('#plots details').forEach(d => d.open = true)")
+            browser.wait("return document.querySelectorAll('#plots figure:nth-child(3) tbody tr').length > 100")
+            label = browser.run(
+                "return document.querySelector('#plots figure:nth-child(3) svg').getAttribute('aria-label')"
+            )
+            assert "last 60 minutes" in label
+            tiles = dict(browser.run("return [...document.querySelectorAll('#tiles > div')].map(d => [...d.children].slice(0, 2).map(c => c.textContent))"))  # fmt: skip  # noqa: E501
+            assert tiles["Errors"] == "1"
+            assert tiles["To first token"].endswith("s")

@@ -1,34 +1,50 @@
-// An answer on the page: painted text, figures that live, the passes as a strip, and all tokens as a table.
+// An answer on the page: its text, painted or as prose, figures that live, the passes as a strip, and all tokens.
 
-import { drawn, element } from "./dom.js";
+import { element } from "./dom.js";
+import { codeBlock, markdown } from "./markdown.js";
 import { duration, fixed, percent, plural, whole } from "./numbers.js";
-import { DEEPEST_COLOUR, Painter, origin } from "./painting.js";
+import { Painter, origin } from "./painting.js";
+import { strip } from "./strip.js";
 
-const BLOCK = 6;
+const PROSE_EVERY = 100; // milliseconds between renderings of a text that grows
 const ENDS = {
   length: "cut at the longest answer allowed",
   aborted: "stopped",
 };
 
 export class AnswerView {
-  constructor(place) {
+  /** `head` is the heading that gets the badge; `prose` whether the text is also rendered. */
+  constructor(place, head, { prose = false } = {}) {
+    this.badge = element("span", { class: "badge" });
+    head.querySelector(".badge")?.remove();
+    head.append(this.badge);
+    this.thoughts = element("div", { class: "thoughts" });
+    this.reasoning = element("details", { class: "reasoning" }, element("summary", {}, "Reasoning"), this.thoughts);
+    this.reasoning.hidden = true;
     this.text = element("div", { class: "painted" });
+    this.prose = prose ? element("div", { class: "prose" }) : null;
+    this.rendered = 0;
     this.passes = element("div", { class: "passes" });
     this.figures = element("dl", { class: "figures" });
     this.note = element("p", { class: "wrong", role: "alert" });
     this.table = element("details", { class: "tokens" }, element("summary", {}, "Token by token"));
     this.table.hidden = true;
-    place.replaceChildren(this.text, this.note, this.passes, this.figures, this.table);
+    const texts = this.prose ? [this.prose, this.text] : [this.text];
+    place.replaceChildren(this.reasoning, ...texts, this.note, this.passes, this.figures, this.table);
   }
 
   /** Ask and show what comes. A refusal is shown, not thrown; the outcome says whether there is an answer. */
   async follow(run) {
     const painter = new Painter(this.text);
-    this.text.classList.add("streaming");
+    const texts = [this.text, ...(this.prose ? [this.prose] : [])];
+    for (const text of texts) text.classList.add("streaming");
+    this.showState(run.state);
     let due = false;
     const refresh = () => {
       due = false;
+      if (run.state !== "running") return;
       this.showFigures(run);
+      if (performance.now() - this.rendered > PROSE_EVERY) this.showProse(run);
     };
     try {
       await run.go((fresh) => {
@@ -37,15 +53,41 @@ export class AnswerView {
         due = true;
       });
     } catch (error) {
-      this.note.textContent = `No answer: ${error.message}`;
+      this.note.textContent = run.tokens.length ? `The answer broke off: ${error.message}` : `No answer: ${error.message}`;
       return false;
     } finally {
-      this.text.classList.remove("streaming");
-      if (run.finish === "stop") painter.end();
-      this.showFigures(run);
-      if (run.tokens.length) this.showTable(run);
+      for (const text of texts) text.classList.remove("streaming");
+      this.finish(run, painter);
     }
     return true;
+  }
+
+  /** Show an answer that was kept. */
+  recall(record) {
+    const painter = new Painter(this.text);
+    if (record.tokens.length) painter.add(record.tokens);
+    else this.text.textContent = record.text; // too long to keep its tokens
+    this.finish(record, painter);
+  }
+
+  finish(run, painter) {
+    if (run.finish === "stop") painter.end();
+    this.showState(run.state);
+    this.showProse(run);
+    this.showFigures(run);
+    if (run.tokens.length) this.showTable(run);
+  }
+
+  showState(state) {
+    this.badge.dataset.state = state;
+    this.badge.textContent = state;
+  }
+
+  showProse(run) {
+    this.rendered = performance.now();
+    this.reasoning.hidden = !run.reasoning;
+    this.thoughts.textContent = run.reasoning ?? "";
+    this.prose?.replaceChildren(...(run.structured ? [codeBlock(run.text, "json")] : markdown(run.text)));
   }
 
   showFigures(run) {
@@ -90,31 +132,4 @@ export function summary(run) {
   const drafted =
     run.acceptanceLength === null ? "" : `, ${run.foreseen} from drafts, acceptance length ${fixed(run.acceptanceLength, 2)}`;
   return `${plural(run.tokens.length, "token")}${drafted}, ${fixed(run.speed)} tokens per second.`;
-}
-
-/** A column for each pass of the target: what it confirmed of the draft, and its own token on top. */
-function strip(passes, tokens) {
-  const tallest = Math.max(2, ...passes.map((depths) => depths.length));
-  const blocks = passes.flatMap((depths, column) =>
-    depths.map((depth, row) =>
-      drawn("rect", {
-        class: `block d${Math.min(depth, DEEPEST_COLOUR)}`,
-        x: column * BLOCK,
-        y: (tallest - row - 1) * BLOCK,
-        width: BLOCK - 1,
-        height: BLOCK - 1,
-      }),
-    ),
-  );
-  const width = passes.length * BLOCK;
-  const label = `${plural(passes.length, "pass").replace("passs", "passes")} of the target gave ${plural(tokens, "token")}`;
-  const picture = drawn(
-    "svg",
-    { viewBox: `0 0 ${width} ${tallest * BLOCK}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
-    drawn("title", {}, `${label}: a column for each pass, a block for each token`),
-    ...blocks,
-  );
-  picture.style.width = `min(100%, ${1.35 * width}px)`;
-  picture.style.height = `${1.35 * tallest * BLOCK}px`;
-  return picture;
 }

@@ -1,13 +1,18 @@
 // Puts the page together: views, and the one look at the server that all of them share.
 
+import { setUpAnswersAs } from "./answers_as.js";
+import { readHistory } from "./api.js";
+import { setUpCodeDialog } from "./code_dialog.js";
 import { allowCompare, setUpCompare } from "./compare.js";
 import { Dashboard } from "./dashboard.js";
 import { byId } from "./dom.js";
 import { History } from "./history.js";
+import { setUpKept } from "./kept.js";
 import { onKey, setUpKey } from "./key.js";
-import { plural } from "./numbers.js";
 import { setUpPlayground } from "./playground.js";
+import { onRun } from "./run.js";
 import { adaptTo, setUpSettings } from "./settings.js";
+import { showLost, showState } from "./state.js";
 import { setUpTabs } from "./tabs.js";
 import { setUpTheme } from "./theme.js";
 import { Watch } from "./watch.js";
@@ -18,15 +23,23 @@ let shown = null; // the view
 let known = ""; // what is served, as far as the page has adapted to it
 
 function seen(status) {
+  const missed = history.misses(status);
   history.add(status);
+  if (missed) catchUp();
   const served = JSON.stringify(status.served);
   if (served !== known) {
     known = served;
     adapt(status);
   }
-  const words = { ok: status.load.running ? `${plural(status.load.running, "answer")} running` : "ready" };
-  showState(status.alarms.some((alarm) => alarm.raised) ? "alarm" : status.state, words[status.state] ?? status.state);
-  if (shown === "dashboard") dashboard.show(history);
+  showState(status);
+  showDashboard();
+}
+
+/** What the server saw while this page was closed or hidden. Without it the plots begin now. */
+async function catchUp() {
+  const samples = await readHistory().catch(() => []);
+  history.merge(samples);
+  showDashboard();
 }
 
 function adapt({ served, version }) {
@@ -34,30 +47,38 @@ function adapt({ served, version }) {
   byId("served").textContent = `${served.model}, ${drafter}`;
   byId("foot").textContent = `eyas ${version}: up to ${served.max_model_len.toLocaleString("en")} tokens, ${served.max_num_seqs} answers at once.`;
   document.title = `${served.model} · eyas`;
+  document.body.dataset.model = served.model;
   adaptTo(served);
   allowCompare(served.max_depth > 0);
-}
-
-function showState(state, words) {
-  const pill = byId("state");
-  pill.dataset.state = state;
-  pill.textContent = state === "alarm" ? `alarm, ${words}` : words;
 }
 
 function show(view) {
   shown = view;
   byId("settings").hidden = view === "dashboard";
+  byId("kept").hidden = view !== "playground";
   document.body.dataset.view = view;
-  if (view === "dashboard" && history.latest) dashboard.show(history);
+  showDashboard();
 }
 
+function showDashboard() {
+  if (shown === "dashboard" && history.latest) dashboard.show(history);
+}
+
+const watch = new Watch(seen, showLost);
 setUpTheme(byId("theme"));
 setUpKey();
 setUpSettings();
+setUpAnswersAs(byId("answers-as"));
 setUpPlayground();
+setUpKept();
+setUpCodeDialog();
 setUpCompare();
+byId("span").addEventListener("change", showDashboard);
 setUpTabs(document.querySelector('[role="tablist"]'), show);
+// After the load: the browser goes to the address's # then, which takes the focus away.
+window.addEventListener("load", () => setTimeout(() => shown === "playground" && byId("message").focus({ preventScroll: true })));
 
-const watch = new Watch(seen, (error) => showState("lost", error.name === "TypeError" ? "out of reach" : error.message));
 onKey(() => watch.lookSoon());
+// The badge must not say otherwise for two seconds; the server needs a moment to take a request on, or to let go.
+onRun(() => setTimeout(() => watch.lookSoon(), 200));
 watch.lookSoon();

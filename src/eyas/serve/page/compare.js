@@ -1,88 +1,109 @@
-// One prompt twice, without and with speculation: how much sooner, and whether the text is the same.
+// One prompt without and with speculation, each twice: how much sooner, and whether the text is the same.
 //
-// Both runs have one seed. A token is a function of the target's distribution and the request's own chance, so the
+// All runs have one seed. A token is a function of the target's distribution and the request's own chance, so the
 // texts are the same at any temperature, up to rounding where two tokens are all but equally likely.
 
 import { AnswerView } from "./answer.js";
+import { readStatus } from "./api.js";
 import { byId, element } from "./dom.js";
 import { fixed, known, plural } from "./numbers.js";
 import { Run } from "./run.js";
-import { drafting, requestFields, systemMessages } from "./settings.js";
+import { drafting, requestFields, settingsFit, systemMessages } from "./settings.js";
+import { judge, median } from "./verdict.js";
 
+const SIDES = ["plain", "drafted"];
+const NAMES = { plain: "without speculation", drafted: "with speculation" };
+// Who goes first may gain or lose by it, so each side does once.
+const ORDERS = { one: [["plain"], ["drafted"], ["drafted"], ["plain"]], both: [SIDES, SIDES] };
 const HINTS = {
   one:
-    "One machine answers both, so they take turns: this is the timing of each alone. The prompt is read once before, " +
-    "untimed, so that neither pays for it.",
+    "One machine answers both, so they take turns: without, with, with, without. Speeds are the median of each side's " +
+    "two runs. The prompt is read once before, untimed, so that neither pays for it.",
   both:
-    "Both share the machine at this moment, so each is slower than alone; this shows two users, not a fair race. The " +
-    "prompt is read once before, untimed.",
+    "Both share the machine at this moment, so each is slower than alone; this shows two users, not a fair race. Each " +
+    "side runs twice; the prompt is read once before, untimed.",
 };
 
-let running = null; // the runs under way
+let running = null; // {runs, stopped}: all runs begun so far, and whether to begin no more
 
 async function compare(prompt) {
   const order = chosenOrder();
   const messages = [...systemMessages(), { role: "user", content: prompt }];
-  const common = { ...requestFields(), messages, seed: Math.floor(Math.random() * 2 ** 31) };
-  const plain = new Run({ ...common, speculative: { mode: "off" } });
-  const drafted = new Run({ ...common, speculative: drafting() });
-  // The second token is drafted for, so that both target and drafter have read the prompt when the clock starts.
-  const first = new Run({ ...common, max_tokens: 2, speculative: { mode: "fixed", depth: 1 } });
-  const views = { plain: new AnswerView(byId("plain-side")), drafted: new AnswerView(byId("drafted-side")) };
-  busy([first, plain, drafted]);
-  showSpeeds(0, 0);
+  const fields = requestFields();
+  const common = { ...fields, messages, seed: fields.seed ?? Math.floor(Math.random() * 2 ** 31) };
+  const ways = { plain: { mode: "off" }, drafted: drafting() };
+  const runs = { plain: [], drafted: [] };
+  begin();
+  const others = await answersInFlight();
   tell("Reading the prompt…");
-  const follow = {
-    plain: () => (tell("Answering without speculation…"), views.plain.follow(plain)),
-    drafted: () => (tell("Answering with speculation…"), views.drafted.follow(drafted)),
-  };
-  const read = await views.plain.follow(first);
-  const stopped = () => [first, plain, drafted].some((run) => run.finish === "aborted");
-  if (read && !stopped()) {
-    views.plain = new AnswerView(byId("plain-side"));
-    const answered =
-      order === "both"
-        ? (await Promise.all([follow.plain(), follow.drafted()])).every(Boolean)
-        : (await follow.plain()) && !stopped() && (await follow.drafted());
-    if (answered && !stopped()) showVerdict(plain, drafted, order);
-    else tell(stopped() ? "Stopped." : "One side has no answer, so there is nothing to compare.");
-  } else {
-    tell(stopped() ? "Stopped." : "No answer.");
+  // The second token is drafted for, so that both target and drafter have read the prompt when the clock starts.
+  let answered = await follow("plain", new Run({ ...common, max_tokens: 2, speculative: { mode: "fixed", depth: 1 } }));
+  for (const [step, sides] of ORDERS[order].entries()) {
+    if (!answered || running.stopped) break;
+    tell(`Run ${step + 1} of ${ORDERS[order].length}: ${sides.map((side) => NAMES[side]).join(" and ")}…`);
+    const outcomes = sides.map((side) => {
+      const run = new Run({ ...common, speculative: ways[side] });
+      runs[side].push(run);
+      return follow(side, run);
+    });
+    answered = (await Promise.all(outcomes)).every(Boolean);
   }
-  busy(null);
+  if (running.stopped) tell("Stopped.");
+  else if (!answered) tell("One run has no answer, so there is nothing to compare.");
+  else showVerdict(runs, order, others);
+  end();
 }
 
-function showVerdict(plain, drafted, order) {
-  const same = plain.text === drafted.text;
-  const ratio = drafted.speed / plain.speed;
-  const parts = [
-    same
-      ? element("strong", { class: "same" }, `✓ Same text, ${plural(plain.tokens.length, "token")}.`)
-      : element("strong", { class: "differs" }, `≠ The texts differ from character ${firstDifference(plain, drafted)} on.`),
-  ];
-  if (known(ratio)) {
-    showSpeeds(Math.min(1, 1 / ratio), Math.min(1, ratio));
-    const words = ratio >= 1 ? `${fixed(ratio, 2)} times as fast` : `${fixed(1 / ratio, 2)} times slower`;
-    const speeds = `${fixed(drafted.speed)} against ${fixed(plain.speed)} tokens/s`;
-    parts.push(element("span", {}, ` With speculation ${words}: ${speeds}${order === "both" ? ", sharing the machine" : ""}.`));
+/** Show a run on its side, in place of the one before. */
+function follow(side, run) {
+  running.runs.push(run);
+  return new AnswerView(byId(`${side}-side`), byId(`${side}-title`)).follow(run);
+}
+
+/** Answers of others, which take their share of the machine. */
+async function answersInFlight() {
+  try {
+    return (await readStatus()).load.in_flight;
+  } catch {
+    return 0; // the first run will tell what is wrong
   }
-  if (!same) {
-    parts.push(
-      element("span", { class: "soft" }, " Where two tokens are all but equally likely, rounding may decide either way; " +
-        "everything after such a place is another text."),
-    );
+}
+
+function showVerdict(runs, order, others) {
+  const speeds = Object.fromEntries(SIDES.map((side) => [side, runs[side].map((run) => run.speed)]));
+  const { ratio, words } = judge(speeds.plain, speeds.drafted);
+  const all = [...runs.plain, ...runs.drafted];
+  const differs = all.find((run) => run.text !== all[0].text);
+  const parts = [
+    differs
+      ? element("strong", { class: "differs" }, `≠ The texts differ from character ${firstDifference(all[0], differs)} on.`)
+      : element("strong", { class: "same" }, `✓ Same text, ${plural(all[0].tokens.length, "token")}.`),
+    element("span", {}, ` ${words}`),
+  ];
+  if (known(ratio)) showSpeeds(speeds, Math.min(1, 1 / ratio), Math.min(1, ratio));
+  if (order === "both") parts.push(element("span", { class: "soft" }, " Both shared the machine."));
+  if (others) {
+    const told = ` ${plural(others, "answer")} of others ran at the start, so these are not the speeds of a free machine.`;
+    parts.push(element("span", { class: "soft" }, told));
+  }
+  if (differs) {
+    const told = " Where two tokens are all but equally likely, rounding may decide either way; the rest is another text then.";
+    parts.push(element("span", { class: "soft" }, told));
   }
   byId("verdict").replaceChildren(...parts);
 }
 
-/** Bars, each a share of the faster one. */
-function showSpeeds(plain, drafted) {
-  byId("plain-speed").style.width = `${100 * plain}%`;
-  byId("drafted-speed").style.width = `${100 * drafted}%`;
+/** Bars, each a share of the faster one, and what they are made of. */
+function showSpeeds(speeds, ...shares) {
+  SIDES.forEach((side, i) => {
+    byId(`${side}-speed`).style.width = `${100 * shares[i]}%`;
+    const each = speeds[side].map((speed) => fixed(speed)).join(" and ");
+    byId(`${side}-median`).textContent = speeds[side].length ? `median ${fixed(median(speeds[side]))} tokens/s of ${each}` : "";
+  });
 }
 
-function firstDifference(plain, drafted) {
-  const [left, right] = [[...plain.text], [...drafted.text]];
+function firstDifference(one, other) {
+  const [left, right] = [[...one.text], [...other.text]];
   const at = left.findIndex((character, i) => character !== right[i]);
   return (at < 0 ? left.length : at) + 1;
 }
@@ -91,10 +112,26 @@ const tell = (words) => byId("verdict").replaceChildren(words);
 
 const chosenOrder = () => byId("compare-form").elements.order.value;
 
-function busy(runs) {
-  running = runs;
-  byId("compare-run").hidden = runs !== null;
-  byId("compare-stop").hidden = runs === null;
+function begin() {
+  running = { runs: [], stopped: false };
+  showButtons();
+  showSpeeds({ plain: [], drafted: [] }, 0, 0);
+}
+
+function end() {
+  running = null;
+  showButtons();
+}
+
+function showButtons() {
+  byId("compare-run").hidden = running !== null;
+  byId("compare-stop").hidden = running === null;
+}
+
+function stop() {
+  if (!running) return;
+  running.stopped = true;
+  for (const run of running.runs) run.abort();
 }
 
 export function setUpCompare() {
@@ -104,9 +141,9 @@ export function setUpCompare() {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const prompt = byId("compare-prompt").value.trim();
-    if (prompt && !running) compare(prompt);
+    if (prompt && !running && settingsFit()) compare(prompt);
   });
-  byId("compare-stop").addEventListener("click", () => running?.forEach((run) => run.abort()));
+  byId("compare-stop").addEventListener("click", stop);
   explain();
 }
 

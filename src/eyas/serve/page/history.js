@@ -1,7 +1,12 @@
-// What was seen of the server lately, and what happened between two looks: counts differenced over the server's clock.
+// What was seen of the server in the last hour, and what happened between two looks: counts differenced over its clock.
 
-export const WINDOW = 300; // seconds that are kept
+import { between } from "./flow.js";
+
 export const RECENT = 60; // seconds that "now" means where a single interval would say too little
+const KEPT = 3600; // seconds
+const FINE = 300; // seconds that are kept look by look; what is older is thinned
+const COARSE = 10; // seconds between looks that are older
+const POINTS = 150; // of a line: more would be noise
 
 export class History {
   constructor() {
@@ -14,33 +19,42 @@ export class History {
     if (last && status.at_seconds === last.at_seconds) return;
     if (last && status.at_seconds < last.at_seconds) this.samples = [];
     this.samples.push(status);
-    const oldest = status.at_seconds - WINDOW;
-    while (this.samples[0].at_seconds < oldest) this.samples.shift();
+    const [oldest, fine] = [status.at_seconds - KEPT, status.at_seconds - FINE];
+    let before = -Infinity;
+    this.samples = this.samples.filter(({ at_seconds: at }) => {
+      const stays = at >= oldest && (at >= fine || at - before >= COARSE - 1);
+      if (stays) before = at;
+      return stays;
+    });
+  }
+
+  /** Add what the server kept from before the page looked, or while it did not. */
+  merge(samples) {
+    const known = new Set(this.samples.map((sample) => sample.at_seconds));
+    const missed = samples.filter((sample) => !known.has(sample.at_seconds) && sample.at_seconds < this.latest.at_seconds);
+    this.samples = [...this.samples, ...missed].sort((a, b) => a.at_seconds - b.at_seconds);
+  }
+
+  /** Whether the server saw more than the page before this look. */
+  misses(status) {
+    return !this.latest || status.at_seconds - this.latest.at_seconds > 2 * COARSE;
   }
 
   get latest() {
     return this.samples.at(-1) ?? null;
   }
 
-  /** Seconds worth showing: a minute at first, more as there is more. */
-  get span() {
-    const covered = this.samples.length ? this.latest.at_seconds - this.samples[0].at_seconds : 0;
-    return [60, 120].find((seconds) => covered <= seconds) ?? WINDOW;
-  }
-
   /** Points (seconds before now, value) of something a single look tells. */
-  gauge(read) {
+  gauge(read, span) {
     const now = this.latest?.at_seconds;
-    return this.samples.map((sample) => ({ x: sample.at_seconds - now, y: read(sample) }));
+    return this.thinned(span).map((sample) => ({ x: sample.at_seconds - now, y: read(sample) }));
   }
 
   /** Points of something that happened between two looks. */
-  flow(read) {
+  flow(read, span) {
     const now = this.latest?.at_seconds;
-    return this.samples.slice(1).map((sample, i) => ({
-      x: sample.at_seconds - now,
-      y: read(between(this.samples[i], sample)),
-    }));
+    const looks = this.thinned(span);
+    return looks.slice(1).map((sample, i) => ({ x: sample.at_seconds - now, y: read(between(looks[i], sample)) }));
   }
 
   /** What happened lately. */
@@ -50,29 +64,14 @@ export class History {
     const from = this.samples.findLast((sample) => sample.at_seconds <= last.at_seconds - seconds) ?? this.samples[0];
     return between(from, last);
   }
+
+  /** Looks within the last seconds, the latest among them, no more than a line shows. */
+  thinned(span) {
+    const found = [];
+    for (const sample of this.samples.toReversed()) {
+      if (sample.at_seconds < this.latest.at_seconds - span) break;
+      if (!found.length || found.at(-1).at_seconds - sample.at_seconds >= span / POINTS) found.push(sample);
+    }
+    return found.reverse();
+  }
 }
-
-/** What happened from one look to another. */
-function between(earlier, later) {
-  const [a, b] = [earlier.counts, later.counts];
-  const depths = [...new Set([...Object.keys(a.rows_by_depth), ...Object.keys(b.rows_by_depth)])];
-  return {
-    seconds: later.at_seconds - earlier.at_seconds,
-    tokens: b.tokens - a.tokens,
-    passes: b.passes - a.passes,
-    drafts: b.drafts - a.drafts,
-    accepted: b.accepted_tokens - a.accepted_tokens,
-    acceptedByDepth: b.accepted_by_depth.map((count, i) => count - (a.accepted_by_depth[i] ?? 0)),
-    rowsByDepth: Object.fromEntries(depths.map((depth) => [depth, increase(a, b, depth)])),
-  };
-}
-
-/** A replaced engine counts its choices anew: less than before means all of it is new. */
-function increase(a, b, depth) {
-  const [before, after] = [a.rows_by_depth[depth] ?? 0, b.rows_by_depth[depth] ?? 0];
-  return after < before ? after : after - before;
-}
-
-export const acceptanceLength = (flow) => (flow && flow.drafts > 0 ? 1 + flow.accepted / flow.drafts : null);
-
-export const tokensPerSecond = (flow) => (flow && flow.seconds > 0 ? flow.tokens / flow.seconds : null);

@@ -1,6 +1,11 @@
 // One answer as it comes: its tokens with their origins, its text, and how long things took as seen from here.
 
-import { chat } from "./api.js";
+import { Lost, chat } from "./api.js";
+
+const listeners = [];
+
+/** Call `then` whenever an answer begins or ends. */
+export const onRun = (then) => listeners.push(then);
 
 export class Run {
   constructor(body) {
@@ -8,8 +13,10 @@ export class Run {
     this.tokens = []; // {id, text, depth}; a depth of 0 is the target's own choice
     this.passes = []; // the depths of what each pass of the target gave
     this.text = "";
+    this.reasoning = ""; // what a reasoning parser set apart
     this.counts = null; // how speculation goes, as the server counts
     this.finish = null; // why it ended: stop, length, aborted
+    this.state = "running"; // then done, stopped, error or disconnected
     this.started = this.first = this.last = null;
     this.aborter = new AbortController();
   }
@@ -17,14 +24,22 @@ export class Run {
   /** Ask, and call `onPiece` with the new tokens whenever some came. An aborted run ends without an error. */
   async go(onPiece) {
     this.started = performance.now();
+    tellListeners();
     try {
       for await (const chunk of chat(this.body, this.aborter.signal)) {
         const choice = chunk.choices[0];
         if (choice?.speculative) onPiece(this.take(choice));
       }
+      this.state = "done";
     } catch (error) {
-      if (error.name !== "AbortError") throw error;
+      if (error.name !== "AbortError") {
+        this.state = error instanceof Lost ? "disconnected" : "error";
+        throw error;
+      }
       this.finish = "aborted";
+      this.state = "stopped";
+    } finally {
+      tellListeners();
     }
   }
 
@@ -43,9 +58,16 @@ export class Run {
     this.tokens.push(...fresh);
     this.passes.push(depths);
     this.text += choice.delta.content ?? "";
+    this.reasoning += choice.delta.reasoning ?? "";
     this.counts = counts;
     this.finish = choice.finish_reason;
     return fresh;
+  }
+
+  /** What is shown of it, as data that can be kept. */
+  record() {
+    const { tokens, passes, text, reasoning, finish, state, wait, speed, acceptanceLength, mode, foreseen, structured } = this;
+    return { tokens, passes, text, reasoning, finish, state, wait, speed, acceptanceLength, mode, foreseen, structured };
   }
 
   /** Milliseconds until the first token. */
@@ -67,8 +89,15 @@ export class Run {
     return this.body.speculative.mode;
   }
 
+  /** Whether the text is JSON by a schema, not prose. */
+  get structured() {
+    return this.body.response_format !== undefined;
+  }
+
   /** How many tokens the drafter foresaw. */
   get foreseen() {
     return this.tokens.filter((token) => token.depth > 0).length;
   }
 }
+
+const tellListeners = () => listeners.forEach((then) => then());

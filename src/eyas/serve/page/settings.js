@@ -7,9 +7,35 @@ import { scale } from "./painting.js";
 export function requestFields() {
   const fields = {
     temperature: Number(byId("temperature").value),
+    top_p: Number(byId("top-p").value),
     max_tokens: Math.max(1, Math.floor(Number(byId("max-tokens").value)) || 1),
   };
+  if (byId("seed").value.trim()) fields.seed = Number(byId("seed").value);
+  const stop = byId("stop-texts").value.split("\n").filter(Boolean);
+  if (stop.length) fields.stop = stop;
+  const schema = byId("schema").value.trim();
+  if (schema) fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(schema) } };
   return { ...fields, speculative: speculation(byId("speculation").value) };
+}
+
+/** Whether the settings make a request; otherwise the first wrong one says why. */
+export function settingsFit() {
+  byId("schema").setCustomValidity(wrongInSchema(byId("schema").value.trim()));
+  const wrong = [...byId("settings").querySelectorAll("input, textarea")].find((field) => !field.checkValidity());
+  if (!wrong) return true;
+  wrong.closest("details")?.setAttribute("open", "");
+  wrong.reportValidity();
+  return false;
+}
+
+function wrongInSchema(text) {
+  if (!text) return "";
+  try {
+    const schema = JSON.parse(text);
+    return schema !== null && typeof schema === "object" && !Array.isArray(schema) ? "" : "A JSON schema is an object, such as {\"type\": \"object\"}.";
+  } catch (error) {
+    return `Not JSON: ${error.message}`;
+  }
 }
 
 /** How to draft, if it is to be drafted at all. */
@@ -43,6 +69,8 @@ function refresh() {
   byId("depth-value").textContent = byId("depth").value;
   const temperature = Number(byId("temperature").value);
   byId("temperature-value").textContent = temperature === 0 ? "0, greedy" : String(temperature);
+  byId("top-p-value").textContent = byId("top-p").value;
+  byId("schema").setCustomValidity(""); // judged anew when something is sent
 }
 
 export function setUpSettings() {
