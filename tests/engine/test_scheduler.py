@@ -27,6 +27,7 @@ def seq(
     new: int = 8,
     speculation: Speculation = OFF,
     cache_salt: str | None = None,
+    priority: int = 0,
 ) -> SequenceState:
     """A request whose prompt is its own, or given."""
     tokens = [1000 * key + i for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -39,6 +40,7 @@ def seq(
             max_new_tokens=new,
             speculation=speculation,
             cache_salt=cache_salt,
+            priority=priority,
         ),
     )
 
@@ -163,6 +165,22 @@ def test_requests_are_admitted_in_arrival_order() -> None:
     while made.running or made.waiting:
         order += [row.seq.key for row in step(made).rows if row.start == 0]
     assert order == [0, 1, 2, 3, 4]
+
+
+def test_a_lower_priority_goes_first_and_is_sent_back_last() -> None:
+    made = scheduler(max_num_seqs=1)
+    added(made, seq(0, 3, new=2), seq(1, 3, new=2, priority=5), seq(2, 3, new=2), seq(3, 3, new=2, priority=-1))
+    order: list[int] = []
+    while made.running or made.waiting:
+        order += [row.seq.key for row in step(made).rows if row.start == 0]
+    assert order == [3, 0, 2, 1], "by priority, then by arrival"
+
+    made = scheduler(blocks=8)
+    bulk, urgent = added(made, seq(0, 13, new=17, priority=1), seq(1, 11, new=17))
+    while not (bulk.finished or urgent.finished):
+        step(made)
+    assert (bulk.preemptions, urgent.preemptions) == (1, 0), "the earlier one is the less urgent"
+    assert urgent.finished
 
 
 def test_a_small_request_does_not_overtake_a_large_one() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from eyas.serve.admission import AdmissionController
 from eyas.serve.api_error import ApiError
 from eyas.serve.model_info import ServerLimits
 from eyas.serve.monitoring.json_logging import LOGGERS, JsonFormatter, log_event, log_json_lines
+from eyas.serve.protocol.request_policy import RequestPolicy
+from serve.conftest import OPTIONS
 
 LONG = {"prompt": "abcabc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -289,3 +292,25 @@ def test_the_model_is_described(client: Any) -> None:
     assert card["max_model_len"] == 256
     assert card["speculative"] == {"drafter": "tiny-drafter", "mode": "auto", "depth": None}
     assert client.get("/health").json == {"status": "ok"}
+
+
+def test_priority_decides_who_waits_and_not_what_is_said(new_server: Any) -> None:
+    policy = RequestPolicy(scheduling_policy="priority")
+    with new_server(policy=policy, options=replace(OPTIONS, max_num_seqs=1)) as client:
+        ended: list[str] = []
+
+        async def ask(name: str, priority: int) -> str:
+            reply = await client.send("POST", "/v1/completions", json=LONG | {"max_tokens": 60, "priority": priority})
+            ended.append(name)
+            return str(reply.json["choices"][0]["text"])
+
+        async def main() -> list[str]:
+            first = asyncio.create_task(ask("first", 0))
+            while not client.engine.scheduler.running:
+                await asyncio.sleep(0.001)
+            asks = [asyncio.create_task(ask(name, priority)) for name, priority in (("bulk", 5), ("urgent", -5))]
+            return await asyncio.gather(first, *asks)
+
+        texts = asyncio.run(main())
+        assert ended == ["first", "urgent", "bulk"]
+        assert len(set(texts)) == 1

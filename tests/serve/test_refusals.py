@@ -16,7 +16,7 @@ from eyas.serve.protocol.completions import NEUTRAL_VALUES
         ({"colour": "red"}, ["colour", "leave it out"]),
         ({"tools": [{"type": "function"}]}, ["tools", "not supported yet"]),
         ({"suffix": "end"}, ["suffix", "not supported yet"]),
-        ({"priority": 3}, ["priority", "not supported yet", "3"]),
+        ({"priority": 3}, ["priority", "3", "--scheduling-policy priority"]),
         ({"best_of": 2}, ["best_of", "2"]),
         ({"temperature": -1}, ["temperature", "-1", "0"]),
         ({"temperature": 1e-9}, ["temperature", "1e-09", "0 for greedy"]),

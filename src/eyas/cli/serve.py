@@ -14,6 +14,7 @@ from eyas.cli.options import Cache, Device, Dtype, LogLevel, report
 
 logger = logging.getLogger(__name__)
 UnknownFieldsOption = Literal["refuse", "report"]
+SchedulingPolicyOption = Literal["fcfs", "priority"]
 MAX_DEPTH = 7
 """The deepest that the controller and requests may draft, unless `num_speculative_tokens` is larger."""
 
@@ -156,6 +157,12 @@ def serve(
         UnknownFieldsOption,
         typer.Option(help="Unknown fields of requests: refuse, or report in a header and ignore.", rich_help_panel=API),
     ] = "refuse",
+    scheduling_policy: Annotated[
+        SchedulingPolicyOption,
+        typer.Option(
+            help="fcfs: first come, first served; priority: by the request's priority first.", rich_help_panel=API
+        ),
+    ] = "fcfs",
     reasoning_parser: Annotated[
         str | None,
         typer.Option(
@@ -313,7 +320,11 @@ def serve(
             report(f"page      {url}/")
         if check:
             return
-        policy = RequestPolicy(unknown_fields=unknown_fields, trust_request_chat_template=trust_request_chat_template)
+        policy = RequestPolicy(
+            unknown_fields=unknown_fields,
+            scheduling_policy=scheduling_policy,
+            trust_request_chat_template=trust_request_chat_template,
+        )
         log_json_lines(log_level.number)
         application = Application(
             engine_client,

@@ -66,6 +66,8 @@ class Request:
     speculation: Speculation = field(default_factory=Speculation)
     grammar: "Grammar | None" = None
     """What the answer may say; it ends where the grammar is complete, if not before."""
+    priority: int = 0
+    """Lower goes first; among equals, whoever came first. It decides when an answer comes, never its tokens."""
     cache_salt: str | None = None
     """Only requests with the same one share cached prefixes."""
 
@@ -124,7 +126,7 @@ class SequenceState:
     key: int
     """The engine's name for it."""
     arrival: int
-    """Earlier requests go first and are sent back last."""
+    """Of requests with equal priority, earlier ones go first and are sent back last."""
     request: Request
     tokens: list[int] = field(init=False)
     """The prompt, then what was chosen."""
@@ -149,6 +151,11 @@ class SequenceState:
         self.tokens = list(request.prompt)
         if request.grammar is not None:
             self.matcher = request.grammar.matcher(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Lower goes first and is sent back last."""
+        return self.request.priority, self.arrival
 
     @property
     def prompt_length(self) -> int:

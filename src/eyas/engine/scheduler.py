@@ -1,21 +1,23 @@
 """Which requests take part in the next step, with how many tokens, and in which blocks.
 
-First come, first served. A step goes through these in order, and what comes late gets what is left:
+First come, first served, among requests of equal priority; lower priorities go first. That order is a request's turn.
+A step goes through these in order, and what comes late gets what is left:
 
     decoding   every running request with one pending token reads it; nothing holds it up
     drafts     tokens behind it for the target to verify; half of the remaining budget, if prompts want the rest
-    reading    prompts in arrival order, in chunks; something is always left for the first
-    admission  waiting requests in arrival order, behind what the prefix cache has of them
+    reading    prompts by turn, in chunks; something is always left for the first
+    admission  waiting requests by turn, behind what the prefix cache has of them
 
 Blocks follow the same order but for drafts, which come last: speculation never takes a block from a request. A request
 gets the blocks of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
-latest arrival loses its blocks and waits again, and the prefix cache makes reading it again cheap.
+one whose turn is last loses its blocks and waits again, and the prefix cache makes reading it again cheap.
 
-Invariants: running requests arrived before waiting ones; the oldest moves in every step and is never preempted;
-between steps a request owns no block beyond its tokens.
+Invariants: running and waiting requests each stand in the order of their turns, and with one priority all running ones
+before all waiting ones; the first running one moves in every step and is never preempted; between steps a request owns
+no block beyond its tokens.
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -52,7 +54,7 @@ class SchedulerOutput:
     """What the next step computes."""
 
     rows: tuple[ScheduledRow, ...]
-    """Decoding requests, then reading ones, then admitted ones; each in arrival order."""
+    """Decoding requests, then reading ones, then admitted ones; each by turn."""
     preempted: tuple[SequenceState, ...]
     """Requests that lost their blocks for it."""
 
@@ -87,7 +89,7 @@ class Scheduler:
         self._max_prompt_logits = max_prompt_logits or max_num_batched_tokens
         self._lives: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
-        self._waiting: deque[SequenceState] = deque()
+        self._waiting: list[SequenceState] = []
         self._latest_arrival: int | None = None
 
     @property
@@ -97,7 +99,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[SequenceState]:
-        """Requests that own blocks, in arrival order."""
+        """Requests that own blocks, by turn."""
         return list(self._running)
 
     def limit(self, seq: SequenceState) -> int:
@@ -122,7 +124,7 @@ class Scheduler:
             )
         self._latest_arrival = seq.arrival
         self._lives[seq.key] = seq
-        self._waiting.append(seq)
+        insort(self._waiting, seq, key=_turn)
 
     def cancel(self, key: int) -> bool:
         """End a request at any moment, even during a step, and free what it owns. False if it is not here."""
@@ -206,14 +208,19 @@ class Scheduler:
             seq = self._running.pop()
             self._vacate(seq)
             seq.preemptions += 1
-            self._waiting.appendleft(seq)
+            insort(self._waiting, seq, key=_turn)
 
     def check(self) -> None:
         """Raise AssertionError unless requests and blocks are in order. For between steps."""
         self._block_manager.check(seq.blocks for seq in self._running)
         queue = [*self._running, *self._waiting]
         assert {seq.key: seq for seq in queue} == self._lives
-        assert [seq.arrival for seq in queue] == sorted({seq.arrival for seq in queue}), "not in arrival order"
+        for part in (self._running, self._waiting):
+            assert [seq.turn for seq in part] == sorted({seq.turn for seq in part}), "not by turn"
+        if len({seq.request.priority for seq in queue}) == 1:
+            assert [seq.turn for seq in queue] == sorted({seq.turn for seq in queue}), (
+                "a later one runs before its turn"
+            )
         assert len(self._running) <= self._max_num_seqs
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
@@ -227,7 +234,7 @@ class Scheduler:
             assert not seq.blocks, f"request {seq.key} waits but owns blocks"
 
     def _seat_tokens(self) -> list[SequenceState]:
-        """Give each request the blocks of its tokens, oldest first, and preempt the latest where none is left.
+        """Give each request the blocks of its tokens by turn, and preempt the last where none is left.
 
         Reading requests have theirs since they were admitted; it is for the newest token of decoding ones.
         """
@@ -239,11 +246,11 @@ class Scheduler:
                 index += 1
                 continue
             assert len(self._running) > 1, "add() lets in only what fits alone"
-            latest = self._running.pop()
-            self._vacate(latest)
-            latest.preemptions += 1
-            self._waiting.appendleft(latest)
-            preempted.append(latest)
+            last = self._running.pop()
+            self._vacate(last)
+            last.preemptions += 1
+            insort(self._waiting, last, key=_turn)
+            preempted.append(last)
         return preempted
 
     def _seat_drafts(self, seq: SequenceState, drafts: int) -> int:
@@ -277,7 +284,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.target_length
         seated = self._extend(seq, len(seq.tokens))
         assert seated, "match() said that the blocks are there"
-        self._running.append(self._waiting.popleft())
+        insort(self._running, self._waiting.pop(0), key=_turn)
         return seq
 
     def _extend(self, seq: SequenceState, positions: int) -> bool:
@@ -311,6 +318,10 @@ class Scheduler:
                 drafted=end <= seq.drafter_length,
                 cache_salt=seq.request.cache_salt,
             )
+
+
+def _turn(seq: SequenceState) -> tuple[int, int]:
+    return seq.turn
 
 
 def _row(seq: SequenceState, count: int, *, drafts: int = 0) -> ScheduledRow:

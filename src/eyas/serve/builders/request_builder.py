@@ -236,6 +236,14 @@ class RequestBuilder:
         if body.stream_options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream true; set it or leave both out", field="stream_options")
         require_spaces(body, self._target)
+        if body.priority and self._policy.scheduling_policy != "priority":
+            raise ApiError(
+                400,
+                f"priority is {body.priority}, but requests are served in the order of arrival here; leave it out, or "
+                "start the server with --scheduling-policy priority",
+                field="priority",
+                code="unsupported_parameter",
+            )
         prompts = [truncated(prompt, body, max_tokens, self._model_info.max_model_len) for prompt in prompts]
         sampling = _sampling(body, self._model_info.sampling_defaults.given)
         seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -256,6 +264,7 @@ class RequestBuilder:
                 prompt_logprobs=_prompt_logprobs(body, logprobs),
                 speculation=self._speculation(body),
                 grammar=grammar,
+                priority=body.priority,
             )
             for prompt in prompts
             for choice in range(body.n)

@@ -20,7 +20,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "priority": (0,),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -142,6 +141,7 @@ class GenerationRequest(WireModel):
     cache_salt: str | None = Field(
         None, min_length=1, description="Only requests with the same salt, and the same key, share cached prefixes."
     )
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="Lower goes first. Needs --scheduling-policy priority.")
     user: str | None = Field(
         None, max_length=512, description="Goes to the server's log, so that an operator can tell users apart."
     )

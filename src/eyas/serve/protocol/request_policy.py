@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 UnknownFields = Literal["refuse", "report"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,5 +13,7 @@ class RequestPolicy:
 
     unknown_fields: UnknownFields = "refuse"
     """refuse: a field that is not known is a 400; report: it is ignored and named in a response header."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """fcfs: first come, first served; priority: a request may say that it goes before or behind others."""
     trust_request_chat_template: bool = False
     """Whether a request may bring a chat template of its own, which is a program."""
