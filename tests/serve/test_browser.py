@@ -564,6 +564,7 @@ def test_the_focus_is_in_the_message_box_and_all_works_by_keyboard(page: Browser
 
     page.set("max-tokens", 5)
     page.wait("return document.activeElement.id === 'message'")
+    assert page.run("return window.scrollY") == 0
     press("Hello", Keys.ENTER)
     page.answered()
     assert focused() == "message"

@@ -9,7 +9,7 @@ import { byId } from "./dom.js";
 import { History } from "./history.js";
 import { setUpKept } from "./kept.js";
 import { onKey, setUpKey } from "./key.js";
-import { setUpPlayground } from "./playground.js";
+import { setUpPlayground, showEnd } from "./playground.js";
 import { onRun } from "./run.js";
 import { adaptTo, setUpSettings } from "./settings.js";
 import { showLost, showState } from "./state.js";
@@ -75,8 +75,13 @@ setUpCodeDialog();
 setUpCompare();
 byId("span").addEventListener("change", showDashboard);
 setUpTabs(document.querySelector('[role="tablist"]'), show);
-// After the load: the browser goes to the address's # then, which takes the focus away.
-window.addEventListener("load", () => setTimeout(() => shown === "playground" && byId("message").focus({ preventScroll: true })));
+// The browser goes to the address's # at the load, which scrolls the header away and takes the focus.
+window.addEventListener("load", () =>
+  setTimeout(() => {
+    window.scrollTo(0, 0);
+    if (shown === "playground") showEnd();
+  }),
+);
 
 onKey(() => watch.lookSoon());
 // The badge must not say otherwise for two seconds; the server needs a moment to take a request on, or to let go.

@@ -103,6 +103,12 @@ const tellListeners = () => listeners.forEach((then) => then());
 const hiddenBelow = () =>
   byId("conversation").getBoundingClientRect().bottom + byId("composer").offsetHeight - window.innerHeight;
 
+/** Go where the conversation goes on. */
+export function showEnd() {
+  if (conversation.turns.length && hiddenBelow() > 0) window.scrollBy(0, hiddenBelow());
+  byId("message").focus({ preventScroll: true });
+}
+
 /** Follow the answer's end, unless its reader has scrolled away from it. */
 function scrollAlong() {
   const below = hiddenBelow();
