@@ -1,5 +1,6 @@
 """What a plan says of a GPU's memory is what a GPU holds, once an engine has drafted and recorded there."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import Room, footprint
+from eyas.plan.memory import Footprint
 from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import usual_drafter
 from eyas.sampling import Sampling
@@ -31,10 +33,9 @@ def used() -> int:
     return total - free
 
 
-def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
-    torch.zeros(1, device="cuda")
-    before = used()
-    config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": 8})
+def drafted(layers: int) -> tuple[Engine, Footprint]:
+    """An engine that has drafted and captured, and what a plan says of it."""
+    config = LlamaConfig(**{**LLAMA_8B, "num_hidden_layers": layers})
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
         try:
@@ -57,5 +58,17 @@ def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
         for user in range(USERS)
     ]
     engine.generate(ask)
+    return engine, planned
+
+
+def test_planned_bytes_are_those_that_a_gpu_holds() -> None:
+    # Kernels are loaded when they first run and stay: what they take is the runtime's, which a plan counts apart.
+    engine, _ = drafted(layers=7)
+    del engine
+    gc.collect()
+    before = used()
+    engine, planned = drafted(layers=8)
     together = planned.weights + planned.drafter + planned.beside_weights + engine.budget.bytes
-    assert used() - before == pytest.approx(together, rel=0.05)
+    held = used() - before
+    print(f"held {held:,}, planned {together:,}")
+    assert held == pytest.approx(together, rel=0.05)
