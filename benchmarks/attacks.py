@@ -62,7 +62,7 @@ class Victim:
         """A connection."""
         return await asyncio.open_connection(self.address, self.port)
 
-    async def exchange(self, *pieces: bytes, pause: float = 0.0) -> int:
+    async def exchange(self, *pieces: bytes) -> int:
         """Send bytes, piece by piece; the status of what comes back."""
         reader, writer = await self.open()
         try:
@@ -70,7 +70,6 @@ class Victim:
                 for piece in pieces:
                     writer.write(piece)
                     await writer.drain()
-                    await asyncio.sleep(pause)
             return await status_of(reader)
         finally:
             writer.close()
@@ -119,12 +118,12 @@ def _body(name: str, path: str, body: Any, good: Sequence[int], **options: Any) 
 
 
 def _raw(name: str, make: Callable[[Victim], Sequence[bytes]], good: Sequence[int], **options: Any) -> Attack:
-    pause = options.pop("pause", 0.0)
-
     async def send(victim: Victim) -> int:
-        return await victim.exchange(*make(victim), pause=pause)
+        return await victim.exchange(*make(victim))
 
-    return Attack(name=name, good=frozenset(good), send=send, **options)
+    # What gets as far as a route may find the server full.
+    busy = {429, 503} if "path" in options else set()
+    return Attack(name=name, good=frozenset(good) | busy, send=send, **options)
 
 
 def _chat(**fields: Any) -> dict[str, Any]:
