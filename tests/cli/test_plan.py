@@ -240,7 +240,9 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "models--some--model" / "refs" / "main").write_text(commit)
     _, record = run("some/model", "--gpu", "h100")
     assert record["target"]["parameters"] == 8_030_261_248
-    with pytest.raises(UserError, match=r"neither in the local cache nor .* give the path of its config.json"):
+    with pytest.raises(
+        UserError, match=r"the local cache does not have it and the hub cannot be asked .*; check the name"
+    ):
         run("other/model")
 
 
