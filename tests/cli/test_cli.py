@@ -24,9 +24,14 @@ def test_help_imports_nothing_heavy() -> None:
         "heavy = {'torch', 'transformers', 'numpy', 'safetensors', 'huggingface_hub'} & sys.modules.keys()\n"
         "sys.exit(f'imported {heavy}' if heavy else code)\n"
     )
-    for arguments in (["--help"], ["check", "--help"], ["serve", "-h"], ["--version"], ["--show-completion"]):
+    for arguments in (["--help"], ["check", "--help"], ["serve", "-h"], ["--version"]):
         done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+    # The shell is named: `--show-completion` asks the parent process, which need not be a shell that completes.
+    asked = os.environ | {"_EYAS_COMPLETE": "source_bash"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=asked)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "complete -o default -F _eyas_completion eyas" in done.stdout
     # The control: the script does tell.
     control = [sys.executable, "-c", "import numpy\n" + script, "--version"]
     done = subprocess.run(control, capture_output=True, text=True, check=False)
