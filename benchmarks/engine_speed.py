@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from eyas.cli.speculation import read_tree
+from eyas.data.conversations import read_conversations
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
@@ -38,7 +39,6 @@ from eyas.engine.runner.drafter import Tree
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.sampling import Sampling
 from eyas.target.model import Target
-from eyas.train.conversations import read_conversations
 from eyas.train.journal import versions
 
 Tokens = list[tuple[int, ...]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from eyas.train.chat import Encoded
+from eyas.data.chat_encoder import Encoded
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 LETTERS = ["Ġ", "Ċ", *(sign for sign in string.printable[:94] if sign not in "~^`@")]

@@ -11,6 +11,7 @@ import torch
 
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.data.conversations import Conversation, parse_conversation
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.evaluate.decoders import Answer, EngineDecoders
@@ -27,7 +28,6 @@ from eyas.evaluate.evaluate import (
 from eyas.evaluate.plot import plot_evaluation
 from eyas.evaluate.prompts import PrefixText, Prompt, Questions
 from eyas.target.model import Target
-from eyas.train.conversations import Conversation, parse_conversation
 from eyas.train.estimate import RoundCounts
 
 DEPTHS = (1, 2, 4)

@@ -6,10 +6,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
+from eyas.data.chat_encoder import ChatEncoder
+from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
 from eyas.train.augment import SYSTEM_PROMPTS, Augmenter
-from eyas.train.chat import ChatEncoder
-from eyas.train.conversations import Conversation, Message
 from eyas.train.corpus import encode_conversations
 from eyas.train.recipe import Augmentation, read_recipe
 

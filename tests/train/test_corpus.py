@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.data.chat_encoder import ChatEncoder
+from eyas.data.conversations import Conversation
 from eyas.errors import UserError
 from eyas.train import corpus as corpus_module
-from eyas.train.chat import ChatEncoder
-from eyas.train.conversations import Conversation
 from eyas.train.corpus import Corpus, encode_conversations, encode_corpus, pack_arrays, packs, split
 from eyas.train.packing import FitCounts
 

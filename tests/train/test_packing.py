@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from eyas.data.chat_encoder import Encoded
+from eyas.data.conversations import Conversation
 from eyas.errors import UserError
 from eyas.train import packing
-from eyas.train.chat import Encoded
-from eyas.train.conversations import Conversation
 from eyas.train.packing import FitCounts, fit, pack
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from eyas.data.conversations import Conversation, parse_conversation, read_conversations
 from eyas.errors import UserError
-from eyas.train.conversations import Conversation, parse_conversation, read_conversations
 
 # SPEED-Bench is published with this in place of texts that its own script must fetch.
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"

@@ -16,9 +16,9 @@ from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
+    from eyas.data.regenerate import Answerer, ChatPrompt, Progress, Reply
     from eyas.sampling import Sampling
     from eyas.target.model import Target
-    from eyas.train.regenerate import Answerer, ChatPrompt, Progress, Reply
 
 LONGEST = 2048
 SEQS_ON_CPU, SEQS_ELSEWHERE = 16, 256
@@ -93,11 +93,11 @@ def answer(
     from itertools import islice
 
     from eyas.checksum import sha256_of
+    from eyas.data.conversations import read_conversations
+    from eyas.data.regenerate import regenerate
     from eyas.errors import UserError
     from eyas.loading import load_target
     from eyas.sampling import Sampling
-    from eyas.train.conversations import read_conversations
-    from eyas.train.regenerate import regenerate
 
     sampling = Sampling(temperature=temperature, top_p=top_p)
     conversations = list(islice(read_conversations(file), limit))
@@ -159,12 +159,12 @@ def _answerer(
     target: "Target", sampling: "Sampling", *, max_num_seqs: int, max_length: int, max_tokens: int, seed: int
 ) -> "Answerer":
     """The engine as training knows it: messages in, text out."""
+    from eyas.data.regenerate import Reply
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.engine.output import RequestOutput
     from eyas.engine.request import FinishReason, Request
     from eyas.errors import UserError
-    from eyas.train.regenerate import Reply
 
     target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
     stop_ids = target.stop_ids()

@@ -32,10 +32,10 @@ def show(
     cache: Cache = None,
 ) -> None:
     """Print one conversation as the target reads it, what is trained on in colour, and counts."""
+    from eyas.data.chat_encoder import ChatEncoder
+    from eyas.data.conversations import read_conversations
     from eyas.errors import UserError
     from eyas.target.tokenizer import load_tokenizer
-    from eyas.train.chat import ChatEncoder
-    from eyas.train.conversations import read_conversations
 
     tokenizer, stop_ids = load_tokenizer(target, cache=cache)
     encoder = ChatEncoder(tokenizer, stop_ids)

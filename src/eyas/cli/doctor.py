@@ -13,10 +13,10 @@ from eyas.cli.libraries import import_libraries
 from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 
 if TYPE_CHECKING:
+    from eyas.data.conversations import Conversation
     from eyas.doctor.examination import Examination, ExaminationConfig, ExaminationPrompt
     from eyas.doctor.requirements import Requirement
     from eyas.target.model import Target
-    from eyas.train.conversations import Conversation
 
 
 def doctor(
@@ -156,7 +156,7 @@ def _config(
 
 
 def _read(files: Sequence[Path]) -> "list[Conversation]":
-    from eyas.train.conversations import read_conversations
+    from eyas.data.conversations import read_conversations
 
     return [conversation for file in files for conversation in read_conversations(file)]
 

@@ -19,9 +19,9 @@ from eyas.cli.options import AsJson, Cache, Device, Dtype, report
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
+    from eyas.data.conversations import Conversation
     from eyas.evaluate.evaluate import Estimates, GivenAnswer
     from eyas.target.model import Target
-    from eyas.train.conversations import Conversation
 
 LONGEST = 8192
 # Tokens and rows that the estimate scores at a time.
@@ -213,7 +213,7 @@ def _follow(
 
 
 def _read(files: Sequence[Path], limit: int | None) -> "list[Conversation]":
-    from eyas.train.conversations import read_conversations
+    from eyas.data.conversations import read_conversations
 
     return list(islice(chain.from_iterable(read_conversations(file) for file in files), limit))
 

@@ -140,8 +140,8 @@ def _ask(text: str) -> list[dict[str, str]]:
 
 def _read(file: Path) -> list[list[dict[str, str]]]:
     """The questions of a file: each conversation up to its first user turn."""
+    from eyas.data.conversations import read_conversations
     from eyas.errors import UserError
-    from eyas.train.conversations import read_conversations
 
     asked = []
     for conversation in read_conversations(file):

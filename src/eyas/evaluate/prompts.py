@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
 from eyas.target.model import Target
-from eyas.train.conversations import Conversation, Message
 
 # The golden ratio spreads any number of points evenly.
 _SPREAD = 0.6180339887498949

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from eyas.train.conversations import Conversation, Message
+from eyas.data.conversations import Conversation, Message
 from eyas.train.recipe import Augmentation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from eyas.train.chat import ChatEncoder, Encoded
+    from eyas.data.chat_encoder import ChatEncoder, Encoded
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -163,7 +163,7 @@ def find_opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
 
 def encode_bare(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     """The contents as lines of bare text, special tokens as the tokenizer adds them; answers are masked."""
-    from eyas.train.chat import Encoded
+    from eyas.data.chat_encoder import Encoded
 
     text, spans = "", []
     for message in conversation.messages:

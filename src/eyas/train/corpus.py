@@ -21,10 +21,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from transformers import PreTrainedTokenizerBase
 
+from eyas.data.chat_encoder import ChatEncoder
+from eyas.data.conversations import Conversation, read_conversations
 from eyas.errors import UserError
 from eyas.train.augment import Augmenter
-from eyas.train.chat import ChatEncoder
-from eyas.train.conversations import Conversation, read_conversations
 from eyas.train.packing import FitCounts, fit, pack
 from eyas.train.recipe import MIN_JOIN_LENGTH, Augmentation
 

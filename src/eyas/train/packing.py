@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from eyas.data.chat_encoder import Encoded
+from eyas.data.conversations import Conversation
 from eyas.errors import UserError
-from eyas.train.chat import Encoded
-from eyas.train.conversations import Conversation
 
 OPEN_PACKS = 64
 """More of them waste less padding and mix documents from further apart."""

@@ -20,8 +20,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
-from eyas.train.conversations import Conversation, Message
 
 
 @dataclass(frozen=True, kw_only=True)

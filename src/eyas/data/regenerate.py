@@ -19,8 +19,8 @@ from typing import IO, Protocol
 from filelock import FileLock, Timeout
 
 from eyas.atomic import new_file
+from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
-from eyas.train.conversations import Conversation, Message
 
 
 @dataclass(frozen=True, kw_only=True)

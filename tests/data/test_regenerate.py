@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from eyas.data.conversations import Conversation, parse_conversation, read_conversations
+from eyas.data.regenerate import ChatPrompt, Progress, Reply, regenerate
 from eyas.errors import UserError
-from eyas.train.conversations import Conversation, parse_conversation, read_conversations
-from eyas.train.regenerate import ChatPrompt, Progress, Reply, regenerate
 
 ARGUMENTS = {"target": "scripted", "seed": 0}
 

@@ -5,9 +5,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, masked_runs
+from eyas.data.chat_encoder import ChatEncoder, Encoded
+from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
-from eyas.train.chat import ChatEncoder, Encoded
-from eyas.train.conversations import Conversation, Message
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>")
 

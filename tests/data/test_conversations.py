@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from eyas.data.conversations import Conversation, Sample, parse_conversation, read_conversations
 from eyas.errors import UserError
-from eyas.train.conversations import Conversation, parse_conversation, read_conversations
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -106,3 +106,34 @@ def test_empty_and_binary_files_are_refused(tmp_path: Path) -> None:
     for name, words in (("empty.jsonl", "no conversations"), ("binary.jsonl", "UTF-8"), ("text.parquet", "Parquet")):
         with pytest.raises(UserError, match=words):
             list(read_conversations(tmp_path / name))
+
+
+def test_a_record_keeps_tokens_tools_and_template_arguments() -> None:
+    row = {
+        "prompt": "hi",
+        "tools": '[{"type": "function"}]',
+        "chat_template_kwargs": {"enable_thinking": False},
+        "samples": [{"prompt_token_ids": [1, 2], "token_ids": [3]}],
+        "target": "smollm2",
+    }
+    read = parse_conversation(row, "x:1")
+    assert read.tools == ({"type": "function"},)
+    assert read.chat_template_kwargs == {"enable_thinking": False}
+    assert read.samples == (Sample(prompt_ids=(1, 2), answer_ids=(3,)),)
+    assert read.author == "smollm2"
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": "nothing"}, "tools"),
+        ({"tools": [1]}, "tools"),
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"samples": [{"prompt_token_ids": [1]}]}, "token_ids"),
+        ({"samples": [{"prompt_token_ids": [1], "token_ids": [True]}]}, "token_ids"),
+        ({"samples": [{"prompt_token_ids": [], "token_ids": [1]}]}, "prompt_token_ids"),
+    ],
+)
+def test_wrong_tokens_tools_and_arguments_are_named(fields: dict[str, object], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        parse_conversation({"prompt": "hi", **fields}, "x:1")

@@ -7,7 +7,7 @@ its line (or row), because these files have millions of them.
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,15 @@ ROLES = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer as tokens: what its author read, and what it said."""
+
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+    """With the stop token, where the author ended it and not a length."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """Messages in the order they were said."""
 
@@ -41,6 +50,14 @@ class Conversation:
     category: str | None = None
     finished: bool = True
     """Whether the last answer was ended by its author. Where a length ended it, nobody generated the closing token."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """What the assistant may call, as the template takes it."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments for the template, such as `enable_thinking`."""
+    samples: tuple[Sample, ...] = ()
+    """The answers as tokens, in order, where a record keeps them; empty: they are made from `messages`."""
+    author: str | None = None
+    """The target that gave the answers, where a record says so."""
 
     @property
     def answered(self) -> bool:
@@ -86,7 +103,48 @@ def parse_conversation(row: object, where: str) -> Conversation:
         where=where,
         category=None if category is None else str(category),
         finished=finished,
+        tools=tuple(_objects(row, "tools", where)),
+        chat_template_kwargs=_keywords(row, where),
+        samples=tuple(_sample(sample, where) for sample in _objects(row, "samples", where)),
+        author=None if row.get("target") is None else str(row["target"]),
     )
+
+
+def _objects(row: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
+    """A list of objects; tables without nested columns hold it as JSON text. Empty where the record has none."""
+    given = row.get(key)
+    if isinstance(given, str) and given.strip():
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise UserError(f"{where}: {key} is text that is not JSON ({error}); give a list of objects") from error
+    if not given:
+        return []
+    if not isinstance(given, list) or not all(isinstance(item, dict) for item in given):
+        raise UserError(f"{where}: {key} is {given!r}; give a list of objects")
+    return given
+
+
+def _keywords(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    given = row.get("chat_template_kwargs")
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise UserError(
+            f"{where}: chat_template_kwargs is {given!r}; give an object, such as {{'enable_thinking': true}}"
+        )
+    return given
+
+
+def _sample(sample: Mapping[str, Any], where: str) -> Sample:
+    """Tokens under the names that vLLM gives them."""
+    parts = []
+    for key in ("prompt_token_ids", "token_ids"):
+        ids = sample.get(key)
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+            raise UserError(f"{where}: a sample has {key} {ids!r}; give a list of token ids, at least one")
+        parts.append(tuple(ids))
+    return Sample(prompt_ids=parts[0], answer_ids=parts[1])
 
 
 def _turns(turns: object, where: str) -> list[Any]:
