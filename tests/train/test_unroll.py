@@ -70,6 +70,24 @@ def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) 
         ]
 
 
+@pytest.mark.parametrize("lengths", [[1], [2], [3], [1, 2, 1]])
+def test_a_pack_shorter_than_the_depths_teaches_what_it_can(lengths: list[int]) -> None:
+    drafter, depths = drafter_of(**EAGLE_31), 7
+    short, longer = batch_of(lengths), batch_of([*lengths, 9])
+    found = scored(drafter, short, features_of(short), depths=depths)
+    found.loss.backward()
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(drafter).values())
+    assert short.counts(depths)[1:] == [0] * (depths - 1)
+    # Beside a long document the short ones are as if alone.
+    ids, taught = longer.ids_T[: sum(lengths)], short.row_M - 1
+    aux = features_of(longer).aux_TX
+    both = [
+        unroll(drafter, batch, aux[: len(batch.ids_T)], depths=depths, attend=DenseUnrollAttention(batch))
+        for batch in (batch_of(lengths, ids=ids), longer)
+    ]
+    torch.testing.assert_close(both[0][0, taught], both[1][0, taught])
+
+
 def test_depth_one_is_the_plain_loss() -> None:
     drafter, batch = drafter_of(**EAGLE_31), batch_of([LENGTH])
     features = features_of(batch)

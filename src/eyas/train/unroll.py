@@ -55,7 +55,7 @@ def unroll(
 def shifted(x_T: Tensor, by: int) -> Tensor:
     """Slot t gets what stands `by` further on; beyond the end stands zero."""
     out_T = torch.zeros_like(x_T)
-    out_T[: len(x_T) - by] = x_T[by:]
+    out_T[: max(0, len(x_T) - by)] = x_T[by:]  # a pack may be shorter than the depths are many
     return out_T
 
 
