@@ -12,6 +12,7 @@ from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.target.chat_template import ChatFormat
 from eyas.target.facts import TargetFacts
 from eyas.target.model import Target
 
@@ -33,16 +34,14 @@ def load_target(
     device: str,
     cache: Path | None = None,
     revision: str | None = None,
-    chat_template: str | None = None,
+    chat_format: ChatFormat | None = None,
 ) -> Target:
     """Load a target that decodes; on a CPU its matrix products are packed, and the log says how.
 
     `auto` computes in the precision that is stored; on a CPU in float32, where matrices stored in bfloat16 can stay as
     they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
     """
-    loaded = Target.load(
-        target, dtype=dtype, device=device, cache=cache, revision=revision, chat_template=chat_template
-    )
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, revision=revision, chat_format=chat_format)
     if loaded.device.type == "cpu":
         packing = pack_linears(loaded.model, widen=dtype == "auto", cache=cache)
         how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
@@ -67,14 +66,12 @@ def load_pair(
     device: str,
     cache: Path | None = None,
     revision: str | None = None,
-    chat_template: str | None = None,
+    chat_format: ChatFormat | None = None,
 ) -> tuple[Target, Drafter | None]:
     """Load both; no drafter for None."""
     if drafter is not None:
         find_folder(drafter)  # a name that is wrong should fail before the target is loaded
-    loaded = load_target(
-        target, dtype=dtype, device=device, cache=cache, revision=revision, chat_template=chat_template
-    )
+    loaded = load_target(target, dtype=dtype, device=device, cache=cache, revision=revision, chat_format=chat_format)
     return loaded, None if drafter is None else load_drafter_for(loaded, drafter, cache=cache)
 
 

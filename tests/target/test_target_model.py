@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from eyas.errors import UserError
+from eyas.target.chat_template import ChatFormat, ChatTemplateOptions
 from eyas.target.locate import locate
 from eyas.target.model import Target
 from tiny_gguf import tiny_model, write_gguf
@@ -149,8 +150,25 @@ def test_chat_uses_the_targets_own_template_or_says_there_is_none(folder: Path) 
     with pytest.raises(UserError, match=r"refuses this conversation \(no system role\)"):
         target.encode_chat(messages)
     tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template"):
+    with pytest.raises(UserError, match=r"has no chat template.*--raw.*--chat-template FILE"):
         target.encode_chat(messages)
+
+
+def test_variables_of_the_run_stand_below_those_of_a_call(folder: Path) -> None:
+    template = "{{ messages[0].content }}{{ mode }}{{ pace }}"
+    chat_format = ChatFormat(template=template, variables={"mode": "the", "pace": "a"})
+    target = Target.load(str(folder), chat_format=chat_format)
+    messages, options = [{"role": "user", "content": "cat"}], ChatTemplateOptions(variables={"pace": "dog"})
+
+    texts: list[str] = []
+    target.encode_chat(messages, check_text=texts.append)
+    target.encode_chat(messages, None, options, check_text=texts.append)
+    assert texts == ["catthea", "catthedog"]
+
+
+def test_a_target_without_a_template_reads_plain_text(folder: Path) -> None:
+    target = Target.load(str(folder), chat_format=ChatFormat(raw=True))
+    assert target.encode_chat([{"role": "user", "content": "the cat"}]) == target.tokenizer.encode("the cat")
 
 
 def test_stop_ids_join_generation_config_and_tokenizer(folder: Path) -> None:

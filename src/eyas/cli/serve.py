@@ -253,6 +253,7 @@ def serve(
     from eyas.serve.transport.root_path import read_root_path
     from eyas.serve.transport.server import Server, listen, url_of
     from eyas.serve.transport.tls import tls_context
+    from eyas.target.chat_template import ChatFormat
     from eyas.target.device import choose_device, device_words
     from eyas.target.generation_defaults import read_defaults
     from eyas.target.template_override import read_template
@@ -284,7 +285,13 @@ def serve(
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
     listener = listen(host, port)  # before loading: a port in use should fail at once
     loaded, model = load_pair(
-        target, config.drafter, dtype=dtype, device=device, cache=cache, revision=revision, chat_template=template
+        target,
+        config.drafter,
+        dtype=dtype,
+        device=device,
+        cache=cache,
+        revision=revision,
+        chat_format=ChatFormat(template=template),
     )
     slot = DrafterSlot(
         model=model,

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
+from eyas.target.chat_template import require_template
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +43,7 @@ class ChatEncoder:
     """Encodes conversations with a tokenizer's own chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> None:
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"the tokenizer of {tokenizer.name_or_path} has no chat template; "
-                "use an instruct model or set tokenizer.chat_template"
-            )
+        require_template(tokenizer, tokenizer.name_or_path)
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer of {tokenizer.name_or_path} cannot say which text a token stands for; "

@@ -1,4 +1,4 @@
-"""How a conversation is rendered: the template's own variables, and where the rendered text ends."""
+"""How a conversation is rendered: by which template, with which variables, and where the rendered text ends."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,8 +8,26 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from eyas.errors import UserError
+
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 """What a template raises over a conversation or over variables that it cannot use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFormat:
+    """What a whole run decides about the rendering of conversations; by default all of it is the target's."""
+
+    template: str | None = None
+    """Another template than the target's own, as text."""
+    raw: bool = False
+    """Plain text in, continuation out: the built-in template for targets that have none (`raw_template`)."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """`chat_template_kwargs` of the run; those of a request or a record go over them."""
+
+    def __post_init__(self) -> None:
+        if self.raw and self.template is not None:
+            raise UserError("--raw and --chat-template are two ways to write a conversation; give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +48,19 @@ def reserved_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Names that are no variables of a caller: they decide how the template is called, or are special tokens."""
     own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     return frozenset(own) | {"messages"} | frozenset(tokenizer.special_tokens_map)
+
+
+def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], where: str) -> None:
+    """Refuse variables that are not the template's to choose, as the server refuses them."""
+    for name in sorted(reserved_variables(tokenizer).intersection(variables)):
+        raise UserError(f"{where}: chat_template_kwargs has {name!r}, which is not the template's to choose; remove it")
+
+
+def require_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Refuse a target that does not say how conversations are written, before anything is asked of it."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{source} has no chat template, like most base models; pass --raw for plain text in and its continuation "
+            "out, or --chat-template FILE to say how conversations are written ([target] raw or chat_template in a "
+            "recipe)"
+        )

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocab
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -29,11 +29,11 @@ from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
 from eyas.target.capture import capture
-from eyas.target.chat_template import TEMPLATE_ERRORS, ChatTemplateOptions
+from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, require_template
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate, options_of
-from eyas.target.template_override import set_template
+from eyas.target.template_override import apply_format
 from eyas.target.tokenizer import stop_ids
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class Target:
     facts: TargetFacts
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for every conversation; a caller's own go over them."""
 
     @classmethod
     def load(
@@ -72,13 +74,13 @@ class Target:
         spread: bool = False,
         cache: Path | None = None,
         revision: str | None = None,
-        chat_template: str | None = None,
+        chat_format: ChatFormat | None = None,
     ) -> "Target":
         """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
         `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
         torch is some fifty times slower than in float32, so float32 it is. A device of `auto` is the first GPU, if
-        there is one. `revision` is the hub's; `chat_template` takes the place of the tokenizer's own.
+        there is one. `revision` is the hub's; `chat_format` takes the place of the tokenizer's own.
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -91,10 +93,10 @@ class Target:
         with explain_failures(source, place):
             config = AutoConfig.from_pretrained(place, **hub)
         facts = facts_of(config, source)
+        chat_format = chat_format or ChatFormat()
         with explain_failures(source, place), _no_progress_bar():
             tokenizer = AutoTokenizer.from_pretrained(place, **hub)
-            if chat_template is not None:
-                set_template(tokenizer, chat_template)
+            apply_format(tokenizer, chat_format)
             # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards.
             placement: dict[str, Any] = {"device_map": {"": where}} if hasattr(config, "quantization_config") else {}
             if spread:
@@ -123,7 +125,12 @@ class Target:
                 f"{source} lacks {len(missing)} weights of its architecture, the first is {missing[0]}; "
                 "transformers would fill them with random numbers, use a complete checkpoint"
             )
-        return cls(facts=facts, model=model.eval().requires_grad_(False), tokenizer=tokenizer)
+        return cls(
+            facts=facts,
+            model=model.eval().requires_grad_(False),
+            tokenizer=tokenizer,
+            template_variables=dict(chat_format.variables),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -172,8 +179,8 @@ class Target:
         elsewhere.
         """
         options = options or ChatTemplateOptions()
-        if not (options.template or self.tokenizer.chat_template):
-            raise UserError(f"{self.facts.source} has no chat template; give it plain text or use an instruct model")
+        if not options.template:
+            require_template(self.tokenizer, self.facts.source)
         try:
             rendered = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -182,7 +189,7 @@ class Target:
                 add_generation_prompt=options.add_generation_prompt,
                 continue_final_message=options.continue_final_message,
                 tokenize=False,
-                **options.variables,
+                **{**self.template_variables, **options.variables},
             )
         except TEMPLATE_ERRORS as error:
             raise UserError(

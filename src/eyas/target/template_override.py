@@ -1,6 +1,6 @@
-"""`--chat-template`: another chat template than the target's own, from a file or in place.
+"""`--chat-template`, `--raw`, `--chat-template-kwargs`: another chat template than the target's own, other variables.
 
-It runs in transformers' sandbox, as a template that comes with a model does.
+A template runs in transformers' sandbox, as one that comes with a model does.
 """
 
 from pathlib import Path
@@ -8,6 +8,8 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from eyas.errors import UserError
+from eyas.target.chat_template import ChatFormat, check_variables
+from eyas.target.raw_template import raw_template
 
 TRIAL = [{"role": "user", "content": "Hello"}]
 """A conversation that every template must write."""
@@ -42,3 +44,12 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
         ) from error
     if TRIAL[0]["content"] not in str(text):
         raise UserError("the chat template of --chat-template leaves out what the user says; mend it")
+
+
+def apply_format(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> None:
+    """Let a tokenizer write conversations as the run wants it; variables are checked and stay the caller's to pass."""
+    if chat_format.raw:
+        tokenizer.chat_template = raw_template(tokenizer)
+    elif chat_format.template is not None:
+        set_template(tokenizer, chat_format.template)
+    check_variables(tokenizer, chat_format.variables, "the run")

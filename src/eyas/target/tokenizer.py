@@ -4,15 +4,20 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from eyas.target.chat_template import ChatFormat
 from eyas.target.locate import explain_failures, locate, options_of
+from eyas.target.template_override import apply_format
 
 
-def load_tokenizer(source: str, *, cache: Path | None = None) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
-    """Return the tokenizer of `source` (see `locate`) and its stop ids."""
+def load_tokenizer(
+    source: str, *, cache: Path | None = None, chat_format: ChatFormat | None = None
+) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    """Return the tokenizer of `source` (see `locate`) and its stop ids; `chat_format` replaces its chat template."""
     place = locate(source, cache=cache)
     hub = options_of(source, place)
     with explain_failures(source, place):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **hub)
+    apply_format(tokenizer, chat_format or ChatFormat())
     try:
         generation: GenerationConfig | None = GenerationConfig.from_pretrained(place, **hub)
     except OSError:  # many models ship none; the tokenizer's end of text remains
