@@ -9,6 +9,7 @@ import pytest
 
 from eyas.engine.engine import Engine
 from eyas.sampling import Sampling
+from eyas.target.fingerprint import fingerprint
 from eyas.target.model import Target
 from oracle.plain import generate_plainly
 
@@ -52,6 +53,8 @@ def test_the_targets_answers_are_written_and_gone_on_with(
         )
         assert answered == {"role": "assistant", "content": default_target.decode(ids)}
         assert row["finished"] == (ids[-1] in default_target.stop_ids())
+        assert row["samples"] == [{"prompt_token_ids": default_target.encode_chat([asked]), "token_ids": list(ids)}]
+        assert (row["target"], row["target_fingerprint"]) == ("smollm2", fingerprint(default_target.model))
     outcome = run(*arguments, "--seed", 1)
     assert outcome.code == 2
     assert "was begun with seed 0 and this run has 1" in outcome.err

@@ -2,16 +2,22 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eyas.data.conversations import Conversation, parse_conversation, read_conversations
+from eyas.data.conversations import Conversation, Sample, parse_conversation, read_conversations
 from eyas.data.regenerate import ChatPrompt, Progress, Reply, regenerate
 from eyas.errors import UserError
 
 ARGUMENTS = {"target": "scripted", "seed": 0}
+AUTHOR = {"target": "scripted", "target_fingerprint": "cafe"}
+
+
+def ids(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
 
 
 class Echo:
@@ -24,10 +30,16 @@ class Echo:
     def reply(self, question: ChatPrompt) -> Reply:
         text = str(question.messages[-1]["content"])
         if text == "long":
-            return Reply(id=question.id, text=None, finished=False, tokens=0)
-        if text == "silent":
-            return Reply(id=question.id, text=" ", finished=True, tokens=1)
-        return Reply(id=question.id, text=text.upper(), finished=text != "ramble", tokens=len(text))
+            return Reply(id=question.id, sample=None)
+        said = " " if text == "silent" else text.upper()
+        prompt = "".join(str(message["content"]) for message in question.messages)
+        return Reply(
+            id=question.id,
+            sample=Sample(prompt_ids=ids(prompt), answer_ids=ids(said)),
+            message={"role": "assistant", "content": said},
+            finished=text not in ("ramble", "ponder"),
+            thinking_tokens={"ponder": len(said), "think": 2}.get(text, 0),
+        )
 
     def __call__(self, pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
         held: list[ChatPrompt] = []
@@ -65,32 +77,66 @@ def texts(row: dict[str, Any]) -> list[str]:
 def test_old_answers_are_made_anew_turn_by_turn_behind_the_new_ones(tmp_path: Path) -> None:
     out, echo = tmp_path / "deep" / "out.jsonl", Echo()
     given = [conversation("s:Be kind.", "hi", "a:old", "more é", "a:older", category="chat"), conversation("one")]
-    progress = regenerate(given, echo, out, arguments=ARGUMENTS)
+    progress = regenerate(given, echo, out, arguments=ARGUMENTS, author=AUTHOR)
     found = rows(out)
     assert texts(found[0]) == ["Be kind.", "hi", "HI", "more é", "MORE É"]
     assert [m["role"] for m in found[0]["messages"]] == ["system", "user", "assistant", "user", "assistant"]
     assert (found[0]["category"], found[0]["finished"], found[1]["category"]) == ("chat", True, None)
     second = next(q for q in echo.asked if q.id == 0 and len(q.messages) > 2)
     assert [m["content"] for m in second.messages] == ["Be kind.", "hi", "HI", "more é"]
-    assert progress == Progress(total=2, earlier=0, written=2, tokens=2 + 6 + 3)
+    assert progress == Progress(total=2, earlier=0, written=2, tokens=2 + 6 + 3, longest=24)
     assert [c.finished for c in read_conversations(out)] == [True, True]
 
 
 def test_bare_turns_are_answered_one_after_the_other_and_turns_limits_them(tmp_path: Path) -> None:
-    regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "all", arguments=ARGUMENTS)
-    regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "two", arguments=ARGUMENTS, turns=2)
+    regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "all", arguments=ARGUMENTS, author=AUTHOR)
+    regenerate([conversation("a", "b", "c")], Echo(), tmp_path / "two", arguments=ARGUMENTS, author=AUTHOR, turns=2)
     assert texts(rows(tmp_path / "all")[0]) == ["a", "A", "b", "B", "c", "C"]
     assert texts(rows(tmp_path / "two")[0]) == ["a", "A", "b", "B"]
 
 
 def test_an_answer_that_a_length_ended_is_kept_as_unfinished_and_ends_the_conversation(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    progress = regenerate([conversation("hi", "ramble", "more")], Echo(), out, arguments=ARGUMENTS)
+    progress = regenerate([conversation("hi", "ramble", "more")], Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
     row = rows(out)[0]
     assert texts(row) == ["hi", "HI", "ramble", "RAMBLE"]
     assert row["finished"] is False
-    assert (progress.written, progress.unfinished) == (1, 1)
+    assert (progress.written, progress.cut_answer, progress.cut_thinking) == (1, 1, 0)
     assert [c.finished for c in read_conversations(out)] == [False]
+
+
+def test_records_keep_what_the_target_read_and_said_turn_by_turn_and_who_it_was(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    tool = {"type": "function", "function": {"name": "f"}}
+    given = replace(
+        conversation("think", "é", "ponder", "more"), tools=(tool,), chat_template_kwargs={"enable_thinking": True}
+    )
+    echo = Echo()
+    progress = regenerate([given], echo, out, arguments=ARGUMENTS, author=AUTHOR)
+    assert all((q.tools, q.chat_template_kwargs) == ((tool,), {"enable_thinking": True}) for q in echo.asked)
+    (read,) = read_conversations(out)
+    assert read.samples == (
+        Sample(prompt_ids=ids("think"), answer_ids=ids("THINK")),
+        Sample(prompt_ids=ids("thinkTHINKé"), answer_ids=ids("É")),
+        Sample(prompt_ids=ids("thinkTHINKéÉponder"), answer_ids=ids("PONDER")),
+    )
+    assert (read.author, read.author_fingerprint, read.finished) == ("scripted", "cafe", False)
+    assert (read.tools, read.chat_template_kwargs) == ((tool,), {"enable_thinking": True})
+    assert (progress.cut_thinking, progress.cut_answer, progress.thinking_tokens) == (1, 0, 2 + 6)
+    assert progress.longest == len("thinkTHINKéÉponderPONDER")
+
+
+def test_a_tool_call_ends_a_conversation_since_nobody_answers_it(tmp_path: Path) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+    class Caller(Echo):
+        def reply(self, question: ChatPrompt) -> Reply:
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            return replace(super().reply(question), message=message)
+
+    regenerate([conversation("look", "more")], Caller(), tmp_path / "out", arguments=ARGUMENTS, author=AUTHOR)
+    assert [m["role"] for m in rows(tmp_path / "out")[0]["messages"]] == ["user", "assistant"]
+    assert rows(tmp_path / "out")[0]["messages"][1]["tool_calls"] == [call]
 
 
 def test_what_does_not_fit_or_stays_silent_is_left_out_and_counted_but_earlier_answers_are_kept(tmp_path: Path) -> None:
@@ -103,7 +149,7 @@ def test_what_does_not_fit_or_stays_silent_is_left_out_and_counted_but_earlier_a
         conversation("s:nobody asks"),
         conversation("look it up", "a:call", "t:result", "thanks"),
     ]
-    progress = regenerate(given, Echo(), out, arguments=ARGUMENTS)
+    progress = regenerate(given, Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
     assert {number: texts(row) for number, row in rows(out).items()} == {
         2: ["hi", "HI"],
         3: ["Be.", "ho", "HO"],
@@ -123,16 +169,16 @@ def test_an_interrupted_run_goes_on_without_losing_or_repeating_an_answer(
     tmp_path: Path, dies_after: int, torn: int
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
-    regenerate(GIVEN, Echo(), whole, arguments=ARGUMENTS)
+    regenerate(GIVEN, Echo(), whole, arguments=ARGUMENTS, author=AUTHOR)
     with pytest.raises(KeyboardInterrupt):
-        regenerate(GIVEN, Echo(dies_after=dies_after), out, arguments=ARGUMENTS)
+        regenerate(GIVEN, Echo(dies_after=dies_after), out, arguments=ARGUMENTS, author=AUTHOR)
     before = out.read_bytes()
     out.write_bytes(before[: len(before) - torn])
     left = out.read_bytes()
     kept = left.count(b"\n")
     again = Echo()
     seen: list[Progress] = []
-    progress = regenerate(GIVEN, again, out, arguments=ARGUMENTS, on_progress=seen.append)
+    progress = regenerate(GIVEN, again, out, arguments=ARGUMENTS, author=AUTHOR, on_progress=seen.append)
     assert rows(out) == rows(whole)
     assert out.read_bytes().startswith(left[: left.rfind(b"\n") + 1])
     assert (progress.earlier, progress.written) == (kept, 9 - kept)
@@ -140,38 +186,38 @@ def test_an_interrupted_run_goes_on_without_losing_or_repeating_an_answer(
     assert seen[-1] == progress
     # And once all is there, nothing is asked.
     idle = Echo()
-    assert regenerate(GIVEN, idle, out, arguments=ARGUMENTS).written == 0
+    assert regenerate(GIVEN, idle, out, arguments=ARGUMENTS, author=AUTHOR).written == 0
     assert idle.asked == []
 
 
 def test_more_of_the_same_input_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    regenerate(GIVEN[:4], Echo(), out, arguments=ARGUMENTS)
-    assert regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS).earlier == 4
+    regenerate(GIVEN[:4], Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
+    assert regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS, author=AUTHOR).earlier == 4
     assert sorted(rows(out)) == list(range(9))
-    assert regenerate(GIVEN[:2], Echo(), out, arguments=ARGUMENTS).earlier == 2
+    assert regenerate(GIVEN[:2], Echo(), out, arguments=ARGUMENTS, author=AUTHOR).earlier == 2
 
 
 def test_other_arguments_are_refused_by_name_and_nothing_is_touched(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+    regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
     out.write_bytes(out.read_bytes() + b'{"torn')
     before = out.read_bytes()
     with pytest.raises(UserError, match="begun with seed 0 and this run has 1"):
-        regenerate(GIVEN, Echo(), out, arguments={**ARGUMENTS, "seed": 1})
+        regenerate(GIVEN, Echo(), out, arguments={**ARGUMENTS, "seed": 1}, author=AUTHOR)
     with pytest.raises(UserError, match=r"begun with top_p None and this run has 0\.5"):
-        regenerate(GIVEN, Echo(), out, arguments={**ARGUMENTS, "top_p": 0.5})
+        regenerate(GIVEN, Echo(), out, arguments={**ARGUMENTS, "top_p": 0.5}, author=AUTHOR)
     assert out.read_bytes() == before
     (tmp_path / "out.json").unlink()
     with pytest.raises(UserError, match="does not say how they were made"):
-        regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+        regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
 
 
 def test_other_arguments_may_replace_a_run_that_wrote_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        regenerate(GIVEN, Echo(dies_after=0), out, arguments=ARGUMENTS)
-    regenerate(GIVEN, Echo(), out, arguments={"target": "other"})
+        regenerate(GIVEN, Echo(dies_after=0), out, arguments=ARGUMENTS, author=AUTHOR)
+    regenerate(GIVEN, Echo(), out, arguments={"target": "other"}, author=AUTHOR)
     assert json.loads((tmp_path / "out.json").read_text()) == {"target": "other"}
 
 
@@ -183,7 +229,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path, line: str, reason: 
     out = tmp_path / "out"
     out.write_text(line + "\n")
     with pytest.raises(UserError, match=reason):
-        regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+        regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
     assert out.read_text() == line + "\n"
 
 
@@ -192,10 +238,10 @@ def test_two_runs_never_write_one_file(tmp_path: Path) -> None:
 
     def answer_while_another_starts(pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
         with pytest.raises(UserError, match="another run is writing"):
-            regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS)
+            regenerate(GIVEN, Echo(), out, arguments=ARGUMENTS, author=AUTHOR)
         yield from Echo()(pull)
 
-    regenerate(GIVEN, answer_while_another_starts, out, arguments=ARGUMENTS)
+    regenerate(GIVEN, answer_while_another_starts, out, arguments=ARGUMENTS, author=AUTHOR)
     assert sorted(rows(out)) == list(range(9))
 
 

@@ -98,6 +98,7 @@ def answer(
     from eyas.errors import UserError
     from eyas.loading import load_target
     from eyas.sampling import Sampling
+    from eyas.target.fingerprint import fingerprint
 
     sampling = Sampling(temperature=temperature, top_p=top_p)
     conversations = list(islice(read_conversations(file), limit))
@@ -132,6 +133,7 @@ def answer(
         "turns": turns,
         "seed": seed,
     }
+    author = {"target": target, "target_fingerprint": fingerprint(loaded.model)}
     started, latest = time.perf_counter(), list["Progress"]()
     with ProgressDisplay() as display:
 
@@ -141,7 +143,9 @@ def answer(
             display.update("answering", progress.done, progress.total, note=f"{rate:,.0f} tokens/s")
 
         try:
-            done = regenerate(conversations, answerer, out, arguments=arguments, turns=turns, on_progress=show)
+            done = regenerate(
+                conversations, answerer, out, arguments=arguments, author=author, turns=turns, on_progress=show
+            )
         except KeyboardInterrupt:
             if latest:
                 written = latest[0].earlier + latest[0].written
@@ -159,12 +163,14 @@ def _answerer(
     target: "Target", sampling: "Sampling", *, max_num_seqs: int, max_length: int, max_tokens: int, seed: int
 ) -> "Answerer":
     """The engine as training knows it: messages in, text out."""
+    from eyas.data.conversations import Sample
     from eyas.data.regenerate import Reply
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
     from eyas.engine.output import RequestOutput
     from eyas.engine.request import FinishReason, Request
     from eyas.errors import UserError
+    from eyas.target.chat_template import ChatTemplateOptions
 
     target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
     stop_ids = target.stop_ids()
@@ -174,12 +180,15 @@ def _answerer(
         max_num_batched_tokens=max(LEAST_TOKENS, TOKENS_PER_SEQ * max_num_seqs),
     )
 
+    prompts: dict[int, tuple[int, ...]] = {}
+
     def reply_to(number: int, given: RequestOutput) -> Reply:
-        stopped = given.finished is FinishReason.STOP
-        text = target.decode(given.tokens[:-1] if stopped else given.tokens)
-        if not stopped:
-            text = text.rstrip("\ufffd")  # a length may end an answer inside a character
-        return Reply(id=number, text=text, finished=stopped, tokens=len(given.tokens))
+        return Reply(
+            id=number,
+            sample=Sample(prompt_ids=prompts.pop(number), answer_ids=given.tokens),
+            message={"role": "assistant", "content": given.text},
+            finished=given.finished is FinishReason.STOP,
+        )
 
     def answer_all(pull: "Callable[[], ChatPrompt | None]") -> "Iterator[Reply]":
         unfit: list[int] = []
@@ -189,11 +198,13 @@ def _answerer(
             while (question := pull()) is not None:
                 ids = encode(question)
                 if ids is not None and len(ids) < max_length:
+                    prompts[question.id] = tuple(ids)
                     return question.id, Request(
                         prompt=tuple(ids),
                         sampling=sampling,
                         max_new_tokens=max_tokens,
                         stop_ids=stop_ids,
+                        skip_special_tokens=False,  # a later turn needs them as much as the words
                         seed=seed + question.id,
                     )
                 unfit.append(question.id)
@@ -201,7 +212,8 @@ def _answerer(
 
         def encode(question: "ChatPrompt") -> list[int] | None:
             try:
-                return target.encode_chat(question.messages)
+                options = ChatTemplateOptions(variables=question.chat_template_kwargs)
+                return target.encode_chat(question.messages, question.tools or None, options)
             except UserError as error:
                 if not refusals:
                     report(f"note: conversation {question.id}, perhaps not the only one: {error}")
@@ -210,7 +222,7 @@ def _answerer(
 
         def report_unfit() -> "Iterator[Reply]":
             while unfit:
-                yield Reply(id=unfit.pop(), text=None, finished=False, tokens=0)
+                yield Reply(id=unfit.pop(), sample=None)
 
         for number, given in Engine(target, config=options).serve(request):
             yield from report_unfit()

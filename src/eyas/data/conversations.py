@@ -58,6 +58,8 @@ class Conversation:
     """The answers as tokens, in order, where a record keeps them; empty: they are made from `messages`."""
     author: str | None = None
     """The target that gave the answers, where a record says so."""
+    author_fingerprint: str | None = None
+    """The same by its weights (`target/fingerprint.py`)."""
 
     @property
     def answered(self) -> bool:
@@ -107,6 +109,7 @@ def parse_conversation(row: object, where: str) -> Conversation:
         chat_template_kwargs=_keywords(row, where),
         samples=tuple(_sample(sample, where) for sample in _objects(row, "samples", where)),
         author=None if row.get("target") is None else str(row["target"]),
+        author_fingerprint=None if row.get("target_fingerprint") is None else str(row["target_fingerprint"]),
     )
 
 

@@ -1,7 +1,9 @@
 """The target's own answers: prompts in, conversations to train on out.
 
 A drafter learns to foretell its target, so the answers it learns from must be the target's, not those that came with
-a data set. Answers of a conversation are made turn by turn, each behind the answers made before it.
+a data set. Answers of a conversation are made turn by turn, each behind the answers made before it. A record keeps what
+the target read and said as token ids (`samples`, under vLLM's names), since a second rendering of decoded text need not
+give the same tokens; the messages beside them are for people, and for the prompts of later turns.
 
 The file grows by whole conversations in the order in which they end, each flushed as it is written. Invariant: what a
 kill leaves is a file in which every line but perhaps the last is a finished conversation; the next run takes a torn
@@ -12,14 +14,14 @@ stand beside it in `<file>.json` and must be the same in every running.
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from filelock import FileLock, Timeout
 
 from eyas.atomic import new_file
-from eyas.data.conversations import Conversation, Message
+from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
 
 
@@ -30,6 +32,8 @@ class ChatPrompt:
     id: int
     """The conversation's place in the input, from 0."""
     messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +41,27 @@ class Reply:
     """What the target said to a question."""
 
     id: int
-    text: str | None
-    """None when the target cannot be asked: the question does not fit its context or its chat template."""
-    finished: bool
+    sample: Sample | None
+    """Its tokens; None when the target cannot be asked: the question does not fit its context or its template."""
+    message: Message = field(default_factory=dict)
+    """The same as the assistant's message: content, and where the template knows of them reasoning and tool calls."""
+    finished: bool = False
     """Whether the target ended the answer itself."""
-    tokens: int
+    thinking_tokens: int = 0
+    """The first tokens of the answer, up to the last that is thought."""
+
+    @property
+    def cut_thinking(self) -> bool:
+        """Whether a length ended it before it had thought to the end."""
+        tokens = 0 if self.sample is None else len(self.sample.answer_ids)
+        return not self.finished and 0 < tokens == self.thinking_tokens
+
+    @property
+    def empty(self) -> bool:
+        """Whether it says nothing."""
+        message = self.message
+        said = (message.get("content"), message.get("reasoning_content"))
+        return not message.get("tool_calls") and not any(text and text.strip() for text in said)
 
 
 class Answerer(Protocol):
@@ -61,8 +81,10 @@ class Progress:
     earlier: int
     """Written by earlier runs."""
     written: int = 0
-    unfinished: int = 0
-    """Of those written, how many end with an answer that a length ended."""
+    cut_thinking: int = 0
+    """Of those written, how many end with an answer that a length ended while the target was thinking."""
+    cut_answer: int = 0
+    """The same, behind the thinking or without any."""
     unfit: int = 0
     """Left out: the target cannot be asked the first question."""
     empty: int = 0
@@ -71,6 +93,10 @@ class Progress:
     """Left out: nobody asks anything."""
     tokens: int = 0
     """Made by this running."""
+    thinking_tokens: int = 0
+    """Those of them that are thought."""
+    longest: int = 0
+    """Tokens of the longest prompt with its answer."""
 
     @property
     def done(self) -> int:
@@ -84,16 +110,18 @@ def regenerate(
     out: Path,
     *,
     arguments: Mapping[str, object],
+    author: Mapping[str, str],
     turns: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Progress:
     """Answer what `out` lacks, `turns` questions per conversation at most.
 
-    A conversation ends early where the target cannot be asked, an answer is empty or a length ended an answer; what
-    came before is kept. `arguments` are all that decides the answers, as JSON values.
+    A conversation ends early where the target cannot be asked, an answer is empty, calls a tool or was ended by a
+    length; what came before is kept. `arguments` are all that decides the answers, as JSON values. `author` is written
+    into every record: who answers, by name (`target`) and by its weights (`target_fingerprint`), if they can be seen.
     """
     with _writing(out, arguments) as (stream, ids):
-        running = _Regeneration(conversations, ids, turns, stream, on_progress or (lambda _: None))
+        running = _Regeneration(conversations, ids, turns, author, stream, on_progress or (lambda _: None))
         for reply in answerer(running.pull):
             running.take(reply)
         return running.progress
@@ -107,16 +135,19 @@ class _Regeneration:
         conversations: Sequence[Conversation],
         written: set[int],
         turns: int | None,
+        author: Mapping[str, str],
         stream: IO[bytes],
         on_progress: Callable[[Progress], None],
     ) -> None:
-        self._conversations, self._turns, self._stream, self._on_progress = conversations, turns, stream, on_progress
+        self._conversations, self._turns, self._author = conversations, turns, dict(author)
+        self._stream, self._on_progress = stream, on_progress
         earlier = written & set(range(len(conversations)))
         self.progress = Progress(total=len(conversations), earlier=len(earlier))
         self._fresh = iter([i for i in range(len(conversations)) if i not in earlier])
         self._next_turns: list[ChatPrompt] = []
         self._asked: dict[int, ChatPrompt] = {}
         self._left: dict[int, list[tuple[Message, ...]]] = {}
+        self._samples: dict[int, list[Sample]] = {}
         on_progress(self.progress)
 
     def pull(self) -> ChatPrompt | None:
@@ -127,7 +158,7 @@ class _Regeneration:
                 return None
             questions = _questions(self._conversations[number].messages)[: self._turns]
             if questions:
-                self._left[number] = questions
+                self._left[number], self._samples[number] = questions, []
                 self._ask_next(number, ())
             else:
                 self._count(unanswerable=1)
@@ -137,44 +168,62 @@ class _Regeneration:
 
     def take(self, reply: Reply) -> None:
         """Go on with the conversation, or write it."""
-        before = self._asked.pop(reply.id).messages
-        self._count(tokens=reply.tokens)
-        if reply.text is None or not reply.text.strip():
+        before, sample = self._asked.pop(reply.id).messages, reply.sample
+        if sample is not None:
+            self._count(tokens=len(sample.answer_ids), thinking_tokens=reply.thinking_tokens)
+        if sample is None or reply.empty:
             said = _up_to_last_answer(before)
             if said:
                 self._write(reply.id, said, finished=True)
-            elif reply.text is None:
-                self._count(unfit=1)
             else:
-                self._count(empty=1)
-            del self._left[reply.id]
+                self._count(**{"unfit" if sample is None else "empty": 1})
+            self._end(reply.id)
             return
-        said = (*before, {"role": "assistant", "content": reply.text})
-        if reply.finished and self._left[reply.id]:
+        self._samples[reply.id].append(sample)
+        said = (*before, reply.message)
+        # A call waits for its result, which nobody here can give.
+        if reply.finished and self._left[reply.id] and not reply.message.get("tool_calls"):
             self._ask_next(reply.id, said)
-        else:
-            self._write(reply.id, said, finished=reply.finished)
-            del self._left[reply.id]
+            return
+        self._write(reply.id, said, finished=reply.finished)
+        self._count(cut_thinking=int(reply.cut_thinking), cut_answer=int(not reply.finished and not reply.cut_thinking))
+        self._end(reply.id)
+
+    def _end(self, number: int) -> None:
+        del self._left[number], self._samples[number]
 
     def _ask_next(self, number: int, said: tuple[Message, ...]) -> None:
-        self._next_turns.append(ChatPrompt(id=number, messages=(*said, *self._left[number].pop(0))))
+        given = self._conversations[number]
+        self._next_turns.append(
+            ChatPrompt(
+                id=number,
+                messages=(*said, *self._left[number].pop(0)),
+                tools=given.tools,
+                chat_template_kwargs=given.chat_template_kwargs,
+            )
+        )
 
     def _write(self, number: int, messages: Sequence[Message], *, finished: bool) -> None:
-        record = {
-            "id": number,
-            "messages": [dict(message) for message in messages],
-            "category": self._conversations[number].category,
-            "finished": finished,
-        }
+        given, samples = self._conversations[number], self._samples[number]
+        record: dict[str, Any] = {"id": number, "messages": [dict(message) for message in messages]}
+        if given.tools:
+            record["tools"] = [dict(tool) for tool in given.tools]
+        if given.chat_template_kwargs:
+            record["chat_template_kwargs"] = dict(given.chat_template_kwargs)
+        record |= {"category": given.category, "finished": finished, **self._author}
+        record["samples"] = [
+            {"prompt_token_ids": sample.prompt_ids, "token_ids": sample.answer_ids} for sample in samples
+        ]
         try:
-            self._stream.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            self._stream.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
             self._stream.flush()
         except OSError as error:
             raise UserError(
                 f"cannot write conversation {number}: {error.strerror or error}; what was written before is kept, "
                 "free space and run again"
             ) from error
-        self._count(written=1, unfinished=int(not finished))
+        longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
+        self._count(written=1, longest=max(0, longest - self.progress.longest))
 
     def _count(self, **more: int) -> None:
         old = self.progress
