@@ -197,24 +197,22 @@ def test_a_tiny_drafter_learns_far_above_chance(tiny_target: Target, tmp_path: P
 
 
 WORKER = """
-import sys, torch, torch.distributed as dist
+import json, sys, torch
 from pathlib import Path
 sys.path[:0] = sys.argv[2:]
-import json
 from eyas.train.ranks import Ranks
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from transformers import LlamaForCausalLM
 from train.test_loop import loop_config_of, run
 torch.set_num_threads(1)
-dist.init_process_group("gloo")
 model = LlamaForCausalLM.from_pretrained(Path(sys.argv[1]) / "target").eval().requires_grad_(False)
 target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=None)
-ranks = Ranks(rank=dist.get_rank(), world=dist.get_world_size())
+ranks = Ranks.join()
 diary, state = run(target, loop_config_of(Path(sys.argv[1]) / "two"), ranks=ranks)
 if ranks.is_main:
     (Path(sys.argv[1]) / "losses.json").write_text(json.dumps(diary.losses()))
-dist.destroy_process_group()
+ranks.leave()
 """
 
 

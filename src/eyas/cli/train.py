@@ -49,7 +49,7 @@ def train(
     try:
         _train(chosen, ranks, resume=resume, as_json=as_json, cache=cache)
     finally:
-        _leave_ranks(ranks)
+        ranks.leave()
 
 
 def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cache: Path | None) -> None:
@@ -180,27 +180,12 @@ class _Screen:
 
 
 def _join_ranks() -> "Ranks":
-    """Join the other processes when torchrun started this one."""
     from eyas.train.ranks import Ranks
 
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        return Ranks()
-    import torch
-    import torch.distributed as dist
-
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    ranks = Ranks(rank=dist.get_rank(), world=world)
+    ranks = Ranks.join()
     if not ranks.is_main:  # what all of them would say is said once
         LOGGER.setLevel(logging.WARNING)
     return ranks
-
-
-def _leave_ranks(ranks: "Ranks") -> None:
-    if ranks.world > 1:
-        import torch.distributed as dist
-
-        dist.destroy_process_group()
 
 
 def _device(asked: str) -> str:
