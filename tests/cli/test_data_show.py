@@ -35,9 +35,10 @@ def test_counts_and_mask_come_as_json(
 ) -> None:
     assert run(monkeypatch, file, "--json") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["conversations"], shown["unanswered"], shown["turns"]) == (2, 1, 3)
-    assert shown["trained on"] == sum(shown["sample"]["mask"]) == 2  # "Hello" and the end of the turn
-    assert shown["tokens"] > len(shown["sample"]["ids"])
+    assert (shown["conversations"], shown["unanswered"], shown["turns"], shown["rows"]) == (2, 1, 3, 1)
+    (row,) = shown["sample"]
+    assert shown["trained on"] == sum(row["mask"]) == 2  # "Hello" and the end of the turn
+    assert shown["tokens"] == len(row["ids"]) == len(row["mask"])
 
 
 def test_the_sample_is_printed_as_the_target_reads_it(
@@ -47,6 +48,24 @@ def test_the_sample_is_printed_as_the_target_reads_it(
     out = capsys.readouterr().out
     assert "<|im_start|>assistant\nHello<|im_end|>" in out
     assert "trained on" in out
+
+
+def test_rows_of_one_conversation_are_printed_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [{"prompt_token_ids": [k, 10], "token_ids": [11, 2]} for k in (3, 4)]
+    (tmp_path / "said.jsonl").write_text(json.dumps({**ROWS[0], "samples": samples}))
+    assert run(monkeypatch, tmp_path / "said.jsonl") == 0
+    out = capsys.readouterr().out
+    assert "row 1 of 2" in out
+    assert "row 2 of 2" in out
+
+
+def test_a_conversation_without_answers_says_so(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, file, "--sample", 2) == 0
+    assert "nobody answers in conversation 2" in capsys.readouterr().out
 
 
 def test_a_sample_beyond_the_file_is_refused(

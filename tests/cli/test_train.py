@@ -136,7 +136,7 @@ GOOD = json.dumps({"messages": CHAT})
         (['{"prompt": "Hi"}'], ("of 1 conversations none", "1 unanswered", "let the target answer")),
         ([], ("data.jsonl holds no conversations", "at least one line")),
         (None, ("cannot read", "data.jsonl", "No such file", "; check")),
-        ([GOOD], ("1 document cannot be split", "data.held_out")),
+        ([GOOD], ("1 conversation cannot be split", "data.held_out")),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_said_in_the_last_line(

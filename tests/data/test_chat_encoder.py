@@ -5,8 +5,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, masked_runs
-from eyas.data.chat_encoder import ChatEncoder, Encoded
-from eyas.data.conversations import Conversation, Message
+from eyas.data.chat_encoder import ChatEncoder, Encoded, merge
+from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<think>", "</think>")
@@ -22,7 +22,7 @@ BARE = (
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n"
-    "{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FORGETS_THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
@@ -47,11 +47,19 @@ def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>")
 
 
-def encode(template: str, messages: list[Message], *, finished: bool = True) -> tuple[PreTrainedTokenizerFast, Encoded]:
+def encode_rows(
+    template: str, messages: list[Message], *, finished: bool = True
+) -> tuple[PreTrainedTokenizerFast, tuple[Encoded, ...]]:
     chosen = tokenizer(template)
     stops = chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"])
     conversation = Conversation(messages=tuple(messages), where="f:1", finished=finished)
     return chosen, ChatEncoder(chosen, stops).encode(conversation)
+
+
+def encode(template: str, messages: list[Message], *, finished: bool = True) -> tuple[PreTrainedTokenizerFast, Encoded]:
+    """The one row that a template makes which leaves earlier turns as they are."""
+    chosen, (row,) = encode_rows(template, messages, finished=finished)
+    return chosen, row
 
 
 def turns(*texts: str) -> list[Message]:
@@ -77,14 +85,14 @@ def test_the_closing_token_of_an_answer_that_a_length_ended_is_not_masked(templa
     messages = turns("Hi", "Hello, you", "And?", "Bye and")
     chosen, encoded = encode(template, messages, finished=False)
     assert masked_runs(chosen, encoded) == [f"Hello, you{closing}", "Bye and"]
-    assert encoded.ids == encode(template, messages)[1].ids
+    assert encode(template, messages)[1].ids == (*encoded.ids, chosen.convert_tokens_to_ids(closing))
 
 
 def test_ids_are_those_of_the_tokenizers_own_template() -> None:
     messages = turns("Hi", "Hello")
     chosen, encoded = encode(CHATML, messages)
     theirs = chosen.apply_chat_template([dict(m) for m in messages], return_dict=False)
-    assert list(encoded.ids) == theirs
+    assert list(encoded.ids) == theirs[:-1]  # the newline behind the stop token, nobody has said yet
 
 
 def test_system_prompts_and_thinking_are_kept() -> None:
@@ -94,38 +102,63 @@ def test_system_prompts_and_thinking_are_kept() -> None:
     assert masked_runs(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
 
 
-def test_a_token_across_the_opening_is_not_masked() -> None:
-    # "assistant\n" + "xy": newline and x merge into one token, which no target would have generated.
+def test_an_answer_is_tokenised_apart_from_its_prompt() -> None:
+    # "assistant\n" + "xy": newline and x would merge into one token, but the target generated the x alone.
     chosen, encoded = encode(CHATML, turns("Hi", "xy"))
-    assert masked_runs(chosen, encoded) == ["y<|im_end|>"]
+    assert masked_runs(chosen, encoded) == ["xy<|im_end|>"]
 
 
-def test_a_conversation_without_answers_has_an_empty_mask() -> None:
-    _, encoded = encode(CHATML, turns("Hi"))
-    assert encoded.trainable == 0
+def test_an_answer_that_later_prompts_tokenise_otherwise_has_a_row_of_its_own() -> None:
+    chosen, rows = encode_rows(CHATML, turns("Hi", "xy", "And?", "Bye"))
+    assert [masked_runs(chosen, row) for row in rows] == [["xy<|im_end|>"], ["Bye<|im_end|>"]]
 
 
-def test_a_template_that_forgets_earlier_thinking_is_refused_only_where_it_matters() -> None:
+def test_a_conversation_without_answers_has_no_rows() -> None:
+    assert encode_rows(CHATML, turns("Hi"))[1] == ()
+
+
+def test_a_template_that_forgets_earlier_thinking_makes_a_row_of_every_answer() -> None:
     chosen, encoded = encode(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello"))
     assert masked_runs(chosen, encoded) == ["<think>Hm</think>Hello<|im_end|>"]
-    with pytest.raises(UserError, match=r"f:1: .* rewrites turn 2 .* one record per answer"):
-        encode(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello", "And?", "Bye"))
+    chosen, rows = encode_rows(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello", "And?", "Bye"))
+    assert [masked_runs(chosen, row) for row in rows] == [["<think>Hm</think>Hello<|im_end|>"], ["Bye<|im_end|>"]]
+    assert "Hm" not in str(chosen.decode(rows[1].ids))
 
 
 def test_a_template_that_opens_a_turn_otherwise_is_refused() -> None:
-    with pytest.raises(UserError, match=r"f:1: .* turn 2 otherwise .* generation"):
+    with pytest.raises(UserError, match=r"f:1: .* turn 2 otherwise"):
         encode(OPENS_OTHERWISE, turns("Hi", "Hello"))
 
 
-def test_markers_that_mark_nothing_are_refused() -> None:
-    template = MARKED.replace("m['role'] == 'assistant'", "m['role'] == 'nobody'")
-    with pytest.raises(UserError, match="marks nothing"):
-        encode(template, turns("Hi", "Hello"))
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
+def test_a_tokenizer_without_a_template_is_refused_where_it_is_needed() -> None:
+    conversation = Conversation(messages=tuple(turns("Hi", "Hello")), where="f:1")
     with pytest.raises(UserError, match="no chat template"):
-        ChatEncoder(tokenizer(None), [])
+        ChatEncoder(tokenizer(None), []).encode(conversation)
+
+
+def test_tokens_that_a_record_keeps_are_used_as_they_are_without_any_template() -> None:
+    said = Sample(prompt_ids=(5, 6), answer_ids=(7, 8))
+    conversation = Conversation(messages=tuple(turns("Hi", "Hello")), where="f:1", samples=(said,), finished=False)
+    rows = ChatEncoder(tokenizer(None), []).encode(conversation)
+    assert rows == (Encoded(ids=(5, 6, 7, 8), mask=(False, False, True, True)),)
+
+
+def test_a_sample_extends_the_row_that_its_prompt_begins_with() -> None:
+    first, second = Sample(prompt_ids=(1,), answer_ids=(2, 3)), Sample(prompt_ids=(1, 2, 3, 4), answer_ids=(5,))
+    assert merge([first, second]) == (Encoded(ids=(1, 2, 3, 4, 5), mask=(False, True, True, False, True)),)
+
+
+@pytest.mark.parametrize("prompt", [(1, 2), (1, 2, 9, 4), (9, 2, 3, 4)], ids=["cut", "end", "beginning"])
+def test_a_sample_whose_prompt_is_another_text_starts_a_row(prompt: tuple[int, ...]) -> None:
+    first, second = Sample(prompt_ids=(1,), answer_ids=(2, 3)), Sample(prompt_ids=prompt, answer_ids=(5,))
+    assert merge([first, second]) == (*merge([first]), *merge([second]))
+
+
+def test_a_row_is_shortened_by_whole_answers() -> None:
+    row = Encoded(ids=(1, 2, 3, 4, 5, 6), mask=(False, True, True, False, True, True))
+    assert row.shortened(6) is row
+    assert row.shortened(5) == row.shortened(3) == Encoded(ids=(1, 2, 3), mask=(False, True, True))
+    assert row.shortened(2) is None
 
 
 def test_what_the_template_refuses_is_said_with_its_line() -> None:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
 from eyas.data.chat_encoder import ChatEncoder
-from eyas.data.conversations import Conversation, Message
+from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
 from eyas.train.augment import SYSTEM_PROMPTS, Augmenter
 from eyas.train.corpus import encode_conversations
@@ -29,7 +29,7 @@ def rendered(
     """The text, what is masked of it, and what was said to be done."""
     encoder = ChatEncoder(tokenizer, stops)
     augmented = Augmenter(encoder, tokenizer, Augmentation(**{kind: 1.0}), seed=0).encoder_for(0)
-    encoded = augmented.encode(Conversation(messages=messages, where="f:1"))
+    (encoded,) = augmented.encode(Conversation(messages=messages, where="f:1"))
     return str(tokenizer.decode(encoded.ids)), masked_runs(tokenizer, encoded), augmented.applied
 
 
@@ -38,7 +38,7 @@ def with_template(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
     return chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"])
 
 
-TURNS = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello, you<|im_end|>\n"
+TURNS = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello, you<|im_end|>"
 ANSWERED = ["Hello, you<|im_end|>"]
 
 
@@ -86,6 +86,16 @@ def test_a_varied_system_prompt_stands_instead(before: tuple[Message, ...]) -> N
 def test_a_template_that_refuses_system_prompts_is_given_none() -> None:
     made = rendered("varied_system", *with_template(REFUSES_SYSTEM), QUESTION, ANSWER)
     assert made == (TURNS, ANSWERED, "varied_system impossible")
+
+
+def test_tokens_that_were_said_behind_a_prompt_are_left_and_counted() -> None:
+    chosen, stops = with_template(CHATML)
+    said = Conversation(messages=(QUESTION, ANSWER), where="f:1", samples=(Sample(prompt_ids=(1,), answer_ids=(2,)),))
+    for kind in ("no_system", "no_bos", "no_template", "varied_system"):
+        encoder = ChatEncoder(chosen, stops)
+        augmented = Augmenter(encoder, chosen, Augmentation(**{kind: 1.0}), seed=0).encoder_for(0)
+        assert augmented.encode(said) == encoder.encode(said)
+        assert augmented.applied == f"{kind} impossible"
 
 
 def test_shares_are_kept_counted_and_the_same_again() -> None:
@@ -143,11 +153,8 @@ def test_the_default_targets_own_system_prompt_can_be_removed_and_replaced() -> 
 
     tokenizer, stop_ids = load_tokenizer("smollm2")
     stops = sorted(stop_ids)
-    plain = str(
-        tokenizer.decode(
-            ChatEncoder(tokenizer, stops).encode(Conversation(messages=(QUESTION, ANSWER), where="f:1")).ids
-        )
-    )
+    (row,) = ChatEncoder(tokenizer, stops).encode(Conversation(messages=(QUESTION, ANSWER), where="f:1"))
+    plain = str(tokenizer.decode(row.ids))
     assert "named SmolLM" in plain
     assert rendered("no_system", tokenizer, stops, QUESTION, ANSWER) == (TURNS, ANSWERED, "no_system")
     assert rendered("no_system", tokenizer, stops, SYSTEM, QUESTION, ANSWER) == (TURNS, ANSWERED, "no_system")

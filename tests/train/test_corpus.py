@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
 from eyas.train import corpus as corpus_module
-from eyas.train.corpus import Corpus, encode_conversations, encode_corpus, pack_arrays, packs, split
+from eyas.train.corpus import Corpus, concatenate, encode_conversations, encode_corpus, pack_arrays, packs, split
 from eyas.train.packing import FitCounts
 
 
@@ -53,7 +54,7 @@ def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
     corpus, counts = encode(given)
     chosen = chat_tokenizer(CHATML)
     encoder = ChatEncoder(chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"]))
-    expected = [encoder.encode(conversation) for conversation in given]
+    expected = [row for conversation in given for row in encoder.encode(conversation)]
     assert counts == FitCounts(kept=20)
     assert [tuple(corpus.take([i]).ids.tolist()) for i in range(len(corpus))] == [e.ids for e in expected]
     assert [tuple(corpus.take([i]).mask.tolist()) for i in range(len(corpus))] == [e.mask for e in expected]
@@ -67,7 +68,7 @@ def test_order_and_counts_do_not_depend_on_the_number_of_processes(monkeypatch: 
     given = [*conversations(150), Conversation(messages=({"role": "user", "content": "?"},), where="f:150")]
     (one, one_counts), (two, two_counts) = encode(given), encode(given, workers=2)
     assert one_counts == two_counts == FitCounts(kept=150, unanswered=1)
-    for name in ("ids", "mask", "offsets"):
+    for name in ("ids", "mask", "offsets", "conversation"):
         assert np.array_equal(getattr(one, name), getattr(two, name))
 
 
@@ -119,6 +120,23 @@ def test_a_split_parts_the_documents() -> None:
     again = split(corpus, 0.1, seed=3)[1]
     assert np.array_equal(again.ids, held.ids)
     assert not np.array_equal(split(corpus, 0.1, seed=4)[1].ids, held.ids)
+
+
+def test_a_split_keeps_the_documents_of_a_conversation_together() -> None:
+    corpus = replace(corpus_of([2] * 40), conversation=np.arange(40) // 4)
+    rest, held = split(corpus, 0.3, seed=3)
+    assert (rest.conversations, held.conversations, len(held)) == (7, 3, 12)
+    assert rest.conversation is not None
+    assert held.conversation is not None
+    assert not set(rest.conversation.tolist()) & set(held.conversation.tolist())
+
+
+def test_conversations_of_two_corpora_stay_apart() -> None:
+    one, other = replace(corpus_of([2, 3, 4]), conversation=np.array([0, 0, 1])), corpus_of([5, 6])
+    both = concatenate([one, other])
+    assert both.conversation is not None
+    assert both.conversation.tolist() == [0, 0, 1, 2, 3]
+    assert both.conversations == 4
 
 
 @pytest.mark.parametrize("share", [0.001, 0.999])

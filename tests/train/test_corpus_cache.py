@@ -21,7 +21,10 @@ class Encoder:
     def __call__(self) -> tuple[Corpus, FitCounts]:
         self.asked += 1
         corpus = Corpus(
-            ids=np.arange(5, dtype=np.int32), mask=np.array([0, 1, 1, 0, 1], dtype=bool), offsets=np.array([0, 3, 5])
+            ids=np.arange(5, dtype=np.int32),
+            mask=np.array([0, 1, 1, 0, 1], dtype=bool),
+            offsets=np.array([0, 3, 5]),
+            conversation=np.array([7, 7]),
         )
         return corpus, FitCounts(kept=2, cut=1)
 
@@ -33,7 +36,7 @@ def test_what_was_encoded_is_read_back_as_it_was(tmp_path: Path) -> None:
     again, counted = load_or_encode(place, [file], {"seed": 0}, encode)
     assert encode.asked == 1
     assert counts == counted == asdict(FitCounts(kept=2, cut=1))
-    for name in ("ids", "mask", "offsets"):
+    for name in ("ids", "mask", "offsets", "conversation"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
         assert getattr(first, name).dtype == getattr(again, name).dtype
 

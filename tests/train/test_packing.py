@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -16,13 +15,24 @@ from eyas.train.packing import FitCounts, fit, pack
 class OneTokenPerWord:
     """Stands in for the encoder: a word is a token, an assistant's words are trained on."""
 
-    def encode(self, conversation: Conversation) -> Encoded:
+    def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
         words = [
             (hash(word) % 1000, message["role"] == "assistant")
             for message in conversation.messages
             for word in message["content"].split()
         ]
-        return Encoded(ids=tuple(i for i, _ in words), mask=tuple(on for _, on in words))
+        return (Encoded(ids=tuple(i for i, _ in words), mask=tuple(on for _, on in words)),)
+
+
+class OneRowPerAnswer:
+    """Stands in for a template that rewrites earlier turns."""
+
+    def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
+        sizes = [len(message["content"].split()) for message in conversation.messages]
+        return tuple(
+            Encoded(ids=(1,) * sum(sizes[: i + 1]), mask=(False,) * sum(sizes[:i]) + (True,) * sizes[i])
+            for i in range(1, len(sizes), 2)
+        )
 
 
 def conversation(*lengths: int) -> Conversation:
@@ -35,8 +45,8 @@ def conversation(*lengths: int) -> Conversation:
 
 def fitted(max_length: int, *conversations: Conversation) -> tuple[list[int], FitCounts]:
     counts = FitCounts()
-    encoded = fit(conversations, OneTokenPerWord(), max_length=max_length, counts=counts)
-    return [len(e.ids) for e in encoded], counts
+    fitting = fit(conversations, OneTokenPerWord(), max_length=max_length, counts=counts)
+    return [len(row.ids) for rows in fitting for row in rows], counts
 
 
 def test_what_fits_is_kept_whole() -> None:
@@ -48,17 +58,11 @@ def test_a_long_conversation_loses_whole_turns_from_its_end() -> None:
     assert fitted(11, conversation(3, 4, 2, 3, 9, 9)) == ([7], FitCounts(kept=1, cut=1))
 
 
-def test_a_conversation_that_lost_its_unfinished_answer_is_finished() -> None:
-    seen: list[Conversation] = []
-
-    class Watching(OneTokenPerWord):
-        def encode(self, conversation: Conversation) -> Encoded:
-            seen.append(conversation)
-            return super().encode(conversation)
-
-    given = replace(conversation(3, 4, 2, 9), finished=False)
-    list(fit([given], Watching(), max_length=10, counts=FitCounts()))
-    assert [c.finished for c in seen] == [False, True]
+def test_rows_of_a_conversation_are_kept_or_dropped_each() -> None:
+    counts = FitCounts()
+    (rows,) = fit([conversation(3, 4, 2, 3, 9, 9)], OneRowPerAnswer(), max_length=12, counts=counts)
+    assert [len(row.ids) for row in rows] == [7, 12]
+    assert counts == FitCounts(kept=1, cut=1)
 
 
 def test_a_conversation_whose_first_answer_does_not_fit_is_dropped() -> None:

@@ -31,7 +31,7 @@ def show(
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:
-    """Print one conversation as the target reads it, what is trained on in colour, and counts."""
+    """Print one conversation as the target reads it, row by row, what is trained on in colour, and counts."""
     from eyas.data.chat_encoder import ChatEncoder
     from eyas.data.conversations import read_conversations
     from eyas.errors import UserError
@@ -39,30 +39,36 @@ def show(
 
     tokenizer, stop_ids = load_tokenizer(target, cache=cache)
     encoder = ChatEncoder(tokenizer, stop_ids)
-    counts = {"conversations": 0, "unanswered": 0, "turns": 0, "tokens": 0, "trained on": 0, "longest": 0}
+    counts = dict.fromkeys(("conversations", "unanswered", "turns", "rows", "tokens", "trained on", "longest"), 0)
     shown = None
     conversations = read_conversations(file)
     for number, conversation in enumerate(islice(conversations, limit), start=1):
-        encoded = encoder.encode(conversation)
+        rows = encoder.encode(conversation)
         counts["conversations"] += 1
-        counts["unanswered"] += not conversation.answered
+        counts["unanswered"] += not rows
         counts["turns"] += len(conversation.messages)
-        counts["tokens"] += len(encoded.ids)
-        counts["trained on"] += encoded.trainable
-        counts["longest"] = max(counts["longest"], len(encoded.ids))
+        counts["rows"] += len(rows)
+        counts["tokens"] += sum(len(row.ids) for row in rows)
+        counts["trained on"] += sum(row.trainable for row in rows)
+        counts["longest"] = max([counts["longest"], *(len(row.ids) for row in rows)])
         if number == sample:
-            shown = encoded
+            shown = rows
     if shown is None:
         raise UserError(f"--sample {sample} is beyond the {counts['conversations']} conversations read; choose less")
     if next(conversations, None) is not None:
         report(f"note: counted the first {limit} conversations of {file} only; --limit N counts more")
     if as_json:
-        typer.echo(json.dumps({**counts, "sample": {"ids": shown.ids, "mask": shown.mask}}))
+        typer.echo(json.dumps({**counts, "sample": [{"ids": row.ids, "mask": row.mask} for row in shown]}))
         return
-    # Whole runs, because one character may be several tokens.
-    for trained, run in groupby(zip(shown.mask, shown.ids, strict=True), key=lambda pair: pair[0]):
-        text = str(tokenizer.decode([token for _, token in run]))
-        typer.secho(text, nl=False, fg=typer.colors.GREEN if trained else None)
-    typer.echo("\n")
+    for number, row in enumerate(shown, start=1):
+        if len(shown) > 1:
+            typer.secho(f"--- row {number} of {len(shown)} ---", bold=True)
+        # Whole runs, because one character may be several tokens.
+        for trained, run in groupby(zip(row.mask, row.ids, strict=True), key=lambda pair: pair[0]):
+            text = str(tokenizer.decode([token for _, token in run]))
+            typer.secho(text, nl=False, fg=typer.colors.GREEN if trained else None)
+        typer.echo("\n")
+    if not shown:
+        typer.echo(f"nobody answers in conversation {sample}: nothing to train on\n")
     for name, count in counts.items():
         typer.echo(f"{name:14} {count:>12,}")

@@ -1,33 +1,29 @@
 """From a conversation to token ids and a loss mask.
 
-The mask marks what the target itself would have generated: every assistant turn, its end-of-turn token included, and
-nothing the template puts around it. An answer that a length ended has no end-of-turn token of its own: there the one
-that the template writes is left out.
+The mask marks what the target itself generates: its answers with the stop token that ends them, and nothing the
+template puts around them. An answer that a length ended has no stop token.
 
-Two ways find those turns. Where the template marks them (`{% generation %}`), the tokenizer says; otherwise the
-conversation is rendered up to and behind each turn, and the difference is the turn. A template that rewrites earlier
-turns when later ones come (some drop old thinking) fits neither: the text a server sees then differs from turn to
-turn, and such a conversation is refused rather than masked wrongly.
-
-Invariant: a masked token was generated as a token of its own; one that a boundary cuts through is never masked.
+A record may keep the tokens that its author read and said; those are used as they are. From text the same is made for
+every answer: the prompt is the template's rendering of the messages before it, as a server would feed it, and the
+answer is what the target would have had to generate there. Answers of one conversation share a row as long as each
+prompt begins with all of the row before it. Where a template rewrites earlier turns (many drop old thinking), the
+target saw another text, and the answer gets a row of its own.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from eyas.data.conversations import Conversation, Message
+from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
-from eyas.target.chat_template import require_template
+from eyas.target.chat_template import TEMPLATE_ERRORS, check_variables, require_template
 
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A conversation as the target reads it."""
+    """A row: a text as the target reads it."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -38,89 +34,100 @@ class Encoded:
         """Tokens that count."""
         return sum(self.mask)
 
+    def shortened(self, length: int) -> "Encoded | None":
+        """The row up to the last answer that ends within `length` tokens; None if there is none."""
+        if len(self.ids) <= length:
+            return self
+        for end in range(length, 0, -1):
+            if self.mask[end - 1] and not self.mask[end]:
+                return Encoded(ids=self.ids[:end], mask=self.mask[:end])
+        return None
+
+
+def merge(samples: Iterable[Sample]) -> tuple[Encoded, ...]:
+    """Samples of one conversation as rows: one whose prompt begins with the whole row before it extends that row."""
+    rows: list[tuple[list[int], list[bool]]] = []
+    for sample in samples:
+        ids, mask = rows[-1] if rows else ([], [])
+        if not rows or list(sample.prompt_ids[: len(ids)]) != ids:
+            ids, mask = [], []
+            rows.append((ids, mask))
+        told = sample.prompt_ids[len(ids) :]
+        ids += [*told, *sample.answer_ids]
+        mask += [False] * len(told) + [True] * len(sample.answer_ids)
+    return tuple(Encoded(ids=tuple(ids), mask=tuple(mask)) for ids, mask in rows)
+
 
 class ChatEncoder:
     """Encodes conversations with a tokenizer's own chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int]) -> None:
-        require_template(tokenizer, tokenizer.name_or_path)
-        if not tokenizer.is_fast:
-            raise UserError(
-                f"the tokenizer of {tokenizer.name_or_path} cannot say which text a token stands for; "
-                "loss masks need a fast tokenizer (tokenizer.json)"
-            )
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Collection[int],
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`variables` are the template's arguments, such as enable_thinking; a record's own go over them."""
         self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
-        self._marked = "{% generation" in str(tokenizer.chat_template).replace("{%-", "{%")
+        self._variables = dict(variables or {})
+        self._stop_texts = sorted({text for i in stop_ids if (text := str(tokenizer.decode([i])))})
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """Ids and mask of one conversation."""
-        messages, where = list(conversation.messages), conversation.where
-        if self._marked:
-            return self._encode_marked(messages, where, conversation.finished)
-        text = self._render(messages, where)
-        spans = [
-            self._span(messages, index, text, where)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
-        encoding: Any = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
-        turns = [[i for i, (a, b) in enumerate(offsets) if start <= a and b <= end and a < b] for start, end in spans]
-        return self._masked(ids, turns, conversation.finished)
+    def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
+        """The rows of one conversation; none if nobody answers in it."""
+        return merge(self.samples(conversation))
 
-    def _encode_marked(self, messages: list[Message], where: str, finished: bool) -> Encoded:
-        try:
-            output: Any = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True
-            )
-        except (TemplateError, ValueError) as error:
-            raise UserError(f"{where}: the chat template refuses this conversation ({error}); change it") from error
-        ids, marks = output["input_ids"], output["assistant_masks"]
-        runs = [list(run) for marked, run in groupby(range(len(ids)), key=lambda i: bool(marks[i])) if marked]
-        if not runs and any(message["role"] == "assistant" for message in messages):
+    def samples(self, conversation: Conversation) -> tuple[Sample, ...]:
+        """Its answers as tokens, each with its prompt."""
+        if conversation.samples:
+            return conversation.samples
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        if answers:
+            require_template(self._tokenizer, self._tokenizer.name_or_path)
+            check_variables(self._tokenizer, conversation.chat_template_kwargs, conversation.where)
+        return tuple(self._sample(conversation, i, finished=conversation.finished or i != answers[-1]) for i in answers)
+
+    def _sample(self, conversation: Conversation, index: int, *, finished: bool) -> Sample:
+        prompt = self._render(conversation, index, opening=True)
+        behind = self._render(conversation, index + 1)
+        if not behind.startswith(prompt):
             raise UserError(
-                f"{where}: the chat template has {{% generation %}} markers but marks nothing here; mend the template"
+                f"{conversation.where}: the chat template renders turn {index + 1} otherwise than it opens one, so the "
+                "turn cannot be told from its surroundings"
             )
-        # Markers often end at the text; the token that closes the turn is generated too.
-        turns = [run + [i for i in (run[-1] + 1,) if i < len(ids) and ids[i] in self._stop_ids] for run in runs]
-        return self._masked(ids, turns, finished)
+        answer, stop = self._parted(behind[len(prompt) :])
+        return Sample(
+            prompt_ids=self._ids(prompt), answer_ids=self._ids(answer) + (self._ids(stop) if finished else ())
+        )
 
-    def _span(self, messages: Sequence[Message], index: int, text: str, where: str) -> tuple[int, int]:
-        """Where in the text the assistant's turn `index` stands, with what the template closes it with."""
-        before = self._render(messages[:index], where, opening=True)
-        behind = text if index + 1 == len(messages) else self._render(messages[: index + 1], where)
-        if not behind.startswith(before):
-            raise UserError(
-                f"{where}: the chat template renders turn {index + 1} otherwise than it opens one, so the turn cannot "
-                "be told from its surroundings; add {% generation %} markers to the template"
-            )
-        if not text.startswith(behind):
-            raise UserError(
-                f"{where}: the chat template rewrites turn {index + 1} or what stands before it once later turns come, "
-                "so one text cannot show what the target saw; split the conversation into one record per answer"
-            )
-        return len(before), len(behind)
+    def _parted(self, text: str) -> tuple[str, str]:
+        """What is said and the stop token behind it; what a template writes behind that, nobody generates."""
+        places = [(place, stop) for stop in self._stop_texts if (place := text.rfind(stop)) >= 0]
+        if not places:
+            return text, ""
+        place, stop = max(places)
+        return text[:place], stop
 
-    def _masked(self, ids: Sequence[int], turns: Sequence[list[int]], finished: bool) -> Encoded:
-        """Mask each turn up to its last stop token: what the template puts behind that, nobody generates."""
-        mask = [False] * len(ids)
-        for turn in turns:
-            stops = [place for place, i in enumerate(turn) if ids[i] in self._stop_ids]
-            end = stops[-1] + 1 if stops else len(turn)
-            if stops and not finished and turn is turns[-1]:
-                while end and ids[turn[end - 1]] in self._stop_ids:
-                    end -= 1
-            for i in turn[:end]:
-                mask[i] = True
-        return Encoded(ids=tuple(ids), mask=tuple(mask))
-
-    def _render(self, messages: Sequence[Message], where: str, *, opening: bool = False) -> str:
+    def _render(self, conversation: Conversation, end: int, *, opening: bool = False) -> str:
+        """The template's text of the first `end` messages."""
+        messages: Sequence[Message] = conversation.messages[:end]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=opening
+                    [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in conversation.tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=opening,
+                    **{**self._variables, **conversation.chat_template_kwargs},
                 )
             )
-        except (TemplateError, ValueError) as error:
-            raise UserError(f"{where}: the chat template refuses this conversation ({error}); change it") from error
+        except TEMPLATE_ERRORS as error:
+            raise UserError(
+                f"{conversation.where}: the chat template refuses this conversation ({str(error)[:200]}); change it or "
+                "the template's arguments"
+            ) from error
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        # The template has written the special tokens.
+        encoding: Any = self._tokenizer(text, add_special_tokens=False)
+        return tuple(encoding["input_ids"])

@@ -79,11 +79,14 @@ class AugmentedEncoder:
         self._tokenizer = tokenizer
         self._opening = opening
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """Ids and mask in the chosen rendering, or in the template's own where that cannot be made."""
+    def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
+        """The rows in the chosen rendering, or in the template's own where that cannot be made."""
+        made: tuple[Encoded, ...] | None
         match self._kind:
             case None:
                 return self._encoder.encode(conversation)
+            case _ if conversation.samples:
+                made = None  # these tokens were said behind that prompt, and behind no other
             case "no_system":
                 made = self._without_system(conversation)
             case "no_bos":
@@ -91,28 +94,24 @@ class AugmentedEncoder:
             case "varied_system":
                 made = self._with_another_system(conversation)
             case _:
-                made = encode_bare(conversation, self._tokenizer)
+                made = (encode_bare(conversation, self._tokenizer),)
         self.applied = self._kind if made is not None else f"{self._kind} impossible"
         return self._encoder.encode(conversation) if made is None else made
 
-    def _without_system(self, conversation: Conversation) -> Encoded | None:
+    def _without_system(self, conversation: Conversation) -> tuple[Encoded, ...] | None:
         spoken = _without_leading_system(conversation.messages)
         if not spoken or self._opening.system_ids is None:
             return None
-        encoded = self._encoder.encode(replace(conversation, messages=spoken))
-        start, end = len(self._opening.bos_ids), len(self._opening.bos_ids) + len(self._opening.system_ids)
-        if encoded.ids[:end] != self._opening.bos_ids + self._opening.system_ids or any(encoded.mask[:end]):
-            return None
-        return _without_ids(encoded, start, end)
+        rows = self._encoder.encode(replace(conversation, messages=spoken))
+        bos = len(self._opening.bos_ids)
+        return _without_ids(rows, bos, self._opening.bos_ids + self._opening.system_ids)
 
-    def _without_bos(self, conversation: Conversation) -> Encoded | None:
-        encoded = self._encoder.encode(conversation)
-        end = len(self._opening.bos_ids)
-        if not end or encoded.ids[:end] != self._opening.bos_ids or any(encoded.mask[:end]):
+    def _without_bos(self, conversation: Conversation) -> tuple[Encoded, ...] | None:
+        if not self._opening.bos_ids:
             return None
-        return _without_ids(encoded, 0, end)
+        return _without_ids(self._encoder.encode(conversation), 0, self._opening.bos_ids)
 
-    def _with_another_system(self, conversation: Conversation) -> Encoded | None:
+    def _with_another_system(self, conversation: Conversation) -> tuple[Encoded, ...] | None:
         if not self._opening.takes_system:
             return None
         system: Message = {"role": "system", "content": self._system_prompt}
@@ -190,8 +189,14 @@ def _without_leading_system(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages[first:])
 
 
-def _without_ids(encoded: Encoded, start: int, end: int) -> Encoded:
-    return replace(encoded, ids=encoded.ids[:start] + encoded.ids[end:], mask=encoded.mask[:start] + encoded.mask[end:])
+def _without_ids(rows: Sequence[Encoded], start: int, opening: tuple[int, ...]) -> tuple[Encoded, ...] | None:
+    """Rows without their opening from `start` on; None unless all of them begin with it."""
+    end = len(opening)
+    if any(row.ids[:end] != opening or any(row.mask[:end]) for row in rows):
+        return None
+    return tuple(
+        replace(row, ids=row.ids[:start] + row.ids[end:], mask=row.mask[:start] + row.mask[end:]) for row in rows
+    )
 
 
 def _said(role: str, content: str) -> Message:
@@ -200,11 +205,11 @@ def _said(role: str, content: str) -> Message:
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str | None:
     """The text of some messages; None when the template refuses them."""
-    from jinja2 import TemplateError
+    from eyas.target.chat_template import TEMPLATE_ERRORS
 
     try:
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
-    except (TemplateError, ValueError):
+    except TEMPLATE_ERRORS:
         return None
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from transformers import PreTrainedTokenizerBase
 
-from eyas.data.chat_encoder import ChatEncoder
+from eyas.data.chat_encoder import ChatEncoder, Encoded
 from eyas.data.conversations import Conversation, read_conversations
 from eyas.errors import UserError
 from eyas.train.augment import Augmenter
@@ -43,17 +43,27 @@ class Corpus:
     mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
     """Where each document begins, and where the last one ends."""
+    conversation: NDArray[np.int64] | None = None
+    """Which conversation each document is of: a template that rewrites turns makes several documents of one. None: each
+    document is a conversation of its own."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.mask.shape == (self.offsets[-1],)
+        assert self.conversation is None or self.conversation.shape == (len(self),)
         assert self.offsets[0] == 0
         assert (np.diff(self.offsets) > 0).all()
 
     @classmethod
-    def build(cls, ids: ArrayLike, mask: ArrayLike, lengths: ArrayLike) -> "Corpus":
-        """From documents end to end and how many tokens each has."""
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        return cls(ids=np.asarray(ids, dtype=np.int32), mask=np.asarray(mask, dtype=np.bool_), offsets=offsets)
+    def build(
+        cls, ids: ArrayLike, mask: ArrayLike, lengths: ArrayLike, conversation: ArrayLike | None = None
+    ) -> "Corpus":
+        """From documents end to end, and how many tokens each has."""
+        return cls(
+            ids=np.asarray(ids, dtype=np.int32),
+            mask=np.asarray(mask, dtype=np.bool_),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            conversation=None if conversation is None else np.asarray(conversation, dtype=np.int64),
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -74,6 +84,11 @@ class Corpus:
         return len(self.ids)
 
     @property
+    def conversations(self) -> int:
+        """Conversations that the documents are of."""
+        return len(self) if self.conversation is None else len(np.unique(self.conversation))
+
+    @property
     def trainable(self) -> int:
         """Tokens that count."""
         return int(self.mask.sum())
@@ -88,15 +103,22 @@ class Corpus:
         chosen = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[chosen]
         places = _runs(self.offsets[chosen], lengths)
-        return Corpus.build(self.ids[places], self.mask[places], lengths)
+        conversation = None if self.conversation is None else self.conversation[chosen]
+        return Corpus.build(self.ids[places], self.mask[places], lengths, conversation)
 
 
 def concatenate(corpora: Sequence[Corpus]) -> Corpus:
-    """Corpora one behind the other."""
+    """Corpora one behind the other; conversations of two of them are never the same."""
+    first, conversations = 0, []
+    for corpus in corpora:
+        own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
+        conversations.append(first + own)
+        first += int(own.max(initial=-1)) + 1
     return Corpus.build(
         np.concatenate([corpus.ids for corpus in corpora]),
         np.concatenate([corpus.mask for corpus in corpora]),
         np.concatenate([corpus.lengths for corpus in corpora]),
+        np.concatenate(conversations),
     )
 
 
@@ -163,22 +185,30 @@ def encode_conversations(
         np.concatenate([part.ids for part in parts]),
         np.concatenate([part.mask for part in parts]),
         np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.conversation for part in parts]),
     )
     return corpus, counts
 
 
 def split(corpus: Corpus, share: float, seed: int) -> tuple[Corpus, Corpus]:
-    """Set a random share of the documents aside: what remains for training, and what is held out."""
+    """Set a random share of the conversations aside: what remains for training, and what is held out.
+
+    All documents of a conversation stay on one side: they repeat each other's text.
+    """
     if not 0 < share < 1:
         raise UserError(f"the held-out share {share} is not between 0 and 1; set data.held_out_share to 0.01, say")
-    if len(corpus) < 2:
+    own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
+    conversations, place = np.unique(own, return_inverse=True)
+    count = len(conversations)
+    if count < 2:
         raise UserError(
-            f"{len(corpus)} document cannot be split into training and held-out ones; "
+            f"{count} conversation cannot be split into training and held-out ones; "
             "give more conversations or a separate file as data.held_out"
         )
-    aside = min(max(1, round(share * len(corpus))), len(corpus) - 1)
-    order = np.random.default_rng(seed).permutation(len(corpus))
-    return corpus.take(np.sort(order[aside:])), corpus.take(np.sort(order[:aside]))
+    aside = min(max(1, round(share * count)), count - 1)
+    held = np.zeros(count, dtype=np.bool_)
+    held[np.random.default_rng(seed).permutation(count)[:aside]] = True
+    return corpus.take(np.flatnonzero(~held[place])), corpus.take(np.flatnonzero(held[place]))
 
 
 def packs(
@@ -261,8 +291,10 @@ class _Part:
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     lengths: NDArray[np.int64]
+    conversation: NDArray[np.int64]
     counts: FitCounts
     conversations: int
+    """Read, whatever became of them."""
 
 
 class _Encoding:
@@ -282,17 +314,20 @@ class _Encoding:
 
     def __call__(self, first: int, conversations: Sequence[Conversation]) -> _Part:
         counts = FitCounts()
-        encoded = []
+        encoded: list[Encoded] = []
+        numbers: list[int] = []
         for index, conversation in enumerate(conversations, start=first):
             augmented = self._augmenter.encoder_for(index) if self._augmenter else None
-            for kept in fit([conversation], augmented or self._encoder, max_length=self._max_length, counts=counts):
-                encoded.append(kept)
+            for rows in fit([conversation], augmented or self._encoder, max_length=self._max_length, counts=counts):
+                encoded += rows
+                numbers += [index] * len(rows)
                 if augmented is not None and augmented.applied is not None:
                     counts.augmented[augmented.applied] += 1
         return _Part(
             ids=np.fromiter(chain.from_iterable(e.ids for e in encoded), dtype=np.int32),
             mask=np.fromiter(chain.from_iterable(e.mask for e in encoded), dtype=np.bool_),
             lengths=np.array([len(e.ids) for e in encoded], dtype=np.int64),
+            conversation=np.array(numbers, dtype=np.int64),
             counts=counts,
             conversations=len(conversations),
         )

@@ -35,7 +35,8 @@ def load_or_encode(
     corpus, counts = encode()
     counted = asdict(counts)
     metadata = {"key": key, "counts": json.dumps(counted)}
-    tensors = {"ids": corpus.ids, "mask": corpus.mask, "offsets": corpus.offsets}
+    own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
+    tensors = {"ids": corpus.ids, "mask": corpus.mask, "offsets": corpus.offsets, "conversation": own}
     with new_file(place) as staging:
         try:
             save_file(tensors, staging, metadata=metadata)
@@ -50,7 +51,9 @@ def _read(place: Path, key: str) -> tuple[Corpus, dict[str, Any]] | None:
             metadata = stored.metadata() or {}
             if metadata.get("key") != key:
                 return None
-            ids, mask, offsets = (np.asarray(stored.get_tensor(name)) for name in ("ids", "mask", "offsets"))
+            names = ("ids", "mask", "offsets", "conversation")
+            ids, mask, offsets, conversation = (np.asarray(stored.get_tensor(name)) for name in names)
     except (OSError, SafetensorError):
         return None
-    return Corpus(ids=ids, mask=mask, offsets=offsets), json.loads(metadata["counts"])
+    corpus = Corpus(ids=ids, mask=mask, offsets=offsets, conversation=conversation)
+    return corpus, json.loads(metadata["counts"])

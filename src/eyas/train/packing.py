@@ -1,14 +1,14 @@
 """Fitting conversations into sequences of a fixed length: cut at turns, then packed side by side.
 
-Padding is wasted work, so several conversations share a sequence, and nothing may be seen across the borders between
-them. A conversation that is too long loses whole turns from its end, never half an answer: an answer cut in the middle
-would teach the drafter that answers stop there.
+Padding is wasted work, so several rows share a sequence, and nothing may be seen across the borders between them. A row
+that is too long loses whole answers from its end, never half an answer: an answer cut in the middle would teach the
+drafter that answers stop there.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from eyas.data.chat_encoder import Encoded
@@ -20,10 +20,10 @@ OPEN_PACKS = 64
 
 
 class Encoder(Protocol):
-    """Turns a conversation into ids and a mask."""
+    """Turns a conversation into rows of ids and masks."""
 
-    def encode(self, conversation: Conversation) -> Encoded:
-        """Ids and mask of one conversation."""
+    def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
+        """The rows of one conversation; none if nobody answers in it."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class FitCounts:
 
     kept: int = 0
     cut: int = 0
-    """Kept without some of their last turns."""
+    """Kept without some of their answers."""
     too_long: int = 0
-    """Dropped: not even the first answer fits."""
+    """Dropped: none of their answers fits."""
     unanswered: int = 0
     """Dropped: nothing to train on."""
     augmented: Counter[str] = field(default_factory=Counter)
@@ -51,33 +51,20 @@ class FitCounts:
 
 def fit(
     conversations: Iterable[Conversation], encoder: Encoder, *, max_length: int, counts: FitCounts
-) -> Iterator[Encoded]:
-    """Encode conversations, shortening or dropping those beyond `max_length` tokens, and count what was done."""
+) -> Iterator[tuple[Encoded, ...]]:
+    """The rows of each conversation, shortened or dropped where they are beyond `max_length` tokens; counted."""
     for conversation in conversations:
-        encoded = encoder.encode(conversation)
-        if not encoded.trainable:
+        rows = [row for row in encoder.encode(conversation) if row.trainable]
+        if not rows:
             counts.unanswered += 1
             continue
-        shortened = False
-        while encoded.trainable and len(encoded.ids) > max_length:
-            shortened = True
-            conversation = _without_last_answer(conversation)
-            if not conversation.answered:
-                break
-            encoded = encoder.encode(conversation)
-        if len(encoded.ids) > max_length or not encoded.trainable:
+        fitting = tuple(short for row in rows if (short := row.shortened(max_length)) is not None)
+        if not fitting:
             counts.too_long += 1
             continue
         counts.kept += 1
-        counts.cut += shortened
-        yield encoded
-
-
-def _without_last_answer(conversation: Conversation) -> Conversation:
-    """The conversation up to the answer before the last, which was finished, or nothing would have followed."""
-    answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-    end = answers[-2] + 1 if len(answers) > 1 else 0
-    return replace(conversation, messages=conversation.messages[:end], finished=True)
+        counts.cut += sum(row.trainable for row in fitting) < sum(row.trainable for row in rows)
+        yield fitting
 
 
 def pack(sizes: Iterable[int], *, length: int) -> Iterator[tuple[int, ...]]:
