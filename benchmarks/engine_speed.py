@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from eyas.cli.speculation import read_tree
-from eyas.data.conversations import read_conversations
+from eyas.data.files import read_conversations
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig

@@ -1,6 +1,7 @@
-"""SHA-256 of a file: the identity of weights that came from outside."""
+"""SHA-256 of files: the identity of weights and data that came from outside."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from eyas.errors import UserError
@@ -13,3 +14,9 @@ def sha256_of(path: Path) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check the path and its permissions") from error
+
+
+def sha256_of_all(paths: Sequence[Path]) -> str:
+    """Return one SHA-256 for several files in order; for a single one it is that file's own."""
+    digests = [sha256_of(path) for path in paths]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()

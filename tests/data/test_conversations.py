@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from eyas.data.conversations import Conversation, Sample, parse_conversation, read_conversations
+from eyas.data.bad_records import RecordError
+from eyas.data.conversations import Conversation, Sample, parse_conversation
+from eyas.data.files import read_conversations
 from eyas.errors import UserError
 
 MESSAGES = [
@@ -137,3 +139,83 @@ def test_a_record_keeps_tokens_tools_and_template_arguments() -> None:
 def test_wrong_tokens_tools_and_arguments_are_named(fields: dict[str, object], named: str) -> None:
     with pytest.raises(UserError, match=named):
         parse_conversation({"prompt": "hi", **fields}, "x:1")
+
+
+def said(row: dict[str, object]) -> list[tuple[str, str]]:
+    return [(m["role"], m["content"]) for m in parse_conversation(row, "f:1").messages]
+
+
+HI = [("user", "Hi"), ("assistant", "Hello")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, HI),
+        ({"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}, HI),
+        ({"conversation": [{"role": "Human", "content": "Hi"}, {"role": "GPT", "content": "Hello"}]}, HI),
+        ({"messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'}, HI),
+        ({"turns": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, HI),
+        ({"instruction": "Hi", "input": "", "output": "Hello"}, HI),
+        ({"instruction": "Add", "input": "1, 2", "output": "3"}, [("user", "Add\n\n1, 2"), ("assistant", "3")]),
+        ({"instruction": "Sum up", "context": "A", "response": "B"}, [("user", "Sum up\n\nA"), ("assistant", "B")]),
+        (
+            {"instruction": "Hi", "output": "Hello", "system": "Brief.", "history": [["A", "B"]]},
+            [("system", "Brief."), ("user", "A"), ("assistant", "B"), *HI],
+        ),
+        ({"prompt": "Hi", "response": "Hello"}, HI),
+        ({"prompt": "Hi", "completion": "Hello"}, HI),
+        ({"question": "Hi", "answer": "Hello"}, HI),
+        (
+            {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello"}]},
+            HI,
+        ),
+        ({"instruction": "Hi", "input": None, "output": ""}, HI[:1]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]},
+            HI[:1],
+        ),
+        (
+            {"system": "Brief.", "conversations": [{"from": "human", "value": "Hi"}]},
+            [("system", "Brief."), *HI[:1]],
+        ),
+        (
+            {
+                "system": "Other.",
+                "messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}],
+            },
+            [("system", "Own."), *HI[:1]],
+        ),
+    ],
+)
+def test_every_known_record_reads_as_turns(row: dict[str, object], expected: list[tuple[str, str]]) -> None:
+    assert said(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "a content part of type 'image_url'",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "content that is no text"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a character"),
+        ({"messages": [{"role": "assistant", "content": "", "reasoning_content": "\udfff"}]}, "half a character"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role 'wizard'"),
+        ({"messages": "[{"}, "wrong turns"),
+        ({"instruction": "Hi", "history": ["A"]}, "wrong history"),
+        ({"instruction": "Hi", "output": 3}, "content that is no text"),
+    ],
+)
+def test_what_is_bad_has_a_reason_to_be_counted_by(row: dict[str, object], reason: str) -> None:
+    with pytest.raises(RecordError) as refused:
+        parse_conversation(row, "f:7")
+    assert refused.value.reason == reason
+    assert str(refused.value).startswith("f:7: ")
+
+
+def test_a_wrong_value_is_shown_in_part() -> None:
+    with pytest.raises(RecordError) as refused:
+        parse_conversation({"messages": [["x" * 10_000]]}, "f:7")
+    assert len(str(refused.value)) < 300

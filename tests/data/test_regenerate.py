@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from eyas.data.conversations import Conversation, Sample, parse_conversation, read_conversations
+from eyas.data.conversations import Conversation, Sample, parse_conversation
+from eyas.data.files import read_conversations
 from eyas.data.regenerate import ChatPrompt, Progress, Reply, regenerate
 from eyas.errors import UserError
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from eyas.data.conversations import Conversation, parse_conversation, read_conversations
+from eyas.data.conversations import Conversation, parse_conversation
+from eyas.data.files import read_conversations
 from eyas.errors import UserError
 
 # SPEED-Bench is published with this in place of texts that its own script must fetch.

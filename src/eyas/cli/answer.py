@@ -12,8 +12,9 @@ import typer
 from eyas.cli.arguments import require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, Device, Dtype, report
+from eyas.cli.options import AsJson, Cache, Device, Dtype, MaxBadShare, report, report_skipped
 from eyas.cli.progress import ProgressDisplay
+from eyas.data.bad_records import MAX_BAD_SHARE, BadRecords
 
 if TYPE_CHECKING:
     from eyas.data.regenerate import Answerer, ChatPrompt, Progress, Reply
@@ -28,7 +29,7 @@ LEAST_TOKENS = 512
 
 
 def answer(
-    file: Annotated[Path, typer.Argument(help="Prompts or conversations: JSON lines or Parquet.")],
+    file: Annotated[Path, typer.Argument(help="Prompts or conversations: a file or folder.")],
     out: Annotated[
         Path,
         typer.Option(help="Where answers go, as JSON lines; an existing file is gone on with.", rich_help_panel=OUTPUT),
@@ -79,6 +80,7 @@ def answer(
             help="Of drawn answers; each conversation has its own, counted from this.", rich_help_panel=SAMPLING
         ),
     ] = 0,
+    max_bad_share: MaxBadShare = MAX_BAD_SHARE,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -92,8 +94,8 @@ def answer(
     import_libraries()
     from itertools import islice
 
-    from eyas.checksum import sha256_of
-    from eyas.data.conversations import read_conversations
+    from eyas.checksum import sha256_of_all
+    from eyas.data.files import ConversationReader, expand_files
     from eyas.data.regenerate import regenerate
     from eyas.errors import UserError
     from eyas.loading import load_target
@@ -101,7 +103,9 @@ def answer(
     from eyas.target.fingerprint import fingerprint
 
     sampling = Sampling(temperature=temperature, top_p=top_p)
-    conversations = list(islice(read_conversations(file), limit))
+    files, bad = expand_files([file]), BadRecords()
+    conversations = list(islice(ConversationReader(files, bad), limit))
+    report_skipped(bad, max_bad_share)
     loaded = load_target(target, dtype=dtype, device=device, cache=cache)
     longest = loaded.facts.max_position_embeddings
     if max_length is None:
@@ -123,7 +127,7 @@ def answer(
     )
     arguments = {
         "input": str(file),
-        "input_sha256": sha256_of(file),
+        "input_sha256": sha256_of_all(files),
         "target": target,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "temperature": temperature,

@@ -9,7 +9,7 @@ import typer
 
 from eyas.cli.answer import answer
 from eyas.cli.help import GroupedCommand, new_app
-from eyas.cli.options import AsJson, Cache, report
+from eyas.cli.options import AsJson, Cache, report, report_skipped
 
 app = new_app(help="Make training data and look at it.", add_completion=False)
 app.command(cls=GroupedCommand)(answer)
@@ -24,7 +24,7 @@ def options(context: typer.Context) -> None:
 
 @app.command(cls=GroupedCommand)
 def show(
-    file: Annotated[Path, typer.Argument(help="Conversations: JSON lines or Parquet.")],
+    file: Annotated[Path, typer.Argument(help="Conversations: a file or folder.")],
     target: Annotated[str, typer.Option(help="Whose chat template and tokenizer to use.")] = "smollm2",
     sample: Annotated[int, typer.Option(help="Which conversation to print, from 1.", min=1)] = 1,
     limit: Annotated[int, typer.Option(help="How many conversations to count at most.", min=1)] = 1000,
@@ -32,8 +32,9 @@ def show(
     cache: Cache = None,
 ) -> None:
     """Print one conversation as the target reads it, row by row, what is trained on in colour, and counts."""
+    from eyas.data.bad_records import BadRecords
     from eyas.data.chat_encoder import ChatEncoder
-    from eyas.data.conversations import read_conversations
+    from eyas.data.files import read_conversations
     from eyas.errors import UserError
     from eyas.target.tokenizer import load_tokenizer
 
@@ -41,7 +42,8 @@ def show(
     encoder = ChatEncoder(tokenizer, stop_ids)
     counts = dict.fromkeys(("conversations", "unanswered", "turns", "rows", "tokens", "trained on", "longest"), 0)
     shown = None
-    conversations = read_conversations(file)
+    bad = BadRecords()
+    conversations = read_conversations(file, bad)
     for number, conversation in enumerate(islice(conversations, limit), start=1):
         rows = encoder.encode(conversation)
         counts["conversations"] += 1
@@ -57,6 +59,7 @@ def show(
         raise UserError(f"--sample {sample} is beyond the {counts['conversations']} conversations read; choose less")
     if next(conversations, None) is not None:
         report(f"note: counted the first {limit} conversations of {file} only; --limit N counts more")
+    report_skipped(bad, max_share=1.0)
     if as_json:
         typer.echo(json.dumps({**counts, "sample": [{"ids": row.ids, "mask": row.mask} for row in shown]}))
         return

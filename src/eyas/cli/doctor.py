@@ -24,7 +24,7 @@ def doctor(
     drafter: Annotated[str, typer.Option(help="A drafter's folder or hub id.", rich_help_panel=SPECULATION)],
     prompts: Annotated[
         list[Path],
-        typer.Option(help="Prompts or conversations: JSON lines or Parquet; repeatable.", rich_help_panel=WORK),
+        typer.Option(help="Prompts or conversations: a file or folder; repeatable.", rich_help_panel=WORK),
     ],
     target: Annotated[
         str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
@@ -156,7 +156,7 @@ def _config(
 
 
 def _read(files: Sequence[Path]) -> "list[Conversation]":
-    from eyas.data.conversations import read_conversations
+    from eyas.data.files import read_conversations
 
     return [conversation for file in files for conversation in read_conversations(file)]
 

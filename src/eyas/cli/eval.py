@@ -31,7 +31,7 @@ CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
 
 def evaluate(
     context: typer.Context,
-    prompts: Annotated[list[Path], typer.Argument(help="Prompts or conversations: JSON lines or Parquet.")],
+    prompts: Annotated[list[Path], typer.Argument(help="Prompts or conversations: files or folders.")],
     drafter: Annotated[
         list[str],
         typer.Option(help="A drafter's folder or hub id; repeat to compare several.", rich_help_panel=SPECULATION),
@@ -213,7 +213,7 @@ def _follow(
 
 
 def _read(files: Sequence[Path], limit: int | None) -> "list[Conversation]":
-    from eyas.data.conversations import read_conversations
+    from eyas.data.files import read_conversations
 
     return list(islice(chain.from_iterable(read_conversations(file) for file in files), limit))
 

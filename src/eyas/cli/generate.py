@@ -23,7 +23,7 @@ ACCEPTED, OWN = typer.colors.GREEN, typer.colors.YELLOW
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="What to ask; - reads standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts or conversations instead: JSON lines or Parquet.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts or conversations instead: a file or folder.")] = None,
     target: Annotated[
         str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
     ] = "smollm2",
@@ -140,7 +140,7 @@ def _ask(text: str) -> list[dict[str, str]]:
 
 def _read(file: Path) -> list[list[dict[str, str]]]:
     """The questions of a file: each conversation up to its first user turn."""
-    from eyas.data.conversations import read_conversations
+    from eyas.data.files import read_conversations
     from eyas.errors import UserError
 
     asked = []

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import MODEL, OPERATION, OUTPUT
+from eyas.cli.help import MODEL, OPERATION, OUTPUT, WORK
+from eyas.data.bad_records import BadRecords
 
 Cache = Annotated[
     Path | None,
@@ -34,6 +35,15 @@ Device = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON for programs instead of text.", rich_help_panel=OUTPUT)
 ]
+MaxBadShare = Annotated[
+    float,
+    typer.Option(
+        help="Share of bad records to skip at most; beyond it the files are refused.",
+        min=0.0,
+        max=1.0,
+        rich_help_panel=WORK,
+    ),
+]
 
 
 class LogLevel(StrEnum):
@@ -53,6 +63,15 @@ class LogLevel(StrEnum):
 def report(message: str) -> None:
     """Progress goes to stderr, so that stdout holds results only."""
     print(message, file=sys.stderr, flush=True)
+
+
+def report_skipped(bad: BadRecords, max_share: float) -> None:
+    """Name records that were skipped; too many of them are refused."""
+    bad.require_few(max_share, "--max-bad-share")
+    if bad:
+        report(f"note: {len(bad):,} of {bad.read:,} records are bad and skipped")
+        for line in bad.lines():
+            report(f"  {line}")
 
 
 class Ticker:

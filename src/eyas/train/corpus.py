@@ -22,7 +22,8 @@ from numpy.typing import ArrayLike, NDArray
 from transformers import PreTrainedTokenizerBase
 
 from eyas.data.chat_encoder import ChatEncoder, Encoded
-from eyas.data.conversations import Conversation, read_conversations
+from eyas.data.conversations import Conversation
+from eyas.data.files import read_conversations
 from eyas.errors import UserError
 from eyas.train.augment import Augmenter
 from eyas.train.packing import FitCounts, fit, pack
