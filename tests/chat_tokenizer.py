@@ -3,7 +3,7 @@
 import string
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eyas.data.chat_encoder import Encoded
@@ -25,6 +25,15 @@ def chat_tokenizer(template: str, bos: str | None = None) -> PreTrainedTokenizer
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, eos_token="</s>", bos_token=bos)
+
+
+def with_bos(tokenizer: PreTrainedTokenizerFast, *, suffix: str = "") -> PreTrainedTokenizerFast:
+    """Let it put a BOS before plain text, and perhaps something behind it."""
+    named = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A {suffix}".strip(), special_tokens=named
+    )
+    return tokenizer
 
 
 def letter_tokenizer(

@@ -33,6 +33,7 @@ from eyas.loading import load_another, load_pair, require_fit
 from eyas.sampling import Sampling
 from eyas.sampling_params import SamplingParams
 from eyas.target.bad_words import bad_word_tokens
+from eyas.target.chat_template import ChatFormat
 from eyas.target.facts import read_facts
 from eyas.target.model import Target
 
@@ -50,8 +51,10 @@ class LLM:
     """A target that answers, with or without a drafter. One thread at a time may use it.
 
     `drafter` is a name, a folder or a hub id; None takes the one that comes with eyas for the target, if there is one,
-    and "none" decodes plainly. `depth` is how many tokens to draft where a request does not say. All fields of
-    `EngineConfig` are keywords too: `LLM("my-model", max_num_seqs=256, max_model_len=4096)`.
+    and "none" decodes plainly. `depth` is how many tokens to draft where a request does not say. `chat_template` is the
+    text of another template than the target's, `chat_template_kwargs` are variables for it, and with `raw` a chat is
+    plain text and its continuation, for base models. All fields of `EngineConfig` are keywords too:
+    `LLM("my-model", max_num_seqs=256, max_model_len=4096)`.
     """
 
     def __init__(
@@ -63,9 +66,13 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         cache: Path | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        raw: bool = False,
         **settings: Any,
     ) -> None:
-        self._engine = _load_engine(target, drafter, depth, dtype, device, cache, settings)
+        chat_format = ChatFormat(template=chat_template, raw=raw, variables=chat_template_kwargs or {})
+        self._engine = _load_engine(target, drafter, depth, dtype, device, cache, chat_format, settings)
         self._cache = cache
         self._requests = _RequestMaker(self._engine, depth)
         self._deltas: dict[int, deque[OutputDelta]] = {}
@@ -173,9 +180,13 @@ class AsyncLLM:
         dtype: str = "auto",
         device: str = "auto",
         cache: Path | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        raw: bool = False,
         **settings: Any,
     ) -> None:
-        engine = _load_engine(target, drafter, depth, dtype, device, cache, settings)
+        chat_format = ChatFormat(template=chat_template, raw=raw, variables=chat_template_kwargs or {})
+        engine = _load_engine(target, drafter, depth, dtype, device, cache, chat_format, settings)
         self._requests = _RequestMaker(engine, depth)
         self._engine = AsyncEngine(engine)
 
@@ -314,6 +325,7 @@ def _load_engine(
     dtype: str,
     device: str,
     cache: Path | None,
+    chat_format: ChatFormat,
     settings: Mapping[str, Any],
 ) -> Engine:
     """An engine for both; what cannot work is refused before weights are read."""
@@ -329,7 +341,7 @@ def _load_engine(
     name = choose_drafter(drafter, target)
     if name is not None:
         require_fit(name, read_facts(target, cache=cache))
-    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
+    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     return Engine(loaded, model, config=config)
 
 

@@ -10,21 +10,28 @@ import torch
 from transformers import LlamaForCausalLM
 
 import tiny
-from chat_tokenizer import CHATML, chat_tokenizer
+from chat_tokenizer import CHATML, chat_tokenizer, with_bos
+from eyas.data.conversations import Conversation
+from eyas.data.encode_prompt import encode_prompt
 from eyas.doctor.long_prompts import Filler, allowed_lengths, long_prompts
 from eyas.doctor.prompt_formats import prompt_formats
 from eyas.doctor.quantise import quantised
 from eyas.doctor.robustness import Case, Conditions, Robustness, compare
 from eyas.doctor.subject import Subject
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
+from eyas.target.chat_template import ChatFormat
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
+from eyas.target.template_override import apply_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-MESSAGES = {key: [{"role": "user", "content": text}] for key, text in enumerate(("Say hi.", "Count to 3.", "Why?"))}
+ASKED = {
+    key: Conversation(messages=({"role": "user", "content": text},), where=f"file:{key}")
+    for key, text in enumerate(("Say hi.", "Count to 3.", "Why?"))
+}
 FILLER = "The quick brown fox jumps over the lazy dog. " * 8
 
 
@@ -44,7 +51,7 @@ def subject(target: Target) -> Subject:
 
 @pytest.fixture(scope="module")
 def base(target: Target) -> list[Transcript]:
-    asked = [Asked(key=key, ids=tuple(target.encode_chat(messages))) for key, messages in MESSAGES.items()]
+    asked = [Asked(key=key, ids=tuple(encode_prompt(target, one))) for key, one in ASKED.items()]
     transcripts = Transcriber(target, tiny.AUX_IDS).answer(asked, Answering(max_new_tokens=10, overshoot=6))
     return sorted(transcripts, key=lambda one: one.key)
 
@@ -58,7 +65,7 @@ def matrix(
     target: Target, subject: Subject, base: list[Transcript], left: Callable[[], float] = lambda: 1e9
 ) -> list[Case]:
     transcriber = Transcriber(target, tiny.AUX_IDS)
-    tried = Robustness(transcriber, [subject], base, MESSAGES, conditions(), filler=FILLER, left=left)
+    tried = Robustness(transcriber, [subject], base, ASKED, conditions(), filler=FILLER, left=left)
     return list(tried.cases())
 
 
@@ -92,7 +99,7 @@ def test_rounded_weights_are_read_anew_and_so_are_the_true_ones_behind_them(
         return {one.key: one.aux_TX for one in transcriber.answer(asked, how)}
 
     shared = Transcriber(target, tiny.AUX_IDS)
-    tried = Robustness(shared, [subject], base, MESSAGES, conditions(), filler=FILLER, left=lambda: 1e9)
+    tried = Robustness(shared, [subject], base, ASKED, conditions(), filler=FILLER, left=lambda: 1e9)
     before, seen = states(shared), list[Transcript]()
     answer = shared.answer
 
@@ -126,8 +133,8 @@ def test_the_same_rounds_keep_everything(subject: Subject, base: list[Transcript
 
 
 def test_renderings_change_what_they_say(target: Target) -> None:
-    own = target.tokenizer.decode(target.encode_chat(MESSAGES[0]))
-    made = {one.name: one.render(MESSAGES[0]) for one in prompt_formats(target)}
+    own = target.tokenizer.decode(encode_prompt(target, ASKED[0]))
+    made = {one.name: one.render(ASKED[0]) for one in prompt_formats(target)}
     texts = {name: target.tokenizer.decode(list(ids)) for name, ids in made.items() if ids}
     assert "Be kind." in own
     assert "no BOS" not in texts  # the tokenizer has none
@@ -143,14 +150,65 @@ def test_a_bos_is_taken_away_where_there_is_one() -> None:
     model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
     target = Target(facts=facts_of(model.config, "chatty"), model=model, tokenizer=tokenizer)
     render = next(one.render for one in prompt_formats(target) if one.name == "no BOS")
-    assert render(MESSAGES[0]) == tuple(target.encode_chat(MESSAGES[0])[1:])
+    assert render(ASKED[0]) == tuple(encode_prompt(target, ASKED[0])[1:])
+
+
+QWEN3_LIKE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% set text = m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content %}"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+R1_LIKE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ '<U>' if m.role == 'user' else '<A>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<A><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        (QWEN3_LIKE, {"no BOS", "no system prompt", "ChatML template"}),
+        (R1_LIKE, {"no system prompt", "long system prompt", "foreign system prompt"}),
+        (None, {"no template", "no system prompt"}),
+    ],
+    ids=["thinks", "opens with a thought", "raw"],
+)
+def test_thinking_and_plain_text_are_perturbed_or_it_is_said(
+    template: str | None, left_out: set[str], subject: Subject
+) -> None:
+    tokenizer = with_bos(chat_tokenizer(template or "", bos="<s>"))
+    if template is None:
+        apply_format(tokenizer, ChatFormat(raw=True))
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny.target_config(vocab_size=264, max_position_embeddings=2048)).eval()
+    target = Target(facts=facts_of(model.config, "thinker"), model=model.requires_grad_(False), tokenizer=tokenizer)
+    asked = [Asked(key=key, ids=tuple(encode_prompt(target, one))) for key, one in ASKED.items()]
+    answers = Transcriber(target, tiny.AUX_IDS).answer(asked, Answering(max_new_tokens=10, overshoot=6))
+    cases = [case for case in matrix(target, subject, list(answers)) if case.group == "template"]
+    assert {case.name for case in cases if case.left_out} == left_out
+    assert all("own rendering" in str(case.left_out) for case in cases if not case.cells)
+
+
+def test_a_records_own_template_arguments_stay_when_it_is_perturbed() -> None:
+    tokenizer = chat_tokenizer(QWEN3_LIKE)
+    model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
+    target = Target(facts=facts_of(model.config, "thinker"), model=model, tokenizer=tokenizer)
+    quick = replace(ASKED[0], chat_template_kwargs={"enable_thinking": False})
+    made = {one.name: one.render(quick) for one in prompt_formats(target)}
+    text = tokenizer.decode(list(made["foreign system prompt"] or ()))
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    (long,) = long_prompts(target, Filler(target, FILLER), {0: quick}, 60, ["end"])
+    assert tokenizer.decode(list(long.asked.ids)).endswith("</think>\n\n")
 
 
 def test_a_longer_text_begins_like_a_shorter_one(target: Target) -> None:
     filler = Filler(target, FILLER)
-    short, long = (next(long_prompts(target, filler, {0: "Why?"}, length, ["end"])) for length in (60, 120))
+    short, long = (next(long_prompts(target, filler, {0: ASKED[2]}, length, ["end"])) for length in (60, 120))
     text = target.tokenizer.decode(list(long.asked.ids))
     assert target.tokenizer.decode(list(short.asked.ids)).partition("\n\nWhy?")[0].rstrip() in text
-    at_start = next(long_prompts(target, filler, {0: "Why?"}, 60, ["start"]))
+    at_start = next(long_prompts(target, filler, {0: ASKED[2]}, 60, ["start"]))
     assert "user\nWhy?\n\nThe quick" in target.tokenizer.decode(list(at_start.asked.ids))
     assert allowed_lengths(target, [100, 2000], room=50) == ([100], [2000])

@@ -174,6 +174,18 @@ def test_decoding_goes_on_behind_a_stop_token_as_if_there_were_none(tiny_target:
                 torch.testing.assert_close(one.aux_TX, states, rtol=1e-4, atol=1e-4)
 
 
+def test_a_stop_string_ends_an_answer_with_the_token_that_completes_it(tiny_target: Target) -> None:
+    how = Answering(max_new_tokens=20, overshoot=7)
+    whole = {one.key: one for one in Transcriber(tiny_target, tiny.AUX_IDS).answer(prompts(), how)}
+    stop = tiny_target.decode(whole[1].answer[4:6])
+    for one in Transcriber(tiny_target, tiny.AUX_IDS, [stop]).answer(prompts(), how):
+        said = whole[one.key].answer
+        ends = [i for i in range(1, len(said) + 1) if stop in tiny_target.decode(said[:i])]
+        assert one.answer_length == min(ends, default=len(said))
+        assert one.ids == whole[one.key].ids[: one.prompt_length + one.answer_length + 7]
+        assert one.key != 1 or one.answer_length <= 6
+
+
 def test_a_text_longer_than_any_before_is_answered_too(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.doctor.transcripts.SHORTEST", 16)
     how = Answering(max_new_tokens=8, overshoot=3)

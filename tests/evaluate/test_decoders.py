@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from eyas.data.conversations import Conversation
 from eyas.drafter.model import Drafter
 from eyas.engine.output import RequestOutput, SpecDecodeStats
 from eyas.engine.request import FinishReason
@@ -26,7 +27,13 @@ def prompts() -> list[Prompt]:
     """Twelve prompts of 3 to 14 tokens."""
     rows = language(12, 14, torch.Generator().manual_seed(21)).tolist()
     return [
-        Prompt(key=7 * i, ids=tuple(row[: 3 + i]), category="qa", where=f"file:{i}", turn=0, messages=())
+        Prompt(
+            key=7 * i,
+            ids=tuple(row[: 3 + i]),
+            category="qa",
+            turn=0,
+            conversation=Conversation(messages=(), where=f"file:{i}"),
+        )
         for i, row in enumerate(rows)
     ]
 
@@ -112,12 +119,26 @@ def test_speculative_answers_equal_the_reference_in_tokens_and_in_every_round(
         assert sum(map(sum, (answer.accepted for answer in answers))) > 10, "both paths are walked"
 
 
-def output(tokens: Sequence[int], accepted: Sequence[int], starts: Sequence[int]) -> RequestOutput:
+def test_a_stop_string_ends_an_answer_and_is_not_sent_back(tiny_target: Target, prompts: list[Prompt]) -> None:
+    whole = by_key(decoders(tiny_target, {}, stop_ids=frozenset()).plainly(prompts), prompts)
+    stop = tiny_target.decode(whole[0].tokens[4:6])
+    stopping = decoders(tiny_target, {}, stop_ids=frozenset(), stop_strings=[stop])
+    for prompt, answer, own in zip(prompts, by_key(stopping.plainly(prompts), prompts), whole, strict=True):
+        ends = [i for i in range(1, NEW_TOKENS + 1) if stop in tiny_target.decode(own.tokens[:i])]
+        assert answer.tokens == own.tokens[: min(ends, default=NEW_TOKENS)]
+        assert answer.stopped == bool(ends)
+        assert stop not in stopping.message(prompt, answer)["content"]
+    assert by_key(stopping.plainly(prompts), prompts)[0].stopped
+
+
+def output(
+    tokens: Sequence[int], accepted: Sequence[int], starts: Sequence[int], finished: FinishReason = FinishReason.STOP
+) -> RequestOutput:
     return RequestOutput(
         key=0,
         tokens=tuple(tokens),
         text="",
-        finished=FinishReason.LENGTH,
+        finished=finished,
         depths=(0,) * len(tokens),
         stats=SpecDecodeStats(),
         accepted=tuple(accepted),
@@ -129,12 +150,13 @@ def test_tokens_are_cut_and_rounds_are_whole_or_not_there() -> None:
     given = output(range(10, 20), accepted=[3, 1, 2, 0], starts=[1, 5, 7, 9])
     expected = {10: (3, 1, 2, 0), 9: (3, 1, 2), 8: (3, 1, 2), 7: (3, 1), 6: (3, 1), 5: (3,), 2: (3,), 1: ()}
     for length, accepted in expected.items():
-        answer = cut(4, given, max_new_tokens=length, stop_ids={19, 12})
+        answer = cut(4, given, max_new_tokens=length)
         assert answer == Answer(key=4, tokens=tuple(range(10, 10 + length)), stopped=length == 10, accepted=accepted), (
-            "a stop token ends an answer, and does not if it comes before"
+            "what stopped it ends an answer, and does not if the answer is cut before"
         )
     # The last token of the prompt may be read by a round.
-    assert cut(4, output([5, 6, 7], [1, 0], [0, 2]), max_new_tokens=2, stop_ids=frozenset()).accepted == (1,)
+    assert cut(4, output([5, 6, 7], [1, 0], [0, 2]), max_new_tokens=2).accepted == (1,)
+    assert not cut(4, output([5], [], [], FinishReason.LENGTH), max_new_tokens=1).stopped
 
 
 def test_at_the_end_of_the_targets_context_the_last_round_is_short(

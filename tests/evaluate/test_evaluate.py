@@ -11,7 +11,7 @@ import torch
 
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
-from eyas.data.conversations import Conversation, parse_conversation
+from eyas.data.conversations import Conversation, Message, parse_conversation
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.evaluate.decoders import Answer, EngineDecoders
@@ -34,7 +34,9 @@ DEPTHS = (1, 2, 4)
 
 
 def prompt(key: int, ids: Iterable[int] = (1, 2), category: str = "qa") -> Prompt:
-    return Prompt(key=key, ids=tuple(ids), category=category, where=f"file:{key}", turn=0, messages=())
+    return Prompt(
+        key=key, ids=tuple(ids), category=category, turn=0, conversation=Conversation(messages=(), where=f"file:{key}")
+    )
 
 
 def answer(key: int, accepted: Sequence[int], tokens: Iterable[int] | None = None, stopped: bool = False) -> Answer:
@@ -179,13 +181,13 @@ class ScriptedDecoders:
         self.asked.append((drafter, depth, [p.key for p in prompts]))
         return [answer(p.key, [depth]) for p in prompts]
 
-    def text(self, given: Any) -> str:
-        return f"length {given.tokens[0]}"
+    def message(self, prompt: Prompt, given: Any) -> Message:
+        return {"role": "assistant", "content": f"length {given.tokens[0]}"}
 
 
-def words(messages: Any) -> list[int]:
+def words(conversation: Conversation) -> list[int]:
     """One token a character."""
-    return [ord(c) for message in messages for c in message["content"]]
+    return [ord(c) for message in conversation.messages for c in message["content"]]
 
 
 def conversations(*turns: list[str]) -> list[Conversation]:
@@ -209,7 +211,7 @@ def test_a_next_turn_is_asked_behind_the_targets_own_answer() -> None:
         follow=lambda name, answers, total: answers,
     )
     assert decoders.asked == [("", 0, [0, 2]), ("", 0, [1]), ("d", 3, [0, 2, 1]), ("d", 5, [0, 2, 1])]
-    assert [message["content"] for message in group.prompts[-1].messages] == ["a", "length 1", "b"]
+    assert [message["content"] for message in group.prompts[-1].conversation.messages] == ["a", "length 1", "b"]
 
 
 def test_only_system_prompt_and_questions_are_asked() -> None:
@@ -221,8 +223,24 @@ def test_only_system_prompt_and_questions_are_asked() -> None:
     }
     questions = Questions([parse_conversation(record, "f:1")], words, turns=1, longest=9)
     ((first,), _) = questions.first()
-    assert [m["content"] for m in first.messages] == ["S", "Q"]
-    assert questions.following({first.key: "x"}, [first]) == ([], 0)
+    assert [m["content"] for m in first.conversation.messages] == ["S", "Q"]
+    assert questions.following({first.key: {"role": "assistant", "content": "x"}}, [first]) == ([], 0)
+
+
+def test_tools_and_template_arguments_of_a_record_go_with_all_its_turns() -> None:
+    tool = {"type": "function", "function": {"name": "look"}}
+    record = {"turns": ["a", "b"], "tools": [tool], "chat_template_kwargs": {"enable_thinking": False}}
+    seen: list[Conversation] = []
+
+    def encode(conversation: Conversation) -> list[int]:
+        seen.append(conversation)
+        return words(conversation)
+
+    questions = Questions([parse_conversation(record, "f:1")], encode, turns=2, longest=9)
+    first, _ = questions.first()
+    questions.following({0: {"role": "assistant", "content": "x"}}, first)
+    assert [len(one.messages) for one in seen] == [1, 3]
+    assert all(one.tools == (tool,) and one.chat_template_kwargs == {"enable_thinking": False} for one in seen)
 
 
 def test_an_interrupted_evaluation_keeps_what_was_measured() -> None:
@@ -247,11 +265,11 @@ def test_prefixes_are_other_text_for_every_question_and_always_the_same(tmp_path
     source: Any = SimpleNamespace(tokenizer=chat_tokenizer(CHATML))
     prefix = PrefixText(text, source)
     questions = Questions(conversations(["a"], ["b"], ["c"]), words, turns=1, longest=60, prefix=prefix)
-    contents = [p.messages[-1]["content"] for p in questions.first(50)[0]]
+    contents = [p.conversation.messages[-1]["content"] for p in questions.first(50)[0]]
     assert [content[50:] for content in contents] == ["\n\na", "\n\nb", "\n\nc"]
     assert len({content[:50] for content in contents}) == 3
     assert all(content[:50] in text.read_text() for content in contents)
-    assert contents == [p.messages[-1]["content"] for p in questions.first(50)[0]]
+    assert contents == [p.conversation.messages[-1]["content"] for p in questions.first(50)[0]]
     with pytest.raises(UserError, match=r"all 3 prompts have more than 60 tokens behind 80 tokens"):
         questions.first(80)
     with pytest.raises(UserError, match=r"--prefix-tokens 1001 is above the 1000 tokens of .*text.txt"):

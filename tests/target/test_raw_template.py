@@ -3,22 +3,13 @@
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from chat_tokenizer import chat_tokenizer
+from chat_tokenizer import chat_tokenizer, with_bos
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
 from eyas.target.template_override import apply_format
-
-
-def with_bos(tokenizer: PreTrainedTokenizerFast, *, suffix: str = "") -> PreTrainedTokenizerFast:
-    """Let it put a BOS before plain text, and perhaps something behind it."""
-    named = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"<s> $A {suffix}".strip(), special_tokens=named
-    )
-    return tokenizer
 
 
 def sentencepiece_like(scheme: str) -> PreTrainedTokenizerFast:

@@ -1,10 +1,14 @@
 """What several commands make of their arguments before work begins."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from eyas.target.chat_template import ChatFormat
 
 
 def as_json_value(argument: Any) -> Any:
@@ -37,3 +41,35 @@ def require_models(target: str, *drafters: str | None, revision: str | None = No
     for drafter in drafters:
         if drafter is not None:
             require_on_hub(drafter)
+
+
+def read_chat_format(
+    chat_template: str | None,
+    chat_template_kwargs: str | None,
+    *,
+    raw: bool,
+    kwargs_option: str = "--chat-template-kwargs",
+) -> "ChatFormat":
+    """What the options of the chat template say; imports transformers."""
+    from eyas.target.chat_template import ChatFormat
+    from eyas.target.template_override import read_template
+
+    variables: Any = {}
+    if chat_template_kwargs is not None:
+        try:
+            variables = json.loads(chat_template_kwargs)
+        except ValueError as error:
+            raise UserError(f"{kwargs_option} {chat_template_kwargs!r} is not JSON ({error}); mend it") from error
+        if not isinstance(variables, dict):
+            raise UserError(
+                f'{kwargs_option} {chat_template_kwargs!r} is no object; write {{"enable_thinking": false}}, say'
+            )
+    template = None if chat_template is None else read_template(chat_template)
+    return ChatFormat(template=template, raw=raw, variables=variables)
+
+
+def read_stop(stop: Sequence[str] | None) -> tuple[str, ...]:
+    """Texts that end an answer."""
+    if "" in (stop or ()):
+        raise UserError("--stop is empty, which would end every answer at once; give some text")
+    return tuple(stop or ())

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from eyas.cli.answer import answer
+from eyas.cli.arguments import read_chat_format
 from eyas.cli.help import GroupedCommand, new_app
-from eyas.cli.options import AsJson, Cache, report, report_skipped
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Raw, report, report_skipped
 
 app = new_app(help="Make training data and look at it.", add_completion=False)
 app.command(cls=GroupedCommand)(answer)
@@ -28,6 +29,9 @@ def show(
     target: Annotated[str, typer.Option(help="Whose chat template and tokenizer to use.")] = "smollm2",
     sample: Annotated[int, typer.Option(help="Which conversation to print, from 1.", min=1)] = 1,
     limit: Annotated[int, typer.Option(help="How many conversations to count at most.", min=1)] = 1000,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    raw: Raw = False,
     as_json: AsJson = False,
     cache: Cache = None,
 ) -> None:
@@ -38,8 +42,9 @@ def show(
     from eyas.errors import UserError
     from eyas.target.tokenizer import load_tokenizer
 
-    tokenizer, stop_ids = load_tokenizer(target, cache=cache)
-    encoder = ChatEncoder(tokenizer, stop_ids)
+    chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
+    tokenizer, stop_ids = load_tokenizer(target, cache=cache, chat_format=chat_format)
+    encoder = ChatEncoder(tokenizer, stop_ids, variables=chat_format.variables)
     counts = dict.fromkeys(("conversations", "unanswered", "turns", "rows", "tokens", "trained on", "longest"), 0)
     shown = None
     bad = BadRecords()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.arguments import require_models
+from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.help import MODEL, SAMPLING, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, Device, Dtype
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw
 
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
@@ -43,6 +43,9 @@ def demo(
     max_tokens: Annotated[
         int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=SAMPLING)
     ] = 128,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    raw: Raw = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -64,7 +67,8 @@ def demo(
     speculation = read_depth(depth, name)
     if speculation.mode == "off":
         raise UserError("--depth 0 leaves nothing to compare; give 1 or more, or auto")
-    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache)
+    chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
+    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     # Without the prefix cache: the second answer to a prompt must not profit from the first.
     options = EngineConfig(max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False)
     engine = Engine(loaded, model, config=options)

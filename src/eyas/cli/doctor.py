@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.arguments import as_json_value, make_folder, require_models, short_names
+from eyas.cli.arguments import as_json_value, make_folder, read_chat_format, read_stop, require_models, short_names
 from eyas.cli.help import MODEL, OUTPUT, SPECULATION, WORK
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, Device, Dtype, report
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw, Stop, report
 
 if TYPE_CHECKING:
     from eyas.data.conversations import Conversation
@@ -76,6 +78,10 @@ def doctor(
         float, typer.Option(help="No further condition is begun after this long.", min=0.0, rich_help_panel=WORK)
     ] = 8.0,
     seed: Annotated[int, typer.Option(help="Of noise and drawn answers.", rich_help_panel=WORK)] = 0,
+    stop: Stop = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    raw: Raw = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -105,7 +111,9 @@ def doctor(
     if against == drafter:
         raise UserError(f"--against {against} is the drafter itself; give another one")
     names = short_names([drafter] if against is None else [drafter, against])
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache)
+    chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
+    config = replace(config, stop_strings=read_stop(stop))
+    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
     chat_prompts = _chat_prompts(conversations, loaded, config, limit)
     candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
@@ -180,16 +188,19 @@ def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
 def _chat_prompts(
     conversations: "Sequence[Conversation]", target: "Target", config: "ExaminationConfig", limit: int
 ) -> "list[ExaminationPrompt]":
+    from eyas.data.encode_prompt import encode_prompt
     from eyas.doctor.examination import ExaminationPrompt
     from eyas.doctor.transcripts import Asked
     from eyas.evaluate.prompts import Questions
 
     longest = (target.facts.max_position_embeddings or 8192) - config.max_new_tokens - config.depth
-    asked, skipped = Questions(conversations[:limit], target.encode_chat, turns=1, longest=longest).first()
+    encode = partial(encode_prompt, target)
+    asked, skipped = Questions(conversations[:limit], encode, turns=1, longest=longest).first()
     if skipped:
         report(f"{skipped} prompts are too long for the target's context and left out")
     return [
-        ExaminationPrompt(asked=Asked(key=prompt.key, ids=prompt.ids), messages=prompt.messages) for prompt in asked
+        ExaminationPrompt(asked=Asked(key=prompt.key, ids=prompt.ids), conversation=prompt.conversation)
+        for prompt in asked
     ]
 
 

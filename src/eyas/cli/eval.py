@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.arguments import as_json_value, make_folder, require_models, short_names
+from eyas.cli.arguments import as_json_value, make_folder, read_chat_format, read_stop, require_models, short_names
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SPECULATION, WORK
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, Device, Dtype, report
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw, Stop, report
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -92,6 +92,10 @@ def evaluate(
             help="Answers at the same time.", min=1, show_default="by length and device", rich_help_panel=MEMORY
         ),
     ] = None,
+    stop: Stop = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    raw: Raw = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -103,6 +107,7 @@ def evaluate(
     """
     require_models(target, *drafter)
     import_libraries()
+    from eyas.data.encode_prompt import encode_prompt
     from eyas.errors import UserError
     from eyas.evaluate.decoders import EngineDecoders
     from eyas.evaluate.evaluate import Group, estimate_corpus, record_estimates, record_groups
@@ -128,7 +133,9 @@ def evaluate(
     facts = read_facts(target, cache=cache)
     for source in names.values():
         require_fit(source, facts)
-    loaded = load_target(target, dtype=dtype, device=device, cache=cache)
+    chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
+    stop_strings = read_stop(stop)
+    loaded = load_target(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     max_length = _choose_length(max_length, loaded)
     if max_tokens >= max_length:
         raise UserError(
@@ -138,7 +145,8 @@ def evaluate(
     text = None if prefix is None else PrefixText(prefix, loaded)
     if text is not None:
         text.check(max(prefixes))
-    questions = Questions(conversations, loaded.encode_chat, turns=turns, longest=max_length - max_tokens, prefix=text)
+    encode = partial(encode_prompt, loaded)
+    questions = Questions(conversations, encode, turns=turns, longest=max_length - max_tokens, prefix=text)
     groups = []
     for tokens in prefixes:
         asked, skipped = questions.first(tokens)
@@ -179,7 +187,14 @@ def evaluate(
             run(
                 groups,
                 questions,
-                EngineDecoders(loaded, drafters, max_new_tokens=max_tokens, max_depth=depths[-1], max_num_seqs=slots),
+                EngineDecoders(
+                    loaded,
+                    drafters,
+                    max_new_tokens=max_tokens,
+                    max_depth=depths[-1],
+                    max_num_seqs=slots,
+                    stop_strings=stop_strings,
+                ),
                 drafters=list(drafters),
                 depths=depths,
                 turns=turns,
@@ -235,7 +250,13 @@ def _choose_length(asked: int | None, target: "Target") -> int:
 def _encode(conversations: "Sequence[Conversation]", target: "Target", max_length: int) -> tuple[int, Any]:
     from eyas.train.corpus import encode_conversations
 
-    corpus, counts = encode_conversations(conversations, target.tokenizer, target.stop_ids(), max_length=max_length)
+    corpus, counts = encode_conversations(
+        conversations,
+        target.tokenizer,
+        target.stop_ids(),
+        max_length=max_length,
+        variables=target.template_variables,
+    )
     return counts.kept, corpus
 
 

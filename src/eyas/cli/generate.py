@@ -4,17 +4,19 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.arguments import require_models
+from eyas.cli.arguments import read_chat_format, read_stop, require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, Device, Dtype, report
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw, Stop, report
 
 if TYPE_CHECKING:
+    from eyas.data.conversations import Conversation
     from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
     from eyas.engine.request import Request
 
@@ -61,9 +63,7 @@ def generate(
     repetition_penalty: Annotated[
         float, typer.Option(help="Above 1 makes tokens that were there less likely.", rich_help_panel=SAMPLING)
     ] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; repeat for several.", rich_help_panel=SAMPLING)
-    ] = None,
+    stop: Stop = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the sampling; answers differ by their number.", rich_help_panel=SAMPLING)
     ] = 0,
@@ -74,6 +74,9 @@ def generate(
             "--show-drafts", help="Colour tokens: accepted from a draft, or the target's own.", rich_help_panel=OUTPUT
         ),
     ] = False,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    raw: Raw = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
@@ -86,6 +89,7 @@ def generate(
     require_models(target, drafter)
     import_libraries()
     from eyas.cli.speculation import read_depth, read_tree
+    from eyas.data.encode_prompt import encode_prompt
     from eyas.drafter.shipped import choose_drafter
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
@@ -102,20 +106,21 @@ def generate(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
-    loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache)
+    chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
+    loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
     engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=users, max_depth=deepest, tree=shape))
     requests = [
         Request(
-            prompt=tuple(loaded.encode_chat(messages)),
+            prompt=tuple(encode_prompt(loaded, conversation)),
             sampling=sampling,
             max_new_tokens=max_tokens,
             stop_ids=loaded.stop_ids(),
-            stop_strings=tuple(stop or ()),
+            stop_strings=read_stop(stop),
             seed=seed + number,
             speculation=speculation,
         )
-        for number, messages in enumerate(asked)
+        for number, conversation in enumerate(asked)
     ]
     started = time.perf_counter()
     alone = len(requests) == 1 and not as_json
@@ -134,21 +139,23 @@ def generate(
         report(event)
 
 
-def _ask(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
+def _ask(text: str) -> "Conversation":
+    from eyas.data.conversations import Conversation
+
+    return Conversation(messages=({"role": "user", "content": text},), where="the prompt")
 
 
-def _read(file: Path) -> list[list[dict[str, str]]]:
+def _read(file: Path) -> "list[Conversation]":
     """The questions of a file: each conversation up to its first user turn."""
     from eyas.data.files import read_conversations
     from eyas.errors import UserError
 
     asked = []
     for conversation in read_conversations(file):
-        messages = [dict(message) for message in conversation.messages]
+        messages = conversation.messages
         last = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
         if last is not None:
-            asked.append(messages[: last + 1])
+            asked.append(replace(conversation, messages=messages[: last + 1]))
     if not asked:
         raise UserError(f"{file} holds no user turn to answer; give a file of prompts or conversations")
     return asked

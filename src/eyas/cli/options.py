@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import MODEL, OPERATION, OUTPUT, WORK
+from eyas.cli.help import MODEL, OPERATION, OUTPUT, SAMPLING, WORK
 from eyas.data.bad_records import BadRecords
 
 Cache = Annotated[
@@ -31,6 +31,26 @@ Dtype = Annotated[
 Device = Annotated[
     str,
     typer.Option(help="Where to run: cpu, cuda, cuda:1, ..., or auto: a GPU if there is one.", rich_help_panel=MODEL),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(help="A Jinja file, or the template itself.", show_default="the target's own", rich_help_panel=MODEL),
+]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        help='Variables of the chat template, as JSON: {"enable_thinking": false}; a record\'s own go over them.',
+        rich_help_panel=MODEL,
+    ),
+]
+Raw = Annotated[
+    bool,
+    typer.Option(
+        "--raw", help="Plain text in, its continuation out: for base models without a template.", rich_help_panel=MODEL
+    ),
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Text that ends an answer; repeat for several.", rich_help_panel=SAMPLING)
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON for programs instead of text.", rich_help_panel=OUTPUT)

@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import typer
 
-from eyas.cli.arguments import require_models
+from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.config_file import read_config_file
 from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import Cache, Device, Dtype, LogLevel, report
+from eyas.cli.options import Cache, ChatTemplate, Device, Dtype, LogLevel, Raw, report
 
 logger = logging.getLogger(__name__)
 UnknownFieldsOption = Literal["refuse", "report"]
@@ -34,12 +34,16 @@ def serve(
         str | None,
         typer.Option(help="Of a hub id: a branch, a tag or a commit.", show_default="main", rich_help_panel=MODEL),
     ] = None,
-    chat_template: Annotated[
+    chat_template: ChatTemplate = None,
+    default_chat_template_kwargs: Annotated[
         str | None,
         typer.Option(
-            help="A Jinja file, or the template itself.", show_default="the target's own", rich_help_panel=MODEL
+            help='Variables of the chat template as JSON, such as {"enable_thinking": false}; a request\'s own go over '
+            "them.",
+            rich_help_panel=MODEL,
         ),
     ] = None,
+    raw: Raw = False,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=NETWORK)
     ] = "127.0.0.1",
@@ -253,10 +257,8 @@ def serve(
     from eyas.serve.transport.root_path import read_root_path
     from eyas.serve.transport.server import Server, listen, url_of
     from eyas.serve.transport.tls import tls_context
-    from eyas.target.chat_template import ChatFormat
     from eyas.target.device import choose_device, device_words
     from eyas.target.generation_defaults import read_defaults
-    from eyas.target.template_override import read_template
 
     access = access_rules(
         host,
@@ -279,7 +281,9 @@ def serve(
         max_depth=max(MAX_DEPTH, config.depth or 0),
         capture_ahead=True,
     )
-    template = None if chat_template is None else read_template(chat_template)
+    chat_format = read_chat_format(
+        chat_template, default_chat_template_kwargs, raw=raw, kwargs_option="--default-chat-template-kwargs"
+    )
     if gpu_memory_utilization is not None:
         require_gpu(choose_device(device))
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
@@ -291,7 +295,7 @@ def serve(
         device=device,
         cache=cache,
         revision=revision,
-        chat_format=ChatFormat(template=template),
+        chat_format=chat_format,
     )
     slot = DrafterSlot(
         model=model,

@@ -66,6 +66,7 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
         device=_device(recipe.target.device),
         spread=recipe.target.spread,
         cache=cache,
+        chat_format=recipe.target.chat_format(),
     )
     trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.is_main]
     tick = Ticker()

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from eyas.data.conversations import Conversation
 from eyas.doctor.candidate import DrafterCandidate
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
 from eyas.doctor.measures import Drift, PromptMeasures, measure_prompt, summarise
-from eyas.doctor.prompt_formats import Messages
 from eyas.doctor.repairs import repairs
 from eyas.doctor.resemblance import measure_resemblance
 from eyas.doctor.robustness import Case, Conditions, Robustness
@@ -30,6 +30,8 @@ class ExaminationConfig:
 
     depth: int = 16
     max_new_tokens: int = 64
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end an answer beside the target's stop tokens."""
     sinks: int = SINKS
     trial_prompts: int = 6
     trial_tokens: int = 40
@@ -48,7 +50,7 @@ class ExaminationPrompt:
     """A prompt in both forms."""
 
     asked: Asked
-    messages: Messages
+    conversation: Conversation
 
 
 Step = Callable[[str, int, int], None]
@@ -81,7 +83,7 @@ class Examination:
         self.seconds: dict[str, float] = {}
         self._started = time.perf_counter()
         layers = {k for candidate in candidates for k in candidate.subject.layer_ids}
-        self._transcriber = Transcriber(target, layers)
+        self._transcriber = Transcriber(target, layers, config.stop_strings)
         self._transcripts: list[Transcript] = []
 
     def run(self, step: Step) -> None:
@@ -143,12 +145,12 @@ class Examination:
             self.diagnoses[subject.name] = diagnose(subject, self.target, chosen, tried, alike, tell)
 
     def _try_conditions(self, conditions: Conditions, step: Step) -> None:
-        messages = {prompt.asked.key: prompt.messages for prompt in self.prompts}
+        conversations = {prompt.asked.key: prompt.conversation for prompt in self.prompts}
         matrix = Robustness(
             self._transcriber,
             [candidate.subject for candidate in self.candidates],
             self._transcripts,
-            messages,
+            conversations,
             conditions,
             filler=self._filler,
             left=lambda: self.config.minutes * 60 - (time.perf_counter() - self._started),

@@ -6,9 +6,11 @@ CPU that is most of the work.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from eyas.data.conversations import Conversation
+from eyas.data.encode_prompt import encode_prompt
 from eyas.doctor.transcripts import Asked
 from eyas.target.model import Target
 
@@ -47,16 +49,17 @@ def allowed_lengths(target: Target, wanted: Sequence[int], room: int) -> tuple[l
 
 
 def long_prompts(
-    target: Target, filler: Filler, questions: Mapping[int, str], length: int, places: Sequence[str] = PLACES
+    target: Target, filler: Filler, questions: Mapping[int, Conversation], length: int, places: Sequence[str] = PLACES
 ) -> Iterator[LongPrompt]:
-    """All prompts of one length."""
+    """All prompts of one length: what a conversation says last is the question."""
     for place in places:
         for key, question in questions.items():
             before, behind = {"end": (length, 0), "start": (0, length), "middle": (length // 2, length - length // 2)}[
                 place
             ]
             parts = [filler.take(0, before)] if before else []
-            parts += [question]
+            parts += [str(question.messages[-1]["content"])]
             parts += [filler.take(before, behind)] if behind else []
-            ids = target.encode_chat([{"role": "user", "content": "\n\n".join(parts)}])
+            said = {"role": "user", "content": "\n\n".join(parts)}
+            ids = encode_prompt(target, replace(question, messages=(said,)))
             yield LongPrompt(length=length, place=place, asked=Asked(key=key, ids=tuple(ids)))

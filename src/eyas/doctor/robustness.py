@@ -15,9 +15,10 @@ from itertools import islice
 
 import numpy as np
 
+from eyas.data.conversations import Conversation
 from eyas.doctor.long_prompts import PLACES, Filler, LongPrompt, allowed_lengths, long_prompts
 from eyas.doctor.measures import acceptance_length, round_totals
-from eyas.doctor.prompt_formats import Messages, prompt_formats
+from eyas.doctor.prompt_formats import prompt_formats
 from eyas.doctor.quantise import quantised
 from eyas.doctor.rounds import Noise, Rounds
 from eyas.doctor.statistics import Array, estimate
@@ -95,15 +96,16 @@ class Robustness:
         transcriber: Transcriber,
         subjects: Sequence[Subject],
         base: Sequence[Transcript],
-        messages: Mapping[int, Messages],
+        conversations: Mapping[int, Conversation],
         conditions: Conditions,
         *,
         filler: str,
         left: Clock,
     ) -> None:
         self._transcriber, self._subjects, self._conditions = transcriber, subjects, conditions
-        self._target, self._messages, self._filler, self._left = transcriber.target, messages, filler, left
-        self._base = {one.key: one for one in base if one.key in messages}
+        self._target, self._conversations = transcriber.target, conversations
+        self._filler, self._left = filler, left
+        self._base = {one.key: one for one in base if one.key in conversations}
         self._keys = list(self._base)[: conditions.prompts]
         how = conditions.answering()
         cut = [self._base[key].cut(how.max_new_tokens, how.overshoot) for key in self._keys]
@@ -138,7 +140,7 @@ class Robustness:
 
     def _renderings(self) -> Iterator[Case]:
         for form in prompt_formats(self._target):
-            ids = {key: form.render(self._messages[key]) for key in self._keys}
+            ids = {key: form.render(self._conversations[key]) for key in self._keys}
             made = [Asked(key=key, ids=own) for key, own in ids.items() if own]
             if made:
                 yield self._asked(form.name, "template", form.about, made, self._conditions.answering())
@@ -196,7 +198,7 @@ class Robustness:
     def _contexts(self) -> Iterator[Case]:
         how = self._conditions.answering(max_new_tokens=self._conditions.context_tokens)
         keys = self._keys[: self._conditions.context_prompts]
-        questions = {key: str(self._messages[key][-1]["content"]) for key in keys}
+        questions = {key: self._conversations[key] for key in keys}
         longest_question = max((len(self._base[key].ids) for key in keys), default=0)
         room = longest_question + how.max_new_tokens + how.overshoot + 16
         fits, others = allowed_lengths(self._target, self._conditions.lengths, room)

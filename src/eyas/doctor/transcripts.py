@@ -49,7 +49,7 @@ class Transcript:
     ids: tuple[int, ...]
     prompt_length: int
     answer_length: int
-    """Tokens of the answer, a stop token included, without those behind its end."""
+    """Tokens of the answer, what stopped it included, without those behind its end."""
     aux_TX: Tensor
     layer_ids: tuple[int, ...]
 
@@ -92,10 +92,10 @@ class Transcriber:
     What texts begin with in common is read once, as long as memory holds it.
     """
 
-    def __init__(self, target: Target, layer_ids: Collection[int]) -> None:
+    def __init__(self, target: Target, layer_ids: Collection[int], stop_strings: Sequence[str] = ()) -> None:
         self.target = target
         self.layer_ids = tuple(sorted(set(layer_ids)))
-        self._stop_ids = target.stop_ids()
+        self._stop_ids, self._stop_strings = target.stop_ids(), tuple(stop_strings)
         self._engine: Engine | None = None
         self.read = 0
         """Prompt tokens that the target really had to read."""
@@ -117,11 +117,12 @@ class Transcriber:
         )
         for (prompt, made), output in served:
             tokens = (*made, *output.tokens)
-            length = _answer_length(tokens, how, self._stop_ids)
+            # The first request ended with the answer, or was allowed to go on behind its longest.
+            length = min(len(made or tokens), how.max_new_tokens)
             missing = length + how.overshoot - len(tokens)
             if not made:
                 self.read += len(prompt.ids) - output.num_cached_tokens
-            if missing:  # a stop token came too early
+            if missing:  # the answer ended early
                 waiting.append(self._ask(prompt, how, made=tokens, count=missing))
             else:
                 yield self._transcript(prompt, tokens, length, output)
@@ -155,6 +156,7 @@ class Transcriber:
             sampling=how.sampling,
             max_new_tokens=how.most_tokens if count is None else count,
             stop_ids=frozenset() if made else self._stop_ids,
+            stop_strings=() if made else self._stop_strings,
             seed=how.seed * 1_000_003 + prompt.key,
         )
         return (prompt, made), request
@@ -175,9 +177,3 @@ class Transcriber:
 
 _Open = tuple[Asked, tuple[int, ...]]
 """A prompt, and what was decoded behind it so far."""
-
-
-def _answer_length(tokens: Sequence[int], how: Answering, stop_ids: Collection[int]) -> int:
-    """Where the answer ends among these tokens: with its first stop token, or as long as it may get."""
-    stop = next((i for i, token in enumerate(tokens) if token in stop_ids), how.max_new_tokens)
-    return min(stop + 1, how.max_new_tokens)

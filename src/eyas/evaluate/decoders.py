@@ -14,11 +14,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from eyas.data.conversations import Message
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
-from eyas.engine.request import Request, Speculation
+from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.plan.memory import blocks_of
 from eyas.sampling import Sampling
 from eyas.target.model import Target
@@ -43,12 +44,12 @@ class Answer:
     tokens: tuple[int, ...]
     """New tokens, the stop token included."""
     stopped: bool
-    """Whether a stop token ended it, rather than a length."""
+    """Whether a stop token or a stop string ended it, rather than a length."""
     accepted: tuple[int, ...] = ()
     """Accepted drafts of each round; empty without speculation."""
 
 
-def cut(key: int, output: RequestOutput, *, max_new_tokens: int, stop_ids: AbstractSet[int]) -> Answer:
+def cut(key: int, output: RequestOutput, *, max_new_tokens: int) -> Answer:
     """The answer of at most `max_new_tokens`, of a request that was allowed a round more.
 
     Tokens are cut to fit, the accepted drafts of the last round are not. A round counts if it starts before the answer
@@ -57,7 +58,8 @@ def cut(key: int, output: RequestOutput, *, max_new_tokens: int, stop_ids: Abstr
     tokens = output.tokens[:max_new_tokens]
     rounds = zip(output.round_starts, output.accepted, strict=True)
     accepted = tuple(drafts for start, drafts in rounds if start < len(tokens))
-    return Answer(key=key, tokens=tokens, stopped=tokens[-1] in stop_ids, accepted=accepted)
+    stopped = output.finished is FinishReason.STOP and len(output.tokens) <= max_new_tokens
+    return Answer(key=key, tokens=tokens, stopped=stopped, accepted=accepted)
 
 
 class EngineDecoders:
@@ -72,10 +74,12 @@ class EngineDecoders:
         max_depth: int,
         max_num_seqs: int | None = None,
         stop_ids: AbstractSet[int] | None = None,
+        stop_strings: Sequence[str] = (),
     ) -> None:
         self._target, self._drafters = target, drafters
         self._max_new_tokens, self._max_depth, self._max_num_seqs = max_new_tokens, max_depth, max_num_seqs
         self._stop_ids = target.stop_ids() if stop_ids is None else frozenset(stop_ids)
+        self._stop_strings = tuple(stop_strings)
         self._engine: Engine | None = None
         self._drafter: str | None = None
         """The one that the engine has."""
@@ -92,12 +96,14 @@ class EngineDecoders:
             self._drafter = drafter
         return self._answer(engine, prompts, Speculation(mode="fixed", depth=depth))
 
-    def text(self, answer: "GivenAnswer") -> str:
-        """An answer to put before a next turn."""
-        return self._target.decode(answer.tokens).rstrip("\ufffd")
+    def message(self, prompt: "Prompt", answer: "GivenAnswer") -> Message:
+        """The answer as clients send it back: without the stop string that ended it."""
+        text = self._target.decode(answer.tokens).rstrip("\ufffd")
+        ends = [at for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        return {"role": "assistant", "content": text[: min(ends, default=len(text))]}
 
     def _answer(self, engine: Engine, prompts: "Sequence[Prompt]", speculation: Speculation) -> Iterator[Answer]:
-        length, stop_ids = self._max_new_tokens, self._stop_ids
+        length = self._max_new_tokens
         waiting = (
             (
                 prompt.key,
@@ -105,7 +111,8 @@ class EngineDecoders:
                     prompt=prompt.ids,
                     sampling=Sampling(),
                     max_new_tokens=length + (speculation.depth or 0),
-                    stop_ids=stop_ids,
+                    stop_ids=self._stop_ids,
+                    stop_strings=self._stop_strings,
                     speculation=speculation,
                 ),
             )
@@ -113,7 +120,7 @@ class EngineDecoders:
         )
         together = engine.budget.blocks // blocks_of(engine.max_model_len, engine.config.block_size)
         for key, output in engine.serve(lambda: next(waiting, None), at_once=together):
-            yield cut(key, output, max_new_tokens=length, stop_ids=stop_ids)
+            yield cut(key, output, max_new_tokens=length)
 
     def _engine_for(self, prompts: "Sequence[Prompt]") -> Engine:
         """One that is long enough for these prompts: the last one, or a new one for as many as memory allows."""

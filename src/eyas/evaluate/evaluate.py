@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from eyas.data.conversations import Message
 from eyas.drafter.model import Drafter
 from eyas.evaluate.prompts import Prompt, Questions
 from eyas.target.model import Target
@@ -51,7 +52,7 @@ class GivenAnswer(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop token ended it, rather than a length."""
+        """Whether a stop token or a stop string ended it, rather than a length."""
 
     @property
     def accepted(self) -> tuple[int, ...]:
@@ -67,8 +68,8 @@ class Decoders(Protocol):
     def speculatively(self, drafter: str, depth: int, prompts: Sequence[Prompt]) -> Iterable[GivenAnswer]:
         """Greedy answers with this drafter."""
 
-    def text(self, answer: GivenAnswer) -> str:
-        """An answer to put before a next turn."""
+    def message(self, prompt: Prompt, answer: GivenAnswer) -> Message:
+        """The answer to a prompt as a next turn has it before itself."""
 
 
 Follow = Callable[[str, Iterable[GivenAnswer], int], Iterable[GivenAnswer]]
@@ -140,8 +141,8 @@ def evaluate(
             for answer in follow(f"{named}{behind}", decoders.plainly(asked), len(asked)):
                 group.plain[answer.key] = answer
             if turn + 1 < turns:
-                texts = {p.key: decoders.text(group.plain[p.key]) for p in asked if p.key in group.plain}
-                asked, skipped = questions.following(texts, asked)
+                said = {p.key: decoders.message(p, group.plain[p.key]) for p in asked if p.key in group.plain}
+                asked, skipped = questions.following(said, asked)
                 group.prompts += asked
                 group.skipped += skipped
                 if not asked:

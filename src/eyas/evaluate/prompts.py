@@ -1,12 +1,13 @@
 """What an evaluation asks: the questions of conversations, alone or behind a long text that is none of their business.
 
 Old answers are never shown to the target. Where a second turn is asked, what stands before it is the target's own
-answer to the first, so every drafter is measured on the same prompts.
+answer to the first, so every drafter is measured on the same prompts. A record's own tools and template arguments go
+with all its turns.
 Invariant: a prompt leaves room for its whole answer; what does not is left out and counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from eyas.target.model import Target
 # The golden ratio spreads any number of points evenly.
 _SPREAD = 0.6180339887498949
 
-Encode = Callable[[Sequence[Mapping[str, Any]]], list[int]]
+Encode = Callable[[Conversation], list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +29,14 @@ class Prompt:
     """Of this turn of this conversation, the same whatever stands before it."""
     ids: tuple[int, ...]
     category: str
-    where: str
-    """File and line."""
     turn: int
-    messages: tuple[Message, ...]
+    conversation: Conversation
+    """What the ids render: the record, with the messages up to this turn."""
+
+    @property
+    def where(self) -> str:
+        """File and line."""
+        return self.conversation.where
 
 
 class PrefixText:
@@ -75,6 +80,7 @@ class Questions:
         longest: int,
         prefix: PrefixText | None = None,
     ) -> None:
+        self._records = list(conversations)
         self._conversations = [_user_turns(conversation, turns) for conversation in conversations]
         self._encode, self._turns, self._longest, self._prefix = encode, turns, longest, prefix
 
@@ -97,7 +103,7 @@ class Questions:
             )
         return kept, len(prompts) - len(kept)
 
-    def following(self, answered: Mapping[int, str], prompts: Sequence[Prompt]) -> tuple[list[Prompt], int]:
+    def following(self, answered: Mapping[int, Message], prompts: Sequence[Prompt]) -> tuple[list[Prompt], int]:
         """The next turn of each prompt that was answered and has one, and how many were left out as too long."""
         kept, skipped = [], 0
         for prompt in prompts:
@@ -105,10 +111,9 @@ class Questions:
             asked = self._conversations[number]
             if turn >= self._turns or asked.opening + turn > len(asked.messages) or prompt.key not in answered:
                 continue
-            answer = {"role": "assistant", "content": answered[prompt.key]}
-            next_prompt = self._prompt(
-                number, turn, (*prompt.messages, answer, asked.messages[asked.opening + turn - 1])
-            )
+            question = asked.messages[asked.opening + turn - 1]
+            before = prompt.conversation.messages
+            next_prompt = self._prompt(number, turn, (*before, answered[prompt.key], question))
             if next_prompt is None:
                 skipped += 1
             else:
@@ -116,7 +121,8 @@ class Questions:
         return kept, skipped
 
     def _prompt(self, number: int, turn: int, messages: tuple[Message, ...]) -> Prompt | None:
-        ids = self._encode(messages)
+        conversation = replace(self._records[number], messages=messages)
+        ids = self._encode(conversation)
         if len(ids) > self._longest:
             return None
         asked = self._conversations[number]
@@ -124,9 +130,8 @@ class Questions:
             key=number * self._turns + turn,
             ids=tuple(ids),
             category=asked.category,
-            where=asked.where,
             turn=turn,
-            messages=messages,
+            conversation=conversation,
         )
 
 
@@ -138,7 +143,6 @@ class _UserTurns:
     opening: int
     """Messages up to and with the first user turn."""
     category: str
-    where: str
 
 
 def _user_turns(conversation: Conversation, turns: int) -> _UserTurns:
@@ -152,5 +156,4 @@ def _user_turns(conversation: Conversation, turns: int) -> _UserTurns:
         messages=(*system, *questions),
         opening=len(system) + 1,
         category=conversation.category or Path(conversation.where.rpartition(":")[0]).stem,
-        where=conversation.where,
     )

@@ -15,7 +15,7 @@ TRIAL = [{"role": "user", "content": "Hello"}]
 """A conversation that every template must write."""
 
 
-def read_template(argument: str) -> str:
+def read_template(argument: str, *, option: str = "--chat-template") -> str:
     """The text of a template: a file's, or the argument itself if it is Jinja."""
     path = Path(argument).expanduser()
     inline = any(sign in argument for sign in ("{{", "{%", "\n"))
@@ -26,7 +26,7 @@ def read_template(argument: str) -> str:
         if not inline:
             reason = getattr(error, "strerror", None) or str(error)
             raise UserError(
-                f"--chat-template {argument} cannot be read: {reason}; give a file, or a template itself, which holds "
+                f"{option} {argument} cannot be read: {reason}; give a file, or a template itself, which holds "
                 "{{ or {%"
             ) from error
     return argument
@@ -40,10 +40,10 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
     except Exception as error:  # Jinja's own, and whatever its expressions may raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
-            f"the chat template of --chat-template cannot write a user's message ({reason}); mend it"
+            f"the chat template that was given cannot write a user's message ({reason}); mend it"
         ) from error
     if TRIAL[0]["content"] not in str(text):
-        raise UserError("the chat template of --chat-template leaves out what the user says; mend it")
+        raise UserError("the chat template that was given leaves out what the user says; mend it")
 
 
 def apply_format(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> None:

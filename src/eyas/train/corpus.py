@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +26,7 @@ from eyas.data.chat_encoder import ChatEncoder, Encoded
 from eyas.data.conversations import Conversation
 from eyas.data.files import read_conversations
 from eyas.errors import UserError
+from eyas.target.chat_template import ChatFormat
 from eyas.train.augment import Augmenter
 from eyas.train.packing import FitCounts, fit, pack
 from eyas.train.recipe import MIN_JOIN_LENGTH, Augmentation
@@ -133,13 +135,14 @@ def encode_corpus(
     workers: int = 1,
     on_progress: Callable[[int], None] | None = None,
     cache: Path | None = None,
+    chat_format: ChatFormat | None = None,
 ) -> tuple[Corpus, FitCounts]:
     """Read and encode the conversations of `files` with the tokenizer of target `source`."""
     from eyas.target.tokenizer import load_tokenizer
 
     if not files:
         raise UserError("there are no files of conversations to train on; name at least one in data.files")
-    tokenizer, stop_ids = load_tokenizer(source, cache=cache)
+    tokenizer, stop_ids = load_tokenizer(source, cache=cache, chat_format=chat_format)
     conversations = chain.from_iterable(read_conversations(file) for file in files)
     return encode_conversations(
         conversations,
@@ -150,6 +153,7 @@ def encode_corpus(
         seed=seed,
         workers=workers,
         on_progress=on_progress,
+        variables=None if chat_format is None else chat_format.variables,
     )
 
 
@@ -163,12 +167,14 @@ def encode_conversations(
     seed: int = 0,
     workers: int = 1,
     on_progress: Callable[[int], None] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[Corpus, FitCounts]:
     """Encode conversations in order, in `workers` processes (0 or 1: in this one).
 
-    `on_progress` is told how many conversations are done; `seed` and its place decide how one is augmented.
+    `on_progress` is told how many conversations are done; `seed` and its place decide how one is augmented. `variables`
+    are the chat template's.
     """
-    encoding = _Encoding(tokenizer, stop_ids, max_length, augmentation or Augmentation(), seed)
+    encoding = _Encoding(tokenizer, stop_ids, max_length, augmentation or Augmentation(), seed, variables)
     counts, parts, done = FitCounts(), [], 0
     for part in _encoded_chunks(encoding, conversations, workers):
         counts += part.counts
@@ -308,8 +314,9 @@ class _Encoding:
         max_length: int,
         augmentation: Augmentation,
         seed: int,
+        variables: Mapping[str, Any] | None,
     ) -> None:
-        self._encoder = ChatEncoder(tokenizer, stop_ids)
+        self._encoder = ChatEncoder(tokenizer, stop_ids, variables=variables)
         self._max_length = max_length
         self._augmenter = Augmenter(self._encoder, tokenizer, augmentation, seed) if augmentation.wanted else None
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -32,6 +32,9 @@ from pydantic_core import ErrorDetails
 
 from eyas.errors import UserError
 from eyas.train.toml import NONE, apply_override, parse_override, to_text
+
+if TYPE_CHECKING:
+    from eyas.target.chat_template import ChatFormat
 
 LossName = Literal["cross_entropy", "kl", "total_variation", "acceptance"]
 ScheduleName = Literal["cosine", "wsd"]
@@ -87,6 +90,30 @@ class TargetSettings(_Table):
     """Where everything runs; auto: on a CUDA device if there is one, otherwise on the CPU."""
     spread: bool = False
     """Lay the target's layers over all GPUs of this machine: for targets that one cannot hold, in one process."""
+    chat_template: Annotated[_Text | None, _MAY_BE_NONE] = None
+    """A Jinja file, or the template itself; none: the target's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking; a record's own go over them."""
+    raw: bool = False
+    """Plain text and its continuation instead of a chat template: for base models."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.raw and self.chat_template is not None:
+            raise UserError("target.raw and target.chat_template are two ways to write a conversation; set one of them")
+        return self
+
+    def chat_format(self) -> "ChatFormat":
+        """What the keys of the chat template say; imports transformers."""
+        from eyas.target.chat_template import ChatFormat
+        from eyas.target.template_override import read_template
+
+        name = self.chat_template
+        return ChatFormat(
+            template=None if name is None else read_template(name, option="target.chat_template"),
+            raw=self.raw,
+            variables=self.chat_template_kwargs,
+        )
 
 
 class Augmentation(_Table):

@@ -242,7 +242,8 @@ def _read_data(
     data = recipe.data
 
     settings = {"target": recipe.target.source, "max_length": data.max_length, "seed": data.seed}
-    settings |= {"augment": data.augment.model_dump()}
+    chat_format = recipe.target.chat_format()
+    settings |= {"augment": data.augment.model_dump(), "chat_format": asdict(chat_format)}
 
     def read(files: Sequence[str], name: str) -> tuple[Corpus, dict[str, Any]]:
         paths = [Path(file) for file in files]
@@ -251,6 +252,7 @@ def _read_data(
             return encode_corpus(
                 paths,
                 recipe.target.source,
+                chat_format=chat_format,
                 max_length=data.max_length,
                 augmentation=data.augment,
                 seed=data.seed,

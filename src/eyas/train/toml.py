@@ -4,6 +4,7 @@ TOML has no null, so a value that is not set is written "none".
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,12 +45,18 @@ def apply_override(tables: dict[str, Any], keys: Sequence[str], value: object) -
 
 def to_text(tables: Mapping[str, Any], name: str = "") -> str:
     """Print nested dicts as TOML, every value."""
-    lines = [f"{key} = {_literal(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    lines = [f"{_key(key)} = {_literal(value)}" for key, value in tables.items() if not isinstance(value, dict)]
     blocks = ["\n".join([f"[{name}]", *lines] if name else lines) + "\n"] if lines or (name and not tables) else []
     blocks += [
-        to_text(value, f"{name}.{key}" if name else key) for key, value in tables.items() if isinstance(value, dict)
+        to_text(value, f"{name}.{_key(key)}" if name else _key(key))
+        for key, value in tables.items()
+        if isinstance(value, dict)
     ]
     return "\n".join(block for block in blocks if block)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
 
 
 def _literal(value: Any) -> str:
@@ -61,4 +68,6 @@ def _literal(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(_literal(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_key(key)} = {_literal(item)}' for key, item in value.items())}}}"
     return repr(value)
