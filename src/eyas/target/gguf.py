@@ -10,7 +10,7 @@ named in an error, and the result has exactly the tensors and shapes that transf
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from eyas.checksum import sha256_of
 from eyas.errors import UserError
 from eyas.target.gguf_file import GgufFile
+from eyas.target.gguf_gemma3 import GEMMA3_KEYS, gemma3_settings
 from eyas.target.gguf_rope import ROPE_FREQS, ROPE_KEYS, rope_parameters
 from eyas.target.gguf_tokenizer import stop_token_ids, write_tokenizer
 from eyas.target.shards import write_bfloat16
 from eyas.target.store import build_once
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of every cached folder's name: raise it when the same GGUF would give another folder."""
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,16 @@ class Architecture:
     layer_tensors: Mapping[str, str]
     permuted: frozenset[str] = frozenset()
     """Layer tensors whose rows GGUF keeps in interleaved rotary order, by their transformers name."""
+    model_type: str | None = None
+    """What transformers calls the configuration, if not by the same name."""
+    norms_add_one: bool = False
+    """Whether norms of transformers multiply by 1 + weight; GGUF stores the sum."""
+    keys: frozenset[str] = frozenset()
+    """Metadata that other architectures do not have."""
+    settings: Callable[[GgufFile, dict[str, object]], dict[str, object]] = lambda source, rope: {
+        "rope_parameters": rope
+    }
+    """Settings beyond those that all architectures share, given the rotation that the file describes."""
 
 
 _GLOBAL_TENSORS = {
@@ -66,6 +77,11 @@ _QK_NORMS = {
     "attn_q_norm.weight": "self_attn.q_norm.weight",
     "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
+_FOUR_NORMS = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         model_class="LlamaForCausalLM",
@@ -74,6 +90,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture(model_class="Qwen2ForCausalLM", layer_tensors=_LAYER_TENSORS | _QKV_BIASES),
     "qwen3": Architecture(model_class="Qwen3ForCausalLM", layer_tensors=_LAYER_TENSORS | _QK_NORMS),
+    "gemma3": Architecture(
+        model_class="Gemma3ForCausalLM",
+        layer_tensors=_LAYER_TENSORS | _QK_NORMS | _FOUR_NORMS,
+        model_type="gemma3_text",
+        norms_add_one=True,
+        keys=GEMMA3_KEYS,
+        settings=gemma3_settings,
+    ),
 }
 
 _SIZES = {
@@ -146,7 +170,7 @@ def _architecture(source: GgufFile) -> str:
             f"{source.path} holds {what}; supported are models of {', '.join(ARCHITECTURES)}: "
             "use the model's safetensors folder instead"
         )
-    understood = {f"{name}.{key}" for key in (*_SIZES, *ROPE_KEYS, *_OTHER_KEYS)}
+    understood = {f"{name}.{key}" for key in (*_SIZES, *ROPE_KEYS, *_OTHER_KEYS, *ARCHITECTURES[name].keys)}
     unknown = [key for key in source.keys if key.startswith(f"{name}.") and key not in understood]
     if unknown:
         raise UserError(
@@ -173,19 +197,20 @@ def _config(source: GgufFile, architecture: str) -> PretrainedConfig:
     for stored in ("token_embd.weight", "output_norm.weight"):
         if stored not in shapes:
             raise UserError(f"{source.path} has no tensor {stored}; it is not a complete model")
+    known = ARCHITECTURES[architecture]
     config = AutoConfig.for_model(
-        architecture,
+        known.model_type or architecture,
         **values,
         num_key_value_heads=source.optional(f"{architecture}.attention.head_count_kv", int, heads),
         head_dim=head_dim,
         vocab_size=shapes["token_embd.weight"][0],
         rms_norm_eps=source.required(f"{architecture}.{_EPSILON}", float),
-        rope_parameters=rope_parameters(source, architecture, head_dim),
         tie_word_embeddings="output.weight" not in shapes,
         eos_token_id=list(stop_token_ids(source)),
         dtype="bfloat16",
+        **known.settings(source, rope_parameters(source, architecture, head_dim)),
     )
-    config.architectures = [ARCHITECTURES[architecture].model_class]
+    config.architectures = [known.model_class]
     return config
 
 
@@ -224,6 +249,8 @@ def _tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig)
 
 def _weight(source: GgufFile, stored: str, name: str, architecture: str, config: PretrainedConfig) -> torch.Tensor:
     weight = torch.from_numpy(source.tensor(stored))
+    if ARCHITECTURES[architecture].norms_add_one and name.endswith("norm.weight"):
+        return weight - 1
     if name.partition("layers.")[2].partition(".")[2] in ARCHITECTURES[architecture].permuted:
         # llama.cpp rotates neighbouring rows, transformers the two halves of a head: undo its reordering.
         rows, columns = weight.shape

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eyas.errors import UserError
 from eyas.target.gguf_file import GgufFile
 
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_SPACE = "\u2581"
 _ROLES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -66,7 +67,7 @@ def write_tokenizer(source: GgufFile, folder: Path, *, vocab_size: int, max_leng
     if kind == "gpt2":
         tokenizer = _byte_level_bpe(source, max_length)
     elif kind == "llama":
-        tokenizer = _sentencepiece(source)
+        tokenizer = _sentencepiece(source, max_length)
     else:
         raise UserError(
             f"{source.path} has a tokenizer of kind {kind!r}; supported are gpt2 and llama, "
@@ -86,22 +87,51 @@ def stop_token_ids(source: GgufFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def _sentencepiece(source: GgufFile) -> PreTrainedTokenizerBase:
-    """Leave SentencePiece to transformers: scores and byte fallback say everything, no cutting is involved."""
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(source.path.parent), gguf_file=source.path.name
-        )
-    except (OSError, ValueError, KeyError, IndexError, TypeError, ImportError) as error:
-        reason = str(error).partition("\n")[0]
+def _sentencepiece(source: GgufFile, max_length: int) -> PreTrainedTokenizerBase:
+    """SentencePiece's BPE: of all neighbours it joins those that give the piece of the best score.
+
+    The file keeps scores and no merges. Every way to cut a piece into two others is a merge of the piece's rank.
+    """
+    tokens = source.required("tokenizer.ggml.tokens", list)
+    types = source.required("tokenizer.ggml.token_type", list)
+    scores = source.required("tokenizer.ggml.scores", list)
+    if not len(tokens) == len(types) == len(scores):
         raise UserError(
-            f"transformers cannot read the SentencePiece tokenizer of {source.path} ({reason}); "
-            "use the model's safetensors folder instead"
-        ) from error
-    # Some versions of transformers mix these up; the file says what they are.
-    for role, token in _special_tokens(source, source.required("tokenizer.ggml.tokens", list)).items():
-        setattr(tokenizer, role, token)
-    return tokenizer
+            f"{source.path} has {len(tokens)} tokens, {len(types)} types and {len(scores)} scores; download it again"
+        )
+    count = _used(types)
+    tokens, types, scores = tokens[:count], types[:count], scores[:count]
+    ranked = sorted((index for index in range(count) if types[index] == _NORMAL), key=lambda index: -scores[index])
+    pieces = {tokens[index] for index in ranked}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in (tokens[index] for index in ranked)
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+    roles = _special_tokens(source, tokens)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=merges,
+            unk_token=roles.get("unk_token"),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = source.optional("tokenizer.ggml.add_space_prefix", bool, True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    _add_tokens(tokenizer, tokens, types)
+    # As llama.cpp does where the file does not say.
+    around = _around(source, roles, adds_bos=True)
+    if around != (None, None):
+        tokenizer.post_processor = _template(tokenizer, *around)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, model_max_length=max_length, **roles
+    )
 
 
 def _special_tokens(source: GgufFile, tokens: list[str]) -> dict[str, str]:
@@ -123,10 +153,7 @@ def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBas
     pre = PRE_TOKENIZERS[name]
     tokens = source.required("tokenizer.ggml.tokens", list)
     types = source.required("tokenizer.ggml.token_type", list)
-    # Rows that only pad the embedding matrix to a round size are no tokens.
-    count = len(tokens)
-    while count and types[count - 1] == _UNUSED:
-        count -= 1
+    count = _used(types)
     tokens, types = tokens[:count], types[:count]
     merges = [tuple(merge.split(" ", 1)) for merge in source.required("tokenizer.ggml.merges", list)]
     try:
@@ -142,20 +169,14 @@ def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBas
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(pre)
     tokenizer.decoder = decoders.ByteLevel()
-    added = zip(tokens, types, strict=True)
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in added
-            if kind in (_CONTROL, _USER_DEFINED)
-        ]
-    )
+    _add_tokens(tokenizer, tokens, types)
     roles = _special_tokens(source, tokens)
-    bos = source.optional("tokenizer.ggml.add_bos_token", bool, pre.adds_bos)
-    eos = source.optional("tokenizer.ggml.add_eos_token", bool, False)
-    tokenizer.post_processor = _post_processor(
-        tokenizer, roles.get("bos_token") if bos else None, roles.get("eos_token") if eos else None
-    )
+    byte_level = processors.ByteLevel(trim_offsets=False)
+    around = _around(source, roles, adds_bos=pre.adds_bos)
+    if around == (None, None):
+        tokenizer.post_processor = byte_level
+    else:
+        tokenizer.post_processor = processors.Sequence([byte_level, _template(tokenizer, *around)])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, model_max_length=max_length, **roles
     )
@@ -171,14 +192,35 @@ def _pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(steps)
 
 
-def _post_processor(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    around = [token for token in (bos, eos) if token is not None]
-    if not around:
-        return byte_level
-    template = processors.TemplateProcessing(
+def _used(types: list[int]) -> int:
+    """How many rows are tokens: those at the end may only pad the embedding matrix to a round size."""
+    count = len(types)
+    while count and types[count - 1] == _UNUSED:
+        count -= 1
+    return count
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Mark the tokens that are found in text before anything is merged."""
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+
+
+def _around(source: GgufFile, roles: Mapping[str, str], *, adds_bos: bool) -> tuple[str | None, str | None]:
+    """The tokens to put before and behind every text."""
+    bos = source.optional("tokenizer.ggml.add_bos_token", bool, adds_bos)
+    eos = source.optional("tokenizer.ggml.add_eos_token", bool, False)
+    return roles.get("bos_token") if bos else None, roles.get("eos_token") if eos else None
+
+
+def _template(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(
         single=[part for part in (bos, "$A", eos) if part is not None],
         pair=[part for part in (bos, "$A", eos, bos, "$B:1", eos) if part is not None],
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in around],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None],
     )
-    return processors.Sequence([byte_level, template])
