@@ -21,6 +21,7 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.train.recipe import load_recipe
 from eyas.train.run import TrainResult
+from eyas.train.schedule import RunLength
 from tiny import AUX_IDS, target_config
 from train.test_journal import counts_of, metrics_at
 
@@ -82,7 +83,7 @@ def test_several_processes_share_a_run_as_the_documents_say(recipe: Path, tmp_pa
     environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     options += ["--set", "data.max_length=64"]
     done = subprocess.run([*command, *options], check=True, env=environment, timeout=300, capture_output=True)
-    assert done.stderr.count(b"2 steps of 2 x 64 tokens") == 1, "the other process logs nothing"
+    assert done.stderr.count(b"2 steps, each step 2 x 64 tokens") == 1, "the other process logs nothing"
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["step"], record["processes"]) == (2, 2)
     load_drafter(str(tmp_path / "run" / "drafter"))
@@ -208,12 +209,12 @@ def test_a_stopped_run_says_how_to_go_on_and_exits_130(run: Run, recipe: Path, i
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()
-        return TrainResult(step=2, steps=4, drafters={})
+        return TrainResult(step=2, length=RunLength(steps=4), finished=False, drafters={})
 
     instead(interrupted)
     outcome = run("train", recipe)
     assert (outcome.code, outcome.out) == (130, "")
-    assert outcome.err.splitlines()[-1] == "stopped at step 2 of 4; `eyas train ... --resume` goes on from there"
+    assert outcome.err.splitlines()[-1] == "stopped at step 2 of 4 steps; `eyas train ... --resume` goes on from there"
 
 
 def test_interrupted_twice_it_ends_at_once(
@@ -247,7 +248,12 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
             observer.saved(2, Path("place"))
         (tmp_path / "run").mkdir(exist_ok=True)
         (tmp_path / "run" / "record.json").write_text(record)
-        return TrainResult(step=4, steps=4, drafters={name: tmp_path / "run" / name for name in ("old", "new")})
+        return TrainResult(
+            step=4,
+            length=RunLength(steps=4),
+            finished=True,
+            drafters={name: tmp_path / "run" / name for name in ("old", "new")},
+        )
 
     instead(trained)
     outcome = run("train", recipe, "--resume", "--cache", tmp_path)

@@ -13,6 +13,7 @@ from eyas.train.estimate import RoundCounts
 from eyas.train.journal import Journal, read_log, write_record, write_text
 from eyas.train.loop import DrafterMetrics, TrainMetrics
 from eyas.train.plot import plot_run
+from eyas.train.schedule import RunLength
 
 PNG = b"\x89PNG\r\n"
 
@@ -21,9 +22,10 @@ def metrics_at(step: int, *names: str, depths: int = 2) -> TrainMetrics:
     own = DrafterMetrics(loss=2.0, accuracy=(0.5,) * depths, overlap=(0.4,) * depths, gradient_norm=1.5)
     return TrainMetrics(
         step=step,
-        steps=9,
+        length=RunLength(steps=9),
         tokens=100 * step,
         tokens_per_second=12.4,
+        seconds=7.5,
         seconds_left=3.0,
         lr_share=0.5,
         drafters=dict.fromkeys(names or ("drafter",), own),
@@ -54,6 +56,7 @@ def test_a_line_for_every_drafter_and_report(tmp_path: Path) -> None:
     assert lines[0] == {
         "drafter": "old",
         "step": 1,
+        "seconds": 7.5,
         "tokens": 100,
         "tokens_per_second": 12,
         "lr_share": 0.5,

@@ -1,6 +1,7 @@
 """A run can be stopped, taken up and shared between processes without changing what is learnt."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from eyas.train.init import config_for, init_drafter
 from eyas.train.loop import DivergedError, LoopConfig, TrainMetrics, train
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import DrafterSettings, TrainSettings
-from eyas.train.schedule import learning_rate_share
+from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
 
@@ -74,12 +75,10 @@ def train_state_of(target: Target, name: str = "drafter", **flags: bool) -> Trai
 
 def loop_config_of(folder: Path, **changes: object) -> LoopConfig:
     plan = LoopConfig(
-        steps=STEPS,
+        length=RunLength(steps=STEPS),
         packs_per_step=2,
-        schedule="cosine",
-        warmup=0.1,
-        decay=0.2,
-        final_lr=0.02,
+        schedule=LearningRateSchedule(name="cosine", warmup=0.1, decay=0.2, final=0.02),
+        compiled=False,
         log_every=1,
         eval_every=0,
         save_every=0,
@@ -118,9 +117,9 @@ def test_checkpoints_are_drafters_and_the_newest_two_stay(tiny_target: Target, t
 
 
 def test_another_run_is_not_taken_up(tiny_target: Target, tmp_path: Path) -> None:
-    run(tiny_target, loop_config_of(tmp_path, steps=2))
+    run(tiny_target, loop_config_of(tmp_path, length=RunLength(steps=2)))
     with pytest.raises(Exception, match=r"had seed = 0 and now it is 1.*output.folder"):
-        run(tiny_target, loop_config_of(tmp_path, steps=3, same={"seed": 1}))
+        run(tiny_target, loop_config_of(tmp_path, length=RunLength(steps=3), same={"seed": 1}))
 
 
 def test_drafters_side_by_side_learn_what_they_learn_alone(tiny_target: Target, tmp_path: Path) -> None:
@@ -162,9 +161,8 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_step_and_sample(
 
 def test_the_learning_rate_rises_and_falls() -> None:
     def shares(schedule: str) -> list[float]:
-        return [
-            learning_rate_share(step, 100, schedule=schedule, warmup=0.1, decay=0.2, final=0.1) for step in range(100)
-        ]
+        curve = LearningRateSchedule(name=schedule, warmup=0.1, decay=0.2, final=0.1)  # type: ignore[arg-type]
+        return [curve.share(step, 100) for step in range(100)]
 
     cosine, wsd = shares("cosine"), shares("wsd")
     for curve in (cosine, wsd):
@@ -174,6 +172,85 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert cosine[55] == pytest.approx(0.55, abs=0.02)
     assert wsd[55] == 1.0
     assert wsd[90] == pytest.approx(0.55, abs=0.02)
+
+
+class Ticks:
+    """A clock that goes on by a second whenever it is read."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1.0
+        return self.seconds
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_a_run_of_minutes_follows_the_clock(tiny_target: Target, tmp_path: Path, schedule: str) -> None:
+    curve = LearningRateSchedule(name=schedule, warmup=0.1, decay=0.2, final=0.02)  # type: ignore[arg-type]
+    plan = loop_config_of(tmp_path, length=RunLength(minutes=0.5), schedule=curve)
+    diary, state = Diary(), train_state_of(tiny_target)
+    source = LiveSource(tiny_target, tiny.AUX_IDS)
+    packs = packs_of(corpus_of(24))
+    asked = iter([False, False, False, True])
+    parts = [
+        train([state], packs, [], source, plan, observer=diary, clock=Ticks(), stop=lambda: next(asked, False))
+        for _ in range(2)
+    ]
+    assert [part.finished for part in parts] == [False, True]
+    seconds = [report.seconds for report in diary.reports]
+    assert parts[0].seconds < seconds[4] < 30.0 <= seconds[-1], "taken up where it stopped, over at its end"
+    assert seconds == sorted(seconds)
+    shares = [report.lr_share for report in diary.reports]
+    assert shares == [curve.share(min(30_000, round(1000 * second)), 30_000) for second in seconds]
+    assert 0 < shares[0] < 1
+    assert max(shares) == pytest.approx(1.0, abs=0.05)
+    assert shares[-1] == pytest.approx(0.02)
+    again = train([state], packs, [], source, plan, observer=diary, clock=Ticks())
+    assert (again.step, again.first_step_seconds) == (parts[1].step, None)
+
+
+def test_compiling_does_not_count_as_training_and_is_said(
+    tiny_target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="eyas")
+    clock, diary, told = Ticks(), Diary(), []
+
+    class Slow:
+        """A target that compiles for an hour when it is first asked."""
+
+        def __init__(self) -> None:
+            self._source = LiveSource(tiny_target, tiny.AUX_IDS)
+
+        def __call__(self, batch: TrainingBatch) -> Features:
+            if not told:
+                clock.seconds = max(clock.seconds, 3600.0)
+            return self._source(batch)
+
+    plan = loop_config_of(tmp_path, length=RunLength(minutes=0.2), compiled=True)
+    outcome = train(
+        [train_state_of(tiny_target)],
+        packs_of(corpus_of(24)),
+        [],
+        Slow(),
+        plan,
+        observer=diary,
+        clock=clock,
+        on_first_step=lambda: told.append(True),
+    )
+    assert told == [True]
+    assert outcome.finished
+    assert outcome.step > 3
+    assert outcome.first_step_seconds == pytest.approx(3600, abs=5)
+    assert outcome.seconds < 30
+    assert caplog.messages[0].startswith("compiling: ")
+    assert caplog.messages[1].startswith("compiled: the first step took 36")
+
+
+def test_the_first_step_is_reported_and_promises_nothing(tiny_target: Target, tmp_path: Path) -> None:
+    diary, _ = run(tiny_target, loop_config_of(tmp_path, log_every=4))
+    assert [report.step for report in diary.reports] == [1, 4, 6]
+    assert [report.seconds_left is None for report in diary.reports] == [True, False, False]
 
 
 def test_a_tiny_drafter_learns_far_above_chance(tiny_target: Target, tmp_path: Path) -> None:
@@ -186,7 +263,7 @@ def test_a_tiny_drafter_learns_far_above_chance(tiny_target: Target, tmp_path: P
         packs_of(corpus_of(400), length=256),
         held_out,
         source,
-        loop_config_of(tmp_path, steps=140, packs_per_step=1, eval_every=70),
+        loop_config_of(tmp_path, length=RunLength(steps=140), packs_per_step=1, eval_every=70),
         observer=diary,
     )
     before, after = diary.reports[0].drafters["drafter"], diary.reports[-1].drafters["drafter"]

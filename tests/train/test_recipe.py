@@ -97,6 +97,7 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("train.decay", 2, r"train\.decay is 2; it must be at most 1"),
         ("train.final_lr", -1, r"train\.final_lr is -1; it must be at least 0"),
         ("train.steps", 0, r"train\.steps is 0"),
+        ("train.minutes", 0, r"train\.minutes is 0; it must be above 0 or \"none\""),
         ("train.epochs", 0, r"train\.epochs is 0; it must be above 0"),
         ("train.packs_per_step", 0, r"train\.packs_per_step is 0"),
         ("train.precision", "float16", r"train\.precision is 'float16'; did you mean 'bfloat16'\?"),
@@ -112,6 +113,25 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
 def test_a_value_out_of_range_is_refused(key: str, value: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_recipe(with_value(key, value))
+
+
+def test_one_key_says_how_long_a_run_is(tmp_path: Path) -> None:
+    def lengths(*overrides: str, **train: object) -> tuple[object, ...]:
+        keys = "".join(f"{key} = {value}\n" for key, value in train.items())
+        settings = load_recipe(written(tmp_path, f"{LEAST_TOML}[train]\n{keys}"), overrides).train
+        return settings.steps, settings.minutes, settings.epochs
+
+    assert lengths() == (None, None, 1.0)
+    assert lengths(steps=5) == (5, None, None)
+    assert lengths(minutes=0.5) == (None, 0.5, None)
+    assert lengths(steps='"none"', epochs=3) == (None, None, 3.0)
+    with pytest.raises(UserError, match=r"train\.steps 5 and train\.minutes 2, but only one of them.*\"none\""):
+        lengths(steps=5, minutes=2)
+    # The command line says it instead of the file.
+    assert lengths("train.minutes=30", steps=5) == (None, 30, None)
+    assert lengths("train.steps=none", steps=5) == (None, None, 1.0)
+    with pytest.raises(UserError, match="only one of them"):
+        lengths("train.minutes=30", "train.epochs=1")
 
 
 def test_warmup_and_decay_share_the_steps() -> None:

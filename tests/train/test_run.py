@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from eyas.drafter.checkpoint import load_drafter
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train import resume
+from eyas.train.estimate import RoundCounts
 from eyas.train.journal import read_log
 from eyas.train.recipe import read_recipe, to_toml
 from eyas.train.run import TrainResult, run
+from eyas.train.schedule import LearningRateSchedule, RunLength
 
 STEPS = 4
 Tables = dict[str, dict[str, Any]]
@@ -85,7 +88,7 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(
     tables["train"]["eval_every"] = 2
     outcome = ran(tables, target)
     folder = folder_of(tables)
-    assert (outcome.step, outcome.steps) == (STEPS, STEPS)
+    assert (outcome.step, outcome.length, outcome.finished) == (STEPS, RunLength(steps=STEPS), True)
     assert outcome.drafters == {"old": folder / "old", "new": folder / "new"}
     for name, family, draft_vocab_size in (("old", "EAGLE-3", 64), ("new", "EAGLE-3.1", 260)):
         report = check(str(folder / name), target=target.facts)
@@ -94,7 +97,7 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(
         kept = load_drafter(str(folder / "checkpoints" / "step-000004" / name))
         assert torch.equal(load_drafter(str(folder / name)).fc.weight, kept.fc.weight)
     assert any("1 held out" in line for line in caplog.messages)
-    files = {"checkpoints", "log.jsonl", "new", "old", "recipe.toml", "record.json", "training.png"}
+    files = {"best", "checkpoints", "log.jsonl", "new", "old", "recipe.toml", "record.json", "training.png"}
     assert {path.name for path in folder.iterdir()} - {"encoded"} == files
     assert (folder / "recipe.toml").read_text() == to_toml(read_recipe(tables))
     record = json.loads((folder / "record.json").read_text())
@@ -122,7 +125,10 @@ def test_a_run_taken_up_again_ends_where_an_uninterrupted_one_does(
     assert steps == [1, 2, 3, 4]
 
 
-def test_a_finished_run_taken_up_again_loses_nothing(tables: Tables, target: Target) -> None:
+def test_a_finished_run_taken_up_again_loses_nothing(
+    tables: Tables, target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="eyas")
     ran(tables, target)
     record = (folder_of(tables) / "record.json").read_text()
     log = (folder_of(tables) / "log.jsonl").read_text()
@@ -130,6 +136,92 @@ def test_a_finished_run_taken_up_again_loses_nothing(tables: Tables, target: Tar
     assert (again.step, list(again.drafters)) == (STEPS, ["drafter"])
     assert (folder_of(tables) / "record.json").read_text() == record
     assert (folder_of(tables) / "log.jsonl").read_text() == log
+    assert any(
+        re.search(r"is finished \(4 steps in .*nothing is left to do.*more train\.steps", m) for m in caplog.messages
+    )
+
+
+@pytest.mark.parametrize("stopped_at", [2, STEPS])
+def test_a_run_may_become_longer(
+    tables: Tables, target: Target, stopped_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The learning rate goes on where the new schedule has it; what was learnt stays."""
+    caplog.set_level(logging.INFO, logger="eyas")
+    ran(tables, target, stop=stop_after(stopped_at))
+    tables["train"]["steps"] = 8
+    outcome = ran(tables, target, resuming=True)
+    assert (outcome.step, outcome.finished) == (8, True)
+    lines = [line for line in read_log(folder_of(tables) / "log.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7, 8]
+    settings = read_recipe(tables).train
+    curve = LearningRateSchedule(name="cosine", warmup=settings.warmup, decay=settings.decay, final=settings.final_lr)
+    for line in lines:
+        length = STEPS if line["step"] <= stopped_at else 8
+        assert line["lr_share"] == curve.share(line["step"] - 1, length)
+    said = next(message for message in caplog.messages if "planned for 4 steps" in message)
+    assert "is for 8 steps now: the learning rate goes on at" in said
+    assert json.loads((folder_of(tables) / "record.json").read_text())["planned"] == {"steps": 8, "minutes": None}
+
+
+def test_a_run_does_not_become_shorter_than_it_is(tables: Tables, target: Target) -> None:
+    ran(tables, target)
+    before = contents(folder_of(tables))
+    tables["train"]["steps"] = 3
+    with pytest.raises(UserError, match=r"has done 4 steps in .*, and 3 steps are less; give it more than that"):
+        ran(tables, target, resuming=True)
+    assert contents(folder_of(tables)) == before
+
+
+def test_minutes_say_how_long_a_run_is_also_over_interruptions(tables: Tables, target: Target) -> None:
+    del tables["train"]["steps"]
+    tables["train"]["minutes"] = 0.03
+    stopped = ran(tables, target, stop=stop_after(1))
+    assert (stopped.step, stopped.finished) == (1, False)
+    before = json.loads((folder_of(tables) / "checkpoints" / "step-000001" / "state.json").read_text())
+    assert before["planned"] == {"steps": None, "minutes": 0.03}
+    assert 0 < before["seconds"] < 1.8
+    outcome = ran(tables, target, resuming=True)
+    assert outcome.finished
+    record = json.loads((folder_of(tables) / "record.json").read_text())
+    assert record["training_seconds"] >= 1.8
+    assert record["first_step_seconds"] > 0
+    assert record["last"]["lr_share"] == pytest.approx(0.02)
+    # Minutes may become more, or steps may say it from here on.
+    del tables["train"]["minutes"]
+    tables["train"]["steps"] = outcome.step + 2
+    assert ran(tables, target, resuming=True).step == outcome.step + 2
+
+
+class Lengths:
+    """Acceptance lengths as a test would have them."""
+
+    def __init__(self, *lengths: float) -> None:
+        self._lengths = iter(lengths)
+
+    def __call__(self, states: Any, *_: object, depths: int) -> dict[str, RoundCounts]:
+        accepted = round(1000 * (next(self._lengths) - 1))
+        return {state.name: RoundCounts(rounds=1000, accepted_at=(accepted,)) for state in states}
+
+
+def test_the_best_drafter_is_kept_beside_the_last(
+    tables: Tables, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables["train"] |= {"eval_every": 1, "save_every": 1}
+    monkeypatch.setattr("eyas.train.loop.estimate", Lengths(1.2, 1.7, 1.5))
+    ran(tables, target, stop=stop_after(3))
+    folder = folder_of(tables)
+    second = load_file(folder / "checkpoints" / "step-000002" / "drafter" / "model.safetensors")
+    monkeypatch.setattr("eyas.train.loop.estimate", Lengths(1.6))  # better than before it was stopped, not than ever
+    ran(tables, target, resuming=True)
+    best = folder / "best" / "drafter"
+    assert check(str(best), target=target.facts).findings == ()
+    kept = load_file(best / "model.safetensors")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in second.items())
+    record = json.loads((folder / "record.json").read_text())
+    assert record["best"] == {"drafter": {"folder": str(best), "step": 2, "acceptance_length": 1.7}}
+    assert record["held_out"]["drafter"]["acceptance_length"] == 1.6
+    last = load_file(folder / "drafter" / "model.safetensors")
+    assert not torch.equal(last["fc.weight"], kept["fc.weight"])
 
 
 def test_a_folder_that_holds_something_is_not_written_over(tables: Tables, target: Target) -> None:
@@ -153,7 +245,6 @@ def test_a_folder_that_holds_something_is_not_written_over(tables: Tables, targe
     ("changes", "message"),
     [
         ({"train": {"lr": 1e-3}}, r"had train\.lr = 0\.004 and now it is 0\.001"),
-        ({"train": {"steps": 6}}, r"had train\.steps = 4 and now it is 6"),
         ({"data": {"max_length": 60}}, r"had data\.max_length = 120 and now it is 60"),
         ({"drafter": {"draft_vocab_size": 80}}, r"had drafter\.draft_vocab_size = 64 and now it is 80"),
         ({"drafters": {"old": {}, "new": {}}}, r"had drafters\.old = None and now it is \{\}"),
@@ -185,7 +276,8 @@ def test_nothing_need_be_held_out(tables: Tables, target: Target) -> None:
     tables["data"]["held_out_share"] = 0.0
     assert ran(tables, target).step == STEPS
     record = json.loads((folder_of(tables) / "record.json").read_text())
-    assert (record["held_out"], record["data"]["conversations"]) == ({}, 16)
+    assert (record["held_out"], record["best"], record["data"]["conversations"]) == ({}, {}, 16)
+    assert not (folder_of(tables) / "best").exists()
 
 
 def test_held_out_conversations_may_have_a_file_of_their_own(tables: Tables, target: Target, tmp_path: Path) -> None:
@@ -260,7 +352,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_to_go_on_from(
 
     with monkeypatch.context() as disk:
         disk.setattr(where, full)
-        with pytest.raises(UserError, match=r"cannot write .*step-000004.*No space left.*free space"):
+        with pytest.raises(UserError, match=r"cannot write .*(step-000004|best/drafter): .*No space left.*free space"):
             ran(tables, target, resuming=True)
     checkpoints = folder_of(tables) / "checkpoints"
     assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
@@ -288,7 +380,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
     assert resume.step_of(found) == 1000000
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "state", "tensorboard"])
+@pytest.mark.parametrize("name", ["best", "checkpoints", "encoded", "state", "tensorboard"])
 def test_a_drafter_does_not_take_the_name_of_a_folder_of_the_run(tables: Tables, name: str) -> None:
     with pytest.raises(UserError, match=rf"cannot be called '{name}'.*choose another"):
         read_recipe({**tables, "drafters": {name: {}}})

@@ -18,6 +18,7 @@ from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.loop import estimate, train
 from eyas.train.recipe import DrafterSettings, read_recipe
+from eyas.train.schedule import RunLength
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
 from eyas.train.unroll import unroll
@@ -142,7 +143,8 @@ def train_state_with(target: Target, drafter: Drafter) -> TrainState:
 
 def more(target: Target, state: TrainState, folder: Path, steps: int) -> TrainState:
     """Train it on."""
-    source, plan = LiveSource(target, tiny.AUX_IDS), loop_config_of(folder, steps=steps, packs_per_step=1)
+    source = LiveSource(target, tiny.AUX_IDS)
+    plan = loop_config_of(folder, length=RunLength(steps=steps), packs_per_step=1)
     train([state], packs_of(corpus_of(200), length=256), [], source, plan, observer=Diary())
     return state
 

@@ -83,8 +83,8 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
         )
     if not ranks.is_main:
         return
-    if outcome.step < outcome.steps:
-        report(f"stopped at step {outcome.step} of {outcome.steps}; `eyas train ... --resume` goes on from there")
+    if not outcome.finished:
+        report(f"stopped at step {outcome.step} of {outcome.length}; `eyas train ... --resume` goes on from there")
         raise typer.Exit(130)
     if as_json:
         typer.echo((folder / "record.json").read_text())
@@ -149,11 +149,11 @@ class _Screen:
             self._live.stop()
 
     def progressed(self, progress: "TrainMetrics") -> None:
+        of = "" if progress.length.steps is None else f"/{progress.length.steps}"
         left = progress.seconds_left
-        head = (
-            f"step {progress.step}/{progress.steps}  {progress.tokens_per_second:,.0f} tokens/s  "
-            f"{left // 60:.0f} min {left % 60:.0f} s left"
-        )
+        head = f"step {progress.step}{of}  {progress.tokens_per_second:,.0f} tokens/s"
+        if left is not None:
+            head += f"  {left // 60:.0f} min {left % 60:.0f} s left"
         if self._live is None:
             for name, own in progress.drafters.items():
                 accuracy = " ".join(f"{value:.3f}" for value in own.accuracy)

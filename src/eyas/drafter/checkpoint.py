@@ -239,8 +239,18 @@ def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
     return Checkpoint(config=config, tensors=tensors, layout=chosen.name, extras=extras, raw_config=raw, folder=folder)
 
 
-def write_checkpoint(checkpoint: Checkpoint, destination: Path, *, layout: str = "vllm", replace: bool = False) -> None:
-    """Write a drafter as `layout` would; refuses what that format cannot express or its servers cannot run."""
+def write_checkpoint(
+    checkpoint: Checkpoint,
+    destination: Path,
+    *,
+    layout: str = "vllm",
+    replace: bool = False,
+    beside: Mapping[str, str] | None = None,
+) -> None:
+    """Write a drafter as `layout` would; refuses what that format cannot express or its servers cannot run.
+
+    `beside` are texts by file name that belong to these weights and appear with them.
+    """
     chosen, config = LAYOUTS[layout], checkpoint.config
     problems = tensor_problems(config, checkpoint.tensors)
     if problems:
@@ -260,6 +270,8 @@ def write_checkpoint(checkpoint: Checkpoint, destination: Path, *, layout: str =
         (staging / "config.json").write_text(json.dumps(config_json, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if checkpoint.folder is not None:
             _copy_companions(checkpoint.folder, staging)
+        for name, text in (beside or {}).items():
+            (staging / name).write_text(text, encoding="utf-8")
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ class Journal:
         """A line of losses."""
         shared = {
             "step": metrics.step,
+            "seconds": round(metrics.seconds, 1),
             "tokens": metrics.tokens,
             "tokens_per_second": round(metrics.tokens_per_second),
             "lr_share": metrics.lr_share,

@@ -2,16 +2,18 @@
 
 Several drafters may learn side by side from the same batches: the target runs once for all of them, and the comparison
 between them is fair. Packs are a function of seed and epoch, so a run that is taken up at step n sees what it would
-have seen; nothing random happens elsewhere.
+have seen; nothing random happens elsewhere. Where a run ends after so much time, the main process's clock counts for
+all, and the learning rate follows it.
 
 Shapes: S depths.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,10 +25,11 @@ from eyas.train.batch import TrainingBatch
 from eyas.train.estimate import RoundCounts, walk_rounds
 from eyas.train.features import FeatureSource
 from eyas.train.ranks import Ranks
-from eyas.train.recipe import ScheduleName
-from eyas.train.schedule import learning_rate_share
+from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.state import TrainState
 from eyas.train.unroll import depth_weights
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +52,11 @@ class Packs(Protocol):
 class LoopConfig:
     """How long, how often, where."""
 
-    steps: int
+    length: RunLength
     packs_per_step: int
-    schedule: ScheduleName
-    warmup: float
-    decay: float
-    final_lr: float
+    schedule: LearningRateSchedule
+    compiled: bool
+    """Whether the first step compiles: it then takes minutes that do not count as training."""
     log_every: int
     eval_every: int
     save_every: int
@@ -80,12 +82,14 @@ class TrainMetrics:
     """Progress at a step."""
 
     step: int
-    steps: int
+    length: RunLength
     tokens: int
     """Tokens trained on since the start of this process."""
     tokens_per_second: float
-    seconds_left: float
-    """At the pace since the last report."""
+    seconds: float
+    """Of training since the start of the run."""
+    seconds_left: float | None
+    """At the pace since the last report; None behind a first step, whose pace says nothing."""
     lr_share: float
     drafters: dict[str, DrafterMetrics]
 
@@ -94,7 +98,7 @@ class Observer(Protocol):
     """Who is told how it goes."""
 
     def progressed(self, metrics: TrainMetrics) -> None:
-        """Every `log_every` steps and at the end."""
+        """After the first step, every `log_every` steps and at the end."""
         ...
 
     def estimated(self, step: int, counts: dict[str, RoundCounts]) -> None:
@@ -104,6 +108,18 @@ class Observer(Protocol):
     def saved(self, step: int, place: Path) -> None:
         """A checkpoint was written."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopResult:
+    """How far a run has come."""
+
+    step: int
+    finished: bool
+    seconds: float
+    """Of training, over all processes that the run had one after another."""
+    first_step_seconds: float | None
+    """What the first step of this process took, compiling included; None: it made none."""
 
 
 class DivergedError(UserError):
@@ -120,20 +136,32 @@ def train(
     observer: Observer,
     ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
     stop: Callable[[], bool] = lambda: False,
-) -> int:
-    """Train from the newest checkpoint, or from the start, to the last step; return the step reached."""
-    if config.packs_per_step % ranks.world:
-        raise UserError(
-            f"train.packs_per_step {config.packs_per_step} cannot be shared by {ranks.world} processes; "
-            "make it a multiple of their number"
-        )
+    on_first_step: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LoopResult:
+    """Train from the newest checkpoint, or from the start, to the end of the run.
+
+    `stop` is asked after every step; `on_first_step` is told when the first one is done, from when on there is
+    something to save. `clock` gives seconds.
+    """
     checkpoints = config.folder / "checkpoints"
-    start = 0
+    start, before = 0, 0.0
     if (place := resume.newest(checkpoints)) is not None:
-        start = resume.restore(place, states, same=config.same)
+        point = resume.restore(place, states, same=config.same)
+        start, before = point.step, point.seconds
+    if config.length.reached(start, before):
+        return LoopResult(step=start, finished=True, seconds=before, first_step_seconds=None)
     device = states[0].drafter.fc.weight.device
     depths = max(state.settings.depths for state in states)
-    window = _MetricsWindow(states, start)
+    window = _MetricsWindow(states, start, config.length)
+    watch, first_step_seconds = _Stopwatch(clock, before), None
+    if config.compiled:
+        logger.info("compiling: the first step takes minutes, and packs of another shape may compile once more")
+
+    def save(step: int) -> Path:
+        point = resume.ResumePoint(step=step, seconds=watch.seconds(), planned=config.length)
+        return resume.save(checkpoints, states, point, same=config.same)
+
     with ThreadPoolExecutor(1) as builder:
         steps = _prefetched(_steps(packs, config, ranks, start), builder)
         for step, planned, batches in steps:
@@ -142,37 +170,42 @@ def train(
                 features = source(batch)
                 for state in states:
                     state.backward(batch, features, counts)
-            share = learning_rate_share(
-                step,
-                config.steps,
-                schedule=config.schedule,
-                warmup=config.warmup,
-                decay=config.decay,
-                final=config.final_lr,
-            )
             norms = _gradient_norms(states, ranks)
+            first = step == start
+            if first:
+                first_step_seconds = watch.seconds() - before
+                if config.compiled:
+                    logger.info(f"compiled: the first step took {first_step_seconds:.0f} s, which do not count")
+                    watch = _Stopwatch(clock, before)
+            seconds = watch.seconds()
+            if config.length.minutes is not None:
+                seconds = ranks.from_main(seconds, device)
+            share = config.schedule.share(*config.length.position(step, seconds))
             for state, norm in zip(states, norms, strict=True):
                 if not torch.isfinite(norm):
-                    _stop_diverged(states, state, planned, source, checkpoints, step, config, ranks)
+                    _stop_diverged(states, state, planned, source, checkpoints, step, save, ranks)
                 window.add(state, norm, counts)
                 state.optimizer_step(norm, share)
             done = step + 1
             window.tokens += sum(len(batch.ids_T) for batch in batches) * ranks.world
-            last = done == config.steps
+            if first:
+                on_first_step()
+            last = config.length.reached(done, seconds)
             stopping = ranks.any_true(stop(), device)
-            if ranks.is_main and (last or stopping or done % config.log_every == 0):
-                observer.progressed(window.metrics(done, config.steps, share))
+            if ranks.is_main and (first or last or stopping or done % config.log_every == 0):
+                observer.progressed(window.metrics(done, seconds, share, first=first and not last))
             if held_out and (last or (config.eval_every and done % config.eval_every == 0)):
                 observed = estimate(states, held_out, source, depths=depths)
                 if ranks.is_main:
                     observer.estimated(done, observed)
+                ranks.barrier()
             if last or stopping or (config.save_every and done % config.save_every == 0):
                 if ranks.is_main:
-                    observer.saved(done, resume.save(checkpoints, states, step=done, same=config.same))
+                    observer.saved(done, save(done))
                 ranks.barrier()
-            if stopping:
-                return done
-    return config.steps
+            if last or stopping:
+                break
+    return LoopResult(step=done, finished=last, seconds=watch.seconds(), first_step_seconds=first_step_seconds)
 
 
 def estimate(
@@ -189,11 +222,21 @@ def estimate(
     return found
 
 
+class _Stopwatch:
+    """Seconds of training, those before this process included."""
+
+    def __init__(self, clock: Callable[[], float], before: float) -> None:
+        self._clock, self._began, self._before = clock, clock(), before
+
+    def seconds(self) -> float:
+        return self._before + self._clock() - self._began
+
+
 class _MetricsWindow:
     """Sums over the steps since the last report. They stay on the device until then."""
 
-    def __init__(self, states: Sequence[TrainState], start: int) -> None:
-        self._states = states
+    def __init__(self, states: Sequence[TrainState], start: int, length: RunLength) -> None:
+        self._states, self._length = states, length
         self.tokens = 0
         self._last = (time.perf_counter(), 0, start)
         self._clear()
@@ -208,10 +251,14 @@ class _MetricsWindow:
         self._counts[state.name] += torch.tensor(counts[: state.settings.depths])
         self._norms[state.name] = float(norm)
 
-    def metrics(self, step: int, steps: int, share: float) -> TrainMetrics:
+    def metrics(self, step: int, trained: float, share: float, *, first: bool) -> TrainMetrics:
         now = time.perf_counter()
         (since, tokens, before), self._last = self._last, (now, self.tokens, step)
         seconds = max(1e-9, now - since)
+        if self._length.minutes is not None:
+            left = max(0.0, 60 * self._length.minutes - trained)
+        else:
+            left = seconds / max(1, step - before) * ((self._length.steps or 0) - step)
         drafters = {}
         for state in self._states:
             loss_S, hit_S, overlap_S = (self._sums[state.name].cpu() / self._counts[state.name].clamp(min=1)).tolist()
@@ -225,10 +272,11 @@ class _MetricsWindow:
         self._clear()
         return TrainMetrics(
             step=step,
-            steps=steps,
+            length=self._length,
             tokens=self.tokens,
             tokens_per_second=(self.tokens - tokens) / seconds,
-            seconds_left=seconds / max(1, step - before) * (steps - step),
+            seconds=trained,
+            seconds_left=None if first else left,
             lr_share=share,
             drafters=drafters,
         )
@@ -250,7 +298,7 @@ def _steps(packs: Packs, config: LoopConfig, ranks: Ranks, start: int) -> Iterat
             number += 1
 
     stream = islice(endless(), start * config.packs_per_step, None)
-    for step in range(start, config.steps):
+    for step in count(start) if config.length.steps is None else range(start, config.length.steps):
         planned = list(islice(stream, config.packs_per_step))
         yield step, planned[ranks.rank :: ranks.world]
 
@@ -289,7 +337,7 @@ def _stop_diverged(
     source: FeatureSource,
     checkpoints: Path,
     step: int,
-    config: LoopConfig,
+    save: Callable[[int], Path],
     ranks: Ranks,
 ) -> None:
     """Save what was good before this step, find the pack that did it, and say so."""
@@ -297,7 +345,7 @@ def _stop_diverged(
         state.zero_grad()
     place = checkpoints / f"step-{step:06d}"
     if ranks.is_main and not place.exists():
-        resume.save(checkpoints, states, step=step, same=config.same)
+        save(step)
     culprits = [p.name for p in planned if not _finite(diverged, p.build(), source)] or [p.name for p in planned]
     raise DivergedError(
         f"the loss of {diverged.name} is not a number at step {step + 1}, in {'; '.join(culprits)}; the weights before "

@@ -44,7 +44,9 @@ MIN_JOIN_LENGTH = 2048
 ONLY_DRAFTER = "drafter"
 """The name of the drafter of a recipe without [drafters.*]."""
 
-_TAKEN_NAMES = ("checkpoints", "state", "tensorboard")
+_TAKEN_NAMES = ("best", "checkpoints", "encoded", "state", "tensorboard")
+_LENGTHS = ("steps", "minutes", "epochs")
+"""Keys of [train] that say how long a run is; one of them does."""
 _RENAMED = {"checkpoint": "activation_checkpointing"}
 
 
@@ -267,14 +269,17 @@ class TrainSettings(Hyperparameters):
     schedule: ScheduleName = "cosine"
     """cosine, or wsd: warm up, stay, decay."""
     warmup: _ShareBelowOne = 0.03
-    """Share of the steps in which the rate rises."""
+    """Share of the run in which the rate rises."""
     decay: _Share = 0.2
-    """Share of the steps in which the rate falls; wsd only."""
+    """Share of the run in which the rate falls; wsd only."""
     final_lr: _Share = 0.02
     """Where the rate ends, relative to its peak."""
     steps: Annotated[_Count | None, _MAY_BE_NONE] = None
-    """Optimizer steps; none: what `epochs` makes."""
-    epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Optimizer steps. One of `steps`, `minutes` and `epochs` says how long a run is; without any it is one epoch."""
+    minutes: Annotated[Annotated[float, Field(gt=0, le=1e6)] | None, _MAY_BE_NONE] = None
+    """Minutes of training; what comes before it (loading, encoding, compiling) is not counted."""
+    epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | None, _MAY_BE_NONE] = None
+    """Passes over the data."""
     packs_per_step: _Count = 1
     """Packs that a step sums gradients over."""
     compile: bool = False
@@ -294,8 +299,21 @@ class TrainSettings(Hyperparameters):
     save_every: _CountOrZero = 500
     """Steps between saves; 0: only at the end."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch_unless_said(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and all(values.get(key) in (None, NONE) for key in _LENGTHS):
+            return {**values, "epochs": 1.0}
+        return values
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        said = [f"train.{key} {getattr(self, key):g}" for key in _LENGTHS if getattr(self, key) is not None]
+        if len(said) > 1:
+            raise UserError(
+                f"the recipe has {' and '.join(said)}, but only one of them can say how long the run is; remove the "
+                f'others, or set them to "{NONE}"'
+            )
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise UserError(
                 f"train.warmup {self.warmup} and train.decay {self.decay} exceed all steps together; lower one of them"
@@ -393,9 +411,13 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"the recipe {path} is not UTF-8 text ({error.reason}); give a TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the recipe {path} is not TOML ({error}); mend it") from error
+    parsed = [parse_override(override) for override in overrides]
+    if isinstance(train := tables.get("train"), dict) and any(
+        keys[0] == "train" and keys[-1] in _LENGTHS and value != NONE for keys, value in parsed
+    ):  # how long a run is, the command line says instead of the file
+        tables["train"] = {key: value for key, value in train.items() if key not in _LENGTHS}
     named = tuple(tables["drafters"]) if isinstance(tables.get("drafters"), dict) else ()
-    for override in overrides:
-        keys, value = parse_override(override)
+    for keys, value in parsed:
         if keys[0] == "drafters" and len(keys) > 2 and keys[1] not in named:  # a new one would be a slip of the pen
             if named:
                 raise _unknown_key(keys[1], "[drafters] of the recipe", named)

@@ -2,7 +2,8 @@
 
     checkpoints/step-000500/NAME/          config.json, model.safetensors: loads in vLLM as it is
     checkpoints/step-000500/state/NAME.safetensors   float32 master weights and the optimizer's moments
-    checkpoints/step-000500/state.json     step, and what must be the same for the rest of the run
+    checkpoints/step-000500/state.json     step, seconds of training, how long the run was to be, and what must be the
+                                           same for the rest of it
 
 A checkpoint appears whole or not at all, and the newest two are kept.
 """
@@ -10,6 +11,7 @@ A checkpoint appears whole or not at all, and the newest two are kept.
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,26 @@ from safetensors.torch import load_file, save_file
 from eyas.atomic import new_folder
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.errors import UserError
+from eyas.train.schedule import RunLength
 from eyas.train.state import TrainState
 
 KEPT = 2
 
 
-def save(folder: Path, states: Sequence[TrainState], *, step: int, same: Mapping[str, Any]) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """How far a run had come."""
+
+    step: int
+    seconds: float
+    """Of training so far."""
+    planned: RunLength
+    """How long the run was to be; it may be longer when it is taken up."""
+
+
+def save(folder: Path, states: Sequence[TrainState], point: ResumePoint, *, same: Mapping[str, Any]) -> Path:
     """Write a checkpoint; `same` is compared when it is taken up again."""
-    place = folder / f"step-{step:06d}"
+    place = folder / f"step-{point.step:06d}"
     with new_folder(place, replace=True) as staging:
         (staging / "state").mkdir()
         for state in states:
@@ -36,7 +50,7 @@ def save(folder: Path, states: Sequence[TrainState], *, step: int, same: Mapping
                 save_file(tensors, staging / "state" / f"{state.name}.safetensors")
             except SafetensorError as error:  # a full disk, for one
                 raise OSError(str(error)) from error
-        (staging / "state.json").write_text(json.dumps({"step": step, "same": same}, indent=1))
+        (staging / "state.json").write_text(json.dumps({**asdict(point), "same": same}, indent=1))
     for old in _all(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
     return place
@@ -47,22 +61,26 @@ def newest(folder: Path) -> Path | None:
     return next(reversed(_all(folder)), None)
 
 
-def restore(place: Path, states: Sequence[TrainState], *, same: Mapping[str, Any]) -> int:
-    """Take up a checkpoint and return its step; refuse when the run it belongs to was another one."""
-    require_same(place, same)
+def restore(place: Path, states: Sequence[TrainState], *, same: Mapping[str, Any]) -> ResumePoint:
+    """Take up a checkpoint and say how far it was; refuse when the run it belongs to was another one."""
+    point = read_point(place, same=same)
     try:
         tensors = {state.name: load_file(place / "state" / f"{state.name}.safetensors") for state in states}
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(place, error) from error
     for state in states:
         state.load_state_dict(tensors[state.name])
-    return step_of(place)
+    return point
 
 
-def require_same(place: Path, same: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another run."""
+def read_point(place: Path, *, same: Mapping[str, Any]) -> ResumePoint:
+    """How far a checkpoint is; one of another run is refused."""
     try:
-        before = json.loads((place / "state.json").read_text())["same"]
+        stored = json.loads((place / "state.json").read_text())
+        before = stored["same"]
+        point = ResumePoint(
+            step=int(stored["step"]), seconds=float(stored["seconds"]), planned=RunLength(**stored["planned"])
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unreadable(place, error) from error
     now = json.loads(json.dumps(same))
@@ -72,6 +90,7 @@ def require_same(place: Path, same: Mapping[str, Any]) -> None:
                 f"the run in {place.parent.parent} had {key} = {before.get(key)!r} and now it is {now.get(key)!r}; "
                 "go on with the same recipe and data, or choose another output.folder"
             )
+    return point
 
 
 def step_of(place: Path) -> int:

@@ -1,6 +1,7 @@
 """From a recipe and a target to trained drafters: everything around the loop.
 
-folder/NAME/          the drafter as vLLM loads it
+folder/NAME/          the drafter as vLLM loads it, when the run is at its end
+folder/best/NAME/     the one with the longest acceptance on held-out text so far
 folder/checkpoints/   what a stopped run is taken up from
 folder/encoded/       the conversations as tokens: a run taken up again need not tokenise
 folder/log.jsonl, training.png, record.json, recipe.toml
@@ -23,6 +24,7 @@ from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train import resume
 from eyas.train.batch import TrainingBatch, teaching_rows
+from eyas.train.best import BestDrafters
 from eyas.train.corpus import Corpus, concatenate, encode_corpus, split
 from eyas.train.corpus_cache import load_or_encode
 from eyas.train.epochs import CorpusPacks
@@ -35,6 +37,8 @@ from eyas.train.packing import FitCounts
 from eyas.train.plot import plot_run
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import Recipe, to_toml
+from eyas.train.resume import ResumePoint
+from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.cache import CacheKey, CacheSource, fingerprint_vocabulary
 from eyas.train.sources.cache_writer import CacheWriter
 from eyas.train.sources.live import LiveSource
@@ -49,7 +53,9 @@ _MAY_CHANGE_ON_RESUME = {
     "target": {"device"},
     "data": {"workers"},
     "features": {"folder"},
-    "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"},
+    "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"}
+    # A run may become longer: its schedule is then another from there on, which is said.
+    | {"steps", "minutes", "epochs"},
     "output": {"folder", "trackers"},
 }
 
@@ -59,7 +65,8 @@ class TrainResult:
     """What came of a run."""
 
     step: int
-    steps: int
+    length: RunLength
+    finished: bool
     drafters: dict[str, Path]
     """Where the finished drafters are; empty while the run is not at its end."""
 
@@ -97,6 +104,7 @@ def run(
     observers: Sequence[Observer] = (),
     ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
     stop: Callable[[], bool] = lambda: False,
+    on_first_step: Callable[[], None] = lambda: None,
     resuming: bool = False,
     on_encoded: Callable[[int], None] | None = None,
     cache: Path | None = None,
@@ -124,19 +132,32 @@ def run(
         others = replace(packs, corpus=held_out, join_share=0.0, first_document=len(corpus))
         held_out_packs = others.epoch(0)[: recipe.train.eval_packs]
     config = _loop_config(recipe, data_record["fingerprint"], len(packs.epoch(0)), folder)
+    logger.info(
+        f"{config.length}{_of_epochs(recipe)}, each step {config.packs_per_step} x {recipe.data.pack_length} tokens"
+    )
     if newest is not None:
-        resume.require_same(newest, config.same)
-    logger.info(f"{config.steps} steps of {config.packs_per_step} x {recipe.data.pack_length} tokens")
+        _say_how_it_goes_on(resume.read_point(newest, same=config.same), config)
+    best = BestDrafters(folder, states)
     journal: list[Observer] = []
     if ranks.is_main:
         write_text(folder / "recipe.toml", to_toml(recipe))
-        journal = [Journal(folder, from_step=0 if newest is None else resume.step_of(newest))]
+        journal = [Journal(folder, from_step=0 if newest is None else resume.step_of(newest)), best]
     observed = Observers([*journal, *observers])
     ranks.barrier()
-    step = train(states, packs, held_out_packs, source, config, observer=observed, ranks=ranks, stop=stop)
+    reached = train(
+        states,
+        packs,
+        held_out_packs,
+        source,
+        config,
+        observer=observed,
+        ranks=ranks,
+        stop=stop,
+        on_first_step=on_first_step,
+    )
     finished: dict[str, Path] = {}
     if ranks.is_main:
-        if step == config.steps:
+        if reached.finished:
             for state in states:
                 finished[state.name] = folder / state.name
                 write_checkpoint(checkpoint_of(state.drafter), finished[state.name], replace=True)
@@ -150,16 +171,50 @@ def run(
                 "target": asdict(target.facts),
                 "data": data_record,
                 "vocabulary": vocabulary_record,
-                "step": step,
-                "steps": config.steps,
+                "step": reached.step,
+                "planned": asdict(config.length),
                 "seconds": time.time() - started,
+                "training_seconds": reached.seconds,
+                "first_step_seconds": reached.first_step_seconds,
                 "processes": ranks.world,
                 "last": None if observed.last is None else asdict(observed.last),
                 "held_out": {name: counts_as_json(counts) for name, counts in observed.estimates.items()},
+                "best": best.record(),
             },
         )
     ranks.barrier()
-    return TrainResult(step=step, steps=config.steps, drafters=finished)
+    return TrainResult(step=reached.step, length=config.length, finished=reached.finished, drafters=finished)
+
+
+def _of_epochs(recipe: Recipe) -> str:
+    epochs = recipe.train.epochs
+    return "" if epochs is None else f" ({epochs:g} epoch{'' if epochs == 1 else 's'})"
+
+
+def _say_how_it_goes_on(point: ResumePoint, config: LoopConfig) -> None:
+    """What taking a run up means: nothing is left, it goes on as planned, or it has another length now."""
+    length, planned = config.length, point.planned
+    so_far = f"{point.step:,} steps in {point.seconds / 60:.1f} minutes of training"
+    if length.reached(point.step, point.seconds):
+        if length != planned and length.steps != point.step:
+            raise UserError(
+                f"the run in {config.folder} has done {so_far}, and {length} are less; give it more than that, or "
+                "choose another output.folder"
+            )
+        logger.info(
+            f"the run in {config.folder} is finished ({so_far}), nothing is left to do; to go on with it, resume with "
+            "more train.steps, train.minutes or train.epochs"
+        )
+        return
+    logger.info(f"going on behind step {point.step:,} ({so_far})")
+    if length == planned:
+        return
+    old, new = (config.schedule.share(*of.position(point.step, point.seconds)) for of in (planned, length))
+    logger.info(
+        f"the run was planned for {planned} and is for {length} now: the learning rate goes on at {new:.1%} of its "
+        f"peak (it was at {old:.1%}) and falls towards the new end. A run that was planned that long from its start "
+        "would have had other rates until here"
+    )
 
 
 def _feature_source(
@@ -338,7 +393,9 @@ def _precision(recipe: Recipe, target: Target) -> str:
 
 def _loop_config(recipe: Recipe, fingerprint: str, packs_in_epoch: int, folder: Path) -> LoopConfig:
     settings = recipe.train
-    steps = settings.steps or max(1, round(settings.epochs * packs_in_epoch / settings.packs_per_step))
+    steps = settings.steps
+    if settings.epochs is not None:
+        steps = max(1, round(settings.epochs * packs_in_epoch / settings.packs_per_step))
     same = {
         f"{table}.{key}": value
         for table, values in recipe.resolved().items()
@@ -346,17 +403,17 @@ def _loop_config(recipe: Recipe, fingerprint: str, packs_in_epoch: int, folder: 
         if key not in _MAY_CHANGE_ON_RESUME.get(table, ())
     }
     return LoopConfig(
-        steps=steps,
+        length=RunLength(steps=steps, minutes=settings.minutes),
         packs_per_step=settings.packs_per_step,
-        schedule=settings.schedule,
-        warmup=settings.warmup,
-        decay=settings.decay,
-        final_lr=settings.final_lr,
+        schedule=LearningRateSchedule(
+            name=settings.schedule, warmup=settings.warmup, decay=settings.decay, final=settings.final_lr
+        ),
+        compiled=settings.compile,
         log_every=settings.log_every,
         eval_every=settings.eval_every,
         save_every=settings.save_every,
         folder=folder,
-        same={**same, "steps": steps, "the data": fingerprint},
+        same={**same, "the data": fingerprint},
     )
 
 

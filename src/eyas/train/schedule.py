@@ -1,23 +1,65 @@
-"""The learning rate over a run, as a share of its peak."""
+"""How long a run is, and the learning rate over it as a share of its peak.
+
+A run is as long as so many steps, or as so much time. Time is counted in milliseconds, and a schedule over
+milliseconds is the same function as one over steps.
+"""
 
 import math
+from dataclasses import dataclass
 
 from eyas.train.recipe import ScheduleName
 
 
-def learning_rate_share(
-    step: int, steps: int, *, schedule: ScheduleName, warmup: float, decay: float, final: float
-) -> float:
-    """Share of the peak at `step` of `steps`: a linear rise over `warmup`, then a cosine, or a plateau and a fall.
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """Where a run ends: exactly one of both is set."""
 
-    `wsd` (warm-up, stable, decay) stays at the peak until the last `decay` of the run and falls linearly there.
-    """
-    rise = max(1, round(warmup * steps))
-    if step < rise:
-        return (step + 1) / rise
-    if schedule == "cosine":
-        progress = (step - rise) / max(1, steps - rise)
-        return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
-    fall = max(1, round(decay * steps))
-    left = steps - step
-    return 1.0 if left >= fall else final + (1 - final) * left / fall
+    steps: int | None = None
+    minutes: float | None = None
+    """Of training; loading, encoding and compiling come before it."""
+
+    def __post_init__(self) -> None:
+        assert (self.steps is None) != (self.minutes is None)
+
+    def position(self, step: int, seconds: float) -> tuple[int, int]:
+        """Where a run stands that begins `step` and has trained for `seconds`, and of how much."""
+        if self.steps is not None:
+            return step, self.steps
+        assert self.minutes is not None
+        end = round(self.minutes * 60_000)
+        return min(end, round(seconds * 1000)), end
+
+    def reached(self, step: int, seconds: float) -> bool:
+        """Whether a run ends that has done `step` steps in `seconds`."""
+        position, end = self.position(step, seconds)
+        return position >= end
+
+    def __str__(self) -> str:
+        if self.steps is not None:
+            return f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
+        return f"{self.minutes:g} minute{'' if self.minutes == 1 else 's'}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSchedule:
+    """How the learning rate rises and falls over a run."""
+
+    name: ScheduleName
+    warmup: float
+    decay: float
+    final: float
+
+    def share(self, step: int, steps: int) -> float:
+        """Share of the peak at `step` of `steps`: a linear rise over `warmup`, then a cosine, or a plateau and a fall.
+
+        `wsd` (warm-up, stable, decay) stays at the peak until the last `decay` of the run and falls linearly there.
+        """
+        rise = max(1, round(self.warmup * steps))
+        if step < rise:
+            return (step + 1) / rise
+        if self.name == "cosine":
+            progress = (step - rise) / max(1, steps - rise)
+            return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2
+        fall = max(1, round(self.decay * steps))
+        left = steps - step
+        return 1.0 if left >= fall else self.final + (1 - self.final) * left / fall
