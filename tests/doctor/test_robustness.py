@@ -204,6 +204,18 @@ def test_a_records_own_template_arguments_stay_when_it_is_perturbed() -> None:
     assert tokenizer.decode(list(long.asked.ids)).endswith("</think>\n\n")
 
 
+@pytest.mark.parametrize("template", [QWEN3_LIKE, None], ids=["rewrites turns", "raw"])
+def test_a_system_prompt_is_taken_away_where_turns_are_rewritten(template: str | None) -> None:
+    tokenizer = with_bos(chat_tokenizer(template or "", bos="<s>"))
+    if template is None:
+        apply_format(tokenizer, ChatFormat(raw=True))
+    model = LlamaForCausalLM(tiny.target_config(vocab_size=264))
+    target = Target(facts=facts_of(model.config, "thinker"), model=model, tokenizer=tokenizer)
+    told = replace(ASKED[0], messages=({"role": "system", "content": "Be kind."}, *ASKED[0].messages))
+    made = {one.name: one.render(told) for one in prompt_formats(target)}
+    assert made["no system prompt"] == tuple(encode_prompt(target, ASKED[0]))
+
+
 def test_a_longer_text_begins_like_a_shorter_one(target: Target) -> None:
     filler = Filler(target, FILLER)
     short, long = (next(long_prompts(target, filler, {0: ASKED[2]}, length, ["end"])) for length in (60, 120))

@@ -48,6 +48,15 @@ def test_variables_reach_the_template(thinker: Any) -> None:
     assert thinker.chat(reasoning_effort="high", chat_template_kwargs={"enable_thinking": True}).status == 200
 
 
+def test_variables_of_the_operator_stand_below_those_of_a_request(target: Any, new_server: Any) -> None:
+    variables = {"enable_thinking": False, "reasoning_effort": "low"}
+    tokenizer = letter_tokenizer(template=TEMPLATE)
+    with new_server(target=replace(target, tokenizer=tokenizer, template_variables=variables)) as client:
+        assert prompt_of(client) == "<|im_start|>Hi<|im_end|>[quick][low]<|im_start|>"
+        assert "[quick]" not in prompt_of(client, chat_template_kwargs={"enable_thinking": True})
+        assert "[high]" in prompt_of(client, reasoning_effort="high")
+
+
 def test_the_prompt_may_end_elsewhere(thinker: Any) -> None:
     assert prompt_of(thinker, add_generation_prompt=False) == "<|im_start|>Hi<|im_end|>"
     assert (

@@ -61,6 +61,7 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("target.source", " ", r"target\.source is empty"),
         ("target.dtype", "bfloat61", r"target\.dtype is 'bfloat61'; did you mean 'bfloat16'\?"),
         ("target.device", "gpu", r"target\.device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
+        ("target.chat_template", "", r"target\.chat_template is empty"),
         ("data.files", [], r"data\.files is empty"),
         ("data.files", [""], r"data\.files\[0\] is empty"),
         ("data.held_out_share", 1.0, r"data\.held_out_share is 1\.0; it must be below 1"),
@@ -152,6 +153,8 @@ def test_warmup_and_decay_share_the_steps() -> None:
         ("train.betas", [0.9], r"train\.betas is \[0\.9\]; it must be a list of 2 numbers"),
         ("train.betas", [0.9] * 3, r"train\.betas is \[0\.9, 0\.9, 0\.9\]; it must be a list of 2 numbers"),
         ("train.betas", [0.9, "x"], r"train\.betas\[1\] is 'x'; it must be a number"),
+        ("target.chat_template_kwargs", 5, r"target\.chat_template_kwargs is 5; it must be a table"),
+        ("target.raw", 1, r"target\.raw is 1; it must be true or false"),
         ("data.files", "a.jsonl", r"data\.files is 'a\.jsonl'; it must be a list"),
         ("data.files", [1], r"data\.files\[0\] is 1; it must be text"),
         ("data.augment", 0.1, r"data\.augment is 0\.1; it must be a table"),
@@ -271,7 +274,12 @@ def test_named_drafters_differ_in_what_they_say_and_share_the_rest(tmp_path: Pat
 
 
 FULL: dict[str, Any] = {
-    "target": {"source": 'a "quoted" \\ näme\x7f', "device": "cuda:1"},
+    "target": {
+        "source": 'a "quoted" \\ näme\x7f',
+        "device": "cuda:1",
+        "chat_template": "{{ messages }}\n",
+        "chat_template_kwargs": {"enable_thinking": False, "odd key": [{"a.b": 1}], "deep": {"x y": {"z": "w"}}},
+    },
     "data": {
         "files": ["a.jsonl", "b\tc.parquet"],
         "held_out": "h.jsonl",
@@ -293,6 +301,11 @@ def test_a_printed_recipe_reads_back_the_same(tmp_path: Path, tables: dict[str, 
     text = to_toml(recipe)
     assert load_recipe(written(tmp_path, text)) == recipe
     assert to_toml(load_recipe(written(tmp_path, text))) == text
+
+
+def test_plain_text_has_no_template() -> None:
+    with pytest.raises(UserError, match=r"target\.raw and target\.chat_template are two ways"):
+        read_recipe({**LEAST, "target": {"raw": True, "chat_template": "chat.jinja"}})
 
 
 def test_every_value_is_resolved_and_printed() -> None:

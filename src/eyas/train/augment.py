@@ -138,17 +138,21 @@ def find_opening(tokenizer: PreTrainedTokenizerBase) -> Opening:
     told = _rendered(tokenizer, [_said("system", _PROBE), user])
     takes_system = told is not None and told.count(_PROBE) == 1
     unknown = Opening(bos_ids=(), system_ids=None, takes_system=takes_system)
+    bos = tokenizer.bos_token or ""
     # A user's turn without anything before it is what the template adds for the second one.
     past = [user, _said("assistant", "Good day.")]
     before, behind = _rendered(tokenizer, past), _rendered(tokenizer, [*past, user])
-    if alone is None or before is None or behind is None or not behind.startswith(before):
+    if alone is None or before is None or behind is None:
         return unknown
-    turn = behind[len(before) :]
+    if behind.startswith(before):
+        turn = behind[len(before) :]
+    else:  # it rewrites earlier turns; what stands behind a system prompt is a turn alone as well
+        turns = (alone, alone.removeprefix(bos))
+        turn = next((one for one in turns if told is not None and takes_system and told.endswith(one)), "")
     if not turn or not alone.endswith(turn):
         return unknown
     prefix = alone.removesuffix(turn)
     # Some tokenizers call the token that opens every turn their BOS; taking that away would break the turn.
-    bos = tokenizer.bos_token or ""
     separate = bool(bos) and prefix.startswith(bos) and not turn.startswith(bos)
     bos = bos if separate else ""
     system = prefix.removeprefix(bos)
