@@ -102,13 +102,13 @@ http-overhead: $(READY)
 
 # The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
 # GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
+ANSWER = --max-tokens 400 --max-length 1536 --device cuda
 drafters: $(READY)
 	$(BIN)/python recipes/smollm2/prompts.py --out prompts.jsonl --held-out held-out.jsonl \
 		$(addprefix --prompts ,$(GIVEN)) $(addprefix --exclude ,$(EXCLUDE))
-	$(BIN)/eyas data answer prompts.jsonl --out answers-greedy.jsonl --max-length 1536 --device cuda
-	$(BIN)/eyas data answer prompts.jsonl --out answers-sampled.jsonl --max-length 1536 --device cuda \
-		--temperature 0.8 --seed 1
-	$(BIN)/eyas data answer held-out.jsonl --out answers-held-out.jsonl --max-length 1536 --device cuda
+	$(BIN)/eyas data answer prompts.jsonl --out answers-greedy.jsonl $(ANSWER) --temperature 0
+	$(BIN)/eyas data answer prompts.jsonl --out answers-sampled.jsonl $(ANSWER) --temperature 0.8 --seed 1
+	$(BIN)/eyas data answer held-out.jsonl --out answers-held-out.jsonl $(ANSWER) --temperature 0
 	$(BIN)/eyas train recipes/smollm2/drafters.toml
 
 $(READY): pyproject.toml constraints.txt

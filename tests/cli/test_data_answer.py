@@ -75,8 +75,8 @@ def test_an_interrupted_run_says_how_to_go_on(
 ) -> None:
     serve = Engine.serve
 
-    def serve_one(self: Engine, *arguments: Any) -> Iterator[Any]:
-        yield next(serve(self, *arguments))
+    def serve_one(self: Engine, *arguments: Any, **options: Any) -> Iterator[Any]:
+        yield next(serve(self, *arguments, **options))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "serve", serve_one)

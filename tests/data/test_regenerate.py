@@ -114,7 +114,7 @@ def test_records_keep_what_the_target_read_and_said_turn_by_turn_and_who_it_was(
     )
     echo = Echo()
     progress = regenerate([given], echo, out, arguments=ARGUMENTS, author=AUTHOR)
-    assert all((q.tools, q.chat_template_kwargs) == ((tool,), {"enable_thinking": True}) for q in echo.asked)
+    assert all(q.conversation == replace(given, messages=q.messages) for q in echo.asked)
     (read,) = read_conversations(out)
     assert read.samples == (
         Sample(prompt_ids=ids("think"), answer_ids=ids("THINK")),

@@ -339,6 +339,12 @@ THINKING: list[tuple[str, str, str, str, str]] = [
     ("glm45", "<|assistant|>", "\n<think>Ja.</think>\nHallo", "Ja.", "\nHallo"),
     ("glm45", "<|assistant|>\n<think></think>", "\nHallo", "", "\nHallo"),
     ("glm45", "<|assistant|><think>", "<think></think>", "", ""),
+    ("mistral", "[/INST]", "[THINK]Hm </think>[/THINK]Hi", "Hm </think>", "Hi"),
+    ("mistral", "[/INST]", "<think>Hi", "", "<think>Hi"),
+    ("gemma4", "<start_of_turn>model\n", "<|channel>thought\nHm\n<channel|>Hi", "\nHm\n", "Hi"),
+    ("gemma4", "model\n<|channel>thought\n<channel|>", "Hi", "", "Hi"),
+    ("seed_oss", "<seed:bos>assistant\n", "<seed:think>Hm</seed:think>Hi", "Hm", "Hi"),
+    ("minimax_m3", "<mm:think>\n", "Hm</mm:think>Hi", "Hm", "Hi"),
 ]
 
 

@@ -28,6 +28,8 @@ def test_the_files_values_are_read(tmp_path: Path) -> None:
     own = GenerationConfig.from_pretrained(folder)
     assert read_defaults("auto", own).given == SAID
     assert read_defaults("vllm", own).given == {}
+    sampled = GenerationConfig(do_sample=True, top_k=64)
+    assert read_defaults("auto", sampled).given == {"temperature": 1.0, "top_k": 64}
     assert read_defaults("auto", None).given == {}
 
 

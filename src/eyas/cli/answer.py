@@ -2,30 +2,42 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.arguments import require_models
+from eyas.cli.arguments import read_chat_format, read_stop, require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, Device, Dtype, MaxBadShare, report, report_skipped
+from eyas.cli.options import (
+    AsJson,
+    Cache,
+    ChatTemplate,
+    ChatTemplateKwargs,
+    Device,
+    Dtype,
+    MaxBadShare,
+    Raw,
+    Stop,
+    report,
+    report_skipped,
+)
 from eyas.cli.progress import ProgressDisplay
 from eyas.data.bad_records import MAX_BAD_SHARE, BadRecords
 
 if TYPE_CHECKING:
-    from eyas.data.regenerate import Answerer, ChatPrompt, Progress, Reply
+    from eyas.cli.engine_answerer import AnswerLimits
+    from eyas.data.regenerate import Progress
     from eyas.sampling import Sampling
-    from eyas.target.model import Target
 
 LONGEST = 2048
+"""Tokens of a conversation, unless told, without the thinking of its last answer."""
 SEQS_ON_CPU, SEQS_ELSEWHERE = 16, 256
-# Tokens of one pass for each answer at the same time: what decoding leaves of it, prompts fill.
-TOKENS_PER_SEQ = 8
-LEAST_TOKENS = 512
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+OF_CONFIG = "the generation config's"
 
 
 def answer(
@@ -37,13 +49,51 @@ def answer(
     target: Annotated[
         str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
     ] = "smollm2",
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.", rich_help_panel=SAMPLING)] = 0.0,
+    generation_config: Annotated[
+        str,
+        typer.Option(
+            help="Sampling defaults: auto, the target's generation_config.json; vllm, none; or a folder.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = "auto",
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            help="0 takes the most likely token.", show_default=f"{OF_CONFIG}, else 0", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep the k most likely tokens; 0 keeps all.", show_default=OF_CONFIG, rich_help_panel=SAMPLING
+        ),
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(help="Keep the most likely tokens up to this probability.", rich_help_panel=SAMPLING)
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Keep the most likely tokens up to this probability.", show_default=OF_CONFIG, rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep tokens this likely in proportion to the most likely.",
+            show_default=OF_CONFIG,
+            rich_help_panel=SAMPLING,
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1 makes tokens that were there less likely.", show_default=OF_CONFIG, rich_help_panel=SAMPLING
+        ),
+    ] = None,
     max_tokens: Annotated[
-        int, typer.Option(help="New tokens per answer at most.", min=1, rich_help_panel=SAMPLING)
-    ] = 400,
+        int, typer.Option(help="Tokens per answer at most, thinking apart.", min=1, rich_help_panel=SAMPLING)
+    ] = 1024,
+    max_thinking_tokens: Annotated[
+        int, typer.Option(help="Tokens of thinking per answer at most.", min=1, rich_help_panel=SAMPLING)
+    ] = 4096,
     turns: Annotated[
         int | None,
         typer.Option(
@@ -61,7 +111,7 @@ def answer(
         typer.Option(
             help="Tokens of a conversation at most.",
             min=2,
-            show_default=f"{LONGEST}, or the target's longest context",
+            show_default=f"{LONGEST}, for targets that think --max-thinking-tokens more, or the longest context",
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -80,6 +130,10 @@ def answer(
             help="Of drawn answers; each conversation has its own, counted from this.", rich_help_panel=SAMPLING
         ),
     ] = 0,
+    stop: Stop = None,
+    chat_template: ChatTemplate = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    raw: Raw = False,
     max_bad_share: MaxBadShare = MAX_BAD_SHARE,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -95,21 +149,33 @@ def answer(
     from itertools import islice
 
     from eyas.checksum import sha256_of_all
+    from eyas.cli.engine_answerer import AnswerLimits, EngineAnswerer
     from eyas.data.files import ConversationReader, expand_files
     from eyas.data.regenerate import regenerate
     from eyas.errors import UserError
     from eyas.loading import load_target
     from eyas.sampling import Sampling
+    from eyas.serve.builders.answer_reader import AnswerReader
     from eyas.target.fingerprint import fingerprint
+    from eyas.target.generation_defaults import read_defaults
 
-    sampling = Sampling(temperature=temperature, top_p=top_p)
+    flags = dict(zip(SAMPLED, (temperature, top_k, top_p, min_p, repetition_penalty), strict=True))
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    Sampling(**given)  # before anything is loaded
     files, bad = expand_files([file]), BadRecords()
     conversations = list(islice(ConversationReader(files, bad), limit))
     report_skipped(bad, max_bad_share)
-    loaded = load_target(target, dtype=dtype, device=device, cache=cache)
+    chat_format, stops = read_chat_format(chat_template, chat_template_kwargs, raw=raw), read_stop(stop)
+    loaded = load_target(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
+    defaults = read_defaults(generation_config, loaded.model.generation_config).given
+    defaults.pop("max_new_tokens", None)
+    sampling = Sampling(**{**defaults, **given})
+    report(_sampling_words(sampling, defaults, given))
+    reader = AnswerReader(loaded)
     longest = loaded.facts.max_position_embeddings
     if max_length is None:
-        max_length = min(LONGEST, longest or LONGEST)
+        wanted = LONGEST + (max_thinking_tokens if reader.thinks else 0)
+        max_length = min(wanted, longest or wanted)
     elif longest is not None and max_length > longest:
         raise UserError(
             f"--max-length {max_length} is above the {longest} tokens that {target} was made for; "
@@ -117,12 +183,14 @@ def answer(
         )
     if slots is None:
         slots = SEQS_ON_CPU if loaded.device.type == "cpu" else SEQS_ELSEWHERE
-    answerer = _answerer(
+    limits = AnswerLimits(max_tokens=max_tokens, max_thinking_tokens=max_thinking_tokens, max_length=max_length)
+    answerer = EngineAnswerer(
         loaded,
-        sampling,
+        reader,
+        sampling=sampling,
+        limits=limits,
+        stop_strings=stops,
         max_num_seqs=min(slots, len(conversations)),
-        max_length=max_length,
-        max_tokens=max_tokens,
         seed=seed,
     )
     arguments = {
@@ -130,10 +198,12 @@ def answer(
         "input_sha256": sha256_of_all(files),
         "target": target,
         "dtype": str(loaded.dtype).removeprefix("torch."),
-        "temperature": temperature,
-        "top_p": top_p,
-        "max_tokens": max_tokens,
-        "max_length": max_length,
+        **{name: getattr(sampling, name) for name in SAMPLED},
+        **asdict(limits),
+        "stop": stops,
+        "chat_template": chat_format.template,
+        "chat_template_kwargs": chat_format.variables,
+        "raw": raw,
         "turns": turns,
         "seed": seed,
     }
@@ -155,6 +225,8 @@ def answer(
                 written = latest[0].earlier + latest[0].written
                 report(f"{written} of {len(conversations)} conversations are in {out}; the same command goes on")
             raise
+    for line in _advice(done, limits):
+        report(line)
     counts = {**asdict(done), "seconds": round(time.perf_counter() - started, 1)}
     if as_json:
         typer.echo(json.dumps(counts))
@@ -163,74 +235,31 @@ def answer(
         typer.echo(f"{name:14} {count:>12,}")
 
 
-def _answerer(
-    target: "Target", sampling: "Sampling", *, max_num_seqs: int, max_length: int, max_tokens: int, seed: int
-) -> "Answerer":
-    """The engine as training knows it: messages in, text out."""
-    from eyas.data.conversations import Sample
-    from eyas.data.regenerate import Reply
-    from eyas.engine.config import EngineConfig
-    from eyas.engine.engine import Engine
-    from eyas.engine.output import RequestOutput
-    from eyas.engine.request import FinishReason, Request
-    from eyas.errors import UserError
-    from eyas.target.chat_template import ChatTemplateOptions
+def _sampling_words(sampling: "Sampling", defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """What answers are drawn by, and who said so."""
+    values = ", ".join(f"{name} {getattr(sampling, name):g}" for name in SAMPLED if name in {**defaults, **given})
+    unsaid = "" if "temperature" in {**defaults, **given} else "the most likely token each time"
+    own = [name for name in defaults if name not in given]
+    by = f" ({', '.join(own)} of the generation config)" if own else ""
+    return f"sampling: {', '.join(part for part in (unsaid, values) if part)}{by}"
 
-    target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
-    stop_ids = target.stop_ids()
-    options = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_length,
-        max_num_batched_tokens=max(LEAST_TOKENS, TOKENS_PER_SEQ * max_num_seqs),
-    )
 
-    prompts: dict[int, tuple[int, ...]] = {}
+def _advice(done: "Progress", limits: "AnswerLimits") -> Iterator[str]:
+    """What to do next time, and what to tell the recipe."""
+    from eyas.train.recipe import DataSettings
 
-    def reply_to(number: int, given: RequestOutput) -> Reply:
-        return Reply(
-            id=number,
-            sample=Sample(prompt_ids=prompts.pop(number), answer_ids=given.tokens),
-            message={"role": "assistant", "content": given.text},
-            finished=given.finished is FinishReason.STOP,
+    room = f"and --max-length (now {limits.max_length}) with it, if prompt and answer reach that"
+    for cut, what, flag, now in (
+        (done.cut_thinking, "while the target was thinking", "--max-thinking-tokens", limits.max_thinking_tokens),
+        (done.cut_answer, "in the answer", "--max-tokens", limits.max_tokens),
+    ):
+        if cut and 2 * (done.cut_thinking + done.cut_answer) > done.written:
+            yield (
+                f"note: {cut} of {done.written} conversations end {what}, cut by a length. They can be trained on; "
+                f"for whole answers raise {flag} (now {now}), {room}"
+            )
+    if done.longest > DataSettings.model_fields["max_length"].default:
+        yield (
+            f"note: the longest prompt with its answer has {done.longest} tokens; set data.max_length and "
+            "data.pack_length of the recipe to that, or training cuts or drops what is longer"
         )
-
-    def answer_all(pull: "Callable[[], ChatPrompt | None]") -> "Iterator[Reply]":
-        unfit: list[int] = []
-        refusals: list[UserError] = []
-
-        def request() -> tuple[int, Request] | None:
-            while (question := pull()) is not None:
-                ids = encode(question)
-                if ids is not None and len(ids) < max_length:
-                    prompts[question.id] = tuple(ids)
-                    return question.id, Request(
-                        prompt=tuple(ids),
-                        sampling=sampling,
-                        max_new_tokens=max_tokens,
-                        stop_ids=stop_ids,
-                        skip_special_tokens=False,  # a later turn needs them as much as the words
-                        seed=seed + question.id,
-                    )
-                unfit.append(question.id)
-            return None
-
-        def encode(question: "ChatPrompt") -> list[int] | None:
-            try:
-                options = ChatTemplateOptions(variables=question.chat_template_kwargs)
-                return target.encode_chat(question.messages, question.tools or None, options)
-            except UserError as error:
-                if not refusals:
-                    report(f"note: conversation {question.id}, perhaps not the only one: {error}")
-                refusals.append(error)
-                return None
-
-        def report_unfit() -> "Iterator[Reply]":
-            while unfit:
-                yield Reply(id=unfit.pop(), sample=None)
-
-        for number, given in Engine(target, config=options).serve(request):
-            yield from report_unfit()
-            yield reply_to(number, given)
-        yield from report_unfit()
-
-    return answer_all

@@ -170,7 +170,7 @@ def serve(
     reasoning_parser: Annotated[
         str | None,
         typer.Option(
-            help="Tell reasoning from content: deepseek_r1, qwen3, glm45, openai_gptoss; auto by the template.",
+            help="Tell reasoning from content: deepseek_r1, qwen3, glm45, openai_gptoss, ...; auto by the template.",
             show_default="off",
             rich_help_panel=API,
         ),

@@ -31,9 +31,13 @@ class ChatPrompt:
 
     id: int
     """The conversation's place in the input, from 0."""
-    messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    conversation: Conversation
+    """With the messages so far."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What was said so far; last comes what is to be answered."""
+        return self.conversation.messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +197,9 @@ class _Regeneration:
         del self._left[number], self._samples[number]
 
     def _ask_next(self, number: int, said: tuple[Message, ...]) -> None:
-        given = self._conversations[number]
-        self._next_turns.append(
-            ChatPrompt(
-                id=number,
-                messages=(*said, *self._left[number].pop(0)),
-                tools=given.tools,
-                chat_template_kwargs=given.chat_template_kwargs,
-            )
-        )
+        messages = (*said, *self._left[number].pop(0))
+        asked = replace(self._conversations[number], messages=messages, samples=())
+        self._next_turns.append(ChatPrompt(id=number, conversation=asked))
 
     def _write(self, number: int, messages: Sequence[Message], *, finished: bool) -> None:
         given, samples = self._conversations[number], self._samples[number]

@@ -30,7 +30,7 @@ from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
 from eyas.engine.proposer import CollectedPass, NoProposer, Proposer, Proposes
-from eyas.engine.request import Request, SequenceState
+from eyas.engine.request import FinishReason, Request, SequenceState
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
@@ -172,13 +172,15 @@ class Engine:
         *,
         at_once: int | None = None,
         on_piece: Callable[[OutputDelta], None] | None = None,
+        enough: Callable[[Name, OutputDelta], bool] | None = None,
     ) -> Iterator[tuple[Name, RequestOutput]]:
         """Answer what `pull` gives, up to `max_num_seqs` or `at_once` requests together; answers come as they end.
 
         `pull` gives a request under a name of the caller's own, which comes back with the answer; or None if there is
         none right now. It is asked again after every answer, since an answer may lead to the next request. All ends
         when it gives None and nothing is under way. If a request is refused, a step fails or the caller takes no more
-        answers, none is left behind.
+        answers, none is left behind. `enough` is asked about every piece; where it says so, an answer ends with that
+        piece, as cancelled.
         """
         most = self.config.max_num_seqs if at_once is None else at_once
         under_way: dict[int, tuple[Name, SpecDecodeStats, list[OutputDelta]]] = {}
@@ -192,8 +194,12 @@ class Engine:
                     return
                 ended = []
                 for piece in self.step():
-                    if piece.key in under_way:
-                        under_way[piece.key][-1].append(piece)
+                    if piece.key in under_way and piece.key not in ended:
+                        name, _, pieces = under_way[piece.key]
+                        if enough is not None and enough(name, piece) and piece.finished is None:
+                            self.cancel(piece.key)
+                            piece = replace(piece, finished=FinishReason.CANCELLED)
+                        pieces.append(piece)
                         ended += [] if piece.finished is None else [piece.key]
                     if on_piece is not None:
                         on_piece(piece)

@@ -13,6 +13,8 @@ from eyas.errors import UserError
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 """What a template raises over a conversation or over variables that it cannot use."""
 
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFormat:
@@ -42,6 +44,18 @@ class ChatTemplateOptions:
     """End where the assistant answers."""
     continue_final_message: bool = False
     """End inside the last message, so that the answer continues it."""
+
+
+def template_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under all the names that templates know it by."""
+    rendered = dict(message)
+    text = next((rendered[name] for name in REASONING_NAMES if isinstance(rendered.get(name), str)), None)
+    if text is None:
+        return rendered
+    rendered |= dict.fromkeys(REASONING_NAMES, text)
+    if rendered.get("content") and rendered.get("tool_calls"):
+        del rendered["thinking"]  # gpt-oss refuses it beside both
+    return rendered
 
 
 def reserved_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:

@@ -44,6 +44,8 @@ def read_defaults(choice: str, own: GenerationConfig | None) -> SamplingDefaults
     if config is None:
         return SamplingDefaults()
     said = config.to_diff_dict()  # what differs from the defaults of transformers
+    if said.get("do_sample") and said.get("temperature") is None:
+        said["temperature"] = 1.0  # of transformers too, where a model is sampled from
     defaults = SamplingDefaults(**{field.name: said.get(field.name) for field in fields(SamplingDefaults)})
     _require_valid(defaults, choice)
     return defaults

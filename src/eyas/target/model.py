@@ -29,7 +29,13 @@ from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
 from eyas.target.capture import capture
-from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, require_template
+from eyas.target.chat_template import (
+    TEMPLATE_ERRORS,
+    ChatFormat,
+    ChatTemplateOptions,
+    require_template,
+    template_message,
+)
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate, options_of
@@ -183,7 +189,7 @@ class Target:
             require_template(self.tokenizer, self.facts.source)
         try:
             rendered = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [template_message(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=options.template,
                 add_generation_prompt=options.add_generation_prompt,

@@ -16,7 +16,7 @@ from eyas.serve.parsers import harmony
 from eyas.serve.parsers.base import AnswerParser, ToolParser
 from eyas.serve.parsers.harmony import HarmonyParser
 from eyas.serve.parsers.registry import ReasoningFormat
-from eyas.serve.parsers.think_tags import THINK, THINK_END, ReasoningStart, ThinkTagFormat
+from eyas.serve.parsers.think_tags import ReasoningStart, ThinkTagFormat
 
 PROMPT_END = 8
 """Tokens at the end of a prompt in which a template may open or close the reasoning."""
@@ -51,11 +51,11 @@ class ReasoningSupport:
         begins = self._start_of(self.format, prompt)
         if begins is ReasoningStart.CLOSED:
             return grammar
-        start, end = self._encode(THINK), self._encode(THINK_END)
+        start, end = self._encode(self.format.begin), self._encode(self.format.end)
         if begins is ReasoningStart.UNSAID and len(start) != 1:
             message = (
-                f"{field}: {THINK} is not one token here, so nothing tells whether the answer begins with reasoning; "
-                "turn thinking off by chat_template_kwargs"
+                f"{field}: {self.format.begin} is not one token here, so nothing tells whether the answer begins with "
+                "reasoning; turn thinking off by chat_template_kwargs"
             )
             raise ApiError(400, message, field=field, code="unsupported_parameter")
         return AfterReasoningGrammar(grammar, ends=[end], start=start[0] if begins is ReasoningStart.UNSAID else None)

@@ -75,7 +75,7 @@ class RequestBuilder:
         self._target, self._model_info, self._policy = target, model_info, policy
         self._stop_ids = target.stop_ids()
         self._least_tokens = least_tokens(target.tokenizer)
-        template = _template(target)
+        template = template_of(target)
         tool, reasoning = choose_formats(template, model_info.tool_parser, model_info.reasoning_parser)
         self.special_tokens = _special_tokens(
             target, (*(tool.markers if tool else ()), *(reasoning.markers if reasoning else ()))
@@ -344,17 +344,12 @@ def _content_text(content: str | list[TextPart] | None) -> str:
 
 
 def _reasoning(message: AssistantMessage) -> dict[str, str]:
-    """The reasoning of a message under the names that chat templates use."""
+    """The reasoning of a message; `encode_chat` adds the other names that templates use."""
     text = message.reasoning if message.reasoning is not None else message.reasoning_content
-    if text is None:
-        return {}
-    names = ["reasoning_content", "reasoning"]
-    if not (message.content and message.tool_calls):
-        names.append("thinking")  # gpt-oss refuses it beside content in a message with calls
-    return dict.fromkeys(names, text)
+    return {} if text is None else {"reasoning_content": text}
 
 
-def _template(target: Target) -> str:
+def template_of(target: Target) -> str:
     """The chat template for conversations with tools."""
     tokenizer = target.tokenizer
     return str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""

@@ -38,6 +38,15 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ThinkTagFormat(name="deepseek_r1", template_markers=(THINK_END, "<｜Assistant｜>"), always_thinks=True),
     ThinkTagFormat(name="qwen3", template_markers=(THINK_END,), calls_end_it=True),
+    *(
+        ThinkTagFormat(name=name, template_markers=(begin, end), begin=begin, end=end)
+        for name, begin, end in (
+            ("mistral", "[THINK]", "[/THINK]"),
+            ("gemma4", "<|channel>thought", "<channel|>"),
+            ("seed_oss", "<seed:think>", "</seed:think>"),
+            ("minimax_m3", "<mm:think>", "</mm:think>"),
+        )
+    ),
 )
 AUTO = "auto"
 

@@ -1,4 +1,5 @@
-"""Reasoning between `<think>` and `</think>`, as DeepSeek R1, Qwen3, GLM 4.5 and their relatives write it.
+"""Reasoning between two tags: `<think>` and `</think>` for DeepSeek R1, Qwen3, GLM 4.5 and their relatives, others for
+others.
 
 Where an answer begins is told by its prompt. A template may open the reasoning itself, so that the answer has only its
 end; or close it, which is how thinking is turned off: then all is content. If it does neither, the answer says.
@@ -7,7 +8,6 @@ end; or close it, which is how thinking is turned off: then all is content. If i
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
 
 from eyas.serve.parsers.base import BLANK, MAX_BLANKS, AnswerParser, Markers, ParsedDelta, ToolParser
 
@@ -34,33 +34,45 @@ class ThinkTagFormat:
     """Whether an answer is reasoning until `</think>` comes even if nobody opened it."""
     calls_end_it: bool = False
     """Whether a tool call ends the reasoning too: these models leave out `</think>` at times."""
-    markers: ClassVar[tuple[str, ...]] = (THINK, THINK_END)
+    begin: str = THINK
+    end: str = THINK_END
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens, which an answer's text leaves out and a parser must see."""
+        return (self.begin, self.end)
 
     def start_of(self, end_of_prompt: str) -> ReasoningStart:
         """How this prompt leaves the reasoning."""
         end = end_of_prompt.rstrip(BLANK)
-        if end.endswith(THINK_END):
+        if end.endswith(self.end):
             return ReasoningStart.CLOSED
-        return ReasoningStart.OPEN if end.endswith(THINK) or self.always_thinks else ReasoningStart.UNSAID
+        return ReasoningStart.OPEN if end.endswith(self.begin) or self.always_thinks else ReasoningStart.UNSAID
 
     def new_parser(self, start: ReasoningStart, tool_parser: ToolParser | None) -> "ThinkTagParser":
         """A parser of one answer; tool calls are looked for behind the reasoning."""
         ends = tool_parser.openings if tool_parser is not None and self.calls_end_it else ()
-        return ThinkTagParser(start, tool_parser, call_markers=ends)
+        return ThinkTagParser(self, start, tool_parser, call_markers=ends)
 
 
 class ThinkTagParser(AnswerParser):
     """Parses one answer."""
 
     def __init__(
-        self, start: ReasoningStart, tool_parser: ToolParser | None, *, call_markers: Sequence[str] = ()
+        self,
+        format_: ThinkTagFormat,
+        start: ReasoningStart,
+        tool_parser: ToolParser | None,
+        *,
+        call_markers: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        self._format = format_
         self.calls = tool_parser.calls if tool_parser is not None else []
         self.in_reasoning = start is ReasoningStart.OPEN
         self._tool_parser = tool_parser
-        self._ends = Markers(THINK_END, *call_markers)
-        self._expected = THINK_END if start is ReasoningStart.CLOSED else THINK
+        self._ends = Markers(format_.end, *call_markers)
+        self._expected = format_.end if start is ReasoningStart.CLOSED else format_.begin
         """A marker that is dropped if the text begins with it."""
         self._reasoning: list[str] = []
         self._content: list[str] = []
@@ -87,7 +99,7 @@ class ThinkTagParser(AnswerParser):
         if found is None:
             self._at = begin
             return False
-        if found == THINK:
+        if found == self._format.begin:
             self.in_reasoning = True
         self._at = at + len(found) if found else begin
         self._state = self._in_reasoning if self.in_reasoning else self._in_content
@@ -99,8 +111,8 @@ class ThinkTagParser(AnswerParser):
         if marker is None:
             return False
         self.in_reasoning = False
-        self._expected, self._state = THINK_END, self._start
-        if marker != THINK_END:
+        self._expected, self._state = self._format.end, self._start
+        if marker != self._format.end:
             self._at -= len(marker)
             self._state = self._in_content
         return True
