@@ -3,7 +3,8 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from chat_tokenizer import chat_tokenizer, with_bos
 from eyas import LLM, SamplingParams
+from eyas.cli.eval import _read_answer
+from eyas.data.conversations import Conversation
+from eyas.evaluate.prompts import Prompt
+from eyas.serve.builders.answer_reader import AnswerReader
 from eyas.target.model import Target
 from eyas.target.tokenizer import load_tokenizer
 from tiny import AUX_IDS, target_config
@@ -85,7 +90,14 @@ def test_a_base_model_goes_from_training_to_its_examination(
     run: Run, base: Path, asked: Path, answered: Path, tmp_path: Path
 ) -> None:
     assert shown(run, answered, base, "--raw") == "<s>Once upon a time and so on.</s>"
-    trained = run("train", recipe(base, answered, tmp_path, raw="true"))
+    made = tmp_path / "made.jsonl"
+    told = run("data", "answer", asked, "--target", base, "--raw", "--max-tokens", 12, "--out", made, "--device", "cpu")
+    assert told.code == 0, told
+    tokenizer, _ = load_tokenizer(str(base))
+    samples = [json.loads(line)["samples"][0] for line in made.read_text().splitlines()]
+    prompts = sorted(sample["prompt_token_ids"] for sample in samples)
+    assert prompts == sorted(tokenizer.encode(text) for text in PROMPTS)
+    trained = run("train", recipe(base, made, tmp_path, raw="true"))
     assert trained.code == 0, trained
     again = run("train", tmp_path / "recipe.toml", "--resume", "--set", "target.chat_template_kwargs.pace=1")
     assert again.code == 2
@@ -143,6 +155,37 @@ def test_arguments_of_the_run_stand_below_those_of_a_record(
     assert own.startswith("<s>[look]<|im_start|>user")
 
 
+def test_answers_are_given_and_kept_with_the_arguments_of_the_run(
+    run: Run, thinker: Path, asked: Path, tmp_path: Path
+) -> None:
+    options = ["--target", thinker, "--max-tokens", 12, "--device", "cpu", "--chat-template-kwargs", QUICK]
+    outcome = run("data", "answer", asked, *options, "--out", tmp_path / "made.jsonl")
+    assert outcome.code == 0, outcome
+    rows = [json.loads(line) for line in (tmp_path / "made.jsonl").read_text().splitlines()]
+    assert {json.dumps(row["chat_template_kwargs"]) for row in rows} == {QUICK}
+    tokenizer, _ = load_tokenizer(str(thinker))
+    for row in rows:
+        assert tokenizer.decode(row["samples"][0]["prompt_token_ids"]).endswith("assistant\n<think></think>")
+
+
+def test_a_stop_text_ends_an_answer_that_is_kept_with_it(run: Run, base: Path, asked: Path, tmp_path: Path) -> None:
+    def rows(name: str, *more: object) -> dict[int, dict[str, Any]]:
+        options = ["--target", base, "--raw", "--max-tokens", 24, "--device", "cpu", "--out", tmp_path / name]
+        assert run("data", "answer", asked, *options, *more).code == 0
+        return {row["id"]: row for row in map(json.loads, (tmp_path / name).read_text().splitlines())}
+
+    whole = rows("whole.jsonl")
+    text = str(whole[0]["messages"][-1]["content"])
+    stop = next(sign for sign in text[2:] if sign.isascii())
+    stopped = rows("stopped.jsonl", "--stop", stop)[0]
+    kept, all_of = stopped["samples"][0]["token_ids"], whole[0]["samples"][0]["token_ids"]
+    tokenizer, _ = load_tokenizer(str(base))
+    assert stopped["finished"]
+    assert stopped["messages"][-1]["content"] == text[: text.index(stop)]
+    assert kept == all_of[: len(kept)]
+    assert tokenizer.decode(kept).endswith(stop)
+
+
 def test_arguments_of_the_recipe_reach_the_encoding_and_are_part_of_its_key(
     run: Run, thinker: Path, answered: Path, tmp_path: Path
 ) -> None:
@@ -185,8 +228,20 @@ def test_what_cannot_be_meant_is_refused(run: Run, thinker: Path, options: list[
 def test_a_stop_text_ends_an_answer(run: Run, base: Path) -> None:
     words = ["generate", "Once", "--target", base, "--raw", "--max-tokens", 24, "--json", "--device", "cpu"]
     whole = json.loads(run(*words).out)["answer"]
-    stop = whole[3:5]
+    stop = next(sign for sign in whole[2:] if sign.isascii())
     assert json.loads(run(*words, "--stop", stop).out)["answer"] == whole[: whole.index(stop)]
+
+
+def test_a_next_turn_of_an_evaluation_sees_what_a_client_would_send_back() -> None:
+    template = "<think></think>{{ m.reasoning_content }}"
+    reader = AnswerReader(cast(Target, SimpleNamespace(tokenizer=chat_tokenizer(template))))
+    asked = Conversation(messages=({"role": "user", "content": "Hi"},), where="a:1")
+    prompt = Prompt(key=0, ids=(1, 2), category="", turn=0, conversation=asked)
+    assert _read_answer(reader, prompt, "<think>Hm</think>Ho") == {
+        "role": "assistant",
+        "content": "Ho",
+        "reasoning_content": "Hm",
+    }
 
 
 def named(tokenizer: PreTrainedTokenizerFast) -> None:

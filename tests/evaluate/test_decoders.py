@@ -131,6 +131,17 @@ def test_a_stop_string_ends_an_answer_and_is_not_sent_back(tiny_target: Target, 
     assert by_key(stopping.plainly(prompts), prompts)[0].stopped
 
 
+def test_an_answer_is_read_whole_without_its_stop_token(tiny_target: Target, prompts: list[Prompt]) -> None:
+    def read(prompt: Prompt, text: str) -> dict[str, str]:
+        return {"content": f"{prompt.key}: {text}"}
+
+    stopping = decoders(tiny_target, {}, stop_ids={7}, read_answer=read)
+    for tokens in ((5, 1, 6), (5, 1, 6, 7)):
+        answer = Answer(key=0, tokens=tokens, stopped=False)
+        text = tiny_target.decode((5, 1, 6), skip_special_tokens=False)
+        assert stopping.message(prompts[0], answer) == {"content": f"0: {text}"}
+
+
 def output(
     tokens: Sequence[int], accepted: Sequence[int], starts: Sequence[int], finished: FinishReason = FinishReason.STOP
 ) -> RequestOutput:

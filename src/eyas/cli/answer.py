@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -166,6 +166,11 @@ def answer(
     conversations = list(islice(ConversationReader(files, bad), limit))
     report_skipped(bad, max_bad_share)
     chat_format, stops = read_chat_format(chat_template, chat_template_kwargs, raw=raw), read_stop(stop)
+    # Records say with which arguments they were answered, so that whoever asks them again does it alike.
+    conversations = [
+        replace(one, chat_template_kwargs={**chat_format.variables, **one.chat_template_kwargs})
+        for one in conversations
+    ]
     loaded = load_target(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     defaults = read_defaults(generation_config, loaded.model.generation_config).given
     defaults.pop("max_new_tokens", None)

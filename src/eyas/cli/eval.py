@@ -19,8 +19,10 @@ from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, De
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
-    from eyas.data.conversations import Conversation
+    from eyas.data.conversations import Conversation, Message
     from eyas.evaluate.evaluate import Estimates, GivenAnswer
+    from eyas.evaluate.prompts import Prompt
+    from eyas.serve.builders.answer_reader import AnswerReader
     from eyas.target.model import Target
 
 LONGEST = 8192
@@ -114,6 +116,7 @@ def evaluate(
     from eyas.evaluate.evaluate import evaluate as run
     from eyas.evaluate.prompts import PrefixText, Questions
     from eyas.loading import load_drafter_for, load_target, require_fit
+    from eyas.serve.builders.answer_reader import AnswerReader
     from eyas.target.facts import read_facts
     from eyas.train.journal import versions
 
@@ -194,6 +197,7 @@ def evaluate(
                     max_depth=depths[-1],
                     max_num_seqs=slots,
                     stop_strings=stop_strings,
+                    read_answer=partial(_read_answer, AnswerReader(loaded)),
                 ),
                 drafters=list(drafters),
                 depths=depths,
@@ -205,6 +209,13 @@ def evaluate(
         finish(whole=False)
         raise
     finish(whole=True)
+
+
+def _read_answer(reader: "AnswerReader", prompt: "Prompt", text: str) -> "Message":
+    """An answer as a client of the server gets it and sends it back: reasoning apart, where there is any."""
+    answer = reader.read(prompt.ids, prompt.conversation.tools)
+    answer.feed(text)
+    return answer.message()
 
 
 def _follow(

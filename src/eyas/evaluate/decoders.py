@@ -9,7 +9,7 @@ Invariant: every round drafts to its depth. There is room in a pass for the draf
 are read, and in memory for as many requests as run together, so that none is preempted.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from eyas.evaluate.evaluate import GivenAnswer
     from eyas.evaluate.prompts import Prompt
 
+ReadMessage = Callable[["Prompt", str], Message]
+"""From a prompt and the text of its answer, special tokens included, to the assistant's message."""
 SEQS_ON_CPU, SEQS_ELSEWHERE = 16, 256
 CACHED_ON_CPU, CACHED_ELSEWHERE = 32_768, 524_288
 """Tokens that all answers together hold: a few GiB for the default target."""
@@ -75,11 +77,13 @@ class EngineDecoders:
         max_num_seqs: int | None = None,
         stop_ids: AbstractSet[int] | None = None,
         stop_strings: Sequence[str] = (),
+        read_answer: ReadMessage | None = None,
     ) -> None:
+        """`read_answer` makes a message of an answer's text; without it all of the text is its content."""
         self._target, self._drafters = target, drafters
         self._max_new_tokens, self._max_depth, self._max_num_seqs = max_new_tokens, max_depth, max_num_seqs
         self._stop_ids = target.stop_ids() if stop_ids is None else frozenset(stop_ids)
-        self._stop_strings = tuple(stop_strings)
+        self._stop_strings, self._read_answer = tuple(stop_strings), read_answer
         self._engine: Engine | None = None
         self._drafter: str | None = None
         """The one that the engine has."""
@@ -97,10 +101,12 @@ class EngineDecoders:
         return self._answer(engine, prompts, Speculation(mode="fixed", depth=depth))
 
     def message(self, prompt: "Prompt", answer: "GivenAnswer") -> Message:
-        """The answer as clients send it back: without the stop string that ended it."""
-        text = self._target.decode(answer.tokens).rstrip("\ufffd")
+        """The answer as clients send it back: without the stop token or the stop string that ended it."""
+        tokens = answer.tokens[:-1] if answer.tokens[-1] in self._stop_ids else answer.tokens
+        text = self._target.decode(tokens, skip_special_tokens=False).rstrip("\ufffd")
         ends = [at for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        return {"role": "assistant", "content": text[: min(ends, default=len(text))]}
+        text = text[: min(ends, default=len(text))]
+        return {"role": "assistant", "content": text} if self._read_answer is None else self._read_answer(prompt, text)
 
     def _answer(self, engine: Engine, prompts: "Sequence[Prompt]", speculation: Speculation) -> Iterator[Answer]:
         length = self._max_new_tokens

@@ -142,6 +142,8 @@ def evaluate(
                 group.plain[answer.key] = answer
             if turn + 1 < turns:
                 said = {p.key: decoders.message(p, group.plain[p.key]) for p in asked if p.key in group.plain}
+                # A call waits for its result, which nobody here can give.
+                said = {key: message for key, message in said.items() if not message.get("tool_calls")}
                 asked, skipped = questions.following(said, asked)
                 group.prompts += asked
                 group.skipped += skipped
