@@ -29,10 +29,6 @@ FORGETS_THINKING = (
     "{{ m['content'].split('</think>')[-1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-OPENS_OTHERWISE = (
-    "{% for m in messages %}({{ m['role'] }}){{ m['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}[assistant speaks]{% endif %}"
-)
 
 
 def tokenizer(template: str | None) -> PreTrainedTokenizerFast:
@@ -123,11 +119,6 @@ def test_a_template_that_forgets_earlier_thinking_makes_a_row_of_every_answer() 
     chosen, rows = encode_rows(FORGETS_THINKING, turns("Hi", "<think>Hm</think>Hello", "And?", "Bye"))
     assert [masked_runs(chosen, row) for row in rows] == [["<think>Hm</think>Hello<|im_end|>"], ["Bye<|im_end|>"]]
     assert "Hm" not in str(chosen.decode(rows[1].ids))
-
-
-def test_a_template_that_opens_a_turn_otherwise_is_refused() -> None:
-    with pytest.raises(UserError, match=r"f:1: .* turn 2 otherwise"):
-        encode(OPENS_OTHERWISE, turns("Hi", "Hello"))
 
 
 def test_a_tokenizer_without_a_template_is_refused_where_it_is_needed() -> None:

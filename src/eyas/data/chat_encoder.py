@@ -10,15 +10,24 @@ prompt begins with all of the row before it. Where a template rewrites earlier t
 target saw another text, and the answer gets a row of its own.
 """
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from eyas.data.answer_text import AnswerWriter, ReasoningTags, call_names, find_tags
 from eyas.data.conversations import Conversation, Message, Sample
+from eyas.data.tool_messages import message_forms
 from eyas.errors import UserError
-from eyas.target.chat_template import TEMPLATE_ERRORS, check_variables, require_template
+from eyas.target.chat_template import (
+    TEMPLATE_ERRORS,
+    ChatTemplateOptions,
+    check_variables,
+    render_chat,
+    require_template,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +80,11 @@ class ChatEncoder:
         """`variables` are the template's arguments, such as enable_thinking; a record's own go over them."""
         self._tokenizer = tokenizer
         self._variables = dict(variables or {})
-        self._stop_texts = sorted({text for i in stop_ids if (text := str(tokenizer.decode([i])))})
+        self._stops = {text: i for i in sorted(stop_ids, reverse=True) if (text := str(tokenizer.decode([i])))}
+        self._specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._eos = str(tokenizer.eos_token) if tokenizer.eos_token_id in stop_ids else ""
+        self._guard = _needed_guard(tokenizer)
+        self._tags: dict[str, ReasoningTags | None] = {}
 
     def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
         """The rows of one conversation; none if nobody answers in it."""
@@ -81,53 +94,99 @@ class ChatEncoder:
         """Its answers as tokens, each with its prompt."""
         if conversation.samples:
             return conversation.samples
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if answers:
-            require_template(self._tokenizer, self._tokenizer.name_or_path)
-            check_variables(self._tokenizer, conversation.chat_template_kwargs, conversation.where)
-        return tuple(self._sample(conversation, i, finished=conversation.finished or i != answers[-1]) for i in answers)
-
-    def _sample(self, conversation: Conversation, index: int, *, finished: bool) -> Sample:
-        prompt = self._render(conversation, index, opening=True)
-        behind = self._render(conversation, index + 1)
-        if not behind.startswith(prompt):
-            raise UserError(
-                f"{conversation.where}: the chat template renders turn {index + 1} otherwise than it opens one, so the "
-                "turn cannot be told from its surroundings"
-            )
-        answer, stop = self._parted(behind[len(prompt) :])
-        return Sample(
-            prompt_ids=self._ids(prompt), answer_ids=self._ids(answer) + (self._ids(stop) if finished else ())
+        if not conversation.answered:
+            return ()
+        require_template(self._tokenizer, self._tokenizer.name_or_path)
+        check_variables(self._tokenizer, conversation.chat_template_kwargs, conversation.where)
+        variables = {**self._variables, **conversation.chat_template_kwargs}
+        refusals: list[Exception | str] = []
+        best: tuple[Sample, ...] = ()
+        for messages in message_forms(conversation.messages):
+            try:
+                samples, complete = self._samples_of(messages, conversation, variables)
+            except TEMPLATE_ERRORS as error:
+                refusals.append(error)
+                continue
+            if complete:
+                return samples
+            best = best or samples
+            refusals.append("it leaves out tool calls")
+        if best:
+            return best
+        reason = " ".join(str(refusals[0]).split())[:200] or type(refusals[0]).__name__
+        raise UserError(
+            f"{conversation.where}: the chat template refuses this conversation ({reason}); change it or the "
+            "template's arguments"
         )
 
-    def _parted(self, text: str) -> tuple[str, str]:
-        """What is said and the stop token behind it; what a template writes behind that, nobody generates."""
-        places = [(place, stop) for stop in self._stop_texts if (place := text.rfind(stop)) >= 0]
-        if not places:
-            return text, ""
-        place, stop = max(places)
-        return text[:place], stop
+    def _samples_of(
+        self, messages: Sequence[Message], conversation: Conversation, variables: Mapping[str, Any]
+    ) -> tuple[tuple[Sample, ...], bool]:
+        """The answers that the template writes, and whether those are all.
 
-    def _render(self, conversation: Conversation, end: int, *, opening: bool = False) -> str:
-        """The template's text of the first `end` messages."""
-        messages: Sequence[Message] = conversation.messages[:end]
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in conversation.tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=opening,
-                    **{**self._variables, **conversation.chat_template_kwargs},
-                )
+        One with calls that the template leaves out is none: nobody knows what the target said there.
+        """
+        writer = AnswerWriter(
+            lambda said, opening: self._render(said, variables, conversation.tools, opening=opening),
+            lambda: self._reasoning_tags(variables),
+            stops=list(self._stops),
+            specials=self._specials,
+            eos=self._eos,
+        )
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        samples = []
+        for i in answers:
+            next_role = messages[i + 1]["role"] if i + 1 < len(messages) else None
+            finished = conversation.finished or i != answers[-1]
+            answer = writer.write(messages[:i], messages[i], next_role=next_role, finished=finished)
+            if all(name in answer.text for name in call_names(messages[i])):
+                ids = self._spoken_ids(answer.text, answer.stop)
+                samples.append(Sample(prompt_ids=self._ids(answer.prompt), answer_ids=ids))
+        return tuple(samples), len(samples) == len(answers)
+
+    def _reasoning_tags(self, variables: Mapping[str, Any]) -> ReasoningTags | None:
+        key = json.dumps(variables, sort_keys=True, default=str)
+        if key not in self._tags:
+            source = str(self._tokenizer.get_chat_template())
+            self._tags[key] = find_tags(
+                lambda said, opening: self._render(said, variables, (), opening=opening), source
             )
-        except TEMPLATE_ERRORS as error:
-            raise UserError(
-                f"{conversation.where}: the chat template refuses this conversation ({str(error)[:200]}); change it or "
-                "the template's arguments"
-            ) from error
+        return self._tags[key]
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        opening: bool,
+    ) -> str:
+        """The template's text, as `Target.encode_chat` has it."""
+        options = ChatTemplateOptions(variables=variables, add_generation_prompt=opening)
+        return render_chat(self._tokenizer, messages, tools or None, options)
+
+    def _spoken_ids(self, text: str, stop: str) -> tuple[int, ...]:
+        """The tokens of an answer, which begin anew behind the prompt."""
+        ids = self._ids(self._guard + text)[len(self._ids(self._guard)) :]
+        if not stop:
+            return ids
+        return (*ids, self._stops[stop]) if stop in self._stops else ids + self._ids(stop)
 
     def _ids(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens.
         encoding: Any = self._tokenizer(text, add_special_tokens=False)
         return tuple(encoding["input_ids"])
+
+
+def _needed_guard(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A special token before which a text has to be tokenised, because the tokenizer begins one with a space; or none.
+
+    An answer stands behind a prompt: the space would be one that nobody wrote.
+    """
+    guard, probe = str(tokenizer.eos_token or ""), "a b"
+    if not guard:
+        return ""
+    alone: list[int] = tokenizer.encode(probe, add_special_tokens=False)
+    guarded: list[int] = tokenizer.encode(guard + probe, add_special_tokens=False)
+    alike = guarded[1:] == alone or guarded[:1] != tokenizer.encode(guard, add_special_tokens=False)
+    return "" if alike else guard

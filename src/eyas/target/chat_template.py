@@ -1,7 +1,7 @@
 """How a conversation is rendered: by which template, with which variables, and where the rendered text ends."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,3 +78,32 @@ def require_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
             "out, or --chat-template FILE to say how conversations are written ([target] raw or chat_template in a "
             "recipe)"
         )
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: ChatTemplateOptions,
+) -> str:
+    """The text of a conversation, which servers and training read alike; raises `TEMPLATE_ERRORS`."""
+
+    def rendered(tools: list[Any] | None) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                [template_message(message) for message in messages],
+                tools=tools,
+                chat_template=options.template,
+                add_generation_prompt=options.add_generation_prompt,
+                continue_final_message=options.continue_final_message,
+                tokenize=False,
+                **options.variables,
+            )
+        )
+
+    if tools is not None:
+        return rendered([dict(tool) for tool in tools])
+    try:
+        return rendered(None)
+    except TypeError:  # templates that were made for tools walk through them without asking whether there are any
+        return rendered([])

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocab
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -29,13 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
 from eyas.target.capture import capture
-from eyas.target.chat_template import (
-    TEMPLATE_ERRORS,
-    ChatFormat,
-    ChatTemplateOptions,
-    require_template,
-    template_message,
-)
+from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, render_chat, require_template
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate, options_of
@@ -187,22 +181,14 @@ class Target:
         options = options or ChatTemplateOptions()
         if not options.template:
             require_template(self.tokenizer, self.facts.source)
+        options = replace(options, variables={**self.template_variables, **options.variables})
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                [template_message(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=options.template,
-                add_generation_prompt=options.add_generation_prompt,
-                continue_final_message=options.continue_final_message,
-                tokenize=False,
-                **{**self.template_variables, **options.variables},
-            )
+            text = render_chat(self.tokenizer, messages, tools, options)
         except TEMPLATE_ERRORS as error:
             raise UserError(
                 f"the chat template of {self.facts.source} refuses this conversation ({str(error)[:200]}); change the "
                 "messages or what the template is given"
             ) from error
-        text = cast(str, rendered)
         if check_text is not None:
             check_text(text)
         # The template has written the special tokens.
