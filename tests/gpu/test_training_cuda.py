@@ -13,6 +13,7 @@ from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, runs_in_one_pass
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
+from eyas.train.batch import TrainingBatch
 from eyas.train.epochs import CorpusPacks
 from eyas.train.init import config_for, init_drafter
 from eyas.train.recipe import DrafterSettings
@@ -41,30 +42,47 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def attended(attend: UnrollAttention, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def attended(attend: UnrollAttention, batch: TrainingBatch, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs of every depth, and the gradients of a sum over all of them by every query, key and value."""
     generator = torch.Generator("cuda").manual_seed(0)
+    taught, context = len(batch.slots.taught_M), len(batch.slots.context_P)
 
-    def draw(heads: int) -> Tensor:
+    def draw(slots: int, heads: int) -> Tensor:
         # Rounded once, so that both precisions see the same numbers.
-        x = torch.randn(sum(DOCUMENTS), heads, SIZE, device="cuda", generator=generator)
-        return x.bfloat16().to(dtype)
+        return torch.randn(slots, heads, SIZE, device="cuda", generator=generator).bfloat16().to(dtype).requires_grad_()
 
-    inputs = [[draw(heads).requires_grad_() for heads in (HEADS, KEY_HEADS, KEY_HEADS)] for _ in range(DEPTHS)]
-    pulls = [draw(HEADS) for _ in range(DEPTHS)]
-    outputs = [attend.at(depth)(0, q, k, v) for depth, (q, k, v) in enumerate(inputs)]
-    leaves = [x for own in inputs for x in own]
+    inputs = [[draw(taught, heads) for heads in (HEADS, KEY_HEADS, KEY_HEADS)] for _ in range(DEPTHS)]
+    read = (draw(context, KEY_HEADS), draw(context, KEY_HEADS))
+    pulls = [draw(taught, HEADS).detach() for _ in range(DEPTHS)]
+    outputs = [attend.at(depth, None if depth else read)(0, q, k, v) for depth, (q, k, v) in enumerate(inputs)]
+    leaves = [*(x for own in inputs for x in own), *read]
     return outputs, list(torch.autograd.grad(outputs, leaves, pulls))
 
 
+def taught_tokens(*answers: tuple[int, int]) -> list[int]:
+    """A mask over all documents with ones from the first to before the second of each pair."""
+    return [int(any(first <= token < end for first, end in answers)) for token in range(sum(DOCUMENTS))]
+
+
+MASKS = {
+    "one answer in each document": taught_tokens((150, 300), (305, 317), (318, 517), (650, 700)),
+    "answers with turns between, a document that teaches nothing": taught_tokens(
+        (20, 60), (200, 202), (210, 290), (330, 400), (402, 500), (699, 700)
+    ),
+    "a slot in each": taught_tokens((100, 102), (310, 312), (400, 402), (600, 602)),
+}
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_flash_attention_equals_attention_written_out_in_values_and_gradients(compiled: bool) -> None:
-    batch = batch_of(DOCUMENTS, device="cuda")
-    ours = attended(FlashUnrollAttention(batch, compiled=compiled), torch.bfloat16)
-    theirs = attended(DenseUnrollAttention(batch), torch.float32)
+@pytest.mark.parametrize("answers", MASKS)
+def test_flash_attention_equals_attention_written_out_in_values_and_gradients(answers: str, compiled: bool) -> None:
+    batch = batch_of(DOCUMENTS, mask=MASKS[answers], device="cuda")
+    ours = attended(FlashUnrollAttention(batch, compiled=compiled), batch, torch.bfloat16)
+    theirs = attended(DenseUnrollAttention(batch), batch, torch.float32)
     for depth in range(DEPTHS):
         assert distance(ours[0][depth], theirs[0][depth]) < 0.01, f"output of depth {depth}"
     names = [f"{name} of depth {depth}" for depth in range(DEPTHS) for name in ("query", "key", "value")]
+    names += ["key of the context", "value of the context"]
     for name, flash, dense in zip(names, ours[1], theirs[1], strict=True):
         assert distance(flash, dense) < 0.01, name
 
@@ -73,17 +91,18 @@ def test_the_last_depth_reads_the_first_ones_keys_and_its_own_slot_only() -> Non
     batch = batch_of(DOCUMENTS, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     attend = FlashUnrollAttention(batch)
-    keys = []
+    slots, keys = batch.slots.taught_M.tolist(), []
     for depth in range(2):
         q, k, v = (
-            torch.randn(sum(DOCUMENTS), heads, SIZE, device="cuda", generator=generator).bfloat16().requires_grad_()
+            torch.randn(len(slots), heads, SIZE, device="cuda", generator=generator).bfloat16().requires_grad_()
             for heads in (HEADS, KEY_HEADS, KEY_HEADS)
         )
         keys.append(k)
         out = attend.at(depth)(0, q, k, v)
-    first, own = torch.autograd.grad(out[310].float().sum(), keys)  # a slot of the second document, 300 to 316
-    assert first.abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == list(range(300, 311))
-    assert own.abs().sum(dim=(1, 2)).nonzero().flatten().tolist() == [310]
+    # A slot of the second document, 300 to 316.
+    first, own = torch.autograd.grad(out[slots.index(310)].float().sum(), keys)
+    seen = [[slots[i] for i in x.abs().sum(dim=(1, 2)).nonzero().flatten().tolist()] for x in (first, own)]
+    assert seen == [list(range(300, 311)), [310]]
 
 
 def random_llama(dtype: torch.dtype) -> Target:

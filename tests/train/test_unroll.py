@@ -60,9 +60,10 @@ def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) 
     aux = features_of(batch).aux_TX
     normed = unroll(drafter, batch, aux, depths=depths, attend=DenseUnrollAttention(batch))
     decoder, ids = EagleDraft(drafter), batch.ids_T.tolist()
-    states = [decoder.start(ids[: t + 2], aux[: t + 1]) for t in range(LENGTH - 1)]
+    assert batch.slots.taught_M.tolist() == list(range(LENGTH - 2))
+    states = [decoder.start(ids[: t + 2], aux[: t + 1]) for t in range(LENGTH - 2)]
     for depth in range(depths):
-        for t in range(LENGTH - 1 - depth):
+        for t in range(LENGTH - 2 - depth):
             torch.testing.assert_close(normed[depth, t], states[t].normed_D, atol=2e-5, rtol=1e-4)
         states = [
             decoder.extend(state, ids[t + 2 + depth]) if t + 2 + depth < LENGTH else state
@@ -79,13 +80,13 @@ def test_a_pack_shorter_than_the_depths_teaches_what_it_can(lengths: list[int]) 
     assert all(bool(gradient.isfinite().all()) for gradient in gradients(drafter).values())
     assert short.counts(depths)[1:] == [0] * (depths - 1)
     # Beside a long document the short ones are as if alone.
-    ids, taught = longer.ids_T[: sum(lengths)], short.row_M - 1
+    ids = longer.ids_T[: sum(lengths)]
     aux = features_of(longer).aux_TX
     both = [
         unroll(drafter, batch, aux[: len(batch.ids_T)], depths=depths, attend=DenseUnrollAttention(batch))
         for batch in (batch_of(lengths, ids=ids), longer)
     ]
-    torch.testing.assert_close(both[0][0, taught], both[1][0, taught])
+    torch.testing.assert_close(both[0][0], both[1][0, : len(short.row_M)])
 
 
 def test_depth_one_is_the_plain_loss() -> None:
@@ -94,9 +95,7 @@ def test_depth_one_is_the_plain_loss() -> None:
     normed = unroll(drafter, batch, features.aux_TX, depths=1, attend=DenseUnrollAttention(batch))[0]
     teacher = features.teachers(torch.arange(tiny.VOCAB))
     assert isinstance(teacher, ScoreTeacher)
-    plain = torch.nn.functional.cross_entropy(
-        drafter.logits(normed)[: LENGTH - 2], teacher.logits_TV[1 : LENGTH - 1].softmax(dim=-1)
-    )
+    plain = torch.nn.functional.cross_entropy(drafter.logits(normed), teacher.logits_TV[1 : LENGTH - 1].softmax(dim=-1))
     plain.backward()
     expected = gradients(drafter)
     drafter.zero_grad()
@@ -134,7 +133,8 @@ def test_packed_documents_equal_documents_by_themselves_in_loss_and_gradient() -
 def test_without_document_boundaries_packing_would_leak() -> None:
     drafter, packed = drafter_of(**EAGLE_31), batch_of([6, 9])
     features = features_of(packed)
-    leaking = scored(drafter, packed, features, depths=2, attend=DenseUnrollAttention(batch_of([15])))
+    one = replace(packed, starts=torch.tensor([0, 15], dtype=torch.int32))
+    leaking = scored(drafter, packed, features, depths=2, attend=DenseUnrollAttention(one))
     assert not torch.allclose(scored(drafter, packed, features, depths=2).loss, leaking.loss)
 
 
@@ -260,18 +260,19 @@ def test_merging_the_slots_own_keys_equals_attending_to_all_keys_at_once() -> No
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    slots, heads, groups, size, depth = 7, 4, 2, 8, 3
+    batch = batch_of([6, 5])
+    slots, heads, groups, size, depth = len(batch.row_M), 4, 2, 8, 3
     q, first_k, first_v = random(slots, heads, size), random(slots, groups, size), random(slots, groups, size)
     own_k, own_v = ([random(slots, groups, size) for _ in range(depth)] for _ in range(2))
-    batch = batch_of([4, 3])
     attend = DenseUnrollAttention(batch)
-    for k, v in [(first_k, first_v), *zip(own_k, own_v, strict=True)][:-1]:
-        attend.at(len(attend._history._kept.get(0, [])))(0, q, k, v)
+    for earlier, (k, v) in enumerate([(first_k, first_v), *zip(own_k, own_v, strict=True)][:-1]):
+        attend.at(earlier)(0, q, k, v)
     dense = attend.at(depth)(0, q, own_k[-1], own_v[-1])
     d_out = torch.randn(slots, heads, size, generator=generator, dtype=torch.float64)
     expected = torch.autograd.grad(dense, [q, *own_k, *own_v, first_k], d_out)
 
-    visible = torch.ones(slots, slots, dtype=torch.bool).tril() & (batch.document_T[:, None] == batch.document_T)
+    document = torch.tensor([0] * 4 + [1] * 3)  # a document's last two slots teach nothing
+    visible = torch.ones(slots, slots, dtype=torch.bool).tril() & (document[:, None] == document)
     spread = first_k.repeat_interleave(2, dim=1)
     scores = torch.einsum("thk,shk->hts", q, spread).masked_fill(~visible, float("-inf")) * size**-0.5
     first = torch.einsum("hts,shk->thk", scores.softmax(-1), first_v.repeat_interleave(2, dim=1))

@@ -1,15 +1,21 @@
 """Attention of the training-time test: the earlier tokens of the document, and the slot's own drafts.
 
 A query at depth k sees the depth-0 keys of its document up to its own slot and, of each later depth, the key of its own
-slot only: in decoding those are the drafts of this round. Two implementations of the same thing: one written out, for
-CPUs and as the reference, and one on flash attention. Flash attention covers the depth-0 keys; the handful of keys in
-the slot itself are merged with it by their log-sum-exp, and the backward pass of flash attention is given the merged
-output and normaliser, from which it finds its own share of the gradient.
+slot only: in decoding those are the drafts of this round. Slots that teach ask at every depth. The others leave their
+depth-0 keys and values, as the context (slots.py), or ask at depth 0 alone where upper layers read what they answer.
 
-Shapes: T slots, H heads, G key heads, R = H / G, K head dim.
+Two implementations of the same thing: one written out, for CPUs and as the reference, and one on flash attention. Flash
+attention covers the depth-0 keys; the handful of keys in the slot itself are merged with it by their log-sum-exp, and
+the backward pass of flash attention is given the merged output and normaliser, from which it finds its own share of the
+gradient. It takes the queries of a document for its last slots. So where something stands between two answers, queries
+of zeros stand in for it; nothing pulls at what they are answered.
+
+Shapes: N queries (M slots that teach, or all R that are read), R keys of depth 0, P of them from the context, Q places
+of queries, H heads, G key heads, K head dim, J later depths.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,6 +25,7 @@ from torch import Tensor
 from eyas.drafter.attention import KeysAndValues
 from eyas.errors import UserError
 from eyas.train.batch import TrainingBatch
+from eyas.train.slots import Slots
 
 Merge = Callable[..., tuple[Tensor, Tensor]]
 Split = Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
@@ -27,83 +34,137 @@ Split = Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
 class UnrollAttention(Protocol):
     """An `Attend` that is told how deep the unroll is."""
 
-    def at(self, depth: int) -> "UnrollAttention":
-        """Say which depth calls next."""
+    def at(self, depth: int, context: KeysAndValues | None = None) -> "UnrollAttention":
+        """Say which depth calls next and, at depth 0, what the slots left that do not ask [P, G, K]."""
         ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from all slots [T, H, K] of this depth."""
+        """Attend from the slots that teach or, at depth 0 without a context, from all that are read [N, H, K]."""
         ...
 
 
 class _KeyValueHistory:
     """Keys and values of every depth, by layer. A depth that is run again (checkpointing) finds what it left."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
         self._kept: dict[int, list[KeysAndValues]] = {}
+        self._depth = 0
+        self._context: KeysAndValues | None = None
 
-    def append(self, depth: int, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
+    def at(self, depth: int, context: KeysAndValues | None) -> None:
+        self._depth, self._context = depth, context
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[KeysAndValues, list[KeysAndValues]]:
         """What this depth sees: depth 0, and its own slot of every depth from 1 to this one."""
+        if self._context is not None:
+            k, v = self._in_order(k, self._context[0]), self._in_order(v, self._context[1])
         kept = self._kept.setdefault(layer, [])
-        if len(kept) == depth:
+        if len(kept) == self._depth:
             kept.append((k, v))
-        seen = [*kept[:depth], (k, v)]
+        seen = [*kept[: self._depth], (k, v)]
         return seen[0], seen[1:]
+
+    def _in_order(self, own_MGK: Tensor, context_PGK: Tensor) -> Tensor:
+        both_RGK = torch.cat([own_MGK, context_PGK])
+        return torch.empty_like(both_RGK).index_copy(0, self._slots.order_R, both_RGK)
 
 
 class DenseUnrollAttention:
     """The mask written out: every score is computed, none is clever."""
 
     def __init__(self, batch: TrainingBatch) -> None:
-        document_T = batch.document_T
-        slots = len(document_T)
-        causal_TT = torch.ones(slots, slots, dtype=torch.bool, device=document_T.device).tril()
-        self._visible_TT = causal_TT & (document_T[:, None] == document_T[None, :])
-        self._history = _KeyValueHistory()
-        self._depth = 0
+        slots = batch.slots
+        self._history = _KeyValueHistory(slots)
+        reads = len(slots.read_R)
+        causal_RR = torch.ones(reads, reads, dtype=torch.bool, device=slots.read_R.device).tril()
+        document_R = torch.searchsorted(batch.starts[1:].long(), slots.read_R, right=True)
+        self._visible_RR = causal_RR & (document_R[:, None] == document_R[None, :])
+        self._visible_MR = self._visible_RR[slots.order_R[: len(slots.taught_M)]]
 
-    def at(self, depth: int) -> "DenseUnrollAttention":
+    def at(self, depth: int, context: KeysAndValues | None = None) -> "DenseUnrollAttention":
         """Say which depth calls next."""
-        self._depth = depth
+        self._history.at(depth, context)
         return self
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from all slots [T, H, K]."""
+        """Attend from slots [N, H, K]."""
         group = q.shape[-2] // k.shape[-2]
-        k, v = k.repeat_interleave(group, dim=-2), v.repeat_interleave(group, dim=-2)
-        (first_k, first_v), later = self._history.append(self._depth, layer, k, v)
-        scale, slots = q.shape[-1] ** -0.5, len(q)
-        first = torch.einsum("thk,shk->hts", q, first_k) * scale
-        scores = [first.masked_fill(~self._visible_TT, float("-inf"))]
-        scores += [torch.einsum("thk,thk->ht", q, later_k)[..., None] * scale for later_k, _ in later]
+        (first_k, first_v), later = self._history.append(layer, k, v)
+        keys, scale = len(first_k), q.shape[-1] ** -0.5
+        visible_NR = self._visible_RR if len(q) == keys else self._visible_MR
+        first = torch.einsum("nhk,rhk->hnr", q, first_k.repeat_interleave(group, dim=-2)) * scale
+        scores = [first.masked_fill(~visible_NR, float("-inf"))]
+        scores += [torch.einsum("nhk,nhk->hn", q, _spread(later_k, q))[..., None] * scale for later_k, _ in later]
         weights = torch.cat(scores, dim=-1).float().softmax(dim=-1).to(v.dtype)
-        out = torch.einsum("hts,shk->thk", weights[..., :slots], first_v)
+        out = torch.einsum("hnr,rhk->nhk", weights[..., :keys], first_v.repeat_interleave(group, dim=-2))
         for i, (_, later_v) in enumerate(later):
-            out = out + weights[..., slots + i].T[..., None] * later_v
+            out = out + weights[..., keys + i].T[..., None] * _spread(later_v, q)
         return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Where flash attention finds the documents, and where in it the queries stand."""
+
+    query_starts: Tensor
+    key_starts: Tensor
+    longest_queries: int
+    longest_keys: int
+    places: int
+    place_N: Tensor | None = None
+
+    def spread(self, x: Tensor, dim: int = 0) -> Tensor:
+        """From the queries there are to all places, zeros elsewhere."""
+        if self.place_N is None:
+            return x
+        shape = list(x.shape)
+        shape[dim] = self.places
+        return x.new_zeros(shape).index_copy_(dim, self.place_N, x)
+
+    def gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """From all places to the queries there are."""
+        return x if self.place_N is None else x.index_select(dim, self.place_N)
 
 
 class FlashUnrollAttention:
     """The same in half precision on a GPU, at any length."""
 
     def __init__(self, batch: TrainingBatch, *, compiled: bool = False) -> None:
-        self._starts, self._longest = batch.starts, batch.longest
+        slots = batch.slots
+        self._history = _KeyValueHistory(slots)
         self._kernels: tuple[Merge, Split] = _compiled() if compiled else (merge_own_slot, split_gradient)
-        self._history = _KeyValueHistory()
-        self._depth = 0
+        self._taught = _Layout(
+            query_starts=slots.query_starts,
+            key_starts=slots.key_starts,
+            # For a single query the kernels have a way of their own, with other shapes.
+            longest_queries=max(2, slots.longest_queries),
+            longest_keys=slots.longest_keys,
+            places=slots.queries,
+            place_N=slots.query_place_M,
+        )
+        self._read = _Layout(
+            query_starts=slots.key_starts,
+            key_starts=slots.key_starts,
+            longest_queries=max(2, slots.longest_keys),
+            longest_keys=slots.longest_keys,
+            places=len(slots.read_R),
+        )
 
-    def at(self, depth: int) -> "FlashUnrollAttention":
+    def at(self, depth: int, context: KeysAndValues | None = None) -> "FlashUnrollAttention":
         """Say which depth calls next."""
-        self._depth = depth
+        self._history.at(depth, context)
         return self
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from all slots [T, H, K]."""
-        (first_k, first_v), later = self._history.append(self._depth, layer, k, v)
+        """Attend from slots [N, H, K]."""
+        (first_k, first_v), later = self._history.append(layer, k, v)
+        layout = self._read if len(q) == len(first_k) else self._taught
         own = [tensor for pair in later for tensor in pair]
         out: Tensor = _MergedFlash.apply(  # type: ignore[no-untyped-call]
-            q, first_k, first_v, self._starts, self._longest, *self._kernels, *own
+            q, first_k, first_v, layout, *self._kernels, *own
         )
         return out
 
@@ -160,45 +221,75 @@ def _gather(x_THK: Tensor, like_TGK: Tensor) -> Tensor:
 @cache
 def _compiled() -> tuple[Merge, Split]:
     """Compiled when a run asks for it, once for all batches."""
-    return torch.compile(merge_own_slot, dynamic=False), torch.compile(split_gradient, dynamic=False)
+    return _for_any_number(merge_own_slot), _for_any_number(split_gradient)
+
+
+def _for_any_number(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile for any number of slots, and for the other sizes as they are."""
+    compiled = torch.compile(function)
+
+    def call(*arguments: Tensor | Sequence[Tensor]) -> Any:
+        for argument in arguments:
+            for tensor in (argument,) if isinstance(argument, Tensor) else argument:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*arguments)
+
+    return call
 
 
 class _MergedFlash(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts: Tensor,
-        longest: int,
-        merge: Merge,
-        split: Split,
-        *own: Tensor,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: _Layout, merge: Merge, split: Split, *own: Tensor
     ) -> Tensor:
-        out, lse_HT, rng, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, True, False
+        out, lse_HQ, rng, unused, _ = torch.ops.aten._flash_attention_forward(
+            layout.spread(q),
+            k,
+            v,
+            layout.query_starts,
+            layout.key_starts,
+            layout.longest_queries,
+            layout.longest_keys,
+            0.0,
+            True,
+            False,
         )
+        out, lse_HN = layout.gather(out), layout.gather(lse_HQ, dim=1)
         if own:
-            out, lse_TH = merge(out, lse_HT.T, q, own[0::2], own[1::2])
-            lse_HT = lse_TH.T.contiguous()
-        ctx.save_for_backward(q, k, v, starts, out, lse_HT, rng, unused, *own)
-        ctx.longest, ctx.split = longest, split
-        return out  # type: ignore[no-any-return]
+            out, lse_NH = merge(out, lse_HN.T, q, own[0::2], own[1::2])
+            lse_HN = lse_NH.T.contiguous()
+        ctx.save_for_backward(q, k, v, out, lse_HN, rng, unused, *own)
+        ctx.layout, ctx.split = layout, split
+        return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, starts, out, lse_HT, rng, unused, *own = ctx.saved_tensors
+        q, k, v, out, lse_HN, rng, unused, *own = ctx.saved_tensors
+        layout = ctx.layout
         d_out = d_out.contiguous()
         d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(
-            d_out, q, k, v, out, lse_HT, starts, starts, ctx.longest, ctx.longest, 0.0, True, rng, unused
+            layout.spread(d_out),
+            layout.spread(q),
+            k,
+            v,
+            layout.spread(out),
+            layout.spread(lse_HN, dim=1),
+            layout.query_starts,
+            layout.key_starts,
+            layout.longest_queries,
+            layout.longest_keys,
+            0.0,
+            True,
+            rng,
+            unused,
         )
+        d_q = layout.gather(d_q)
         d_own: list[Tensor] = []
         if own:
-            d_q_own, d_keys, d_values = ctx.split(d_out, out, lse_HT.T, q, own[0::2], own[1::2])
+            d_q_own, d_keys, d_values = ctx.split(d_out, out, lse_HN.T, q, own[0::2], own[1::2])
             d_q = (d_q.float() + d_q_own).to(q.dtype)
             d_own = [d for pair in zip(d_keys, d_values, strict=True) for d in pair]
-        return d_q, d_k, d_v, None, None, None, None, *d_own
+        return d_q, d_k, d_v, None, None, None, *d_own
 
 
 def attention_for(batch: TrainingBatch, dtype: torch.dtype, *, compiled: bool = False) -> UnrollAttention:

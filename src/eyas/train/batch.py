@@ -9,7 +9,6 @@ Shapes: T tokens, M tokens whose score teaches at all.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.train.corpus import Corpus, Pack, pack_arrays
+from eyas.train.slots import Slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,8 @@ class TrainingBatch:
     """How many depths count there."""
     run_lengths: NDArray[np.int64]
     """The same on the host."""
+    slots: Slots
+    """What of the pack is computed at all."""
     documents: tuple[int, ...] | None = None
     """Their numbers among all documents of the run, in order; what stands behind them is padding. None: not known."""
 
@@ -70,6 +72,7 @@ class TrainingBatch:
             row_M=on_device(rows),
             run_M=on_device(run[rows]),
             run_lengths=run[rows],
+            slots=Slots.build(rows, starts, on_device),
             documents=documents,
         )
 
@@ -93,12 +96,6 @@ class TrainingBatch:
     def counts(self, depths: int) -> list[int]:
         """How many predictions count at each depth."""
         return [int((self.run_lengths > depth).sum()) for depth in range(depths)]
-
-    @cached_property
-    def document_T(self) -> Tensor:
-        """Which document a token belongs to."""
-        index = torch.arange(len(self.ids_T), device=self.ids_T.device)
-        return torch.searchsorted(self.starts[1:].long(), index, right=True)
 
 
 def teaching_rows(mask: NDArray[np.bool_], position: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
 from eyas.train.loss import RowLoss
 from eyas.train.scoring import Compare, Scores, compare, score
-from eyas.train.unroll import Step, unroll
+from eyas.train.unroll import DrafterPasses, unroll
 
 
 def forward_loss(
@@ -25,22 +25,22 @@ def forward_loss(
     chunk: int,
     activation_checkpointing: bool = False,
     compiled: bool = False,
-    step: Step | None = None,
+    passes: DrafterPasses | None = None,
     compare: Compare = compare,
 ) -> Scores:
     """Run as many depths as there are weights and score them over the draft vocabulary `target_ids_W`."""
     assert drafter.lm_head is not None
-    normed_STD = unroll(
+    normed_SMD = unroll(
         drafter,
         batch,
         features.aux_of(layer_ids),
         depths=len(weights),
         attend=attention_for(batch, drafter.fc.weight.dtype, compiled=compiled),
         activation_checkpointing=activation_checkpointing,
-        step=step,
+        passes=passes,
     )
     return score(
-        normed_STD,
+        normed_SMD,
         drafter.lm_head.weight,
         batch,
         features.teachers(target_ids_W),

@@ -3,7 +3,7 @@
 Kept for the backward pass are gradients of the size of the states and of the head, never of tokens x vocabulary. All
 depths go through a chunk of teacher rows together, because the teacher's side of it is then computed once.
 
-Shapes: S depths, T slots, D drafter state, W draft vocabulary, M teacher rows, C rows of a chunk.
+Shapes: S depths, D drafter state, W draft vocabulary, M teacher rows (slots that teach: slots.py), C rows of a chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class _ScoredHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        normed_STD: Tensor,
+        normed_SMD: Tensor,
         head_WD: Tensor,
         batch: TrainingBatch,
         teacher: Teacher,
@@ -63,23 +63,26 @@ class _ScoredHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         depths = len(weights)
         wants_states, wants_head = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-        d_normed_STD = torch.zeros_like(normed_STD) if wants_states else None
+        d_normed_SMD = torch.zeros_like(normed_SMD) if wants_states else None
         d_head_WD = torch.zeros_like(head_WD, dtype=torch.float32) if wants_head else None
-        loss_S = normed_STD.new_zeros(depths, dtype=torch.float32)
+        loss_S = normed_SMD.new_zeros(depths, dtype=torch.float32)
         overlap_S = torch.zeros_like(loss_S)
         hits: list[list[Tensor]] = [[] for _ in range(depths)]
         rows = len(batch.row_M)
-        for start in range(0, rows, chunk):
-            row_C, run_C = batch.row_M[start : start + chunk], batch.run_M[start : start + chunk]
+        number_M = torch.arange(rows, device=batch.row_M.device)
+        size = -(-rows // max(1, -(-rows // chunk)))  # as many chunks as it takes, all of one length
+        for start in range(0, rows, size or 1):
+            chosen = slice(start, start + size)
+            row_C, run_C, number_C = batch.row_M[chosen], batch.run_M[chosen], number_M[chosen]
             here = len(row_C)
-            if here < chunk < rows:
-                # One shape for every chunk: compiled code is made once. What is added counts at no depth.
-                row_C, run_C = (torch.cat([x, x.new_zeros(chunk - here)]) for x in (row_C, run_C))
+            if here < size:
+                # One shape for all: compiled code is made once. What is added counts at no depth.
+                row_C, run_C, number_C = (torch.cat([x, x.new_zeros(size - here)]) for x in (row_C, run_C, number_C))
             distribution = teacher.distribution(row_C)
             for depth, weight in enumerate(weights):
                 counts_C = run_C > depth
-                slot_C = (row_C - 1 - depth).clamp(min=0)
-                state_CD = normed_STD[depth][slot_C]
+                slot_C = (number_C - depth).clamp(min=0)
+                state_CD = normed_SMD[depth][slot_C]
                 logits_CW = state_CD @ head_WD.T
                 if scale != 1.0:
                     logits_CW = logits_CW * scale
@@ -89,11 +92,11 @@ class _ScoredHead(torch.autograd.Function):
                 loss_S[depth] += torch.where(counts_C, loss_C, 0.0).sum()
                 overlap_S[depth] += torch.where(counts_C, overlap_C, 0.0).sum()
                 hits[depth].append((hit_C & counts_C)[:here])
-                if d_normed_STD is not None:
-                    d_normed_STD[depth].index_add_(0, slot_C, d_logits_CW @ head_WD)
+                if d_normed_SMD is not None:
+                    d_normed_SMD[depth].index_add_(0, slot_C, d_logits_CW @ head_WD)
                 if d_head_WD is not None:
                     d_head_WD += d_logits_CW.T @ state_CD
-        ctx.save_for_backward(d_normed_STD, d_head_WD)
+        ctx.save_for_backward(d_normed_SMD, d_head_WD)
         ctx.head_dtype = head_WD.dtype
         hit_SM = torch.stack([torch.cat(h) if h else batch.row_M.new_zeros(0, dtype=torch.bool) for h in hits])
         ctx.mark_non_differentiable(loss_S, overlap_S, hit_SM)
@@ -102,16 +105,16 @@ class _ScoredHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        d_normed_STD, d_head_WD = ctx.saved_tensors
+        d_normed_SMD, d_head_WD = ctx.saved_tensors
         return (
-            None if d_normed_STD is None else (d_normed_STD * grad).to(d_normed_STD.dtype),
+            None if d_normed_SMD is None else (d_normed_SMD * grad).to(d_normed_SMD.dtype),
             None if d_head_WD is None else (d_head_WD * grad).to(ctx.head_dtype),
             *[None] * 8,
         )
 
 
 def score(
-    normed_STD: Tensor,
+    normed_SMD: Tensor,
     head_WD: Tensor,
     batch: TrainingBatch,
     teacher: Teacher,
@@ -125,6 +128,6 @@ def score(
 ) -> Scores:
     """Score the states of all depths; depth k of the loss is weighted by `weights[k]` per row."""
     loss, loss_S, overlap_S, hit_SM = _ScoredHead.apply(  # type: ignore[no-untyped-call]
-        normed_STD, head_WD, batch, teacher, target_ids_W, scale, weights, row_loss, chunk, compare
+        normed_SMD, head_WD, batch, teacher, target_ids_W, scale, weights, row_loss, chunk, compare
     )
     return Scores(loss=loss, loss_S=loss_S, overlap_S=overlap_S, hit_SM=hit_SM)

@@ -18,7 +18,7 @@ from eyas.train.forward_loss import forward_loss
 from eyas.train.loss import LOSSES
 from eyas.train.recipe import TrainSettings
 from eyas.train.scoring import Scores, compare
-from eyas.train.unroll import Step, depth_weights
+from eyas.train.unroll import DrafterPasses, depth_weights
 
 
 class TrainState:
@@ -37,10 +37,10 @@ class TrainState:
         self.optimizer = torch.optim.AdamW(self._groups(), betas=settings.betas, eps=settings.eps, foreach=True)
         self._row_loss = LOSSES[settings.loss]
         if settings.compile:
-            # Every depth, drafter and length of document has a graph of its own; the default of 8 is for accidents.
+            # Every depth and drafter has a graph of its own; the default of 8 is for accidents.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self._step: Step = torch.compile(drafter.step, dynamic=False) if settings.compile else drafter.step
-        self._compare = torch.compile(compare, dynamic=False) if settings.compile else compare
+        self._passes = DrafterPasses.of(drafter, compiled=settings.compile)
+        self._compare = torch.compile(compare) if settings.compile else compare
         self.metrics_3S = self._zero_metrics()
 
     def backward(self, batch: TrainingBatch, features: Features, counts: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class TrainState:
             chunk=settings.chunk,
             activation_checkpointing=settings.activation_checkpointing,
             compiled=settings.compile,
-            step=self._step,
+            passes=self._passes,
             compare=self._compare,
         )
 

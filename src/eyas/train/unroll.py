@@ -4,20 +4,47 @@ Slot t at depth k holds what decoding would hold k tokens behind a verified posi
 depth 0 and the drafter's own feedback after it, beside the true token t + 1 + k, at position t + k. It predicts the
 target's distribution for token t + 2 + k. Who sees whom is attention.py's business, what counts batch.py's.
 
-Shapes: T slots, X concatenated auxiliary states, D drafter state, S depths.
+Only slots that teach go through all of it. The others are read at depth 0, for their keys and values (slots.py).
+
+Shapes: T slots of the pack, M that teach, P that are only read, R both, X concatenated auxiliary states, D drafter
+state, S depths.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter
 from eyas.train.attention import UnrollAttention
 from eyas.train.batch import TrainingBatch
 
-Step = Callable[[Tensor, Tensor, Tensor, UnrollAttention], DepthOutput]
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterPasses:
+    """What an unroll calls: the drafter's own methods, compiled perhaps."""
+
+    fuse: Callable[[Tensor], Tensor]
+    remember: Callable[[Tensor, Tensor, Tensor], KeysAndValues]
+    step: Callable[[Tensor, Tensor, Tensor, Attend], DepthOutput]
+
+    @classmethod
+    def of(cls, drafter: Drafter, *, compiled: bool = False) -> "DrafterPasses":
+        """The passes of a drafter.
+
+        Packs are of one length where they are compiled, but how many of their slots teach is their own.
+        """
+        if not compiled:
+            return cls(fuse=drafter.fuse, remember=drafter.remember, step=drafter.step)
+        return cls(
+            fuse=torch.compile(drafter.fuse, dynamic=False),
+            remember=torch.compile(drafter.remember, dynamic=True),
+            step=torch.compile(drafter.step, dynamic=True),
+        )
 
 
 def unroll(
@@ -28,35 +55,75 @@ def unroll(
     depths: int,
     attend: UnrollAttention,
     activation_checkpointing: bool = False,
-    step: Step | None = None,
+    passes: DrafterPasses | None = None,
 ) -> Tensor:
-    """Post-norm states of every depth, [S, T, D].
+    """Post-norm states of the slots that teach, at every depth [S, M, D].
 
     `activation_checkpointing` keeps only what a depth receives and computes the rest again in the backward pass: a
-    third more work for a fraction of the memory. `step` is the drafter's own, compiled perhaps.
+    third more work for a fraction of the memory.
     """
-    step = step or drafter.step
-    hidden_TD = drafter.fuse(aux_TX.to(drafter.fc.weight.dtype))
-    states: list[Tensor] = []
-    for depth in range(depths):
+    passes = passes or DrafterPasses.of(drafter)
+    slots = batch.slots
+    taught, last = len(slots.taught_M), len(batch.ids_T) - 1
 
-        def run(hidden_TD: Tensor, depth: int = depth) -> tuple[Tensor, Tensor]:
-            output = step(hidden_TD, shifted(batch.ids_T, 1 + depth), batch.position_T + depth, attend.at(depth))
+    def call(function: Callable[..., Any], *arguments: Tensor) -> Any:
+        return (
+            checkpoint(function, *arguments, use_reentrant=False) if activation_checkpointing else function(*arguments)
+        )
+
+    def reads(slot_N: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        # Behind the end of the pack nothing counts, so any token will do.
+        return batch.ids_T[(slot_N + 1 + depth).clamp(max=last)], batch.position_T[slot_N] + depth
+
+    def run(
+        hidden_ND: Tensor, slot_N: Tensor, depth: int, context: KeysAndValues | None = None
+    ) -> tuple[Tensor, Tensor]:
+        def pass_of_depth(hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+            output = passes.step(hidden_ND, *reads(slot_N, depth), attend.at(depth, context))
             return output.normed, output.feedback
 
-        if activation_checkpointing:
-            normed_TD, hidden_TD = checkpoint(run, hidden_TD, use_reentrant=False)
-        else:
-            normed_TD, hidden_TD = run(hidden_TD)
-        states.append(normed_TD)
+        normed_ND, feedback_ND = call(pass_of_depth, hidden_ND)
+        return normed_ND, feedback_ND
+
+    hidden_TD = passes.fuse(aux_TX.to(drafter.fc.weight.dtype))
+    if not taught:
+        return hidden_TD[:0].expand(depths, 0, -1)
+    if len(drafter.layers) == 1:
+        hidden_MD, hidden_PD = _rows(hidden_TD, slots.taught_M, slots.context_P)
+        context = call(passes.remember, hidden_PD, *reads(slots.context_P, 0)) if len(hidden_PD) else None
+        normed_MD, hidden_MD = run(hidden_MD, slots.taught_M, 0, context)
+    else:
+        # Upper layers read of every slot what the lower ones made of it.
+        (hidden_RD,) = _rows(hidden_TD, slots.read_R)
+        outputs = run(hidden_RD, slots.read_R, 0)
+        (normed_MD,), (hidden_MD,) = (_rows(output_RD, slots.order_R[:taught]) for output_RD in outputs)
+    states = [normed_MD]
+    for depth in range(1, depths):
+        normed_MD, hidden_MD = run(hidden_MD, slots.taught_M, depth)
+        states.append(normed_MD)
     return torch.stack(states)
 
 
-def shifted(x_T: Tensor, by: int) -> Tensor:
-    """Slot t gets what stands `by` further on; beyond the end stands zero."""
-    out_T = torch.zeros_like(x_T)
-    out_T[: max(0, len(x_T) - by)] = x_T[by:]  # a pack may be shorter than the depths are many
-    return out_T
+class _Rows(torch.autograd.Function):
+    """Some rows and some others, none of them twice: their gradients are copied back, where indexing would add."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*indices)
+        ctx.shape = x_ND.shape
+        return tuple(x_ND.index_select(0, index) for index in indices)
+
+    @staticmethod
+    def backward(ctx: Any, *d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        d_ND = d_rows[0].new_zeros(ctx.shape)
+        for index, d in zip(ctx.saved_tensors, d_rows, strict=True):
+            d_ND.index_copy_(0, index, d)
+        return d_ND, *[None] * len(d_rows)
+
+
+def _rows(x_ND: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
+    rows: tuple[Tensor, ...] = _Rows.apply(x_ND, *indices)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def depth_weights(depths: int, gamma: float) -> list[float]:

@@ -39,7 +39,6 @@ from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.recipe import DrafterSettings
-from eyas.train.unroll import shifted
 
 ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Tensor]]
 """A batch of real text, and the target's states [T, X] behind the layers that are asked for."""
@@ -96,11 +95,12 @@ def _upgraded(checkpoint: Checkpoint, settings: DrafterSettings, target: Target,
 
 @torch.no_grad()
 def _pre_norm_lengths(checkpoint: Checkpoint, target: Target, batch: TrainingBatch, aux_TX: Tensor) -> Tensor:
-    """RMS of the state that depth 0 hands on, for every token."""
+    """RMS of the state that depth 0 hands on, for every token that training reads."""
     drafter = _built(checkpoint, target)
-    dtype = drafter.fc.weight.dtype
+    dtype, read_R = drafter.fc.weight.dtype, batch.slots.read_R
     attend = attention_for(batch, dtype, compiled=False).at(0)
-    output = drafter.step(drafter.fuse(aux_TX.to(dtype)), shifted(batch.ids_T, 1), batch.position_T, attend)
+    hidden_RD = drafter.fuse(aux_TX[read_R].to(dtype))
+    output = drafter.step(hidden_RD, batch.ids_T[read_R + 1], batch.position_T[read_R], attend)
     return _rms(output.feedback)
 
 
