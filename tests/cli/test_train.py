@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ from transformers import LlamaForCausalLM
 
 import eyas
 from chat_tokenizer import CHATML, chat_tokenizer
-from eyas.cli.train import _Screen, _StopRequest
+from eyas.cli.stop import StopRequest, children_of
+from eyas.cli.train import _Screen
 from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.train.recipe import load_recipe
@@ -45,7 +47,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
     path = tmp_path / "recipe.toml"
     path.write_text(
         f'[target]\nsource = "{model}"\n'
-        f'[data]\nfiles = ["{tmp_path / "data.jsonl"}"]\nworkers = 1\n'
+        f'[data]\nfiles = ["{tmp_path / "data.jsonl"}"]\nworkers = 1\nmax_length = 512\n'
         f"[drafter]\naux_layer_ids = {list(AUX_IDS)}\n"
         f'[train]\nsteps = 2\ndepths = 1\n[output]\nfolder = "{tmp_path / "run"}"\n'
     )
@@ -127,13 +129,13 @@ GOOD = json.dumps({"messages": CHAT})
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
-        ([GOOD, GOOD, '{"messages": ['], ("data.jsonl:3 is not JSON", "mend or remove the line")),
+        ([GOOD, GOOD, '{"messages": ['], ("data.jsonl:3: it is not JSON", "mend or remove the line")),
         (
             [GOOD, '{"messages": [{"role": "asistant", "content": "x"}]}'],
             ("data.jsonl:2", "'asistant'", "'assistant'?"),
         ),
         ([GOOD, '{"text": "x"}'], ("data.jsonl:2", "['text']", "messages (OpenAI)")),
-        ([GOOD, '{"messages": [{"role": "user", "content": 7}]}'], ("data.jsonl:2", "content 7", "give text")),
+        ([GOOD, '{"messages": [{"role": "user", "content": 7}]}'], ("data.jsonl:2", "is 7", "give text")),
         (['{"prompt": "Hi"}'], ("of 1 conversations none", "1 unanswered", "let the target answer")),
         ([], ("data.jsonl holds no conversations", "at least one line")),
         (None, ("cannot read", "data.jsonl", "No such file", "; check")),
@@ -174,8 +176,9 @@ def test_other_faults_of_the_recipe_show_once_the_target_is_known(run: Run, reci
     for override, parts in (
         (f"target.source={tmp_path / 'none'}", ("none", "check the path")),
         ("drafter.draft_vocab_size=300", ("draft_vocab_size 300", "target's 260", "choose less")),
-        ("drafter.aux_layer_ids=[1, 2, 5]", ("auxiliary layer id 5", "0..4")),
+        ("drafter.aux_layer_ids=[1, 2, 5]", ("drafter.aux_layer_ids", "auxiliary layer id 5", "0..4")),
         ("data.max_length=4", ("too long for data.max_length 4",)),
+        ("data.max_length=600", ("data.max_length 600 exceeds the context", "512 tokens", "512 or less")),
     ):
         assert_fails(run("train", recipe, "--set", override), *parts)
     assert_fails(run("train", recipe, "--resume"), "no checkpoint", "leave out --resume")
@@ -188,24 +191,46 @@ def test_other_faults_of_the_recipe_show_once_the_target_is_known(run: Run, reci
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_and_a_later_one_interrupts(
+def test_the_first_signal_asks_and_a_later_one_ends_it(
     number: signal.Signals, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("eyas.cli.stop._end", lambda grace, code: ended.append(code))
     before = signal.getsignal(number)
-    with _StopRequest() as stop:
+    with StopRequest() as stop:
+        stop.saves_from_now_on()
         assert not stop.asked()
         os.kill(os.getpid(), number)
         assert stop.asked()
         os.kill(os.getpid(), number)  # as `timeout` does: to the process and at once to its group
         assert capfd.readouterr().err == "saving after this step; once more stops at once\n"
-        monkeypatch.setattr(_StopRequest, "MOMENT", 0.0)
-        with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(StopRequest, "MOMENT", 0.0)
+        with pytest.raises(SystemExit) as left:
             os.kill(os.getpid(), number)
+    assert left.value.code == 128 + number
+    assert ended == [128 + number], "and what holds it up is ended"
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_a_signal_ends_it_at_once(
+    run: Run, recipe: Path, instead: Callable[[Fake], None], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.cli.stop._end", lambda grace, code: None)
+
+    def encoding(*_: Any, **__: Any) -> TrainResult:
+        os.kill(os.getpid(), number)
+        raise AssertionError
+
+    instead(encoding)
+    outcome = run("train", recipe)
+    assert (outcome.code, outcome.out) == (128 + number, "")
+    assert outcome.err.splitlines()[-1] == "stopped before the first step, there is nothing to save yet"
+
+
 def test_a_stopped_run_says_how_to_go_on_and_exits_130(run: Run, recipe: Path, instead: Callable[[Fake], None]) -> None:
-    def interrupted(*_: Any, stop: Callable[[], bool], **__: Any) -> TrainResult:
+    def interrupted(*_: Any, stop: Callable[[], bool], on_first_step: Callable[[], None], **__: Any) -> TrainResult:
+        on_first_step()
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()
@@ -217,25 +242,51 @@ def test_a_stopped_run_says_how_to_go_on_and_exits_130(run: Run, recipe: Path, i
     assert outcome.err.splitlines()[-1] == "stopped at step 2 of 4 steps; `eyas train ... --resume` goes on from there"
 
 
-def test_interrupted_twice_it_ends_at_once(
-    run: Run, recipe: Path, instead: Callable[[Fake], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_StopRequest, "MOMENT", 0.0)
+HELD_UP = """
+import signal, subprocess, sys, time
+from eyas.cli.stop import StopRequest
+StopRequest.GRACE = 0.2
+with StopRequest():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    print(child.pid, flush=True)
+    try:
+        time.sleep(100)
+    finally:
+        time.sleep(100)  # a compiler, say, that does not let go
+"""
 
-    def interrupted(*_: Any, **__: Any) -> TrainResult:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError
 
-    instead(interrupted)
-    assert run("train", recipe).code == 130
+def _is_gone(process: int) -> bool:
+    """Whether a process has ended, whoever its parent is by now and whether that has noticed."""
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="children are found in /proc")
+def test_what_holds_up_the_end_is_ended_with_its_children() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(eyas.__file__).parent.parent)}
+    held_up = subprocess.Popen([sys.executable, "-c", HELD_UP], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert held_up.stdout is not None
+        child = int(held_up.stdout.readline())
+        assert children_of(held_up.pid) == [child]
+        held_up.send_signal(signal.SIGTERM)
+        assert held_up.wait(timeout=60) == 143
+        for _ in range(100):
+            if _is_gone(child):
+                break
+            time.sleep(0.05)
+        assert _is_gone(child)
+    finally:
+        held_up.kill()
+        held_up.wait()
 
 
 # --- what it prints --------------------------------------------------------------------------------------------
 
 
 def test_progress_goes_to_stderr_and_results_to_stdout(
-    run: Run, recipe: Path, tmp_path: Path, instead: Callable[[Fake], None]
+    run: Run, recipe: Path, model: Path, tmp_path: Path, instead: Callable[[Fake], None]
 ) -> None:
     record = json.dumps({"held_out": {"old": {"acceptance_length": 1.7}}})
 
@@ -256,6 +307,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
         )
 
     instead(trained)
+    (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
     outcome = run("train", recipe, "--resume", "--cache", tmp_path)
     folder = tmp_path / "run"
     assert outcome.code == 0
@@ -263,6 +315,9 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
         f"old: {folder / 'old'}, acceptance length 1.70 held out",
         f"new: {folder / 'new'}",
         f"log, plot and record: {folder}",
+        f"measure it: eyas eval PROMPTS.jsonl --target {model} --drafter {folder / 'old'}",
+        f"serve it: eyas serve {model} --speculative-config "
+        f"""'{{"model": "{folder / "old"}", "method": "eagle3"}}'""",
     ]
     assert outcome.err.startswith("[target]")
     assert outcome.err.splitlines()[-4:] == [

@@ -22,6 +22,7 @@ from eyas.target.model import Target
 from eyas.train import resume
 from eyas.train.estimate import RoundCounts
 from eyas.train.journal import read_log
+from eyas.train.ranks import Ranks
 from eyas.train.recipe import read_recipe, to_toml
 from eyas.train.run import TrainResult, run
 from eyas.train.schedule import LearningRateSchedule, RunLength
@@ -298,7 +299,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
         assert contents(folder_of(tables)) == {}
 
     refused(r"draft_vocab_size 261 is not between 1 and the target's 260", drafter={"draft_vocab_size": 261})
-    refused(r"auxiliary layer id 9 is outside 0\.\.4", drafter={"aux_layer_ids": [1, 2, 9]})
+    refused(r"drafter\.aux_layer_ids: auxiliary layer id 9 is outside 0\.\.4", drafter={"aux_layer_ids": [1, 2, 9]})
     refused(r"of 16 conversations none .*16 too long for data\.max_length 10", data={"max_length": 10})
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello?"}\n' * 3)
@@ -309,6 +310,41 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_is_written(
     conversations(tmp_path, lambda i: "!")
     # The closing token of this template is no stop token of the target: an answer is its text and what closes it.
     assert ran(tables, target, stop=stop_after(1)).step == 1
+
+
+def test_what_the_recipe_alone_shows_is_refused_before_anything_is_read(
+    tables: Tables, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("encoding begins")
+
+    monkeypatch.setattr("eyas.train.run.encode_corpus", never)
+
+    def refused(message: str, processes: int = 1, **changes: dict[str, Any]) -> None:
+        changed = {name: {**tables.get(name, {}), **changes.get(name, {})} for name in {*tables, *changes}}
+        with pytest.raises(UserError, match=message):
+            ran(changed, target, ranks=Ranks(world=processes))
+
+    refused(r"packs_per_step 2 cannot be shared by 3 processes.*multiple", processes=3)
+    refused(r"draft_vocab_size 261 is not between 1 and the target's 260", drafter={"draft_vocab_size": 261})
+    refused(r"drafter\.aux_layer_ids: auxiliary layer id 9 is outside", drafter={"aux_layer_ids": [9]})
+    refused(r"drafter\.aux_layer_ids: .* has 4 layers and the default.*name three", drafter={"aux_layer_ids": "none"})
+    refused(r"drafters\.deep\.aux_layer_ids: .* id 9", drafters={"deep": {"aux_layer_ids": [9]}})
+    refused(r"none.*not", drafter={"init_from": str(tmp_path / "none"), "aux_layer_ids": "none"})
+    long = {"max_length": 513, "pack_length": 600}
+    refused(r"data\.max_length 513 exceeds the context of .*, 512 tokens; set .* 512 or less", data=long)
+    joined = {"join_share": 0.5, "join_length": 2048, "pack_length": 2048}
+    refused(r"data\.join_length 2048 exceeds the context of .*, 512 tokens", data=joined)
+    refused(r"a pack of 20000 tokens in float32 on cpu .*data\.pack_length = 16384", data={"pack_length": 20000})
+    refused(r"cannot read .*none\.jsonl.*data\.held_out", data={"held_out": str(tmp_path / "none.jsonl")})
+    refused(
+        r"cannot write .*conversations\.jsonl is a file.*output\.folder", output={"folder": tables["data"]["files"][0]}
+    )
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "index.json").write_text('{"key": {"target": "another"}}')
+    cache = {"source": "cache", "folder": str(tmp_path / "cache")}
+    refused(r"cache .* was made for target 'another' and this run has .*features\.folder", features=cache)
+    assert not folder_of(tables).exists()
 
 
 def test_answers_without_a_second_token_teach_nothing_and_are_refused(

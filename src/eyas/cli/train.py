@@ -1,10 +1,10 @@
 """`eyas train`: from a recipe to a drafter that servers load."""
 
+import json
 import logging
 import os
-import signal
+import shlex
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +12,12 @@ import typer
 
 from eyas.cli.log import LOGGER
 from eyas.cli.options import AsJson, Cache, Ticker, report
+from eyas.cli.stop import StopRequest
 
 if TYPE_CHECKING:
     from rich.live import Live
 
+    from eyas.target.model import Target
     from eyas.train.estimate import RoundCounts
     from eyas.train.loop import TrainMetrics
     from eyas.train.ranks import Ranks
@@ -34,8 +36,8 @@ def train(
 ) -> None:
     """Train drafters as a recipe says.
 
-    Ctrl-C saves and stops after the step under way; --resume goes on as if nothing had happened. Several processes
-    (torchrun) share the work of every step.
+    Ctrl-C saves and stops after the step under way; --resume goes on as if nothing had happened, or on to a later end
+    (--set train.steps=...). Several processes (torchrun) share the work of every step.
     """
     from eyas.train.recipe import load_recipe, to_toml
 
@@ -43,40 +45,38 @@ def train(
     if dry_run:
         typer.echo(to_toml(chosen))
         return
-    ranks = _join_ranks()
-    if ranks.is_main:
-        report(to_toml(chosen))
-    try:
-        _train(chosen, ranks, resume=resume, as_json=as_json, cache=cache)
-    finally:
-        ranks.leave()
+    with StopRequest() as stop:
+        ranks = _join_ranks()
+        if ranks.is_main:
+            report(to_toml(chosen))
+        try:
+            _train(chosen, ranks, stop, resume=resume, as_json=as_json, cache=cache)
+        finally:
+            ranks.leave()
 
 
-def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cache: Path | None) -> None:
-    import json
-
-    from eyas.target.model import Target
+def _train(
+    recipe: "Recipe", ranks: "Ranks", stop: StopRequest, *, resume: bool, as_json: bool, cache: Path | None
+) -> None:
+    from eyas.target.facts import read_facts
+    from eyas.train.preflight import check_run
     from eyas.train.run import run
     from eyas.train.trackers import open_tracker
 
     folder = Path(recipe.output.folder)
-    target = Target.load(
-        recipe.target.source,
-        dtype=recipe.target.dtype,
-        device=_device(recipe.target.device),
-        spread=recipe.target.spread,
-        cache=cache,
-        chat_format=recipe.target.chat_format(),
-    )
+    facts = read_facts(recipe.target.source, cache=cache)
+    check_run(recipe, facts, processes=ranks.world, resuming=resume)
+    target = _load_target(recipe, ranks, cache)
     trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.is_main]
     tick = Ticker()
-    with _StopRequest() as stop, _Screen(shown=ranks.is_main) as screen:
+    with _Screen(shown=ranks.is_main) as screen:
         outcome = run(
             recipe,
             target,
             observers=[screen, *trackers],
             ranks=ranks,
             stop=stop.asked,
+            on_first_step=stop.saves_from_now_on,
             resuming=resume,
             on_encoded=lambda done: tick(f"encoded {done:,} conversations"),
             cache=cache,
@@ -94,37 +94,43 @@ def _train(recipe: "Recipe", ranks: "Ranks", *, resume: bool, as_json: bool, cac
         length = f", acceptance length {held_out[name]['acceptance_length']:.2f} held out" if name in held_out else ""
         typer.echo(f"{name}: {place}{length}")
     typer.echo(f"log, plot and record: {folder}")
+    _say_what_next(recipe, outcome.drafters)
 
 
-class _StopRequest:
-    """Ctrl-C once asks the loop to save and stop; once more, a moment later, interrupts.
+def _say_what_next(recipe: "Recipe", drafters: dict[str, Path]) -> None:
+    """The commands that measure and serve what was trained; of several drafters, the first."""
+    target, drafter = recipe.target.source, str(next(iter(drafters.values())))
+    typer.echo("measure it: " + shlex.join(["eyas", "eval", "PROMPTS.jsonl", "--target", target, "--drafter", drafter]))
+    config = json.dumps({"model": drafter, "method": "eagle3"})
+    typer.echo("serve it: " + shlex.join(["eyas", "serve", target, "--speculative-config", config]))
 
-    The same request often comes twice at once: `timeout`, terminals and launchers signal a process and its group.
-    """
 
-    MOMENT = 2.0
+def _load_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Target":
+    """Load the target, where weights pass through the host's memory one process of a machine after the other."""
+    from eyas.target.model import Target, loads_onto_device
 
-    def __init__(self) -> None:
-        self._asked_at: float | None = None
+    device = _device(recipe.target.device)
 
-    def asked(self) -> bool:
-        return self._asked_at is not None
+    def load() -> Target:
+        return Target.load(
+            recipe.target.source,
+            dtype=recipe.target.dtype,
+            device=device,
+            spread=recipe.target.spread,
+            cache=cache,
+            chat_format=recipe.target.chat_format(),
+        )
 
-    def __enter__(self) -> "_StopRequest":
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: object) -> None:
-        now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
-            report("saving after this step; once more stops at once")
-        elif now - self._asked_at > self.MOMENT:
-            raise KeyboardInterrupt
+    if ranks.world == 1 or device == "cpu" or loads_onto_device():
+        return load()
+    report("accelerate is not installed: the processes load the target one after another, through the host's memory")
+    loaded = None
+    for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks.world)))):
+        if turn == int(os.environ.get("LOCAL_RANK", "0")):
+            loaded = load()
+        ranks.barrier()
+    assert loaded is not None
+    return loaded
 
 
 class _Screen:

@@ -85,7 +85,7 @@ class Target:
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
         where = choose_device(device)
-        if spread and find_spec("accelerate") is None:
+        if spread and not loads_onto_device():
             raise UserError("spreading a target over several GPUs needs accelerate; `pip install accelerate`")
         place = locate(source, cache=cache)
         hub = options_of(source, place, revision)
@@ -97,8 +97,11 @@ class Target:
         with explain_failures(source, place), _no_progress_bar():
             tokenizer = AutoTokenizer.from_pretrained(place, **hub)
             apply_format(tokenizer, chat_format)
-            # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards.
-            placement: dict[str, Any] = {"device_map": {"": where}} if hasattr(config, "quantization_config") else {}
+            # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards. Others go
+            # straight to a GPU where they can: through the host, every process would need their size in its memory.
+            straight = where.type == "cuda" and loads_onto_device()
+            quantised = hasattr(config, "quantization_config")
+            placement: dict[str, Any] = {"device_map": {"": where}} if straight or quantised else {}
             if spread:
                 placement = {"device_map": "auto"}
             try:
@@ -202,6 +205,11 @@ class Target:
     def stop_ids(self) -> frozenset[int]:
         """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
         return stop_ids(self.tokenizer, self.model.generation_config)
+
+
+def loads_onto_device() -> bool:
+    """Whether weights can be read straight onto a GPU: transformers needs accelerate for it."""
+    return find_spec("accelerate") is not None
 
 
 def _weight(module: nn.Module) -> torch.Tensor:

@@ -29,6 +29,8 @@ from eyas.train.slots import Slots
 
 Merge = Callable[..., tuple[Tensor, Tensor]]
 Split = Callable[..., tuple[Tensor, list[Tensor], list[Tensor]]]
+LONGEST_DENSE = 16384
+"""Tokens of a pack whose scores, one for every pair, are written out at most."""
 
 
 class UnrollAttention(Protocol):
@@ -292,13 +294,20 @@ class _MergedFlash(torch.autograd.Function):
         return d_q, d_k, d_v, None, None, None, *d_own
 
 
+def require_attention(tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse packs that are too long for the attention that runs here."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return
+    if tokens > LONGEST_DENSE:
+        raise UserError(
+            f"a pack of {tokens} tokens in {str(dtype).removeprefix('torch.')} on {device.type} needs a score for "
+            f"every pair of tokens; use bfloat16 on a GPU, or data.pack_length = {LONGEST_DENSE} or less"
+        )
+
+
 def attention_for(batch: TrainingBatch, dtype: torch.dtype, *, compiled: bool = False) -> UnrollAttention:
     """The fastest that runs here."""
     if batch.ids_T.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return FlashUnrollAttention(batch, compiled=compiled)
-    if len(batch.ids_T) > 16384:
-        raise UserError(
-            f"a pack of {len(batch.ids_T)} tokens in {str(dtype).removeprefix('torch.')} on {batch.ids_T.device.type} "
-            "needs a score for every pair of tokens; use bfloat16 on a GPU, or data.pack_length = 16384 or less"
-        )
+    require_attention(len(batch.ids_T), dtype, batch.ids_T.device)
     return DenseUnrollAttention(batch)

@@ -23,6 +23,7 @@ from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train import resume
+from eyas.train.attention import require_attention
 from eyas.train.batch import TrainingBatch, teaching_rows
 from eyas.train.best import BestDrafters
 from eyas.train.corpus import Corpus, concatenate, encode_corpus, split
@@ -31,10 +32,11 @@ from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import FeatureSource
 from eyas.train.init import config_for, init_drafter
-from eyas.train.journal import Journal, counts_as_json, read_log, write_record, write_text
+from eyas.train.journal import Journal, counts_as_json, write_record, write_text
 from eyas.train.loop import LoopConfig, Observer, PlannedBatch, TrainMetrics, train
 from eyas.train.packing import FitCounts
 from eyas.train.plot import plot_run
+from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import Recipe, to_toml
 from eyas.train.resume import ResumePoint
@@ -114,7 +116,8 @@ def run(
     folder = Path(recipe.output.folder)
     checkpoints = folder / "checkpoints"
     newest = resume.newest(checkpoints)
-    _check_folder(recipe, folder, newest, resuming)
+    check_run(recipe, target.facts, processes=ranks.world, resuming=resuming)
+    require_attention(recipe.data.pack_length, getattr(torch, _precision(recipe, target)), target.device)
     corpus, held_out, data_record = _read_data(recipe, on_encoded, cache, ranks)
     packs = CorpusPacks(
         corpus=corpus,
@@ -274,23 +277,6 @@ def _one_vocabulary(states: Sequence[TrainState]) -> str:
     return fingerprint_vocabulary(first.target_ids_W)
 
 
-def _check_folder(recipe: Recipe, folder: Path, newest: Path | None, resuming: bool) -> None:
-    if resuming and newest is None:
-        raise UserError(f"there is no checkpoint in {folder / 'checkpoints'} to go on from; leave out --resume")
-    if resuming:
-        return
-    if newest is not None:
-        raise UserError(f"{folder} already holds a run; pass --resume to go on with it, or set another output.folder")
-    if read_log(folder / "log.jsonl"):
-        raise UserError(
-            f"{folder} holds the log of a run that saved no checkpoint; remove {folder / 'log.jsonl'} to start over, "
-            "or set another output.folder"
-        )
-    for drafter_recipe in recipe.drafter_recipes():
-        if (place := folder / drafter_recipe.name).exists():
-            raise UserError(f"{place} exists and would be overwritten; remove it or set another output.folder")
-
-
 def _read_data(
     recipe: Recipe, on_encoded: Callable[[int], None] | None, cache: Path | None, ranks: Ranks
 ) -> tuple[Corpus, Corpus | None, dict[str, Any]]:
@@ -304,6 +290,7 @@ def _read_data(
         paths = [Path(file) for file in files]
 
         def encode() -> tuple[Corpus, FitCounts]:
+            logger.info(f"encoding {', '.join(files)} (data.workers: {data.processes})")
             return encode_corpus(
                 paths,
                 recipe.target.source,

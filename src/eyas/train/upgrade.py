@@ -26,7 +26,7 @@ Shapes: T tokens, X concatenated auxiliary states, E target hidden size, D draft
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from eyas.drafter.checkpoint import Checkpoint, build_drafter, read_checkpoint
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
+from eyas.target.facts import TargetFacts
 from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
@@ -44,18 +45,33 @@ ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Tensor]]
 """A batch of real text, and the target's states [T, X] behind the layers that are asked for."""
 
 
-def init_from_checkpoint(target: Target, settings: DrafterSettings, *, dtype: str, read_text: ReadText) -> Drafter:
-    """The drafter of `settings.init_from` with the flags of `settings`, ready to train on the target's device."""
+@dataclass(frozen=True, kw_only=True)
+class StartingPoint:
+    """A checkpoint that fits its target and its recipe, and the layers that it reads."""
+
+    checkpoint: Checkpoint
+    layer_ids: tuple[int, ...]
+
+
+def read_start(settings: DrafterSettings, facts: TargetFacts) -> StartingPoint:
+    """Read `settings.init_from`; refuse what does not fit, which needs nothing of the target but its facts."""
     assert settings.init_from is not None
     checkpoint = read_checkpoint(settings.init_from)
-    aux_layer_ids = _agreed_layers(checkpoint.config, settings, target)
-    _require_fit(checkpoint.config, settings, target)
+    layer_ids = _agreed_layers(checkpoint.config, settings, facts)
+    _require_fit(checkpoint.config, settings, facts)
+    return StartingPoint(checkpoint=checkpoint, layer_ids=layer_ids)
+
+
+def init_from_checkpoint(target: Target, settings: DrafterSettings, *, dtype: str, read_text: ReadText) -> Drafter:
+    """The drafter of `settings.init_from` with the flags of `settings`, ready to train on the target's device."""
+    start = read_start(settings, target.facts)
+    checkpoint = start.checkpoint
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
     if "lm_head.weight" not in tensors:
         # It drafted with the target's head; from here on it has its own, since training moves it.
         tensors["lm_head.weight"] = target.head().float().cpu()
     checkpoint = replace(
-        checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=aux_layer_ids, dtype=dtype)
+        checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=start.layer_ids, dtype=dtype)
     )
     if settings.fc_norm > checkpoint.config.fc_norm or settings.norm_output > checkpoint.config.norm_output:
         checkpoint = _upgraded(checkpoint, settings, target, read_text)
@@ -108,7 +124,7 @@ def _rms(x_TE: Tensor) -> Tensor:
     return x_TE.float().square().mean(dim=-1).sqrt()
 
 
-def _agreed_layers(config: DrafterConfig, settings: DrafterSettings, target: Target) -> tuple[int, ...]:
+def _agreed_layers(config: DrafterConfig, settings: DrafterSettings, facts: TargetFacts) -> tuple[int, ...]:
     """The layers that the drafter reads: the checkpoint's word first, then the recipe's, then the target's default."""
     theirs, ours = config.aux_layer_ids, settings.aux_layer_ids
     if theirs is not None and ours is not None and theirs != ours:
@@ -116,23 +132,23 @@ def _agreed_layers(config: DrafterConfig, settings: DrafterSettings, target: Tar
             f"drafter.aux_layer_ids is {list(ours)} but {settings.init_from} was trained on layers {list(theirs)}; "
             f"leave drafter.aux_layer_ids out or set it to {list(theirs)}"
         )
-    ids = theirs or ours or target.facts.default_aux_layer_ids()
+    ids = theirs or ours or facts.default_aux_layer_ids()
     if len(ids) != config.num_aux_hidden_states:
         raise UserError(
             f"{settings.init_from} reads {config.num_aux_hidden_states} target states and does not say which; set "
             f"drafter.aux_layer_ids to that many layers (now {list(ids)})"
         )
-    if max(ids) > target.facts.num_hidden_layers:
+    if max(ids) > facts.num_hidden_layers:
         raise UserError(
-            f"{settings.init_from} reads layer {max(ids)} but {target.facts.source} has "
-            f"{target.facts.num_hidden_layers}; it drafts for another one: correct target.source or drafter.init_from"
+            f"{settings.init_from} reads layer {max(ids)} but {facts.source} has "
+            f"{facts.num_hidden_layers}; it drafts for another one: correct target.source or drafter.init_from"
         )
     return tuple(ids)
 
 
-def _require_fit(config: DrafterConfig, settings: DrafterSettings, target: Target) -> None:
+def _require_fit(config: DrafterConfig, settings: DrafterSettings, facts: TargetFacts) -> None:
     """Refuse a checkpoint of another target, and a recipe that wants another drafter than the checkpoint is."""
-    source, facts = settings.init_from, target.facts
+    source = settings.init_from
     for name, theirs, ours in (
         ("channels", config.target_hidden_size, facts.hidden_size),
         ("tokens in its vocabulary", config.vocab_size, facts.vocab_size),

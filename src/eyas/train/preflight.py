@@ -1,0 +1,113 @@
+"""Everything about a run that can be refused before anything slow: no weights are loaded and no text is read for it.
+
+Encoding a corpus and loading a large target take minutes to hours; a recipe that cannot end well should say so in the
+first second. What depends on the text itself is refused where the text is known (run.py).
+"""
+
+import json
+import os
+from pathlib import Path
+
+from eyas.errors import UserError
+from eyas.target.capture import check_aux_layer_ids
+from eyas.target.facts import TargetFacts
+from eyas.train import resume
+from eyas.train.journal import read_log
+from eyas.train.recipe import DrafterRecipe, Recipe
+from eyas.train.sources.cache import INDEX
+from eyas.train.upgrade import read_start
+
+
+def check_run(recipe: Recipe, facts: TargetFacts, *, processes: int = 1, resuming: bool = False) -> None:
+    """Refuse a run that could not begin, for the first reason found."""
+    if recipe.train.packs_per_step % processes:
+        raise UserError(
+            f"train.packs_per_step {recipe.train.packs_per_step} cannot be shared by {processes} processes; "
+            "make it a multiple of their number"
+        )
+    _check_folder(recipe, resuming=resuming)
+    _check_lengths(recipe, facts)
+    layer_ids = sorted({k for drafter in recipe.drafter_recipes() for k in _check_drafter(drafter, recipe, facts)})
+    for file in (*recipe.data.files, *([recipe.data.held_out] if recipe.data.held_out else [])):
+        if not Path(file).exists():
+            raise UserError(f"cannot read {file}: No such file or directory; check data.files and data.held_out")
+    if recipe.features.source == "cache":
+        _check_cache(recipe, facts, layer_ids)
+
+
+def _check_folder(recipe: Recipe, *, resuming: bool) -> None:
+    folder = Path(recipe.output.folder)
+    newest = resume.newest(folder / "checkpoints")
+    if resuming and newest is None:
+        raise UserError(f"there is no checkpoint in {folder / 'checkpoints'} to go on from; leave out --resume")
+    _require_writable(folder, "output.folder")
+    if resuming:
+        return
+    if newest is not None:
+        raise UserError(f"{folder} already holds a run; pass --resume to go on with it, or set another output.folder")
+    if read_log(folder / "log.jsonl"):
+        raise UserError(
+            f"{folder} holds the log of a run that saved no checkpoint; remove {folder / 'log.jsonl'} to start over, "
+            "or set another output.folder"
+        )
+    for drafter in recipe.drafter_recipes():
+        if (place := folder / drafter.name).exists():
+            raise UserError(f"{place} exists and would be overwritten; remove it or set another output.folder")
+
+
+def _check_lengths(recipe: Recipe, facts: TargetFacts) -> None:
+    """Behind the end of its context a target talks nonsense, and a drafter would learn it."""
+    context, data = facts.max_position_embeddings, recipe.data
+    lengths = {"max_length": data.max_length, "join_length": data.join_length if data.join_share else 0}
+    for key, length in lengths.items():
+        if context is not None and length > context:
+            raise UserError(
+                f"data.{key} {length} exceeds the context of {facts.source}, {context} tokens; set data.{key} to "
+                f"{context} or less"
+            )
+
+
+def _check_drafter(drafter: DrafterRecipe, recipe: Recipe, facts: TargetFacts) -> tuple[int, ...]:
+    """Refuse a drafter that the target cannot have; return the layers that it reads."""
+    settings = drafter.drafter
+    own = recipe.drafters[drafter.name].model_fields_set if recipe.drafters else set()
+
+    def key(name: str) -> str:
+        return f"drafters.{drafter.name}.{name}" if name in own else f"drafter.{name}"
+
+    if (size := settings.draft_vocab_size) is not None and size > facts.vocab_size:
+        raise UserError(
+            f"{key('draft_vocab_size')} {size} is not between 1 and the target's {facts.vocab_size}; "
+            "choose less, or leave it out"
+        )
+    if settings.init_from is not None:
+        return read_start(settings, facts).layer_ids
+    try:
+        return check_aux_layer_ids(settings.aux_layer_ids or facts.default_aux_layer_ids(), facts.num_hidden_layers)
+    except UserError as error:
+        raise UserError(f"{key('aux_layer_ids')}: {error}") from error
+
+
+def _check_cache(recipe: Recipe, facts: TargetFacts, layer_ids: list[int]) -> None:
+    """Refuse a cache that is another run's, by what is known before the text is."""
+    assert recipe.features.folder is not None
+    folder = Path(recipe.features.folder)
+    _require_writable(folder, "features.folder")
+    try:
+        found = json.loads((folder / INDEX).read_text(encoding="utf-8"))["key"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return  # the writer begins, or goes on behind whole shards
+    for name, ours in (("target", facts.source), ("aux_layer_ids", layer_ids), ("dtype", recipe.features.dtype)):
+        if isinstance(found, dict) and found.get(name) != ours:
+            raise UserError(
+                f"the cache {folder} was made for {name} {found.get(name)!r} and this run has {ours!r}; "
+                "remove it or choose another features.folder"
+            )
+
+
+def _require_writable(folder: Path, key: str) -> None:
+    existing = next(place for place in [folder, *folder.absolute().parents] if place.exists())
+    if not existing.is_dir():
+        raise UserError(f"cannot write {folder}: {existing} is a file; set another {key}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {folder}: no permission in {existing}; set another {key}")
