@@ -248,6 +248,19 @@ def named(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = {"default": THINKS, "tool_use": "{{ messages[0].content }} with tools"}
 
 
+def test_named_templates_without_a_default_are_refused_by_name(run: Run, asked: Path, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "rag", None)
+    tokenizer = with_bos(chat_tokenizer("", bos="<s>"))
+    tokenizer.chat_template = {"rag": THINKS, "tool_use": THINKS}
+    tokenizer.save_pretrained(folder)
+    outcome = run("data", "answer", asked, "--target", folder, "--out", tmp_path / "made.jsonl", "--device", "cpu")
+    assert outcome.code == 2
+    assert "templates named rag, tool_use and none of them is the default" in outcome.err
+    target = Target.load(str(folder))
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    assert target.encode_chat([{"role": "user", "content": "Hi"}], [tool])
+
+
 def test_templates_in_a_file_of_their_own_and_named_ones_are_read(base: Path, tmp_path: Path) -> None:
     """As transformers writes them today (files), and as older folders hold them (in the tokenizer's config)."""
     messages = [{"role": "user", "content": "Hi"}]

@@ -96,7 +96,7 @@ class ChatEncoder:
             return conversation.samples
         if not conversation.answered:
             return ()
-        require_template(self._tokenizer, self._tokenizer.name_or_path)
+        require_template(self._tokenizer, self._tokenizer.name_or_path, tools=bool(conversation.tools))
         check_variables(self._tokenizer, conversation.chat_template_kwargs, conversation.where)
         variables = {**self._variables, **conversation.chat_template_kwargs}
         refusals: list[Exception | str] = []

@@ -70,8 +70,14 @@ def check_variables(tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, 
         raise UserError(f"{where}: chat_template_kwargs has {name!r}, which is not the template's to choose; remove it")
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def require_template(tokenizer: PreTrainedTokenizerBase, source: str, *, tools: bool = False) -> None:
     """Refuse a target that does not say how conversations are written, before anything is asked of it."""
+    named: Any = tokenizer.chat_template
+    if isinstance(named, Mapping) and named and "default" not in named and not (tools and "tool_use" in named):
+        raise UserError(
+            f"{source} has chat templates named {', '.join(sorted(named))} and none of them is the default; pass the "
+            "one to use as --chat-template FILE ([target] chat_template in a recipe)"
+        )
     if not tokenizer.chat_template:
         raise UserError(
             f"{source} has no chat template, like most base models; pass --raw for plain text in and its continuation "

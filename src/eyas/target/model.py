@@ -183,7 +183,7 @@ class Target:
         """
         options = options or ChatTemplateOptions()
         if not options.template:
-            require_template(self.tokenizer, self.facts.source)
+            require_template(self.tokenizer, self.facts.source, tools=bool(tools))
         options = replace(options, variables={**self.template_variables, **options.variables})
         try:
             text = render_chat(self.tokenizer, messages, tools, options)

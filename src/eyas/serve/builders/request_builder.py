@@ -352,7 +352,10 @@ def _reasoning(message: AssistantMessage) -> dict[str, str]:
 def template_of(target: Target) -> str:
     """The chat template for conversations with tools."""
     tokenizer = target.tokenizer
-    return str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
+    try:
+        return str(tokenizer.get_chat_template(tools=[{}])) if tokenizer.chat_template else ""
+    except ValueError:  # of several templates none is the default: whoever chats is told
+        return ""
 
 
 def _special_tokens(target: Target, markers: Sequence[str]) -> dict[str, int]:
