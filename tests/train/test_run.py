@@ -355,7 +355,9 @@ def test_answers_without_a_second_token_teach_nothing_and_are_refused(
     target.model.save_pretrained(place)
     chat_tokenizer(bare).save_pretrained(place)
     tables["target"]["source"] = str(place)
-    conversations(tmp_path, lambda i: "!")
+    given = Path(conversations(tmp_path, lambda i: "!"))
+    # Cut by a length, they end without a stop token.
+    given.write_text(given.read_text().replace('{"messages"', '{"finished": false, "messages"'))
     with pytest.raises(UserError, match=r"answers of 15 conversations have one token each.*longer answers"):
         ran(tables, target)
 
