@@ -51,9 +51,11 @@ browser: $(READY)
 
 # How fast a drafter of an 8B-shaped target trains, and how much of that is the target: needs a large GPU.
 train-speed: $(READY)
-	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096 --compile
-	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 8 --length 4096
-	$(BIN)/python benchmarks/train_speed.py --shape 8b --documents 1 --length 32768
+	for taught in 0.30 0.53 0.75 1.0; do \
+		$(BIN)/python benchmarks/train_speed.py --documents 8 --length 4096 --taught $$taught --compile || exit 1; \
+	done
+	$(BIN)/python benchmarks/train_speed.py --documents 8 --length 4096 --taught 0.53
+	$(BIN)/python benchmarks/train_speed.py --documents 1 --length 32768 --taught 0.53
 
 # How fast the engine decodes on a GPU, for random targets of two shapes and a tossed acceptance.
 gpu-speed: $(READY)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.loop import estimate, train
 from eyas.train.recipe import DrafterSettings, read_recipe
+from eyas.train.run import _text_reader
 from eyas.train.schedule import RunLength
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
@@ -224,3 +226,11 @@ def test_a_drafter_that_does_not_fit_is_refused(
     stored(tmp_path / "drafter", **flags)
     with pytest.raises(UserError, match=message):
         taken_up(tiny_target, tmp_path / "drafter", **choice)
+
+
+def test_an_upgrade_measures_on_a_pack_that_teaches(tiny_target: Target) -> None:
+    corpus = corpus_of(6)
+    corpus = replace(corpus, mask=corpus.mask & (np.arange(corpus.tokens) >= 5 * 24))
+    batch, aux_TX = _text_reader(packs_of(corpus, length=24), tiny_target)(tiny.AUX_IDS)
+    assert len(batch.row_M)
+    assert len(aux_TX) == len(batch.ids_T) == 24

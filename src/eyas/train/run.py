@@ -366,7 +366,8 @@ def _text_reader(packs: CorpusPacks, target: Target) -> ReadText:
     """Gives an upgrade some of the text to measure states on."""
 
     def read(aux_layer_ids: Sequence[int]) -> tuple[TrainingBatch, Tensor]:
-        batch = packs.epoch(0)[0].build()
+        # Of a pack that teaches nothing nothing would be read; a corpus of such packs is refused before.
+        batch = next(batch for batch in (planned.build() for planned in packs.epoch(0)) if len(batch.row_M))
         return batch, LiveSource(target, aux_layer_ids)(batch).aux_TX
 
     return read
