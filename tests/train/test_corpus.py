@@ -1,41 +1,15 @@
-"""A corpus is the same however many processes make it; an epoch holds every document once, in an order of its own."""
+"""An epoch holds every document once, in an order of its own."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from chat_tokenizer import CHATML, chat_tokenizer
-from eyas.data.chat_encoder import ChatEncoder
-from eyas.data.conversations import Conversation
 from eyas.errors import UserError
 from eyas.train import corpus as corpus_module
-from eyas.train.corpus import Corpus, concatenate, encode_conversations, encode_corpus, pack_arrays, packs, split
-from eyas.train.packing import FitCounts
-
-
-def conversations(count: int) -> list[Conversation]:
-    """Of different lengths; each says its number."""
-    return [
-        Conversation(
-            messages=(
-                {"role": "user", "content": f"Say {i}"},
-                {"role": "assistant", "content": f"{i} " * (1 + i % 7)},
-            ),
-            where=f"f:{i}",
-        )
-        for i in range(count)
-    ]
-
-
-def encode(given: Iterable[Conversation], workers: int = 1, max_length: int = 200) -> tuple[Corpus, FitCounts]:
-    chosen = chat_tokenizer(CHATML)
-    stops = chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    return encode_conversations(given, chosen, stops, max_length=max_length, workers=workers)
+from eyas.train.corpus import Corpus, concatenate, pack_arrays, packs, split
 
 
 def corpus_of(lengths: Iterable[int]) -> Corpus:
@@ -47,69 +21,6 @@ def corpus_of(lengths: Iterable[int]) -> Corpus:
 
 def random_corpus(documents: int, longest: int = 1000) -> Corpus:
     return corpus_of(np.random.default_rng(0).integers(2, longest, size=documents, endpoint=True).tolist())
-
-
-def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
-    given = conversations(20)
-    corpus, counts = encode(given)
-    chosen = chat_tokenizer(CHATML)
-    encoder = ChatEncoder(chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"]))
-    expected = [row for conversation in given for row in encoder.encode(conversation)]
-    assert counts == FitCounts(kept=20)
-    assert [tuple(corpus.take([i]).ids.tolist()) for i in range(len(corpus))] == [e.ids for e in expected]
-    assert [tuple(corpus.take([i]).mask.tolist()) for i in range(len(corpus))] == [e.mask for e in expected]
-    assert corpus.tokens == sum(len(e.ids) for e in expected)
-    assert corpus.trainable == sum(e.trainable for e in expected)
-    assert corpus.longest == max(len(e.ids) for e in expected)
-
-
-def test_order_and_counts_do_not_depend_on_the_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "CHUNK", 16)
-    given = [*conversations(150), Conversation(messages=({"role": "user", "content": "?"},), where="f:150")]
-    (one, one_counts), (two, two_counts) = encode(given), encode(given, workers=2)
-    assert one_counts == two_counts == FitCounts(kept=150, unanswered=1)
-    for name in ("ids", "mask", "offsets", "conversation"):
-        assert np.array_equal(getattr(one, name), getattr(two, name))
-
-
-def test_what_a_process_refuses_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "CHUNK", 16)
-    chosen = chat_tokenizer("{{ raise_exception('no such order') }}")
-    with pytest.raises(UserError, match=r"^f:0: .*no such order"):
-        encode_conversations(conversations(40), chosen, [], max_length=100, workers=2)
-
-
-def test_progress_counts_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_module, "CHUNK", 16)
-    chosen, done = chat_tokenizer(CHATML), list[int]()
-    encode_conversations(conversations(40), chosen, [], max_length=200, on_progress=done.append)
-    assert done == [16, 32, 40]
-
-
-def test_nothing_to_train_on_is_refused_with_counts() -> None:
-    prompts = [Conversation(messages=({"role": "user", "content": "Hi"},), where="f:1")]
-    with pytest.raises(UserError, match=r"of 3 conversations none .* 0 kept, 0 cut, 2 too long .* 5, 1 unanswered"):
-        encode([*prompts, *conversations(2)], max_length=5)
-
-
-def test_no_files_are_refused() -> None:
-    with pytest.raises(UserError, match=r"data\.files"):
-        encode_corpus([], "smollm2", max_length=100)
-
-
-@pytest.mark.default
-def test_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for file, answer in zip(files, ("Paris", "Rome"), strict=True):
-        messages = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": answer}]
-        file.write_text(json.dumps({"messages": messages}) + "\n", encoding="utf-8")
-    corpus, counts = encode_corpus(files, "smollm2", max_length=100)
-    assert counts == FitCounts(kept=2)
-    from eyas.target.tokenizer import load_tokenizer
-
-    tokenizer, _ = load_tokenizer("smollm2")
-    spoken = [str(tokenizer.decode(corpus.take([i]).ids[corpus.take([i]).mask].tolist())) for i in range(2)]
-    assert spoken == ["Paris<|im_end|>", "Rome<|im_end|>"]
 
 
 def test_a_split_parts_the_documents() -> None:

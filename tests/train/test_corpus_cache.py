@@ -1,6 +1,5 @@
 """Tokenising happens once, and never for something else."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ def test_what_was_encoded_is_read_back_as_it_was(tmp_path: Path) -> None:
     first, counts = load_or_encode(place, [file], {"seed": 0}, encode)
     again, counted = load_or_encode(place, [file], {"seed": 0}, encode)
     assert encode.asked == 1
-    assert counts == counted == asdict(FitCounts(kept=2, cut=1))
+    assert counts == counted == FitCounts(kept=2, cut=1).as_json()
     for name in ("ids", "mask", "offsets", "conversation"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
         assert getattr(first, name).dtype == getattr(again, name).dtype

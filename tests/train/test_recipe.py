@@ -46,7 +46,7 @@ def test_files_and_a_folder_are_enough(tmp_path: Path) -> None:
     recipe = load_recipe(written(tmp_path, LEAST_TOML))
     assert recipe == Recipe(data=DataSettings(files=("a.jsonl",)), output=OutputSettings(folder="runs/a"))
     assert recipe.train == TrainSettings()
-    assert recipe.data.processes >= 1
+    assert (recipe.data.workers, recipe.data.max_bad_share) == (0, 0.05)
 
 
 @pytest.mark.parametrize(("table", "key"), [("data", "files"), ("output", "folder")])

@@ -101,9 +101,9 @@ class Ticker:
         self._seconds = seconds
         self._last = time.monotonic()
 
-    def __call__(self, message: str) -> None:
-        """Report, if it is time."""
+    def __call__(self, message: str, *, at_once: bool = False) -> None:
+        """Report, if it is time, or `at_once`."""
         now = time.monotonic()
-        if now - self._last >= self._seconds:
+        if at_once or now - self._last >= self._seconds:
             self._last = now
             report(message)

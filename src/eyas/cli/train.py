@@ -78,7 +78,7 @@ def _train(
             stop=stop.asked,
             on_first_step=stop.saves_from_now_on,
             resuming=resume,
-            on_encoded=lambda done: tick(f"encoded {done:,} conversations"),
+            on_encoded=lambda progress: tick(str(progress), at_once=not progress.conversations),
             cache=cache,
         )
     if not ranks.is_main:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from eyas.errors import UserError
 
@@ -67,6 +68,10 @@ class BadRecords:
                 f"{len(self):,} of {self.read:,} records are bad, above the share of {max_share:g} that {name} allows: "
                 f"{'; '.join(self.lines())}; mend the files or raise {name}"
             )
+
+    def as_json(self) -> dict[str, Any]:
+        """For a run's record."""
+        return {"records": len(self), "read": self.read, "by_reason": dict(self.by_reason), "examples": self.examples}
 
     def lines(self) -> Iterator[str]:
         """One for each reason, most frequent first: how many, and the first of them."""

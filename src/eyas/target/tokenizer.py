@@ -25,6 +25,17 @@ def load_tokenizer(
     return tokenizer, stop_ids(tokenizer, generation)
 
 
+def local_source(source: str, *, cache: Path | None = None) -> str:
+    """A folder that gives the same tokenizer as `source`, once that was loaded: other processes need no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    place = locate(source, cache=cache)
+    if Path(place).is_dir():
+        return place
+    known = try_to_load_from_cache(place, "config.json")
+    return str(Path(known).parent) if isinstance(known, str) else source
+
+
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> frozenset[int]:
     """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
     configured = generation.eos_token_id if generation else None

@@ -1,38 +1,21 @@
 """All documents in memory, compactly, and the order in which training meets them.
 
-Five bytes a token: a hundred million tokens are half a gigabyte, so nothing of the data needs a file of its own. Text
-is tokenised by several processes at once, because that is what takes the time.
-Invariants: the corpus is the same whatever the number of processes, and the packs of an epoch follow from the corpus,
-the seed and the epoch alone, so that a resumed run sees what an uninterrupted one would have seen.
+Five bytes a token: a hundred million tokens are half a gigabyte, so nothing of the data needs a file of its own.
+`encoding.py` makes it from files.
+Invariant: the packs of an epoch follow from the corpus, the seed and the epoch alone, so that a resumed run sees what
+an uninterrupted one would have seen.
 """
 
-import multiprocessing
-import os
-import signal
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
-from pathlib import Path
-from typing import Any
+from itertools import chain
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from transformers import PreTrainedTokenizerBase
 
-from eyas.data.chat_encoder import ChatEncoder, Encoded
-from eyas.data.conversations import Conversation
-from eyas.data.files import read_conversations
 from eyas.errors import UserError
-from eyas.target.chat_template import ChatFormat
-from eyas.train.augment import Augmenter
-from eyas.train.packing import FitCounts, fit, pack
-from eyas.train.recipe import MIN_JOIN_LENGTH, Augmentation
-
-CHUNK = 256
-"""Conversations that a process is handed at a time: enough to make the handing over cheap."""
+from eyas.train.packing import pack
+from eyas.train.recipe import MIN_JOIN_LENGTH
 
 Pack = tuple[tuple[int, ...], ...]
 """Documents side by side, each a run of corpus documents: one, or several that are joined and see each other."""
@@ -123,78 +106,6 @@ def concatenate(corpora: Sequence[Corpus]) -> Corpus:
         np.concatenate([corpus.lengths for corpus in corpora]),
         np.concatenate(conversations),
     )
-
-
-def encode_corpus(
-    files: Sequence[Path],
-    source: str,
-    *,
-    max_length: int,
-    augmentation: Augmentation | None = None,
-    seed: int = 0,
-    workers: int = 1,
-    on_progress: Callable[[int], None] | None = None,
-    cache: Path | None = None,
-    chat_format: ChatFormat | None = None,
-) -> tuple[Corpus, FitCounts]:
-    """Read and encode the conversations of `files` with the tokenizer of target `source`."""
-    from eyas.target.tokenizer import load_tokenizer
-
-    if not files:
-        raise UserError("there are no files of conversations to train on; name at least one in data.files")
-    tokenizer, stop_ids = load_tokenizer(source, cache=cache, chat_format=chat_format)
-    conversations = chain.from_iterable(read_conversations(file) for file in files)
-    return encode_conversations(
-        conversations,
-        tokenizer,
-        stop_ids,
-        max_length=max_length,
-        augmentation=augmentation,
-        seed=seed,
-        workers=workers,
-        on_progress=on_progress,
-        variables=None if chat_format is None else chat_format.variables,
-    )
-
-
-def encode_conversations(
-    conversations: Iterable[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Collection[int],
-    *,
-    max_length: int,
-    augmentation: Augmentation | None = None,
-    seed: int = 0,
-    workers: int = 1,
-    on_progress: Callable[[int], None] | None = None,
-    variables: Mapping[str, Any] | None = None,
-) -> tuple[Corpus, FitCounts]:
-    """Encode conversations in order, in `workers` processes (0 or 1: in this one).
-
-    `on_progress` is told how many conversations are done; `seed` and its place decide how one is augmented. `variables`
-    are the chat template's.
-    """
-    encoding = _Encoding(tokenizer, stop_ids, max_length, augmentation or Augmentation(), seed, variables)
-    counts, parts, done = FitCounts(), [], 0
-    for part in _encoded_chunks(encoding, conversations, workers):
-        counts += part.counts
-        parts.append(part)
-        done += part.conversations
-        if on_progress is not None:
-            on_progress(done)
-    if not counts.kept:
-        raise UserError(
-            f"of {done} conversations none can be trained on: {counts.kept} kept, {counts.cut} cut, {counts.too_long} "
-            f"too long for data.max_length {max_length}, {counts.unanswered} unanswered; raise data.max_length for "
-            "long ones and let the target answer unanswered ones first"
-        )
-    corpus = Corpus.build(
-        np.concatenate([part.ids for part in parts]),
-        np.concatenate([part.mask for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        np.concatenate([part.conversation for part in parts]),
-    )
-    return corpus, counts
 
 
 def split(corpus: Corpus, share: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -289,114 +200,6 @@ def _joined(
         documents.append(tuple(order[first:place]))
         used += size
     return documents, order[place:]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Part:
-    """The documents of a chunk of conversations."""
-
-    ids: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    lengths: NDArray[np.int64]
-    conversation: NDArray[np.int64]
-    counts: FitCounts
-    conversations: int
-    """Read, whatever became of them."""
-
-
-class _Encoding:
-    """What is done to a chunk of conversations; travels to the processes whole."""
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_ids: Collection[int],
-        max_length: int,
-        augmentation: Augmentation,
-        seed: int,
-        variables: Mapping[str, Any] | None,
-    ) -> None:
-        self._encoder = ChatEncoder(tokenizer, stop_ids, variables=variables)
-        self._max_length = max_length
-        self._augmenter = Augmenter(self._encoder, tokenizer, augmentation, seed) if augmentation.wanted else None
-
-    def __call__(self, first: int, conversations: Sequence[Conversation]) -> _Part:
-        counts = FitCounts()
-        encoded: list[Encoded] = []
-        numbers: list[int] = []
-        for index, conversation in enumerate(conversations, start=first):
-            augmented = self._augmenter.encoder_for(index) if self._augmenter else None
-            for rows in fit([conversation], augmented or self._encoder, max_length=self._max_length, counts=counts):
-                encoded += rows
-                numbers += [index] * len(rows)
-                if augmented is not None and augmented.applied is not None:
-                    counts.augmented[augmented.applied] += 1
-        return _Part(
-            ids=np.fromiter(chain.from_iterable(e.ids for e in encoded), dtype=np.int32),
-            mask=np.fromiter(chain.from_iterable(e.mask for e in encoded), dtype=np.bool_),
-            lengths=np.array([len(e.ids) for e in encoded], dtype=np.int64),
-            conversation=np.array(numbers, dtype=np.int64),
-            counts=counts,
-            conversations=len(conversations),
-        )
-
-
-def _encoded_chunks(encoding: _Encoding, conversations: Iterable[Conversation], workers: int) -> Iterator[_Part]:
-    chunks = _numbered_chunks(iter(conversations))
-    head = list(islice(chunks, 2))
-    chunks = chain(head, chunks)
-    if workers <= 1 or len(head) < 2:
-        yield from (encoding(first, chunk) for first, chunk in chunks)
-        return
-    pool = ProcessPoolExecutor(workers, mp_context=_context(), initializer=_set_encoding, initargs=(encoding,))
-    waiting: deque[Future[_Part]] = deque()
-    try:
-        for first, chunk in chunks:
-            waiting.append(pool.submit(_encode_chunk, first, chunk))
-            if len(waiting) > 4 * workers:  # no more conversations in memory than keep everyone busy
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            f"one of {workers} processes that encode conversations died, perhaps for want of memory; "
-            "use fewer: data.workers = 1"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _numbered_chunks(conversations: Iterator[Conversation]) -> Iterator[tuple[int, list[Conversation]]]:
-    first = 0
-    while chunk := list(islice(conversations, CHUNK)):
-        yield first, chunk
-        first += len(chunk)
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    """A way to start processes that does not copy this one, whose threads and GPU a copy could not use."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-_encoding: _Encoding | None = None
-
-
-def _set_encoding(encoding: _Encoding) -> None:
-    # One thread each: the tokenizer would start as many as there are cores in every process, and they would wait
-    # for each other.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    global _encoding
-    _encoding = encoding
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
-
-
-def _encode_chunk(first: int, conversations: Sequence[Conversation]) -> _Part:
-    assert _encoding is not None
-    return _encoding(first, conversations)
 
 
 def _runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ one that belongs to something else is made again.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def load_or_encode(
     if (found := _read(place, key)) is not None:
         return found
     corpus, counts = encode()
-    counted = asdict(counts)
+    counted = counts.as_json()
     metadata = {"key": key, "counts": json.dumps(counted)}
     own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
     tensors = {"ids": corpus.ids, "mask": corpus.mask, "offsets": corpus.offsets, "conversation": own}

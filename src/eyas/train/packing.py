@@ -9,8 +9,9 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
+from eyas.data.bad_records import BadRecords
 from eyas.data.chat_encoder import Encoded
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
@@ -39,6 +40,13 @@ class FitCounts:
     """Dropped: nothing to train on."""
     augmented: Counter[str] = field(default_factory=Counter)
     """Kept in another rendering than the template's own, by what was done; see `augment`."""
+    bad: BadRecords = field(default_factory=BadRecords)
+    """Skipped: what cannot be read or encoded."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a run's record."""
+        own = {name: getattr(self, name) for name in ("kept", "cut", "too_long", "unanswered")}
+        return {**own, "augmented": dict(self.augmented), "bad": self.bad.as_json()}
 
     def __iadd__(self, other: "FitCounts") -> "FitCounts":
         self.kept += other.kept
@@ -46,6 +54,7 @@ class FitCounts:
         self.too_long += other.too_long
         self.unanswered += other.unanswered
         self.augmented += other.augmented
+        self.bad += other.bad
         return self
 
 

@@ -8,7 +8,6 @@ directory.
 """
 
 import difflib
-import os
 import random
 import re
 import tomllib
@@ -30,6 +29,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from eyas.data.bad_records import MAX_BAD_SHARE
 from eyas.errors import UserError
 from eyas.train.toml import NONE, apply_override, parse_override, to_text
 
@@ -163,9 +163,11 @@ class DataSettings(_Table):
     """[data]: which conversations, and how they are laid out."""
 
     files: Annotated[tuple[_Text, ...], _LIST, Field(min_length=1)]
-    """JSON lines or Parquet."""
+    """Files, folders or globs; docs/training.md says which formats."""
+    max_bad_share: _Share = MAX_BAD_SHARE
+    """Share of records that may be bad and are skipped; more of them are refused. 0: not a single one."""
     held_out: Annotated[_Text | None, _MAY_BE_NONE] = None
-    """A file of conversations to evaluate on; none: a share of `files` is set aside."""
+    """A file or folder of conversations to evaluate on; none: a share of `files` is set aside."""
     held_out_share: _ShareBelowOne = 0.01
     """Share of the documents that is set aside when there is no `held_out` file; 0: none."""
     max_length: _Tokens = 2048
@@ -179,7 +181,7 @@ class DataSettings(_Table):
     seed: _Seed = 0
     """Of the split, the augmentation and the order."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that encode conversations; 0: one for every core."""
+    """Processes that encode conversations; 0: as many as there are cores, fewer for little text."""
     augment: Augmentation = Augmentation()
 
     @model_validator(mode="after")
@@ -196,13 +198,6 @@ class DataSettings(_Table):
                 f"not {self.join_length}; raise it or set data.join_share to 0"
             )
         return self
-
-    @property
-    def processes(self) -> int:
-        """How many processes `workers` asks for."""
-        if self.workers:
-            return self.workers
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class FeatureSettings(_Table):

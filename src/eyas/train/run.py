@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.data.files import expand_files
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.errors import UserError
 from eyas.target.model import Target
@@ -26,8 +27,9 @@ from eyas.train import resume
 from eyas.train.attention import require_attention
 from eyas.train.batch import TrainingBatch, teaching_rows
 from eyas.train.best import BestDrafters
-from eyas.train.corpus import Corpus, concatenate, encode_corpus, split
+from eyas.train.corpus import Corpus, concatenate, split
 from eyas.train.corpus_cache import load_or_encode
+from eyas.train.encoding import EncodingProgress, EncodingSettings, encode_corpus, fingerprint_tokenizer
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import FeatureSource
@@ -53,7 +55,7 @@ logger = logging.getLogger(__name__)
 # What may change between a run and its resumption without changing what is learnt.
 _MAY_CHANGE_ON_RESUME = {
     "target": {"device"},
-    "data": {"workers"},
+    "data": {"workers", "max_bad_share"},
     "features": {"folder"},
     "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"}
     # A run may become longer: its schedule is then another from there on, which is said.
@@ -108,7 +110,7 @@ def run(
     stop: Callable[[], bool] = lambda: False,
     on_first_step: Callable[[], None] = lambda: None,
     resuming: bool = False,
-    on_encoded: Callable[[int], None] | None = None,
+    on_encoded: Callable[[EncodingProgress], None] | None = None,
     cache: Path | None = None,
 ) -> TrainResult:
     """Train what the recipe asks for; `cache` is where the target was found, if not in the user's."""
@@ -118,7 +120,7 @@ def run(
     newest = resume.newest(checkpoints)
     check_run(recipe, target.facts, processes=ranks.world, resuming=resuming)
     require_attention(recipe.data.pack_length, getattr(torch, _precision(recipe, target)), target.device)
-    corpus, held_out, data_record = _read_data(recipe, on_encoded, cache, ranks)
+    corpus, held_out, data_record = _read_data(recipe, target, on_encoded, cache, ranks)
     packs = CorpusPacks(
         corpus=corpus,
         length=recipe.data.pack_length,
@@ -278,40 +280,38 @@ def _one_vocabulary(states: Sequence[TrainState]) -> str:
 
 
 def _read_data(
-    recipe: Recipe, on_encoded: Callable[[int], None] | None, cache: Path | None, ranks: Ranks
+    recipe: Recipe,
+    target: Target,
+    on_encoded: Callable[[EncodingProgress], None] | None,
+    cache: Path | None,
+    ranks: Ranks,
 ) -> tuple[Corpus, Corpus | None, dict[str, Any]]:
-    data = recipe.data
-
-    settings = {"target": recipe.target.source, "max_length": data.max_length, "seed": data.seed}
-    chat_format = recipe.target.chat_format()
-    settings |= {"augment": data.augment.model_dump(), "chat_format": asdict(chat_format)}
+    data, settings = recipe.data, EncodingSettings.of(recipe, cache=cache)
+    tokenizer = fingerprint_tokenizer(target.tokenizer, target.stop_ids())
+    key = {**settings.as_json(), "tokenizer": tokenizer, "max_bad_share": data.max_bad_share}
 
     def read(files: Sequence[str], name: str) -> tuple[Corpus, dict[str, Any]]:
-        paths = [Path(file) for file in files]
+        paths = expand_files(files)
 
         def encode() -> tuple[Corpus, FitCounts]:
-            logger.info(f"encoding {', '.join(files)} (data.workers: {data.processes})")
+            logger.info(f"encoding {', '.join(files)}")
             return encode_corpus(
-                paths,
-                recipe.target.source,
-                chat_format=chat_format,
-                max_length=data.max_length,
-                augmentation=data.augment,
-                seed=data.seed,
-                workers=data.processes,
-                on_progress=on_encoded,
-                cache=cache,
+                paths, settings, workers=data.workers, max_bad_share=data.max_bad_share, on_progress=on_encoded
             )
 
         place = Path(recipe.output.folder) / "encoded" / f"{name}.safetensors"
         if not ranks.is_main:  # the leader encodes, the others find it done
             ranks.barrier()
-        corpus, counts = load_or_encode(place, paths, settings, encode)
+        corpus, counts = load_or_encode(place, paths, key, encode)
         if ranks.is_main:
             ranks.barrier()
         return corpus, {"files": list(files), **counts}
 
     corpus, record = read(data.files, "train")
+    if ranks.is_main and (bad := record["bad"]["records"]):
+        logger.warning(f"{bad:,} of {record['bad']['read']:,} records are bad and skipped:")
+        for reason, count in record["bad"]["by_reason"].items():
+            logger.warning(f"  {count:,} x {reason}, as {record['bad']['examples'][reason][0]}")
     held_out: Corpus | None = None
     held_out_record: dict[str, Any] = {}
     if data.held_out is not None:
