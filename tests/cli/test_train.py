@@ -129,13 +129,18 @@ GOOD = json.dumps({"messages": CHAT})
 @pytest.mark.parametrize(
     ("lines", "parts"),
     [
-        ([GOOD, GOOD, '{"messages": ['], ("data.jsonl:3: it is not JSON", "mend or remove the line")),
         (
-            [GOOD, '{"messages": [{"role": "asistant", "content": "x"}]}'],
-            ("data.jsonl:2", "'asistant'", "'assistant'?"),
+            [GOOD, GOOD, '{"messages": [', '{"messages": [{"role": "asistant", "content": "x"}]}'],
+            (
+                "2 of 4 records are bad",
+                "data.max_bad_share",
+                "data.jsonl:3: it is not JSON",
+                "data.jsonl:4",
+                "'asistant'",
+            ),
         ),
-        ([GOOD, '{"text": "x"}'], ("data.jsonl:2", "['text']", "messages (OpenAI)")),
-        ([GOOD, '{"messages": [{"role": "user", "content": 7}]}'], ("data.jsonl:2", "is 7", "give text")),
+        (['{"text": "x"}'], ("none of 1 records", "data.jsonl:1", "['text']", "messages (OpenAI)")),
+        ([GOOD, '{"text": "x"}'], ("1 conversation cannot be split",)),
         (['{"prompt": "Hi"}'], ("of 1 conversations none", "1 unanswered", "let the target answer")),
         ([], ("data.jsonl holds no conversations", "at least one line")),
         (None, ("cannot read", "data.jsonl", "No such file", "; check")),

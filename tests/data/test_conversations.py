@@ -172,6 +172,17 @@ HI = [("user", "Hi"), ("assistant", "Hello")]
         ),
         ({"instruction": "Hi", "input": None, "output": ""}, HI[:1]),
         (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Brief."},
+                    {"from": "gpt", "value": "... and so on."},
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Hello"},
+                ]
+            },
+            [("system", "Brief."), *HI],
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}]},
             HI[:1],
         ),

@@ -382,10 +382,11 @@ def recipe_of(output: Path, **features: object) -> Any:
 
 
 def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **options: Any) -> tuple[TrainResult, Diary]:
-    def encoded(files: Sequence[Path], source: str, **_: object) -> tuple[Corpus, FitCounts]:
+    def encoded(files: Sequence[Path], settings: object, **_: object) -> tuple[Corpus, FitCounts]:
         return corpus_of(120), FitCounts(kept=120)
 
     monkeypatch.setattr("eyas.train.run.encode_corpus", encoded)
+    monkeypatch.setattr("eyas.train.run.fingerprint_tokenizer", lambda *_: "letters")  # it knows no vocabulary
     monkeypatch.setattr(Target, "stop_ids", lambda self: frozenset({1}))
     diary = Diary()
     return run(recipe, target, observers=[diary], **options), diary

@@ -115,7 +115,7 @@ def parse_conversation(row: object, where: str) -> Conversation:
 def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
     """The turns of a record, whatever it calls them."""
     if (key := _first(row, TURN_LISTS)) is not None:
-        said = [_message(turn, where) for turn in _turns(row[key], where)]
+        said = _from_the_first_question([_message(turn, where) for turn in _turns(row[key], where)])
     elif row.get("turns") is not None:
         said = [
             _message(turn, where) if isinstance(turn, dict) else _prompt(turn, where)
@@ -134,6 +134,15 @@ def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
     if system is None or said[0]["role"] == "system":
         return said
     return [{"role": "system", "content": _text(row[system], system, where)}, *said]
+
+
+def _from_the_first_question(said: list[Message]) -> list[Message]:
+    """Without what an assistant says before anybody asks: files that split long conversations begin so (ShareGPT).
+
+    Nobody can generate an answer to nothing, and many templates refuse it.
+    """
+    first = next((i for i, message in enumerate(said) if message["role"] == "user"), 0)
+    return [message for i, message in enumerate(said) if i >= first or message["role"] == "system"]
 
 
 def _prompt_and_answer(row: Mapping[str, Any], key: str, where: str) -> list[Message]:

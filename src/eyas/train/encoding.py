@@ -155,8 +155,7 @@ def encode_corpus(
             for found in part.found:
                 on_found(found)
     if max_bad_share is not None:
-        counts.bad.require_few(max_bad_share, "data.max_bad_share")
-        _require_some(counts, done, settings.max_length)
+        require_usable(counts, settings.max_length, max_bad_share)
     return _joined(parts), counts
 
 
@@ -177,16 +176,19 @@ def encode_conversations(
     encode = _Encoding(tokenizer, stop_ids, max_length, variables, augmentation or Augmentation(), seed, None)
     given = list(conversations)
     part = encode(_Chunk(first=0, conversations=given, bytes_read=0), strict=True)
-    _require_some(part.counts, len(given), max_length)
+    require_usable(part.counts, max_length)
     return _joined([part]), part.counts
 
 
-def _require_some(counts: FitCounts, done: int, max_length: int) -> None:
+def require_usable(counts: FitCounts, max_length: int, max_bad_share: float = 1.0) -> None:
+    """Refuse conversations of which too many are bad, or none can be trained on."""
+    counts.bad.require_few(max_bad_share, "data.max_bad_share")
     if not counts.kept:
+        done = counts.too_long + counts.unanswered + len(counts.bad)
         raise UserError(
-            f"of {done} conversations none can be trained on: {counts.kept} kept, {counts.cut} cut, {counts.too_long} "
-            f"too long for data.max_length {max_length}, {counts.unanswered} unanswered, {len(counts.bad)} bad; raise "
-            "data.max_length for long ones and let the target answer unanswered ones first"
+            f"of {done} conversations none can be trained on: {counts.too_long} too long for data.max_length "
+            f"{max_length}, {counts.unanswered} unanswered, {len(counts.bad)} bad; raise data.max_length for long ones "
+            "and let the target answer unanswered ones first"
         )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+from eyas.data.files import expand_files
 from eyas.errors import UserError
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.facts import TargetFacts
@@ -28,8 +29,8 @@ def check_run(recipe: Recipe, facts: TargetFacts, *, processes: int = 1, resumin
     _check_folder(recipe, resuming=resuming)
     _check_lengths(recipe, facts)
     layer_ids = sorted({k for drafter in recipe.drafter_recipes() for k in _check_drafter(drafter, recipe, facts)})
-    for file in (*recipe.data.files, *([recipe.data.held_out] if recipe.data.held_out else [])):
-        if not Path(file).exists():
+    for file in expand_files([*recipe.data.files, *([recipe.data.held_out] if recipe.data.held_out else [])]):
+        if not file.exists():
             raise UserError(f"cannot read {file}: No such file or directory; check data.files and data.held_out")
     if recipe.features.source == "cache":
         _check_cache(recipe, facts, layer_ids)
