@@ -105,6 +105,12 @@ SHORT_IDS = TEXT_ARGUMENTS.replace(
     "{{ '<call>' + t.function.name + t.function.arguments }}",
     "{% if t.id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}<call>{{ t.function.name }}",
 )
+NO_BOTH = TEXT_ARGUMENTS.replace(
+    "{{ '<call>' + t.function.name + t.function.arguments }}",
+    "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}<call>{{ t.function.name }}",
+).replace(
+    "<|im_start|>assistant\n", "<|im_start|>assistant\n{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}", 1
+)
 NEEDS_TOOLS = "{% for tool in tools %}{{ tool }}{% endfor %}" + CHATML
 
 
@@ -201,6 +207,8 @@ def test_an_answer_is_what_the_target_says_behind_its_prompt(
         (TEXT_ARGUMENTS, [Q, CALL, RESULT, A], [f'<call>look{{"at": "it"}}{END}', f"Hello{END}"]),
         (NULL_CONTENT, [Q, CALL, RESULT, A], [f'<call>look{{"at": "it"}}{END}', f"Hello{END}"]),
         (SHORT_IDS, [Q, CALL, RESULT, A], [f"<call>look{END}", f"Hello{END}"]),
+        (NO_BOTH, [Q, {**CALL, "content": "Wait.", "thinking": "Hm"}], [f"Wait.<call>look{END}"]),
+        (CLOSES_ONLY, [Q, {**A, "content": "", "thinking": "Hm"}], ["Hm</think><|user|>"]),
         (NEEDS_TOOLS, [Q, A], [f"Hello{END}"]),
         (CHATML, [Q, CALL, RESULT, A], [f"Hello{END}"]),  # nobody knows how it would have called
     ],

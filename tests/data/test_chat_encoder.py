@@ -91,6 +91,20 @@ def test_ids_are_those_of_the_tokenizers_own_template() -> None:
     assert list(encoded.ids) == theirs[:-1]  # the newline behind the stop token, nobody has said yet
 
 
+def test_prompts_that_are_tokenised_turn_by_turn_have_the_ids_of_the_whole() -> None:
+    chosen = tokenizer(CHATML)
+    encoder = ChatEncoder(chosen, chosen.convert_tokens_to_ids(["</s>", "<|im_end|>"]))
+    messages = turns("Hi", "xy", "\nx\n x", " é\n", "<|im_end|>x", "Bye")
+    assert encoder._seams
+    for sample, end in zip(
+        encoder.samples(Conversation(messages=tuple(messages), where="f:1")), (1, 3, 5), strict=True
+    ):
+        before = [dict(m) for m in messages[:end]]
+        assert list(sample.prompt_ids) == chosen.apply_chat_template(
+            before, add_generation_prompt=True, return_dict=False
+        )
+
+
 def test_system_prompts_and_thinking_are_kept() -> None:
     messages: list[Message] = [{"role": "system", "content": "Be brief."}, *turns("Hi", "<think>Hm</think>Hello")]
     chosen, encoded = encode(CHATML, messages)

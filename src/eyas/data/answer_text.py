@@ -129,8 +129,12 @@ class AnswerWriter:
             said, rest = "", self._without_empty_block(self._behind_opening(before, prompt, written))
         if not finished and not calls:
             return SpokenAnswer(prompt=prompt, text=said, stop="")
-        if not (content or calls):  # the target stops at once, or behind its reasoning
-            rest = rest if reasoning else self._from_stop(rest)
+        if reasoning and not (content or calls) and self.tags is not None and self.tags.closing in rest:
+            end = rest.index(self.tags.closing) + len(self.tags.closing)
+            said, rest = said + rest[:end], rest[end:]
+        elif not (reasoning or content or calls):  # the target stops at once
+            place, stop = _first(self._stops, rest)
+            rest = rest[place:] if stop else rest
         return self._ended(before, marked, SpokenAnswer(prompt=prompt, text=said, stop=""), rest, next_role, finished)
 
     @property
@@ -232,10 +236,6 @@ class AnswerWriter:
             return -1, ""
         places = [(rest.rfind(token), token) for token in self._specials if token in rest]
         return max(places, default=(-1, ""))
-
-    def _from_stop(self, rest: str) -> str:
-        place, stop = _first(self._stops, rest)
-        return rest[place:] if stop else rest
 
     def _look_ahead(self, before: Sequence[Message], marked: Message, next_role: str | None) -> tuple[str, str]:
         """The stop token that comes with the next turn, and the blanks before it: some templates write it there."""

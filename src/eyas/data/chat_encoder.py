@@ -11,8 +11,10 @@ target saw another text, and the answer gets a row of its own.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -84,6 +86,9 @@ class ChatEncoder:
         self._specials = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._eos = str(tokenizer.eos_token) if tokenizer.eos_token_id in stop_ids else ""
         self._guard = _needed_guard(tokenizer)
+        self._seams = (
+            [] if self._guard else [stop for stop, i in self._stops.items() if _parts_texts(tokenizer, stop, i)]
+        )
         self._tags: dict[str, ReasoningTags | None] = {}
 
     def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
@@ -135,13 +140,14 @@ class ChatEncoder:
         )
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         samples = []
+        known: dict[str, tuple[int, ...]] = {}
         for i in answers:
             next_role = messages[i + 1]["role"] if i + 1 < len(messages) else None
             finished = conversation.finished or i != answers[-1]
             answer = writer.write(messages[:i], messages[i], next_role=next_role, finished=finished)
             if all(name in answer.text for name in call_names(messages[i])):
                 ids = self._spoken_ids(answer.text, answer.stop)
-                samples.append(Sample(prompt_ids=self._ids(answer.prompt), answer_ids=ids))
+                samples.append(Sample(prompt_ids=self._prompt_ids(answer.prompt, known), answer_ids=ids))
         return tuple(samples), len(samples) == len(answers)
 
     def _reasoning_tags(self, variables: Mapping[str, Any]) -> ReasoningTags | None:
@@ -172,6 +178,17 @@ class ChatEncoder:
             return ids
         return (*ids, self._stops[stop]) if stop in self._stops else ids + self._ids(stop)
 
+    def _prompt_ids(self, text: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The tokens of a prompt; turns that earlier prompts of the conversation had are not tokenised again."""
+        if not self._seams:
+            return self._ids(text)
+        ends = [seam.end() for seam in re.finditer("|".join(map(re.escape, self._seams)), text)]
+        pieces = [text[start:end] for start, end in pairwise([0, *ends, len(text)])]
+        for piece in pieces:
+            if piece not in known:
+                known[piece] = self._ids(piece)
+        return tuple(chain.from_iterable(known[piece] for piece in pieces))
+
     def _ids(self, text: str) -> tuple[int, ...]:
         # The template has written the special tokens.
         encoding: Any = self._tokenizer(text, add_special_tokens=False)
@@ -190,3 +207,18 @@ def _needed_guard(tokenizer: PreTrainedTokenizerBase) -> str:
     guarded: list[int] = tokenizer.encode(guard + probe, add_special_tokens=False)
     alike = guarded[1:] == alone or guarded[:1] != tokenizer.encode(guard, add_special_tokens=False)
     return "" if alike else guard
+
+
+def _parts_texts(tokenizer: PreTrainedTokenizerBase, token: str, token_id: int) -> bool:
+    """Whether what stands behind this token is tokenised as if nothing stood before it."""
+
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    if added is None or not added.special or added.normalized or added.lstrip or added.rstrip:
+        return False
+    return all(
+        ids(f"a b{token}{text}") == ids(f"a b{token}") + ids(text) for text in ("c", " c d", "\nc", "\n\n c", "é")
+    )

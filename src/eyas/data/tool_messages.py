@@ -1,13 +1,15 @@
 """Messages as chat templates take them; templates differ over tool calls.
 
 Most want arguments as an object, some as JSON text; some tell a missing content from an empty one; some want ids of
-nine letters. The first form is the server's. The others are for templates that refuse it or leave the calls out.
+nine letters; some take no reasoning beside content in a turn with calls. The first form is the server's. The others are
+for templates that refuse it or leave the calls out.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from eyas.data.answer_text import REASONING_FIELDS
 from eyas.data.conversations import Message
 
 
@@ -23,6 +25,7 @@ def message_forms(messages: Sequence[Message]) -> Iterator[list[dict[str, Any]]]
         yield [_without_empty_content(message) for message in form]
     for form in (plain, as_text):
         yield _short_ids(form)
+    yield [_without_reasoning_beside_content(message) for message in plain]
 
 
 def _with_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -71,6 +74,12 @@ def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _without_empty_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": None} if message.get("tool_calls") and not message.get("content") else message
+
+
+def _without_reasoning_beside_content(message: dict[str, Any]) -> dict[str, Any]:
+    if not (message.get("tool_calls") and message.get("content")):
+        return message
+    return {key: value for key, value in message.items() if key not in REASONING_FIELDS}
 
 
 def _short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
