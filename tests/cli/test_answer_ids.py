@@ -1,6 +1,7 @@
 """What is trained on is what the target read and said, token by token, whatever its template does to earlier turns."""
 
 import json
+import shutil
 import string
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -221,3 +222,32 @@ def test_plain_text_is_continued_up_to_a_stop_string_or_as_another_template_has_
     assert run(*command, "--out", tmp_path / "other", *chosen).code == 0
     prompted = [c.samples[0].prompt_ids for c in read_conversations(tmp_path / "other")]
     assert {target.decode(ids) for ids in prompted} == {f"qonce {letter}z" for letter in "abcdef"}
+
+
+def test_training_takes_answers_of_its_own_target_and_refuses_those_of_another(tmp_path: Path, run: Run) -> None:
+    folder, prompts, out = save_target(FAMILIES["qwen3"], tmp_path / "t"), tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {letter}"}) for letter in LETTERS[2:]))
+    assert run("data", "answer", prompts, "--out", out, "--target", folder, "--max-tokens", 30).code == 0
+    moved, other = shutil.copytree(folder, tmp_path / "moved"), shutil.copytree(folder, tmp_path / "other")
+    model = LlamaForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.model.norm.weight[0] += 0.5
+    model.save_pretrained(other)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f'[target]\nsource = "{other}"\n[data]\nfiles = ["{out}"]\nheld_out_share = 0.0\n'
+        "max_length = 256\npack_length = 256\n[drafter]\naux_layer_ids = [0, 1, 2]\n"
+        f'[train]\nsteps = 1\ndepths = 2\n[output]\nfolder = "{tmp_path}/run"\n'
+    )
+    refused = run("train", recipe)
+    assert refused.code == 2
+    assert f"{out}:1: these answers are by {folder}, and the drafter is for {other}, another model" in refused.err
+    assert f"eyas data answer --target {other}" in refused.err
+    for number, setting in enumerate((f"target.source={moved}", "data.allow_other_authors=true")):
+        folder = tmp_path / f"run{number}"
+        trained = run("train", recipe, "--set", setting, "--set", f"output.folder={folder}")
+        assert trained.code == 0, trained
+        record = json.loads((folder / "record.json").read_text())
+        samples = [sample for conversation in read_conversations(out) for sample in conversation.samples]
+        assert record["data"]["tokens"] == sum(len(s.prompt_ids) + len(s.answer_ids) for s in samples)
+        assert record["data"]["trained_on"] == sum(len(s.answer_ids) for s in samples)

@@ -42,6 +42,8 @@ BYTES_PER_WORKER = 8_000_000
 COMPRESSION = 4
 """How much smaller text is in files that are compressed, roughly."""
 
+Check = Callable[[Conversation], Conversation]
+"""Refuses the whole corpus at a conversation that must not be in it; returns the others as they are."""
 Inspect = Callable[[Conversation], Any]
 """Looks at a conversation in whichever process encodes it; both it and what it returns can be pickled."""
 
@@ -115,6 +117,7 @@ def encode_corpus(
     *,
     workers: int = 0,
     max_bad_share: float | None = MAX_BAD_SHARE,
+    check: Check | None = None,
     on_progress: Callable[[EncodingProgress], None] | None = None,
     inspect: Inspect | None = None,
     on_found: Callable[[Any], None] | None = None,
@@ -146,7 +149,7 @@ def encode_corpus(
             )
 
     tell(0)
-    for part in _encoded_chunks(settings, inspect, reader, workers):
+    for part in _encoded_chunks(settings, inspect, _chunks(reader, check), workers):
         counts += part.counts
         parts.append(part)
         done += part.conversations
@@ -297,9 +300,8 @@ class _Encoding:
 
 
 def _encoded_chunks(
-    settings: EncodingSettings, inspect: Inspect | None, reader: ConversationReader, workers: int
+    settings: EncodingSettings, inspect: Inspect | None, chunks: Iterator[_Chunk], workers: int
 ) -> Iterator[_Part]:
-    chunks = _chunks(reader)
     head = list(islice(chunks, 2))
     chunks = chain(head, chunks)
     if workers <= 1 or len(head) < 2:
@@ -327,8 +329,8 @@ def _encoded_chunks(
         pool.shutdown(cancel_futures=True)
 
 
-def _chunks(reader: ConversationReader) -> Iterator[_Chunk]:
-    first, conversations = 0, iter(reader)
+def _chunks(reader: ConversationReader, check: Check | None) -> Iterator[_Chunk]:
+    first, conversations = 0, iter(reader) if check is None else map(check, reader)
     while chunk := list(islice(conversations, CHUNK)):
         yield _Chunk(first=first, conversations=chunk, bytes_read=reader.bytes_read)
         first += len(chunk)

@@ -166,6 +166,8 @@ class DataSettings(_Table):
     """Files, folders or globs; docs/training.md says which formats."""
     max_bad_share: _Share = MAX_BAD_SHARE
     """Share of records that may be bad and are skipped; more of them are refused. 0: not a single one."""
+    allow_other_authors: bool = False
+    """Train on answers that another model than the target gave."""
     held_out: Annotated[_Text | None, _MAY_BE_NONE] = None
     """A file or folder of conversations to evaluate on; none: a share of `files` is set aside."""
     held_out_share: _ShareBelowOne = 0.01

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.data.author_check import AuthorCheck
 from eyas.data.files import expand_files
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.errors import UserError
@@ -55,7 +56,7 @@ logger = logging.getLogger(__name__)
 # What may change between a run and its resumption without changing what is learnt.
 _MAY_CHANGE_ON_RESUME = {
     "target": {"device"},
-    "data": {"workers", "max_bad_share"},
+    "data": {"workers", "max_bad_share", "allow_other_authors"},
     "features": {"folder"},
     "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"}
     # A run may become longer: its schedule is then another from there on, which is said.
@@ -288,7 +289,9 @@ def _read_data(
 ) -> tuple[Corpus, Corpus | None, dict[str, Any]]:
     data, settings = recipe.data, EncodingSettings.of(recipe, cache=cache)
     tokenizer = fingerprint_tokenizer(target.tokenizer, target.stop_ids())
+    check = AuthorCheck.of(target, allow_others=data.allow_other_authors)
     key = {**settings.as_json(), "tokenizer": tokenizer, "max_bad_share": data.max_bad_share}
+    key |= {"author": check.fingerprint, "allow_other_authors": check.allow_others}
 
     def read(files: Sequence[str], name: str) -> tuple[Corpus, dict[str, Any]]:
         paths = expand_files(files)
@@ -296,7 +299,12 @@ def _read_data(
         def encode() -> tuple[Corpus, FitCounts]:
             logger.info(f"encoding {', '.join(files)}")
             return encode_corpus(
-                paths, settings, workers=data.workers, max_bad_share=data.max_bad_share, on_progress=on_encoded
+                paths,
+                settings,
+                workers=data.workers,
+                max_bad_share=data.max_bad_share,
+                check=check,
+                on_progress=on_encoded,
             )
 
         place = Path(recipe.output.folder) / "encoded" / f"{name}.safetensors"

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from eyas.serve.builders.reasoning import ReasoningSupport
 from eyas.serve.builders.request_builder import template_of
+from eyas.serve.parsers.base import AnswerParser, ParsedDelta
 from eyas.serve.parsers.harmony import HarmonyReasoning
-from eyas.serve.parsers.output_parser import OutputParser
 from eyas.serve.parsers.registry import AUTO, choose_formats
 from eyas.serve.protocol.completions import Tool
 from eyas.target.model import Target
@@ -41,15 +41,16 @@ class AnswerReader:
         offered = _functions(tools)
         tool_parser = self._tools.new_parser(offered, max_calls=None) if self._tools is not None and offered else None
         parser = self._reasoning.new_parser(prompt, tool_parser)
-        return ReadAnswer(None if parser is None else OutputParser(parser, markers=()), apart=self._apart)
+        return ReadAnswer(parser, apart=self._apart)
 
 
 class ReadAnswer:
     """One answer, as far as it was read. Special tokens belong to its text."""
 
-    def __init__(self, parser: OutputParser | None, *, apart: bool) -> None:
+    def __init__(self, parser: AnswerParser | None, *, apart: bool) -> None:
         self._parser, self._apart = parser, apart
         self._texts: list[str] = []
+        self._deltas: list[ParsedDelta] = []
         self.tokens = 0
         self.thinking_tokens = 0
         """The first of them, up to the last that belongs to reasoning."""
@@ -64,9 +65,9 @@ class ReadAnswer:
         self._texts.append(text)
         self.tokens += 1
         if self._parser is not None:
-            before = self.in_reasoning
-            self._parser.feed([text])
-            if before or self.in_reasoning:
+            before = self._parser.in_reasoning
+            self._deltas.append(self._parser.feed(text))
+            if before or self._parser.in_reasoning:
                 self.thinking_tokens = self.tokens
 
     def message(self) -> dict[str, Any]:
@@ -74,13 +75,13 @@ class ReadAnswer:
         text = "".join(self._texts)
         if self._parser is None:
             return {"role": "assistant", "content": text}
-        self._parser.feed((), last=True)
-        parser, calls = self._parser, self._parser.calls
+        self._deltas.append(self._parser.feed("", last=True))
+        calls = self._parser.calls
         if not (calls or self._apart):
             return {"role": "assistant", "content": text}
-        message: dict[str, Any] = {"role": "assistant", "content": parser.content}
-        if parser.reasoning:
-            message["reasoning_content"] = parser.reasoning
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(delta.content for delta in self._deltas)}
+        if reasoning := "".join(delta.reasoning for delta in self._deltas):
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -83,9 +83,12 @@ class Markers:
         self.texts = texts
         self.pattern = re.compile("|".join(map(re.escape, texts)))
         self.longest = max(map(len, texts))
+        self._beginning = re.compile("[" + "".join(re.escape(text[0]) for text in texts) + "]")
 
     def overlap(self, text: str) -> int:
         """How long an end of the text is a beginning of one of the markers."""
+        if self._beginning.search(text) is None:  # most tokens
+            return 0
         for size in range(min(len(text), self.longest - 1), 0, -1):
             end = text[-size:]
             if any(marker.startswith(end) for marker in self.texts):

@@ -32,11 +32,6 @@ class OutputParser:
         """All calls so far."""
         return self._parser.calls
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether what was read last is reasoning."""
-        return self._parser.in_reasoning
-
     def feed(self, texts: Iterable[str], *, last: bool = False) -> ParsedDelta:
         """Parse the texts of more tokens, one each; `last` flushes what was held back."""
         deltas = []
