@@ -26,7 +26,12 @@ FLAGS = {"fc_norm": True, "norm_output": True}
 
 
 def config_of(target: Target, *, dtype: str = "float32", **settings: Any) -> DrafterConfig:
-    defaults: dict[str, Any] = {"aux_layer_ids": (1, 2, 3), "fc_norm": False, "norm_output": False}
+    defaults: dict[str, Any] = {
+        "aux_layer_ids": (1, 2, 3),
+        "draft_vocab_size": None,
+        "fc_norm": False,
+        "norm_output": False,
+    }
     return config_for(target, DrafterSettings(**{**defaults, **settings}), dtype=dtype)
 
 

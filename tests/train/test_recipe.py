@@ -78,7 +78,12 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("features.top_k", 0, r"features\.top_k is 0"),
         ("features.dtype", "fp16", r"features\.dtype is 'fp16'; it must be one of bfloat16, fp8"),
         ("drafter.layers", 0, r"drafter\.layers is 0"),
-        ("drafter.draft_vocab_size", 0, r"drafter\.draft_vocab_size is 0"),
+        (
+            "drafter.draft_vocab_size",
+            0,
+            r"drafter\.draft_vocab_size is 0; it must be a whole number from 1, .auto. or .none.",
+        ),
+        ("drafter.draft_vocab_size", "all", r"drafter\.draft_vocab_size is .all.; it must be a whole number from 1"),
         ("drafter.intermediate_size", -1, r"drafter\.intermediate_size is -1"),
         ("drafter.aux_layer_ids", [], r"drafter\.aux_layer_ids is \[\]"),
         ("drafter.aux_layer_ids", [5, 2], r"drafter\.aux_layer_ids is \[5, 2\]; it must be a list of ascending"),

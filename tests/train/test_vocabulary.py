@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from eyas.errors import UserError
+from eyas.train import vocabulary
 from eyas.train.corpus import Corpus
-from eyas.train.vocabulary import choose_vocabulary
+from eyas.train.vocabulary import MAX_AUTO_SIZE, auto_size, choose_vocabulary
 
 
 def corpus_of(ids: Sequence[int], mask: Sequence[int] | None = None) -> Corpus:
@@ -64,3 +65,39 @@ def test_tokens_of_another_vocabulary_are_refused() -> None:
 def test_nothing_to_count_is_refused() -> None:
     with pytest.raises(UserError, match="no answers"):
         choose_vocabulary(corpus_of([1], [0]), 1, 10)
+
+
+def zipf(types: int, tokens: int, seed: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Tokens drawn as words of a language are: the n-th most frequent one time in n, about."""
+    share = 1 / np.arange(1, types + 1) ** 1.3
+    return np.random.default_rng(seed).choice(types, tokens, p=share / share.sum())
+
+
+@pytest.mark.parametrize("tokens", [20_000, 200_000])
+def test_the_size_that_the_data_ask_for_covers_new_text(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "AUTO_COVERAGE", 0.9)
+    types = 60_000
+    seen, new = zipf(types, tokens), zipf(types, 200_000, seed=1)
+    counts = np.bincount(seen, minlength=types)
+    size = auto_size(counts)
+    chosen, _ = choose_vocabulary(corpus_of(seen.tolist()), size, types)
+    covered = float(np.isin(new, chosen).mean())
+    assert size % 256 == 0 and size < MAX_AUTO_SIZE
+    assert 0.89 < covered < 0.93  # rounded up
+
+
+def test_few_data_ask_for_the_largest_vocabulary_and_a_plain_language_for_a_small_one() -> None:
+    assert auto_size(np.bincount(zipf(200_000, 500), minlength=200_000)) == MAX_AUTO_SIZE
+    plain = np.zeros(200_000, dtype=np.int64)
+    plain[1000:1300] = 100
+    assert auto_size(plain) == 512
+    assert auto_size(plain, stop_ids=300) == 768
+
+
+def test_auto_keeps_small_vocabularies_whole_and_has_the_stop_ids() -> None:
+    chosen, coverage = choose_vocabulary(corpus_of([7, 1]), "auto", MAX_AUTO_SIZE, always=[2])
+    assert (len(chosen), coverage) == (MAX_AUTO_SIZE, 1.0)
+    spoken = [*range(50_000, 50_100)] * 50
+    chosen, coverage = choose_vocabulary(corpus_of(spoken), "auto", 100_000, always=[99_999])
+    assert (len(chosen), coverage) == (256, 1.0)
+    assert 99_999 in chosen

@@ -24,8 +24,9 @@ MAX_INITIAL_LOGIT_STD = 2.5
 
 
 def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> DrafterConfig:
-    """A drafter as wide as its target, with heads, rope and context of its own kind."""
-    facts = target.facts
+    """A drafter as wide as its target, with heads, rope and context of its own kind; its vocabulary has been chosen."""
+    facts, size = target.facts, settings.draft_vocab_size
+    assert not isinstance(size, str)
     theirs: Any = target.model.config.get_text_config()
     heads = theirs.num_attention_heads
     ids = check_aux_layer_ids(
@@ -34,7 +35,7 @@ def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> Draf
     )
     return DrafterConfig(
         vocab_size=facts.vocab_size,
-        draft_vocab_size=settings.draft_vocab_size or facts.vocab_size,
+        draft_vocab_size=size or facts.vocab_size,
         hidden_size=facts.hidden_size,
         target_hidden_size=facts.hidden_size,
         intermediate_size=settings.intermediate_size

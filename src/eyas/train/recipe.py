@@ -23,6 +23,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     StringConstraints,
     ValidationError,
     model_validator,
@@ -41,6 +42,8 @@ ScheduleName = Literal["cosine", "wsd"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 MIN_JOIN_LENGTH = 2048
 """Joining documents into something shorter than this teaches nothing about long contexts."""
+AUTO = "auto"
+"""A size that is chosen from the data."""
 ONLY_DRAFTER = "drafter"
 """The name of the drafter of a recipe without [drafters.*]."""
 
@@ -54,6 +57,14 @@ def _ascending(ids: tuple[int, ...]) -> tuple[int, ...]:
     if not ids or min(ids) < 0 or list(ids) != sorted(set(ids)):
         raise ValueError("it must be a list of ascending whole numbers from 0, at least one")
     return ids
+
+
+def _size_or_auto(value: object) -> int | str | None:
+    if value is None or value == NONE:
+        return None
+    if value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31):
+        return value
+    raise ValueError(f'it must be a whole number from 1, "{AUTO}" or "{NONE}"')
 
 
 def _different(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
@@ -231,8 +242,8 @@ class DrafterSettings(_Table):
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     layers: Annotated[int, Field(ge=1, le=256)] = 1
-    draft_vocab_size: Annotated[_Count | None, _MAY_BE_NONE] = None
-    """How many tokens it can propose; none: the target's whole vocabulary."""
+    draft_vocab_size: Annotated[int | str | None, PlainValidator(_size_or_auto)] = AUTO
+    """How many tokens it can propose; auto: what the data need, none: the target's whole vocabulary."""
     intermediate_size: Annotated[_Count | None, _MAY_BE_NONE] = None
     """Width of its MLP; none: the target's."""
     aux_layer_ids: Annotated[Annotated[tuple[int, ...], _LIST, AfterValidator(_ascending)] | None, _MAY_BE_NONE] = None

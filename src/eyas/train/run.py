@@ -22,6 +22,7 @@ from torch import Tensor
 from eyas.data.author_check import AuthorCheck
 from eyas.data.files import expand_files
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train import resume
@@ -356,18 +357,24 @@ def _train_states(recipe: Recipe, target: Target, packs: CorpusPacks) -> tuple[l
             kept, coverage = choose_vocabulary(
                 corpus, settings.draft_vocab_size, target.facts.vocab_size, always=target.stop_ids()
             )
-            config = config_for(target, settings, dtype=dtype)
+            chosen = settings.model_copy(update={"draft_vocab_size": len(kept)})
+            config = config_for(target, chosen, dtype=dtype)
             drafter = init_drafter(target, config, torch.from_numpy(kept), seed=recipe.train.seed)
         config = drafter.config
         states.append(TrainState(drafter_recipe.name, drafter, drafter_recipe.train))
         parameters = sum(master.numel() for master in states[-1].master_weights.values())
         logger.info(
             f"{drafter_recipe.name}: {config.family}, {parameters / 1e6:.1f} M parameters, {config.draft_vocab_size:,} "
-            f"draft tokens cover {coverage:.2%} of what is trained on"
+            f"draft tokens cover {coverage:.2%} of what is trained on; {_megabytes(states[-1].drafter):,.0f} MB on disk"
             + (f"; it starts from {settings.init_from}" if settings.init_from else "")
         )
         record[drafter_recipe.name] = {"size": len(kept), "coverage": coverage}
     return states, record
+
+
+def _megabytes(drafter: Drafter) -> float:
+    """Of its checkpoint's tensors."""
+    return sum(tensor.nbytes for tensor in checkpoint_of(drafter).tensors.values()) / 1e6
 
 
 def _text_reader(packs: CorpusPacks, target: Target) -> ReadText:

@@ -39,7 +39,7 @@ from eyas.target.facts import TargetFacts
 from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
-from eyas.train.recipe import DrafterSettings
+from eyas.train.recipe import AUTO, DrafterSettings
 
 ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Tensor]]
 """A batch of real text, and the target's states [T, X] behind the layers that are asked for."""
@@ -159,7 +159,11 @@ def _require_fit(config: DrafterConfig, settings: DrafterSettings, facts: Target
                 "correct target.source or drafter.init_from"
             )
     for key, asked, has in (
-        ("draft_vocab_size", settings.draft_vocab_size, config.draft_vocab_size),
+        (
+            "draft_vocab_size",
+            None if settings.draft_vocab_size == AUTO else settings.draft_vocab_size or config.vocab_size,
+            config.draft_vocab_size,
+        ),
         ("intermediate_size", settings.intermediate_size, config.intermediate_size),
         # One layer is what a recipe says that says nothing.
         ("layers", None if settings.layers == 1 else settings.layers, config.num_hidden_layers),

@@ -2,6 +2,11 @@
 
 A head over a part of the vocabulary is smaller and quicker, and what it cannot propose is simply turned down. The
 tokens that end an answer are always in: without them every answer would end with a rejection.
+
+How large it is by itself ("auto"): as small as covers `AUTO_COVERAGE` of the tokens still to come. What counts of seen
+tokens say about those is too rosy, most of all where there are few, so each token is judged by the others: it would be
+covered if its kind were frequent enough without it (the Good-Turing estimate, summed). Kinds seen once are then new
+ones, and few data ask for a large vocabulary, not for a small one.
 """
 
 from collections.abc import Collection
@@ -11,19 +16,28 @@ from numpy.typing import NDArray
 
 from eyas.errors import UserError
 from eyas.train.corpus import Corpus
+from eyas.train.recipe import AUTO
+
+AUTO_COVERAGE = 0.995
+"""Share of new tokens to cover. One draft in two hundred is then lost for want of its token: a half per cent of each
+depth, about what the next doubling of the head would cost in time."""
+MAX_AUTO_SIZE = 32_000
+"""What drafters usually have at most; a target with fewer tokens than that keeps them all."""
+AUTO_SIZE_STEP = 256
 
 
 def choose_vocabulary(
-    corpus: Corpus, size: int | None, vocab_size: int, always: Collection[int] = ()
+    corpus: Corpus, size: int | str | None, vocab_size: int, always: Collection[int] = ()
 ) -> tuple[NDArray[np.int64], float]:
     """Return the target ids of the draft vocabulary, ascending, and the share of trained-on tokens among them.
 
-    None asks for the whole vocabulary. Equally frequent tokens come in by their id, unseen ones last.
+    "auto" asks for the size that the corpus needs, None for the whole vocabulary. Equally frequent tokens come in by
+    their id, unseen ones last.
     """
-    if size is not None and not 1 <= size <= vocab_size:
+    if isinstance(size, int) and not 1 <= size <= vocab_size:
         raise UserError(
             f"draft_vocab_size {size} is not between 1 and the target's {vocab_size}; "
-            "choose less, or leave it out for the whole vocabulary"
+            'choose less, "auto" for what the data need, or "none" for the whole vocabulary'
         )
     spoken = corpus.ids[corpus.mask]
     if not len(spoken):
@@ -34,15 +48,35 @@ def choose_vocabulary(
             f"the conversations hold token id {highest} but the target's vocabulary ends at {vocab_size - 1}; "
             "encode them with the target's own tokenizer"
         )
+    counts = np.bincount(spoken, minlength=vocab_size)
+    if size == AUTO:
+        size = auto_size(counts, len(set(always)))
     if size is None or size == vocab_size:
         return np.arange(vocab_size, dtype=np.int64), 1.0
+    assert isinstance(size, int)
     forced = np.array(sorted(set(always)), dtype=np.int64)
     if len(forced) and not 0 <= forced[0] <= forced[-1] < vocab_size:
         raise UserError(f"stop ids {forced.tolist()} are not all between 0 and {vocab_size - 1}; correct them")
     if len(forced) > size:
         raise UserError(f"draft_vocab_size {size} has no room for the {len(forced)} stop ids; choose more")
-    counts = np.bincount(spoken, minlength=vocab_size)
     rank = counts.copy()
     rank[forced] = len(spoken) + 1
     chosen = np.sort(np.argsort(-rank, kind="stable")[:size]).astype(np.int64)
     return chosen, float(counts[chosen].sum() / len(spoken))
+
+
+def auto_size(counts: NDArray[np.int64], stop_ids: int = 0) -> int:
+    """How many tokens to propose, from how often each was seen; `stop_ids` of them have their place whatever comes."""
+    if len(counts) <= MAX_AUTO_SIZE:
+        return len(counts)
+    seen = np.sort(counts[counts > 0])[::-1]
+    # Taking all kinds seen c times or more covers, of new tokens, the share that kinds seen more than c times have now.
+    # Among equally frequent kinds the gain is even.
+    total = float(seen.sum())
+    last_of_run = np.append(np.nonzero(np.diff(seen))[0], len(seen) - 1)
+    share_before = np.append(0.0, np.cumsum(seen)[last_of_run][:-1]) / total
+    coverage = np.interp(np.arange(1, len(seen) + 1), np.append(0, last_of_run + 1), np.append(0.0, share_before))
+    if coverage[-1] < AUTO_COVERAGE:
+        return MAX_AUTO_SIZE
+    needed = int(np.argmax(coverage >= AUTO_COVERAGE)) + 1 + stop_ids
+    return min(MAX_AUTO_SIZE, -(-needed // AUTO_SIZE_STEP) * AUTO_SIZE_STEP)
