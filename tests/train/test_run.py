@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,12 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(
     record = json.loads((folder / "record.json").read_text())
     assert (record["step"], record["data"]["conversations"], record["processes"]) == (STEPS, 15, 1)
     assert record["vocabulary"]["new"] == {"size": 260, "coverage": 1.0}
+    for name in ("old", "new"):
+        start = record["start"][name]
+        assert start["uniform"] == pytest.approx(math.log(record["vocabulary"][name]["size"]))
+        assert len(start["loss"]) == 2
+        assert max(start["loss"]) < start["uniform"] * 1.01
+        assert any(f"{name} starts at " in line for line in caplog.messages)
     assert set(record["held_out"]) == {"old", "new"}
     assert {line["step"] for line in read_log(folder / "log.jsonl") if "held_out" in line} == {2, 4}
 
@@ -122,6 +129,8 @@ def test_a_run_taken_up_again_ends_where_an_uninterrupted_one_does(
     whole, parts = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("run", "parts"))
     assert whole.keys() == parts.keys()
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
+    starts = [json.loads((tmp_path / name / "record.json").read_text())["start"] for name in ("run", "parts")]
+    assert starts[0] == starts[1] != {}
     steps = [line["step"] for line in read_log(tmp_path / "parts" / "log.jsonl") if "loss" in line]
     assert steps == [1, 2, 3, 4]
 

@@ -17,6 +17,7 @@ from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features
 from eyas.train.loop import estimate, train
 from eyas.train.recipe import DrafterSettings, read_recipe
 from eyas.train.run import _text_reader
@@ -38,11 +39,12 @@ def batch_of_text() -> TrainingBatch:
 def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any) -> Drafter:
     """The drafter in `folder` after `init_from_checkpoint`; the first token's states may be louder than they are."""
 
-    def read_text(aux_layer_ids: Sequence[int]) -> tuple[TrainingBatch, Tensor]:
+    def read_text(aux_layer_ids: Sequence[int]) -> tuple[TrainingBatch, Features]:
         batch = batch_of_text()
-        aux_TX = LiveSource(target, aux_layer_ids)(batch).aux_TX.clone()
+        features = LiveSource(target, aux_layer_ids)(batch)
+        aux_TX = features.aux_TX.clone()
         aux_TX[batch.position_T == 0] *= louder
-        return batch, aux_TX
+        return batch, replace(features, aux_TX=aux_TX)
 
     return init_from_checkpoint(
         target, DrafterSettings(init_from=str(folder), **choice), dtype="float32", read_text=read_text

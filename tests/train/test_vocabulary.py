@@ -82,7 +82,8 @@ def test_the_size_that_the_data_ask_for_covers_new_text(tokens: int, monkeypatch
     size = auto_size(counts)
     chosen, _ = choose_vocabulary(corpus_of(seen.tolist()), size, types)
     covered = float(np.isin(new, chosen).mean())
-    assert size % 256 == 0 and size < MAX_AUTO_SIZE
+    assert size % 256 == 0
+    assert size < MAX_AUTO_SIZE
     assert 0.89 < covered < 0.93  # rounded up
 
 

@@ -3,6 +3,13 @@
 The head begins as the target's rows for the draft vocabulary, the last norm as the target's last norm, and the last of
 the captured states goes straight through: the drafter speaks the target's language of states from the start, and the
 layer in between, random at first, learns the difference.
+
+Where the normed state is fed back (`norm_output`), the weights of the last norm move into the head and leave ones:
+
+    head' = head * u,  u' = 1       same scores, and the next depth receives what this one had, at length one
+
+Fed back with its weights, a state would be multiplied by them once more at every depth. They differ a hundredfold from
+channel to channel in some targets, and after two depths the state would be its loudest channels and nothing else.
 """
 
 from collections.abc import Mapping
@@ -81,6 +88,9 @@ def _start_from_target(drafter: Drafter, target: Target, target_ids_W: Tensor) -
     # unlearn that: it starts modest, with the target's norm made smaller.
     spread = float((drafter.lm_head.weight * drafter.norm.weight).square().sum(dim=1).mean().sqrt())
     drafter.norm.weight.mul_(min(1.0, MAX_INITIAL_LOGIT_STD / max(spread, 1e-9)))
+    if drafter.config.norm_output:
+        drafter.lm_head.weight.mul_(drafter.norm.weight)
+        drafter.norm.weight.fill_(1.0)
     # The last state passes through, so that the residual starts in the space that the head reads.
     last = drafter.fc.weight[:, -target.facts.hidden_size :]
     last.add_(torch.eye(*last.shape))

@@ -76,7 +76,7 @@ def _check_drafter(drafter: DrafterRecipe, recipe: Recipe, facts: TargetFacts) -
     def key(name: str) -> str:
         return f"drafters.{drafter.name}.{name}" if name in own else f"drafter.{name}"
 
-    if (size := settings.draft_vocab_size) is not None and size > facts.vocab_size:
+    if isinstance(size := settings.draft_vocab_size, int) and size > facts.vocab_size:
         raise UserError(
             f"{key('draft_vocab_size')} {size} is not between 1 and the target's {facts.vocab_size}; "
             "choose less, or leave it out"

@@ -7,7 +7,9 @@ folder/encoded/       the conversations as tokens: a run taken up again need not
 folder/log.jsonl, training.png, record.json, recipe.toml
 """
 
+import functools
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from eyas.data.author_check import AuthorCheck
 from eyas.data.files import expand_files
@@ -34,7 +35,7 @@ from eyas.train.corpus_cache import load_or_encode
 from eyas.train.encoding import EncodingProgress, EncodingSettings, encode_corpus, fingerprint_tokenizer
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
-from eyas.train.features import FeatureSource
+from eyas.train.features import Features, FeatureSource
 from eyas.train.init import config_for, init_drafter
 from eyas.train.journal import Journal, counts_as_json, write_record, write_text
 from eyas.train.loop import LoopConfig, Observer, PlannedBatch, TrainMetrics, train
@@ -42,12 +43,13 @@ from eyas.train.packing import FitCounts
 from eyas.train.plot import plot_run
 from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
-from eyas.train.recipe import Recipe, to_toml
+from eyas.train.recipe import DrafterRecipe, Recipe, to_toml
 from eyas.train.resume import ResumePoint
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.cache import CacheKey, CacheSource, fingerprint_vocabulary
 from eyas.train.sources.cache_writer import CacheWriter
 from eyas.train.sources.live import LiveSource
+from eyas.train.start import Start, StartMeasure, quieten
 from eyas.train.state import TrainState
 from eyas.train.upgrade import ReadText, init_from_checkpoint
 from eyas.train.vocabulary import choose_vocabulary
@@ -132,7 +134,8 @@ def run(
         join_share=recipe.data.join_share,
         join_length=recipe.data.join_length,
     )
-    states, vocabulary_record = _train_states(recipe, target, packs)
+    states, vocabulary_record, start_record = _train_states(recipe, target, packs, ranks, fresh=newest is None)
+    start_record = start_record or _recorded_start(folder)
     source = _feature_source(recipe, target, states, corpus, held_out, stop=stop, ranks=ranks)
     held_out_packs: Sequence[PlannedBatch] = []
     if held_out is not None:
@@ -178,6 +181,7 @@ def run(
                 "target": asdict(target.facts),
                 "data": data_record,
                 "vocabulary": vocabulary_record,
+                "start": start_record,
                 "step": reached.step,
                 "planned": asdict(config.length),
                 "seconds": time.time() - started,
@@ -342,11 +346,14 @@ def _read_data(
     return corpus, held_out, record
 
 
-def _train_states(recipe: Recipe, target: Target, packs: CorpusPacks) -> tuple[list[TrainState], dict[str, Any]]:
+def _train_states(
+    recipe: Recipe, target: Target, packs: CorpusPacks, ranks: Ranks, *, fresh: bool
+) -> tuple[list[TrainState], dict[str, Any], dict[str, Any]]:
+    """The drafters, their vocabularies and, where the run is `fresh`, how they begin."""
     corpus = packs.corpus
-    read_text = _text_reader(replace(packs, padded=False, join_share=0.0), target)
+    read_text = _text_reader(replace(packs, padded=False, join_share=0.0), target, recipe.train.chunk)
     dtype = _precision(recipe, target)
-    states, record = [], {}
+    states, record, starts = [], {}, {}
     for drafter_recipe in recipe.drafter_recipes():
         settings = drafter_recipe.drafter
         if settings.init_from is not None:
@@ -361,6 +368,11 @@ def _train_states(recipe: Recipe, target: Target, packs: CorpusPacks) -> tuple[l
             config = config_for(target, chosen, dtype=dtype)
             drafter = init_drafter(target, config, torch.from_numpy(kept), seed=recipe.train.seed)
         config = drafter.config
+        if fresh:  # a run that is taken up has its weights from the checkpoint
+            start = _settle_start(drafter, drafter_recipe, read_text, ranks)
+            starts[drafter_recipe.name] = asdict(start)
+            if ranks.is_main:
+                start.report(drafter_recipe.name)
         states.append(TrainState(drafter_recipe.name, drafter, drafter_recipe.train))
         parameters = sum(master.numel() for master in states[-1].master_weights.values())
         logger.info(
@@ -369,7 +381,30 @@ def _train_states(recipe: Recipe, target: Target, packs: CorpusPacks) -> tuple[l
             + (f"; it starts from {settings.init_from}" if settings.init_from else "")
         )
         record[drafter_recipe.name] = {"size": len(kept), "coverage": coverage}
-    return states, record
+    return states, record, starts
+
+
+def _settle_start(drafter: Drafter, drafter_recipe: DrafterRecipe, read_text: ReadText, ranks: Ranks) -> Start:
+    """Measure how a drafter begins; a newborn one is made quieter first if that is better."""
+    assert drafter.config.aux_layer_ids is not None
+    batch, features = read_text(drafter.config.aux_layer_ids)
+    measure = StartMeasure(drafter, batch, features, depths=drafter_recipe.train.depths)
+    if drafter_recipe.drafter.init_from is not None:
+        return measure.at(1.0)
+    # All processes do as the first one: their drafters must be the same to the last bit.
+    found = measure.steps_down() if ranks.is_main else 0
+    (steps,) = ranks.sum_counts([found], drafter.fc.weight.device)
+    quieten(drafter, steps)
+    return measure.at(1.0)
+
+
+def _recorded_start(folder: Path) -> dict[str, Any]:
+    """What the record of a run that is taken up says of its start."""
+    try:
+        recorded: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8")).get("start", {})
+    except (OSError, ValueError):
+        return {}  # it was killed before it wrote one
+    return recorded
 
 
 def _megabytes(drafter: Drafter) -> float:
@@ -377,15 +412,16 @@ def _megabytes(drafter: Drafter) -> float:
     return sum(tensor.nbytes for tensor in checkpoint_of(drafter).tensors.values()) / 1e6
 
 
-def _text_reader(packs: CorpusPacks, target: Target) -> ReadText:
-    """Gives an upgrade some of the text to measure states on."""
+def _text_reader(packs: CorpusPacks, target: Target, chunk: int) -> ReadText:
+    """Gives some of the text to measure starts on; the target reads it once."""
 
-    def read(aux_layer_ids: Sequence[int]) -> tuple[TrainingBatch, Tensor]:
+    @functools.cache
+    def read(aux_layer_ids: tuple[int, ...]) -> tuple[TrainingBatch, Features]:
         # Of a pack that teaches nothing nothing would be read; a corpus of such packs is refused before.
         batch = next(batch for batch in (planned.build() for planned in packs.epoch(0)) if len(batch.row_M))
-        return batch, LiveSource(target, aux_layer_ids)(batch).aux_TX
+        return batch, LiveSource(target, aux_layer_ids, chunk=chunk)(batch)
 
-    return read
+    return lambda aux_layer_ids: read(tuple(aux_layer_ids))
 
 
 def _precision(recipe: Recipe, target: Target) -> str:

@@ -39,10 +39,11 @@ from eyas.target.facts import TargetFacts
 from eyas.target.model import Target
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
+from eyas.train.features import Features
 from eyas.train.recipe import AUTO, DrafterSettings
 
-ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Tensor]]
-"""A batch of real text, and the target's states [T, X] behind the layers that are asked for."""
+ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Features]]
+"""A batch of real text as the target sees it, with its states behind the layers that are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,8 @@ def _upgraded(checkpoint: Checkpoint, settings: DrafterSettings, target: Target,
     """Turn on the flags that are asked for and fold what can be folded."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     assert config.aux_layer_ids is not None
-    batch, aux_TX = read_text(config.aux_layer_ids)
+    batch, features = read_text(config.aux_layer_ids)
+    aux_TX = features.aux_TX
     if settings.norm_output and not config.norm_output:
         # Measured before fc_norm comes in: its inputs are then what the drafter was trained with.
         typical = float(_pre_norm_lengths(checkpoint, target, batch, aux_TX).median())

@@ -70,12 +70,13 @@ def auto_size(counts: NDArray[np.int64], stop_ids: int = 0) -> int:
     if len(counts) <= MAX_AUTO_SIZE:
         return len(counts)
     seen = np.sort(counts[counts > 0])[::-1]
-    # Taking all kinds seen c times or more covers, of new tokens, the share that kinds seen more than c times have now.
-    # Among equally frequent kinds the gain is even.
-    total = float(seen.sum())
-    last_of_run = np.append(np.nonzero(np.diff(seen))[0], len(seen) - 1)
-    share_before = np.append(0.0, np.cumsum(seen)[last_of_run][:-1]) / total
-    coverage = np.interp(np.arange(1, len(seen) + 1), np.append(0, last_of_run + 1), np.append(0.0, share_before))
+    # After each run of equally frequent kinds: a token is covered if its kind, without it, still comes before the first
+    # that is left out. Within a run the gain is even.
+    ends = np.append(np.nonzero(np.diff(seen))[0] + 1, len(seen))
+    left_out = np.append(seen[ends[:-1]], 0)
+    cumulative = np.append(0, np.cumsum(seen))
+    covered = cumulative[np.searchsorted(-seen, -(left_out + 2), side="right")] / cumulative[-1]
+    coverage = np.interp(np.arange(1, len(seen) + 1), np.append(0, ends), np.append(0.0, covered))
     if coverage[-1] < AUTO_COVERAGE:
         return MAX_AUTO_SIZE
     needed = int(np.argmax(coverage >= AUTO_COVERAGE)) + 1 + stop_ids
