@@ -55,3 +55,15 @@ def test_other_contents_other_settings_or_a_damaged_file_are_encoded_again(tmp_p
 def test_a_missing_file_of_conversations_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*none\.jsonl"):
         load_or_encode(tmp_path / "x.safetensors", [tmp_path / "none.jsonl"], {}, Encoder())
+
+
+def test_counts_of_augmented_and_bad_records_come_back_as_they_were(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("one")
+    corpus, counts = Encoder()()
+    counts.augmented["no_bos"] = 3
+    counts.bad.add(UserError("a.jsonl:1: oh"), "odd")
+    for _ in range(2):
+        _, counted = load_or_encode(tmp_path / "x.safetensors", [tmp_path / "a.jsonl"], {}, lambda: (corpus, counts))
+        assert counted["augmented"] == {"no_bos": 3}
+        assert counted["bad"]["by_reason"] == {"odd": 1}
+        assert counted["bad"]["examples"] == {"odd": ["a.jsonl:1: oh"]}
