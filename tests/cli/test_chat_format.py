@@ -71,7 +71,8 @@ def recipe(target: Path, file: Path, folder: Path, **keys: object) -> Path:
     own = "".join(f"{key} = {value}\n" for key, value in keys.items())
     path = folder / "recipe.toml"
     path.write_text(
-        f'[target]\nsource = "{target}"\n{own}[data]\nfiles = ["{file}"]\nworkers = 1\nheld_out_share = 0\n'
+        f'[target]\nsource = "{target}"\n{own}[data]\nfiles = ["{file}"]\nworkers = 1\n'
+        "held_out_share = 0\nmax_length = 256\n"
         f"[drafter]\naux_layer_ids = {list(AUX_IDS)}\n"
         f'[train]\nsteps = 2\ndepths = 2\n[output]\nfolder = "{folder / "run"}"\n'
     )

@@ -6,7 +6,8 @@ import pytest
 
 from chat_tokenizer import letter_tokenizer
 from eyas.errors import UserError
-from eyas.target.template_override import read_template, set_template
+from eyas.target.chat_template import ChatFormat
+from eyas.target.template_override import apply_format, read_template, set_template
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}!{% endfor %}"
 
@@ -29,6 +30,15 @@ def test_conversations_are_written_by_it() -> None:
     tokenizer = letter_tokenizer()
     set_template(tokenizer, TEMPLATE)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "ab!"
+
+
+def test_a_template_is_tried_with_the_variables_of_the_run() -> None:
+    template = "{{ messages[0].content + suffix }}"
+    tokenizer = letter_tokenizer()
+    apply_format(tokenizer, ChatFormat(template=template, variables={"suffix": "?"}))
+    assert tokenizer.chat_template == template
+    with pytest.raises(UserError, match="mend it"):
+        apply_format(tokenizer, ChatFormat(template=template))
 
 
 @pytest.mark.parametrize(

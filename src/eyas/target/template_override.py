@@ -3,7 +3,9 @@
 A template runs in transformers' sandbox, as one that comes with a model does.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -32,11 +34,11 @@ def read_template(argument: str, *, option: str = "--chat-template") -> str:
     return argument
 
 
-def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+def set_template(tokenizer: PreTrainedTokenizerBase, template: str, variables: Mapping[str, Any] | None = None) -> None:
     """Let a tokenizer write conversations by this template; refused if it cannot write the plainest one."""
     tokenizer.chat_template = template
     try:
-        text = tokenizer.apply_chat_template(TRIAL, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(TRIAL, tokenize=False, add_generation_prompt=True, **(variables or {}))
     except Exception as error:  # Jinja's own, and whatever its expressions may raise
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(
@@ -48,8 +50,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 
 def apply_format(tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat) -> None:
     """Let a tokenizer write conversations as the run wants it; variables are checked and stay the caller's to pass."""
+    check_variables(tokenizer, chat_format.variables, "the run")
     if chat_format.raw:
         tokenizer.chat_template = raw_template(tokenizer)
     elif chat_format.template is not None:
-        set_template(tokenizer, chat_format.template)
-    check_variables(tokenizer, chat_format.variables, "the run")
+        set_template(tokenizer, chat_format.template, chat_format.variables)
