@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,25 @@ def test_compiling_does_not_count_as_training_and_is_said(
     assert outcome.seconds < 30
     assert caplog.messages[0].startswith("compiling: ")
     assert caplog.messages[1].startswith("compiled: the first step took 36")
+
+
+def test_a_first_step_that_takes_long_is_not_silent(
+    tiny_target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="eyas")
+    monkeypatch.setattr("eyas.train.loop.FIRST_STEP_PAUSES", (0.05, 0.1))
+    source = LiveSource(tiny_target, tiny.AUX_IDS)
+
+    def slow(batch: TrainingBatch) -> Features:
+        for _ in range(200):  # until it was said, on a busy machine too
+            if any("under way" in message for message in caplog.messages):
+                break
+            time.sleep(0.05)
+        return source(batch)
+
+    states, packs = [train_state_of(tiny_target)], packs_of(corpus_of(24))
+    train(states, packs, [], slow, loop_config_of(tmp_path, length=RunLength(steps=1)), observer=Diary())
+    assert caplog.messages[0] == "the first step is under way for 0 s"
 
 
 def test_the_first_step_is_reported_and_promises_nothing(tiny_target: Target, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ Shapes: S depths.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,9 @@ from eyas.train.state import TrainState
 from eyas.train.unroll import depth_weights
 
 logger = logging.getLogger(__name__)
+
+FIRST_STEP_PAUSES = (10.0, 20.0, 30.0)
+"""Seconds between words about a first step that takes long; a minute after these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +167,7 @@ def train(
         point = resume.ResumePoint(step=step, seconds=watch.seconds(), planned=config.length)
         return resume.save(checkpoints, states, point, same=config.same)
 
-    with ThreadPoolExecutor(1) as builder:
+    with _first_step_watched() as first_step_done, ThreadPoolExecutor(1) as builder:
         steps = _prefetched(_steps(packs, config, ranks, start), builder)
         for step, planned, batches in steps:
             counts = _sum(ranks, batches, depths, device)
@@ -189,6 +194,7 @@ def train(
             done = step + 1
             window.tokens += sum(len(batch.ids_T) for batch in batches) * ranks.world
             if first:
+                first_step_done.set()
                 on_first_step()
             last = config.length.reached(done, seconds)
             stopping = ranks.any_true(stop(), device)
@@ -220,6 +226,26 @@ def estimate(
             hit_SM = state.forward_loss(batch, features, depths=depths).hit_SM
             found[state.name] += walk_rounds(batch, hit_SM)
     return found
+
+
+@contextmanager
+def _first_step_watched() -> Iterator[threading.Event]:
+    """Say now and then that the first step is under way, until the event is set: on a CPU it can take minutes."""
+    done = threading.Event()
+
+    def speak() -> None:
+        waited = 0.0
+        for pause in chain(FIRST_STEP_PAUSES, repeat(60.0)):
+            if done.wait(pause):
+                return
+            waited += pause
+            logger.info(f"the first step is under way for {waited:.0f} s")
+
+    threading.Thread(target=speak, daemon=True).start()
+    try:
+        yield done
+    finally:
+        done.set()
 
 
 class _Stopwatch:
