@@ -244,9 +244,12 @@ def main() -> int:
     templates = sorted(arguments.folder.glob("*.jinja"))
     counts: dict[str, dict[str, int]] = {name: {} for name in CASES}
     for path in templates:
-        server = Server(tokenizer, path.read_text(encoding="utf-8"))
+        try:
+            server = Server(tokenizer, path.read_text(encoding="utf-8"))
+        except TEMPLATE_ERRORS as error:  # not even two turns
+            server, reason = None, str(error)
         for name in CASES:
-            outcome = try_case(server, name)
+            outcome = try_case(server, name) if server else Outcome(verdict="refused", reason=reason)
             counts[name][outcome.verdict] = counts[name].get(outcome.verdict, 0) + 1
             if outcome.reason:
                 print(f"{path.stem}: {name}: {outcome.verdict}: {outcome.reason[:400]}")

@@ -75,6 +75,13 @@ WRAPPED = (
     + OPEN
     + "<|START_THINKING|>{% if not reasoning %}<|END_THINKING|>{% endif %}{% endif %}"
 )
+# Parts are closed by a marker and their name, so that the end of the reasoning is no marker of its own.
+NAMED_PARTS = (
+    "{% for m in messages %}" + USERS + "<open>think<sep>{{ m.reasoning_content or '' }}<close>think<sep>"
+    "<open>response<sep>{{ m.content }}<close>response<sep><|im_end|>\n{% endif %}{% endfor %}"
+    + OPEN
+    + "<open>think<sep>{% endif %}"
+)
 # Another opening than a rendering has.
 OTHER_HEADER = (
     "{% for m in messages %}({{ m.role }}){{ m.content }}</s>{% endfor %}"
@@ -110,6 +117,12 @@ NO_BOTH = TEXT_ARGUMENTS.replace(
     "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}<call>{{ t.function.name }}",
 ).replace(
     "<|im_start|>assistant\n", "<|im_start|>assistant\n{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}", 1
+)
+# What stands before the last question goes away with a call.
+TOOLS_GO = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}{% for t in m.tool_calls or [] %}"
+    "[CALL]{{ t.function.name }}{% endfor %}</s>{% else %}{% if not messages[-1].tool_calls %}[TOOLS]look[/TOOLS]"
+    "{% endif %}[INST]{{ m.content }}[/INST]{% endif %}{% endfor %}"
 )
 NEEDS_TOOLS = "{% for tool in tools %}{{ tool }}{% endfor %}" + CHATML
 
@@ -161,6 +174,20 @@ def said(
             "assistant\n<|START_THINKING|>",
             "Hm<|END_THINKING|><|START_TEXT|>Hello<|END_TEXT|>",
         ),
+        (
+            NAMED_PARTS,
+            {},
+            A,
+            "assistant\n<open>think<sep>",
+            "<close>think<sep><open>response<sep>Hello<close>response<sep>",
+        ),
+        (
+            NAMED_PARTS,
+            {},
+            THOUGHT,
+            "assistant\n<open>think<sep>",
+            "Hm<close>think<sep><open>response<sep>Hello<close>response<sep>",
+        ),
         (BEGINS_TALKING, {}, A, "assistant\nSteps:\n", "Hello\n"),
         (BEGINS_TALKING, {}, THOUGHT, "assistant\nSteps:\n", "Hm\n[FINAL]\nHello\n"),
         (BEGINS_TALKING, {}, {**A, "content": "Steps:\nHello"}, "assistant\nSteps:\n", "Hello\n"),
@@ -209,6 +236,7 @@ def test_an_answer_is_what_the_target_says_behind_its_prompt(
         (SHORT_IDS, [Q, CALL, RESULT, A], [f"<call>look{END}", f"Hello{END}"]),
         (NO_BOTH, [Q, {**CALL, "content": "Wait.", "thinking": "Hm"}], [f"Wait.<call>look{END}"]),
         (CLOSES_ONLY, [Q, {**A, "content": "", "thinking": "Hm"}], ["Hm</think><|user|>"]),
+        (TOOLS_GO, [Q, CALL, RESULT, A], ["[CALL]look</s>", "Hello</s>"]),
         (NEEDS_TOOLS, [Q, A], [f"Hello{END}"]),
         (CHATML, [Q, CALL, RESULT, A], [f"Hello{END}"]),  # nobody knows how it would have called
     ],

@@ -53,6 +53,8 @@ class ReasoningTags:
     """The opening with the blanks around it."""
     behind: str
     """What stands between reasoning and content."""
+    separable: bool = True
+    """Whether the closing is a marker of its own; otherwise it begins what stands before the content."""
 
     def opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends within reasoning."""
@@ -68,6 +70,8 @@ class ReasoningTags:
 
     def without_empty_block(self, text: str) -> str:
         """The text without an empty block, or the end of one, at its beginning."""
+        if not self.separable:
+            return text
         pattern = rf"\s*({re.escape(self.opening)}\s*)?{re.escape(self.closing)}\s*"
         return re.sub(rf"\A{pattern}", "", text)
 
@@ -188,7 +192,12 @@ class AnswerWriter:
             return written[common:]
         probe = self._attempt([*before, {"role": "assistant", "content": _CONTENT}])
         lead = probe.partition(_CONTENT)[0] if probe and _CONTENT in probe else ""
-        return written[len(lead) if len(lead) > common and written.startswith(lead) else common :]
+        if len(lead) > common and written.startswith(lead):
+            return written[len(lead) :]
+        # Something earlier is written otherwise: the turn begins behind the marker that ends the prompt.
+        markers = [marker[0] for marker in _MARKER.finditer(prompt) if marker.end() == len(prompt.rstrip())]
+        place = written.rfind(markers[0]) + len(markers[0]) if markers and markers[0] in written else 0
+        return written[max(place, common) :]
 
     def _without_empty_block(self, text: str) -> str:
         """Without the block of reasoning that the template writes where the record has none."""
@@ -305,7 +314,8 @@ def _tags_of(prompt: str, written: str | None, bare: str | None) -> ReasoningTag
     if _CONTENT not in rest or _CALL in behind:  # the call comes first: what both renderings end with is no tag
         behind = rest[: len(rest) - _common(rest[::-1], bare[::-1])]
     marker = _MARKER.search(behind)
-    closing = marker[0] if marker else behind.strip()
+    separable = marker is None or not behind[marker.end() : marker.end() + 1].isalnum()
+    closing = marker[0] if marker and separable else behind.strip()
     if not closing:
         return None
     opening = closing.replace("/", "", 1)
@@ -316,7 +326,9 @@ def _tags_of(prompt: str, written: str | None, bare: str | None) -> ReasoningTag
     blanks = lead[len(lead[:place].rstrip()) : place]
     if prompt.endswith(blanks):
         blanks = ""
-    return ReasoningTags(opening=opening, closing=closing, before=blanks + lead[place:], behind=behind)
+    return ReasoningTags(
+        opening=opening, closing=closing, before=blanks + lead[place:], behind=behind, separable=separable
+    )
 
 
 def reasoning_of(message: Message) -> str:
