@@ -91,3 +91,17 @@ def test_data_alone_prints_its_help(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     output = capsys.readouterr()
     assert (exit_.value.code, output.err) == (0, "")
     assert "show" in output.out
+
+
+def test_what_is_bad_is_counted_and_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = {**ROWS[0], "chat_template_kwargs": {"messages": []}}
+    (tmp_path / "data.jsonl").write_text("\n".join([json.dumps(ROWS[0]), "{", json.dumps(refused)]))
+    assert run(monkeypatch, tmp_path / "data.jsonl", "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["conversations"] == 1
+    assert "2 of 3 records are bad and skipped" in shown.err
+    assert "data.jsonl:2: it is not JSON" in shown.err
+    assert "refused by the chat template, as" in shown.err
+    assert run(monkeypatch, tmp_path / "data.jsonl", "--sample", 2) == 2

@@ -53,7 +53,13 @@ def show(
     bad = BadRecords()
     conversations = read_conversations(file, bad)
     for number, conversation in enumerate(islice(conversations, limit), start=1):
-        rows = encoder.encode(conversation)
+        try:
+            rows = encoder.encode(conversation)
+        except UserError as error:
+            if number == sample:
+                raise
+            bad.add(error, "refused by the chat template")
+            continue
         counts["conversations"] += 1
         counts["unanswered"] += not rows
         counts["turns"] += len(conversation.messages)
