@@ -11,8 +11,10 @@ from eyas.target.model import Target
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 TAGS = "<think></think>{{ tools }}<tool_call>"
-KNOWN, UNKNOWN = TAGS + "{{ m.reasoning_content }}", TAGS
-HARMONY = "<|channel|>analysis<|message|>{{ m.thinking }}"
+KNOWN = TAGS + "{% for m in messages %}{{ m.thinking }}{% endfor %}"
+IN_CALLS = TAGS + "{% for m in messages %}{% if m.tool_calls %}{{ m.reasoning_content }}{% endif %}{% endfor %}"
+UNKNOWN = TAGS + "{# block['thinking'] #}"
+HARMONY = "<|channel|>analysis<|message|>"
 
 
 def read(template: str, prompt: str, text: str, tools: list[dict[str, Any]] | None = None) -> ReadAnswer:
@@ -24,10 +26,14 @@ def read(template: str, prompt: str, text: str, tools: list[dict[str, Any]] | No
     return answer
 
 
-def test_reasoning_has_a_field_where_the_template_has_one() -> None:
-    answer = read(KNOWN, "assistant\n", "<think>\nHm\n</think>\n\nHi")
+@pytest.mark.parametrize("template", [KNOWN, IN_CALLS])
+def test_reasoning_has_a_field_where_the_template_has_one(template: str) -> None:
+    answer = read(template, "assistant\n", "<think>\nHm\n</think>\n\nHi")
     assert answer.message() == {"role": "assistant", "content": "\n\nHi", "reasoning_content": "\nHm\n"}
     assert (answer.thinking_tokens, answer.tokens) == (len("<think>\nHm\n</think>"), 23)
+
+
+def test_reasoning_stays_in_the_content_where_the_template_has_no_field() -> None:
     answer = read(UNKNOWN, "assistant\n", "<think>\nHm\n</think>\n\nHi")
     assert answer.message() == {"role": "assistant", "content": "<think>\nHm\n</think>\n\nHi"}
     assert answer.thinking_tokens == 19

@@ -15,10 +15,13 @@ from eyas.serve.parsers.base import AnswerParser, ParsedDelta
 from eyas.serve.parsers.harmony import HarmonyReasoning
 from eyas.serve.parsers.registry import AUTO, choose_formats
 from eyas.serve.protocol.completions import Tool
+from eyas.target.chat_template import TEMPLATE_ERRORS, template_message
 from eyas.target.model import Target
 
-_REASONING_FIELD = re.compile(r"reasoning_content|\.(reasoning|thinking)\b|\[['\"](reasoning|thinking)['\"]\]")
-"""How a template reads the reasoning of a message."""
+_REASONING_FIELD = re.compile(r"reasoning_content|\.reasoning\b|\[['\"]reasoning['\"]\]")
+"""How templates read the reasoning of a message, also those that write it in some turns only."""
+TRIAL = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi", "reasoning_content": "Greet."})
+"""A conversation that shows whether a template has a field for reasoning."""
 
 
 class AnswerReader:
@@ -29,7 +32,7 @@ class AnswerReader:
         self._tools, reasoning = choose_formats(template, AUTO, AUTO)
         self._reasoning = ReasoningSupport(tokenizer=target.tokenizer, format=reasoning)
         # Channels cannot be sent back as text; tags can, and templates that know no field for them look for tags.
-        self._apart = isinstance(reasoning, HarmonyReasoning) or bool(_REASONING_FIELD.search(template))
+        self._apart = isinstance(reasoning, HarmonyReasoning) or _has_field(template, target)
 
     @property
     def thinks(self) -> bool:
@@ -88,6 +91,17 @@ class ReadAnswer:
                 for call in calls
             ]
         return message
+
+
+def _has_field(template: str, target: Target) -> bool:
+    """Whether the template takes the reasoning of a message from a field."""
+    if _REASONING_FIELD.search(template):
+        return True
+    try:
+        text = target.tokenizer.apply_chat_template([template_message(one) for one in TRIAL], tokenize=False)
+    except TEMPLATE_ERRORS:
+        return False
+    return TRIAL[1]["reasoning_content"] in str(text)
 
 
 def _functions(tools: Iterable[Mapping[str, Any]]) -> list[Tool]:
