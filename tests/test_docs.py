@@ -5,27 +5,35 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from eyas.cli.app import main
 
 ROOT = Path(__file__).parent.parent
+PROMPTS = ["Name a bird.", "Name a tree.", "Say hello.", "What is rain?"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(language: str) -> list[str]:
+QWEN3 = ROOT / "docs" / "qwen3.md"
+"""A walk through with a target of its own."""
+
+
+def blocks(language: str, pages: Sequence[Path] = tuple(page for page in PAGES if page != QWEN3)) -> list[str]:
     """Fenced blocks of a language, in reading order: later ones may use what earlier ones made."""
     return [
         block
-        for page in PAGES
+        for page in pages
         for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
     ]
 
 
-def commands() -> list[list[str]]:
-    lines = "\n".join(blocks("sh")).replace("\\\n", " ").splitlines()
+def commands(*pages: Path) -> list[list[str]]:
+    given = blocks("sh", pages) if pages else blocks("sh")
+    lines = "\n".join(given).replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -36,7 +44,7 @@ def test_the_documents_hold_commands() -> None:
 
 def test_every_documented_goal_is_in_the_makefile() -> None:
     goals = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
-    for words in commands():
+    for words in [*commands(), *commands(QWEN3)]:
         assert words[0] in ("eyas", "make"), f"nothing runs {words[0]!r}: use eyas or make"
         if words[0] == "make":
             assert words[1] in goals
@@ -56,6 +64,27 @@ def test_files_that_documents_name_exist() -> None:
             assert any((home / name).exists() for home in homes), f"{page.name}: {name}"
 
 
+def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 0, shlex.join(words)
+
+
+def test_a_drafter_for_qwen3_by_the_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of the hub id's name is taken before the hub: there lies a tiny Qwen3."""
+    import tiny_qwen3
+
+    tiny_qwen3.save(tmp_path / "Qwen" / "Qwen3-8B")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    (tmp_path / "qwen3.toml").write_text(blocks("toml", [QWEN3])[0])
+    monkeypatch.chdir(tmp_path)
+    for words in commands(QWEN3):
+        run(words, monkeypatch)
+    trained = load_file(tmp_path / "runs" / "qwen3" / "drafter" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in trained.values())
+
+
 @pytest.mark.default
 def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tiny
@@ -68,16 +97,12 @@ def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: 
     write_checkpoint(checkpoint_of(drafter), tmp_path / "my-drafter")
     answer = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (tmp_path / "conversations.jsonl").write_text(json.dumps({"messages": answer}))
-    prompts = ["Name a bird.", "Name a tree.", "Say hello.", "What is rain?"]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     (tmp_path / "recipe.toml").write_text(blocks("toml")[0])
     shutil.copy(ROOT / "docs" / "plan-cpu.json", tmp_path / "measured.json")
     monkeypatch.chdir(tmp_path)
     for words in commands():
         if words[0] == "eyas":
-            monkeypatch.setattr(sys, "argv", words)
-            with pytest.raises(SystemExit) as exit_:
-                main()
-            assert exit_.value.code == 0, shlex.join(words)
+            run(words, monkeypatch)
     for block in blocks("python"):
         exec(compile(block, "example", "exec"), {})

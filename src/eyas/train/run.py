@@ -333,15 +333,20 @@ def _read_data(
         corpus, held_out = split(corpus, data.held_out_share, data.seed)
     if not len(teaching_rows(corpus.mask, corpus.positions)):
         raise UserError(
-            f"the answers of {len(corpus)} conversations have one token each, or none, and a draft is of the second; "
-            "give longer answers"
+            f"the answers of {corpus.conversations} conversations have one token each, or none, and a draft is of the "
+            "second; give longer answers"
         )
     logger.info(
-        f"{len(corpus):,} conversations, {corpus.tokens:,} tokens, {corpus.trainable:,} of them trained on; "
+        f"{corpus.conversations:,} conversations, {corpus.tokens:,} tokens, {corpus.trainable:,} of them trained on; "
         f"{record['cut']:,} cut at turns, {record['too_long']:,} too long, {record['unanswered']:,} unanswered; "
-        f"{0 if held_out is None else len(held_out):,} held out"
+        f"{0 if held_out is None else held_out.conversations:,} held out"
     )
-    record |= {"conversations": len(corpus), "tokens": corpus.tokens, "trained_on": corpus.trainable}
+    record |= {
+        "conversations": corpus.conversations,
+        "rows": len(corpus),
+        "tokens": corpus.tokens,
+        "trained_on": corpus.trainable,
+    }
     record |= {"fingerprint": _fingerprint(corpus), "held_out": held_out_record}
     return corpus, held_out, record
 
