@@ -9,8 +9,8 @@ from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
 from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
-from eyas.train.augment import SYSTEM_PROMPTS, Augmenter
-from eyas.train.encoding import encode_conversations
+from eyas.train.corpus.augment import SYSTEM_PROMPTS, Augmenter
+from eyas.train.corpus.encoding import encode_conversations
 from eyas.train.recipe import Augmentation, read_recipe
 
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML

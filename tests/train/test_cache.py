@@ -18,11 +18,11 @@ import tiny
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train.batch import TrainingBatch
-from eyas.train.corpus import Corpus, concatenate
+from eyas.train.corpus.corpus import Corpus, concatenate
+from eyas.train.corpus.packing import FitCounts
 from eyas.train.epochs import CorpusPacks
 from eyas.train.features import Features, FeatureSource
 from eyas.train.loss import LOSSES
-from eyas.train.packing import FitCounts
 from eyas.train.recipe import read_recipe
 from eyas.train.run import TrainResult, run
 from eyas.train.sources import cache_writer

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from eyas.errors import UserError
-from eyas.train import corpus as corpus_module
-from eyas.train.corpus import Corpus, concatenate, pack_arrays, packs, split
+from eyas.train.corpus import corpus as corpus_module
+from eyas.train.corpus.corpus import Corpus, concatenate, pack_arrays, packs, split
 
 
 def corpus_of(lengths: Iterable[int]) -> Corpus:

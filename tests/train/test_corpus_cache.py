@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eyas.errors import UserError
-from eyas.train.corpus import Corpus
-from eyas.train.corpus_cache import load_or_encode
-from eyas.train.packing import FitCounts
+from eyas.train.corpus.cache import load_or_encode
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.corpus.packing import FitCounts
 
 
 class Encoder:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from chat_tokenizer import CHATML, chat_tokenizer
-from eyas.train.corpus_check import check_corpus
-from eyas.train.corpus_plot import plot_check
-from eyas.train.encoding import EncodingSettings, encode_corpus
-from eyas.train.vocabulary import choose_vocabulary
+from eyas.train.corpus.check import check_corpus
+from eyas.train.corpus.encoding import EncodingSettings, encode_corpus
+from eyas.train.corpus.plot import plot_check
+from eyas.train.corpus.vocabulary import choose_vocabulary
 
 
 def conversation(question: str, answer: str, **more: object) -> dict[str, object]:

@@ -14,16 +14,16 @@ from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
-from eyas.train import encoding as encoding_module
-from eyas.train.corpus import Corpus
-from eyas.train.encoding import (
+from eyas.train.corpus import encoding as encoding_module
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.corpus.encoding import (
     EncodingProgress,
     EncodingSettings,
     encode_conversations,
     encode_corpus,
     fingerprint_tokenizer,
 )
-from eyas.train.packing import FitCounts
+from eyas.train.corpus.packing import FitCounts
 from eyas.train.recipe import Augmentation
 
 STOPS = ("</s>", "<|im_end|>")
@@ -163,3 +163,19 @@ def test_files_are_read_one_behind_the_other(tmp_path: Path) -> None:
     assert (counts.kept, counts.bad.read) == (2, 2)
     both, _ = encode(conversations(3)[1:])
     assert np.array_equal(corpus.ids, both.ids)
+
+
+def test_answers_whose_calls_a_template_leaves_out_are_counted() -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    messages = (
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "There."},
+        {"role": "assistant", "content": "There it is."},
+    )
+    conversation = Conversation(messages=messages, where="x:1")
+    words = chat_tokenizer(CHATML)
+    stops = [words.convert_tokens_to_ids("<|im_end|>")]
+    _, counts = encode_conversations([conversation], words, stops, max_length=512)
+    assert (counts.kept, counts.unwritten) == (1, 1)
+    assert counts.as_json()["unwritten"] == 1

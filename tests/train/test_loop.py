@@ -18,7 +18,7 @@ import tiny
 from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.train.batch import TrainingBatch
-from eyas.train.corpus import Corpus
+from eyas.train.corpus.corpus import Corpus
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import Features

@@ -8,8 +8,8 @@ import pytest
 from eyas.data.chat_encoder import Encoded
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
-from eyas.train import packing
-from eyas.train.packing import FitCounts, fit, pack
+from eyas.train.corpus import packing
+from eyas.train.corpus.packing import FitCounts, fit, pack
 
 
 class OneTokenPerWord:

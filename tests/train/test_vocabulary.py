@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from eyas.errors import UserError
-from eyas.train import vocabulary
-from eyas.train.corpus import Corpus
-from eyas.train.vocabulary import MAX_AUTO_SIZE, auto_size, choose_vocabulary
+from eyas.train.corpus import vocabulary
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.corpus.vocabulary import MAX_AUTO_SIZE, auto_size, choose_vocabulary
 
 
 def corpus_of(ids: Sequence[int], mask: Sequence[int] | None = None) -> Corpus:

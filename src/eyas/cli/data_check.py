@@ -16,7 +16,7 @@ from eyas.data.bad_records import MAX_BAD_SHARE
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from eyas.train.encoding import EncodingProgress
+    from eyas.train.corpus.encoding import EncodingProgress
 
 MAX_LENGTH = 2048
 
@@ -68,8 +68,8 @@ def check(
     if bool(files) == (chosen is not None):
         raise UserError("give files of conversations or --recipe, one of the two")
     require_models(target if chosen is None else chosen.target.source)
-    from eyas.train.corpus_check import check_corpus
-    from eyas.train.encoding import EncodingSettings
+    from eyas.train.corpus.check import check_corpus
+    from eyas.train.corpus.encoding import EncodingSettings
 
     if chosen is None:
         settings = EncodingSettings(
@@ -114,7 +114,7 @@ def _deliver(record: Mapping[str, Any], out: Path | None, *, as_json: bool) -> N
         for table in _tables(record):
             console.print(table)
     if out is not None:
-        from eyas.train.corpus_plot import plot_check
+        from eyas.train.corpus.plot import plot_check
 
         try:
             (out / "check.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -135,6 +135,7 @@ def _tables(record: Mapping[str, Any]) -> "Iterator[Table]":
         ("  of these cut", record["cut"]),
         ("too long", record["too_long"]),
         ("unanswered", record["unanswered"]),
+        *((("answers with calls that the template leaves out", n),) if (n := record["unwritten"]) else ()),
         ("bad", bad["records"]),
         *((f"  {reason}", count) for reason, count in bad["by_reason"].items()),
         ("said before, word for word", record["duplicates"]["conversations"]),

@@ -259,7 +259,7 @@ def _choose_length(asked: int | None, target: "Target") -> int:
 
 
 def _encode(conversations: "Sequence[Conversation]", target: "Target", max_length: int) -> tuple[int, Any]:
-    from eyas.train.encoding import encode_conversations
+    from eyas.train.corpus.encoding import encode_conversations
 
     corpus, counts = encode_conversations(
         conversations,

@@ -90,6 +90,8 @@ class ChatEncoder:
             [] if self._guard else [stop for stop, i in self._stops.items() if _parts_texts(tokenizer, stop, i)]
         )
         self._tags: dict[str, ReasoningTags | None] = {}
+        self.unwritten = 0
+        """Answers left out so far: the template does not write what they call."""
 
     def encode(self, conversation: Conversation) -> tuple[Encoded, ...]:
         """The rows of one conversation; none if nobody answers in it."""
@@ -117,6 +119,7 @@ class ChatEncoder:
             best = best or samples
             refusals.append("it leaves out tool calls")
         if best:
+            self.unwritten += sum(message["role"] == "assistant" for message in conversation.messages) - len(best)
             return best
         reason = " ".join(str(refusals[0]).split())[:200] or type(refusals[0]).__name__
         raise UserError(

@@ -15,7 +15,7 @@ from eyas.doctor.texts import FOREIGN_SYSTEM, LONG_SYSTEM
 from eyas.errors import UserError
 from eyas.target.chat_template import TEMPLATE_ERRORS
 from eyas.target.model import Target
-from eyas.train.augment import find_opening
+from eyas.train.corpus.augment import find_opening
 
 Render = Callable[[Conversation], tuple[int, ...] | None]
 

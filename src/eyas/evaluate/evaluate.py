@@ -24,7 +24,7 @@ from eyas.data.conversations import Message
 from eyas.drafter.model import Drafter
 from eyas.evaluate.prompts import Prompt, Questions
 from eyas.target.model import Target
-from eyas.train.corpus import Corpus
+from eyas.train.corpus.corpus import Corpus
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts, walk_rounds
 from eyas.train.forward_loss import forward_loss

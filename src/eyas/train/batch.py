@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.train.corpus import Corpus, Pack, pack_arrays
+from eyas.train.corpus.corpus import Corpus, Pack, pack_arrays
 from eyas.train.slots import Slots
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.train.batch import TrainingBatch
-from eyas.train.corpus import Corpus, Pack, packs
+from eyas.train.corpus.corpus import Corpus, Pack, packs
 from eyas.train.loop import PlannedBatch
 
 

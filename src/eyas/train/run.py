@@ -30,16 +30,17 @@ from eyas.train import resume
 from eyas.train.attention import require_attention
 from eyas.train.batch import TrainingBatch, teaching_rows
 from eyas.train.best import BestDrafters
-from eyas.train.corpus import Corpus, concatenate, split
-from eyas.train.corpus_cache import load_or_encode
-from eyas.train.encoding import EncodingProgress, EncodingSettings, encode_corpus, fingerprint_tokenizer
+from eyas.train.corpus.cache import load_or_encode
+from eyas.train.corpus.corpus import Corpus, concatenate, split
+from eyas.train.corpus.encoding import EncodingProgress, EncodingSettings, encode_corpus, fingerprint_tokenizer
+from eyas.train.corpus.packing import FitCounts
+from eyas.train.corpus.vocabulary import choose_vocabulary
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import Features, FeatureSource
 from eyas.train.init import config_for, init_drafter
 from eyas.train.journal import Journal, counts_as_json, write_record, write_text
 from eyas.train.loop import LoopConfig, Observer, PlannedBatch, TrainMetrics, train
-from eyas.train.packing import FitCounts
 from eyas.train.plot import plot_run
 from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
@@ -52,7 +53,6 @@ from eyas.train.sources.live import LiveSource
 from eyas.train.start import Start, StartMeasure, quieten
 from eyas.train.state import TrainState
 from eyas.train.upgrade import ReadText, init_from_checkpoint
-from eyas.train.vocabulary import choose_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -341,6 +341,11 @@ def _read_data(
         f"{record['cut']:,} cut at turns, {record['too_long']:,} too long, {record['unanswered']:,} unanswered; "
         f"{0 if held_out is None else held_out.conversations:,} held out"
     )
+    if record["unwritten"]:
+        logger.warning(
+            f"{record['unwritten']:,} answers call tools that the chat template does not write, and are left out; "
+            "answers that the target gives itself (eyas data answer) keep what it said"
+        )
     record |= {
         "conversations": corpus.conversations,
         "rows": len(corpus),

@@ -27,7 +27,7 @@ from torch import Tensor
 from eyas.atomic import new_file
 from eyas.errors import UserError
 from eyas.train.batch import TrainingBatch, teaching_rows
-from eyas.train.corpus import Corpus
+from eyas.train.corpus.corpus import Corpus
 from eyas.train.features import FeatureSource
 from eyas.train.ranks import Ranks
 from eyas.train.sources.cache import INDEX, CacheKey, to_fp8

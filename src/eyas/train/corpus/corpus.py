@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from eyas.errors import UserError
-from eyas.train.packing import pack
+from eyas.train.corpus.packing import pack
 from eyas.train.recipe import MIN_JOIN_LENGTH
 
 Pack = tuple[tuple[int, ...], ...]

@@ -30,9 +30,9 @@ from eyas.data.files import ConversationReader
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
 from eyas.target.tokenizer import load_tokenizer, local_source
-from eyas.train.augment import Augmenter
-from eyas.train.corpus import Corpus
-from eyas.train.packing import FitCounts, fit
+from eyas.train.corpus.augment import Augmenter
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.corpus.packing import FitCounts, fit
 from eyas.train.recipe import Augmentation, Recipe
 
 CHUNK = 64
@@ -269,6 +269,7 @@ class _Encoding:
 
     def __call__(self, chunk: _Chunk, *, strict: bool = False) -> _Part:
         counts = FitCounts()
+        unwritten = self._encoder.unwritten
         encoded: list[Encoded] = []
         numbers: list[int] = []
         for index, conversation in enumerate(chunk.conversations, start=chunk.first):
@@ -287,6 +288,7 @@ class _Encoding:
                 numbers += [index] * len(rows)
                 if augmented is not None and augmented.applied is not None:
                     counts.augmented[augmented.applied] += 1
+        counts.unwritten = self._encoder.unwritten - unwritten
         return _Part(
             ids=np.fromiter(chain.from_iterable(e.ids for e in encoded), dtype=np.int32),
             mask=np.fromiter(chain.from_iterable(e.mask for e in encoded), dtype=np.bool_),

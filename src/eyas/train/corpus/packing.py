@@ -38,6 +38,8 @@ class FitCounts:
     """Dropped: none of their answers fits."""
     unanswered: int = 0
     """Dropped: nothing to train on."""
+    unwritten: int = 0
+    """Answers, of whatever was kept, that are left out: the template does not write what they call."""
     augmented: Counter[str] = field(default_factory=Counter)
     """Kept in another rendering than the template's own, by what was done; see `augment`."""
     bad: BadRecords = field(default_factory=BadRecords)
@@ -45,7 +47,7 @@ class FitCounts:
 
     def as_json(self) -> dict[str, Any]:
         """For a run's record."""
-        own = {name: getattr(self, name) for name in ("kept", "cut", "too_long", "unanswered")}
+        own = {name: getattr(self, name) for name in ("kept", "cut", "too_long", "unanswered", "unwritten")}
         return {**own, "augmented": dict(self.augmented), "bad": self.bad.as_json()}
 
     def __iadd__(self, other: "FitCounts") -> "FitCounts":
@@ -53,6 +55,7 @@ class FitCounts:
         self.cut += other.cut
         self.too_long += other.too_long
         self.unanswered += other.unanswered
+        self.unwritten += other.unwritten
         self.augmented += other.augmented
         self.bad += other.bad
         return self

@@ -13,8 +13,8 @@ from eyas.data.conversations import Conversation
 from eyas.data.files import read_conversations
 from eyas.data.overlap import Overlap, PromptIndex, first_prompt, normalise
 from eyas.errors import UserError
-from eyas.train.corpus import Corpus
-from eyas.train.encoding import EncodingProgress, EncodingSettings, encode_corpus, require_usable
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.corpus.encoding import EncodingProgress, EncodingSettings, encode_corpus, require_usable
 
 QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 COVERAGES = (0.95, 0.98, 0.99, 0.995, 1.0)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eyas.errors import UserError
-from eyas.train.corpus import Corpus
+from eyas.train.corpus.corpus import Corpus
 from eyas.train.recipe import AUTO
 
 AUTO_COVERAGE = 0.995

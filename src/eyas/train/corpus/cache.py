@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from eyas.atomic import new_file
 from eyas.checksum import sha256_of
-from eyas.train.corpus import Corpus
-from eyas.train.packing import FitCounts
+from eyas.train.corpus.corpus import Corpus
+from eyas.train.corpus.packing import FitCounts
 
 Encode = Callable[[], tuple[Corpus, FitCounts]]
 
