@@ -399,7 +399,7 @@ def test_a_run_from_the_cache_learns_what_a_live_one_does(
     recipe = recipe_of(tmp_path / "remembering", source="cache", folder=str(tmp_path / "cache"), top_k=80)
     outcome, remembering = trained(monkeypatch, tiny_target, recipe)
     assert (outcome.step, outcome.finished) == (40, True)
-    assert remembering.losses()[-1] < 0.7 * remembering.losses()[0]
+    assert remembering.losses()[-1] < remembering.losses()[0] - 0.3
     np.testing.assert_allclose(remembering.losses(), live.losses(), rtol=0.002)
     for step, counts in live.estimates.items():
         theirs, ours = (c["drafter"].acceptance_length for c in (counts, remembering.estimates[step]))

@@ -274,7 +274,7 @@ def test_named_drafters_differ_in_what_they_say_and_share_the_rest(tmp_path: Pat
     assert (old.name, new.name, whole.name) == ("old", "new", "whole")
     assert old.drafter == DrafterSettings(fc_norm=False, norm_output=False, draft_vocab_size=100)
     assert new.drafter == DrafterSettings(draft_vocab_size=100)
-    assert whole.drafter == DrafterSettings()
+    assert whole.drafter == DrafterSettings(draft_vocab_size=None)
     assert [(c.train.lr, c.train.depths) for c in (old, new, whole)] == [(1e-3, 5), (3e-3, 7), (1e-3, 5)]
 
 

@@ -233,6 +233,6 @@ def test_a_drafter_that_does_not_fit_is_refused(
 def test_an_upgrade_measures_on_a_pack_that_teaches(tiny_target: Target) -> None:
     corpus = corpus_of(6)
     corpus = replace(corpus, mask=corpus.mask & (np.arange(corpus.tokens) >= 5 * 24))
-    batch, aux_TX = _text_reader(packs_of(corpus, length=24), tiny_target)(tiny.AUX_IDS)
+    batch, features = _text_reader(packs_of(corpus, length=24), tiny_target, 4096)(tiny.AUX_IDS)
     assert len(batch.row_M)
-    assert len(aux_TX) == len(batch.ids_T) == 24
+    assert len(features.aux_TX) == len(batch.ids_T) == 24

@@ -56,6 +56,9 @@ from eyas.train.upgrade import ReadText, init_from_checkpoint
 
 logger = logging.getLogger(__name__)
 
+START_TOKENS = 4096
+"""Text that starts are measured on, if there is no longer document."""
+
 # What may change between a run and its resumption without changing what is learnt.
 _MAY_CHANGE_ON_RESUME = {
     "target": {"device"},
@@ -361,7 +364,8 @@ def _train_states(
 ) -> tuple[list[TrainState], dict[str, Any], dict[str, Any]]:
     """The drafters, their vocabularies and, where the run is `fresh`, how they begin."""
     corpus = packs.corpus
-    read_text = _text_reader(replace(packs, padded=False, join_share=0.0), target, recipe.train.chunk)
+    some = min(packs.length, max(START_TOKENS, packs.corpus.longest))
+    read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0), target, recipe.train.chunk)
     dtype = _precision(recipe, target)
     states, record, starts = [], {}, {}
     for drafter_recipe in recipe.drafter_recipes():
@@ -395,17 +399,17 @@ def _train_states(
 
 
 def _settle_start(drafter: Drafter, drafter_recipe: DrafterRecipe, read_text: ReadText, ranks: Ranks) -> Start:
-    """Measure how a drafter begins; a newborn one is made quieter first if that is better."""
+    """Measure how a drafter begins; a newborn one is made quieter first if it is too sure of itself."""
     assert drafter.config.aux_layer_ids is not None
     batch, features = read_text(drafter.config.aux_layer_ids)
     measure = StartMeasure(drafter, batch, features, depths=drafter_recipe.train.depths)
     if drafter_recipe.drafter.init_from is not None:
-        return measure.at(1.0)
+        return measure.at(0)
     # All processes do as the first one: their drafters must be the same to the last bit.
     found = measure.steps_down() if ranks.is_main else 0
     (steps,) = ranks.sum_counts([found], drafter.fc.weight.device)
     quieten(drafter, steps)
-    return measure.at(1.0)
+    return measure.at(0)
 
 
 def _recorded_start(folder: Path) -> dict[str, Any]:

@@ -1,12 +1,11 @@
-"""How a drafter does before its first step, depth by depth, and how loud its head may be for that.
+"""How a drafter does before its first step, depth by depth, and how loud it may be for that.
 
 A newborn drafter says little that is right, and to be sure of it is worse than to guess evenly: the first hundred steps
-would go by with unlearning. So its scores are measured on one pack of real text and made quieter until the worst depth
-is as good as it gets. At scale zero every depth guesses evenly, and cross-entropy is convex in the scale: a search from
-the target's own scale downwards stops at the first scale that is worse than the one before.
+would go by with unlearning. So its scores are measured on one pack of real text and made quieter until no depth is
+worse than guessing evenly, and no further: what is quieter than that learns slower. The last norm is what is scaled,
+not the head: its few weights, with the full learning rate, are loud again soon.
 
-The states of all depths are made once, since none of them depends on the head.
-Shapes: S depths, M teacher rows.
+Shapes: S depths, M teacher rows, D drafter state.
 """
 
 import logging
@@ -58,62 +57,57 @@ class Start:
 
 
 class StartMeasure:
-    """A drafter unrolled over one pack, to be scored at any scale of its head."""
+    """Scores a drafter on one pack, at any scale of its last norm."""
 
-    @torch.no_grad()
     def __init__(self, drafter: Drafter, batch: TrainingBatch, features: Features, *, depths: int) -> None:
-        assert drafter.lm_head is not None
-        self._drafter, self._features = drafter, features
-        self._head_WD = drafter.lm_head.weight.detach()
+        self._drafter, self._batch, self._features = drafter, batch, features
         self._target_ids_W = drafter.vocab().target_ids_W
-        self._normed_STD = unroll(
-            drafter,
-            batch,
-            features.aux_of(drafter.config.aux_layer_ids or features.aux_layer_ids),
-            depths=depths,
-            attend=attention_for(batch, drafter.fc.weight.dtype, compiled=False),
-        )
         # The first ones: rows of a batch are numbered, and a slot is found by its row's number.
         some = slice(MAX_ROWS)
-        self._batch = replace(
+        self._scored = replace(
             batch, row_M=batch.row_M[some], run_M=batch.run_M[some], run_lengths=batch.run_lengths[some]
         )
-        self._depths = sum(count > 0 for count in self._batch.counts(depths))
+        self._depths = sum(count > 0 for count in self._scored.counts(depths))
 
     @torch.no_grad()
-    def at(self, scale: float) -> Start:
-        """How it does with its head made this much louder."""
+    def at(self, steps: int) -> Start:
+        """How it would do if it were so many steps quieter."""
+        drafter, features = self._drafter, self._features
+        assert drafter.lm_head is not None
         uniform = math.log(len(self._target_ids_W))
         if not self._depths:  # nothing in the pack teaches
             return Start(loss=(), uniform=uniform)
-        scores = score(
-            self._normed_STD,
-            self._head_WD,
+        own_D = drafter.norm.weight.clone()
+        quieten(drafter, steps)
+        normed_SMD = unroll(
+            drafter,
             self._batch,
-            self._features.teachers(self._target_ids_W),
+            features.aux_of(drafter.config.aux_layer_ids or features.aux_layer_ids),
+            depths=self._depths,
+            attend=attention_for(self._batch, drafter.fc.weight.dtype, compiled=False),
+        )
+        drafter.norm.weight.copy_(own_D)
+        scores = score(
+            normed_SMD,
+            drafter.lm_head.weight,
+            self._scored,
+            features.teachers(self._target_ids_W),
             target_ids_W=self._target_ids_W,
             weights=[1.0] * self._depths,
             row_loss=cross_entropy,
-            scale=self._drafter.config.logit_scale * scale,
+            scale=drafter.config.logit_scale,
             chunk=MAX_ROWS,
         )
-        counts = self._batch.counts(self._depths)
+        counts = self._scored.counts(self._depths)
         losses = tuple(total / count for total, count in zip(scores.loss_S.tolist(), counts, strict=True))
         return Start(loss=losses, uniform=uniform)
 
     def steps_down(self) -> int:
-        """How many steps of `SCALE_STEP` to go down for the worst depth to be at its best."""
-        best = math.inf
-        for steps in range(MAX_SCALE_STEPS + 1):
-            worst = max(self.at(SCALE_STEP**steps).loss, default=0.0)
-            if not worst < best:
-                return max(0, steps - 1)
-            best = worst
-        return MAX_SCALE_STEPS
+        """How many steps to go down until no depth is worse than guessing evenly."""
+        return next((steps for steps in range(MAX_SCALE_STEPS) if not self.at(steps).worse), MAX_SCALE_STEPS)
 
 
 @torch.no_grad()
 def quieten(drafter: Drafter, steps: int) -> None:
-    """Make the head quieter by so many steps."""
-    assert drafter.lm_head is not None
-    drafter.lm_head.weight.mul_(SCALE_STEP**steps)
+    """Make a drafter's scores quieter by so many steps of `SCALE_STEP`."""
+    drafter.norm.weight.mul_(SCALE_STEP**steps)
