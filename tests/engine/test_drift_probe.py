@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -56,8 +58,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, Dr
 
 
 def engine_of(target: Target, drafter: Drafter, *, recorded: bool = False, **changes: Any) -> Engine:
+    """It can afford a check-up in every step, however busy the machine is: its clock counts how often it is read."""
     settings = options(**{"max_depth": DEPTH, "drift_share": 0.99, **changes})
-    return fixed_engine(target, drafter, settings) if recorded else Engine(target, drafter, config=settings)
+    clock = partial(next, count())
+    if recorded:
+        return fixed_engine(target, drafter, settings, clock=clock)
+    return Engine(target, drafter, config=settings, clock=clock)
 
 
 class Served:
