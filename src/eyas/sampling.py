@@ -128,7 +128,7 @@ def shape_counted(logits_V: Tensor, sampling: Sampling, prompt_V: Tensor | None,
     if sampling.logit_bias:
         token_M, bias_M = _biases(sampling.bias_pairs, logits_V.device)
         logits_V = logits_V.clone()
-        logits_V[..., token_M] += bias_M
+        logits_V[..., token_M] += bias_M.to(logits_V.dtype)
     if not sampling.penalises:
         return logits_V
     assert prompt_V is not None, "penalties need counts"

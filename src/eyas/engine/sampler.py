@@ -18,7 +18,7 @@ of a row.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,16 +154,37 @@ class TokenLogprobs:
 
 def log_probabilities(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> list[TokenLogprobs]:
     """Log probability and rank of each chosen token, beside so many of the most likely ones."""
+    return compute_logprobs(logits_NV, token_N, alternatives).tell([alternatives] * len(token_N))
+
+
+class LogprobsTensors(NamedTuple):
+    """The same as tensors: what can be computed before the host knows the tokens."""
+
+    token_N: Tensor
+    logprob_N: Tensor
+    rank_N: Tensor
+    top_token_NK: Tensor
+    top_logprob_NK: Tensor
+
+    def tell(self, alternatives: Sequence[int]) -> list[TokenLogprobs]:
+        """For each row, with so many alternatives of those computed. It waits for the device unless copied before."""
+        columns: list[list[Any]] = [column.tolist() for column in self]
+        return [
+            TokenLogprobs(
+                token=token, logprob=logprob, rank=rank, top=tuple(zip(tokens[:most], tops[:most], strict=True))
+            )
+            for token, logprob, rank, tokens, tops, most in zip(*columns, alternatives, strict=True)
+        ]
+
+
+def compute_logprobs(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> LogprobsTensors:
+    """The tensors of `log_probabilities`; nothing here waits for the device."""
     logits_NV = logits_NV.float()
     total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
     chosen_N1 = logits_NV.gather(-1, token_N[:, None])
     rank_N = 1 + (logits_NV > chosen_N1).sum(dim=-1)
     top = logits_NV.topk(min(alternatives, logits_NV.shape[-1]), dim=-1)
-    columns = (token_N, (chosen_N1 - total_N1)[:, 0], rank_N, top.indices, top.values - total_N1)
-    return [
-        TokenLogprobs(token=token, logprob=logprob, rank=rank, top=tuple(zip(tokens, logprobs, strict=True)))
-        for token, logprob, rank, tokens, logprobs in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    return LogprobsTensors(token_N, (chosen_N1 - total_N1)[:, 0], rank_N, top.indices, top.values - total_N1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

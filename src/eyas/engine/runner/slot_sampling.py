@@ -1,0 +1,200 @@
+"""The law of `sampler.py` on the device: tokens of many requests by options that lie in device buffers, by slot.
+
+`sampler.choose` groups rows by their options and is told everything by the host. Here rows of all kinds go through the
+same operations with numbers of their own, and nothing looks at a number on the host, so a step can be launched before
+the last one's tokens are known, and captured. Each row sees the float operations of `sampler.choose` in the same order;
+what another row asks for is neutral to it, as x / 1 and x + 0 are. So its token is the same in any company.
+
+A number that a CUDA kernel is given by the host instead of by a tensor may divide as its reciprocal, which is a last
+place's difference; the tokens here are those that `sampler.choose` gives on a CPU.
+
+Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q, V vocabulary, W that of the draft.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from eyas.engine.request import SequenceState
+from eyas.engine.runner.sampling_needs import NOTHING, Needs, sampling_needs
+from eyas.engine.runner.slot_tables import IN_PROMPT, IS_STOP, Send, SlotNumbers, SlotTables
+from eyas.engine.sampler import MOST_AT_ONCE
+from eyas.kernels.noise import exponential
+from eyas.sampling import IMPOSSIBLE
+
+
+class SlotSampling:
+    """Chooses tokens for slots. One slot more than asked for is a dummy for padding rows: the last one."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device) -> None:
+        self._tables = SlotTables(slots, vocab_size, device)
+        self._vocab_size = vocab_size
+        self._index_V = torch.arange(vocab_size, device=device)
+        self._needs: dict[int, Needs] = {}
+        """By the keys of requests that have a slot."""
+        self._owners: dict[int, int] = {}
+        """Their keys by slot."""
+
+    def admit(self, slots: Sequence[int], seqs: Sequence[SequenceState]) -> Send:
+        """Give slots to requests. What the host knows is read now; the returned function copies it to the device.
+
+        The tokens of a request at this time are those that penalties count; `note` adds the later ones.
+        """
+        for slot, seq in zip(slots, seqs, strict=True):
+            self._owners[slot] = seq.key
+            self._needs[seq.key] = sampling_needs(seq, self._vocab_size)
+        if len(self._needs) > 2 * len(self._owners):  # most of them have lost their slots
+            self._needs = {key: self._needs[key] for key in self._owners.values()}
+        return self._tables.admit(slots, seqs)
+
+    def needs(self, seqs: Sequence[SequenceState]) -> Needs:
+        """What these requests, which have slots, need now. Tokens that the host has not seen yet do no harm."""
+        # Equal needs are one object, and its name is cheaper to compare than all it says.
+        found = {id(needs): needs for needs in map(self._needs_of, seqs)}
+        return reduce(Needs.__or__, found.values(), NOTHING)
+
+    def _needs_of(self, seq: SequenceState) -> Needs:
+        needs = self._needs[seq.key]
+        if needs.early:
+            needs = self._needs[seq.key] = sampling_needs(seq, self._vocab_size)
+        return needs
+
+    def choose(
+        self,
+        logits_NV: Tensor,
+        slot_R: Tensor,
+        position_R: Tensor,
+        drafts_RK: Tensor,
+        needs: Needs,
+        mask_NV: Tensor | None = None,
+    ) -> Tensor:
+        """The target's own tokens [R, Q]: token q of a row, at its position + q, behind its drafts[:q].
+
+        `needs` may be more than the rows have. The mask says which tokens may come; something must be left in each row.
+        """
+        rows, width = len(slot_R), 1 + drafts_RK.shape[1]
+        if mask_NV is not None:
+            logits_NV = logits_NV.masked_fill(~mask_NV, IMPOSSIBLE)
+        if needs.greedy:
+            return logits_NV.argmax(dim=-1).view(rows, width)
+        logits_RQV = logits_NV.view(rows, width, -1)
+        most = max(1, MOST_AT_ONCE // (width * self._vocab_size))
+        parts = [
+            self._choose_part(logits_RQV[part], slot_R[part], position_R[part], drafts_RK[part], needs)
+            for part in (slice(start, start + most) for start in range(0, rows, most))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _choose_part(
+        self, logits_RQV: Tensor, slot_R: Tensor, position_R: Tensor, drafts_RK: Tensor, needs: Needs
+    ) -> Tensor:
+        numbers = self._tables.numbers(slot_R)
+        position_RQ = position_R[:, None] + self._index_V[: logits_RQV.shape[1]]
+        logits_RQV = logits_RQV.float()
+        if needs.shaped:
+            logits_RQV = self._shape(logits_RQV, slot_R, position_RQ, drafts_RK, needs, numbers)
+        if not needs.sampled:
+            return logits_RQV.argmax(dim=-1)
+        return sample(logits_RQV, numbers, position_RQ, self._index_V, needs)
+
+    def draw(self, q_logits_RW: Tensor, slot_R: Tensor, position_R: Tensor, token_W: Tensor, needs: Needs) -> Tensor:
+        """Where in the draft vocabulary the draft of each row stands [R], as `sampler.draw` has it.
+
+        token_W are its target ids, which count the noise. Only temperature and cuts are heeded, as there.
+        """
+        if not needs.sampled:
+            return q_logits_RW.argmax(dim=-1)
+        numbers = self._tables.numbers(slot_R)
+        return sample(q_logits_RW.float()[:, None], numbers, position_R[:, None], token_W, needs)[:, 0]
+
+    def accept(self, token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor) -> Tensor:
+        """How many leading drafts, of the first depth_R, are the target's own tokens [R]."""
+        depth = drafts_RK.shape[1]
+        same_RK = (token_RQ[:, :depth] == drafts_RK) & (self._index_V[:depth] < depth_R[:, None])
+        return same_RK.cumprod(dim=-1).sum(dim=-1)
+
+    def note(self, slot_R: Tensor, token_RQ: Tensor, new_R: Tensor, needs: Needs) -> None:
+        """The first new_R tokens of each row are now part of its output."""
+        if needs.penalised:
+            self._tables.count(slot_R, token_RQ, self._index_V[: token_RQ.shape[1]] < new_R[:, None])
+
+    def _shape(
+        self,
+        logits_RQV: Tensor,
+        slot_R: Tensor,
+        position_RQ: Tensor,
+        drafts_RK: Tensor,
+        needs: Needs,
+        numbers: SlotNumbers,
+    ) -> Tensor:
+        """`sampling.shape_counted`, then stop tokens that come too early."""
+        if needs.biased:
+            logits_RQV = logits_RQV + self._tables.rows("bias", slot_R)[:, None]
+        marks_R1V = self._tables.rows("marks", slot_R)[:, None] if needs.penalised or needs.early else None
+        if needs.penalised:
+            assert marks_R1V is not None
+            output_RQV = self._output_counts(slot_R, drafts_RK)
+            seen_RQV = (marks_R1V.bitwise_and(IN_PROMPT) > 0) | (output_RQV > 0)
+            repetition_R11 = numbers["repetition"][..., None]
+            penalised_RQV = torch.where(logits_RQV > 0, logits_RQV / repetition_R11, logits_RQV * repetition_R11)
+            logits_RQV = torch.where(seen_RQV, penalised_RQV, logits_RQV)
+            logits_RQV = logits_RQV - numbers["frequency"][..., None] * output_RQV
+            logits_RQV = logits_RQV - numbers["presence"][..., None] * (output_RQV > 0)
+        if needs.early:
+            assert marks_R1V is not None
+            early_RQ1 = (position_RQ < numbers["shortest"])[..., None]
+            logits_RQV = logits_RQV.masked_fill(early_RQ1 & (marks_R1V.bitwise_and(IS_STOP) > 0), IMPOSSIBLE)
+        return logits_RQV
+
+    def _output_counts(self, slot_R: Tensor, drafts_RK: Tensor) -> Tensor:
+        """How often each token is in the output with the drafts before it [R, Q, V]."""
+        width, depth = 1 + drafts_RK.shape[1], drafts_RK.shape[1]
+        counts_RQV = self._tables.rows("counts", slot_R)[:, None].repeat(1, width, 1)
+        if not depth:
+            return counts_RQV
+        before_QK = (self._index_V[:depth] < self._index_V[:width, None]).to(counts_RQV.dtype)
+        before_RQK = before_QK.expand(len(slot_R), -1, -1)
+        # Behind what is no draft nobody looks, but its place must exist.
+        return counts_RQV.scatter_add_(-1, drafts_RK.clamp(min=0)[:, None].expand_as(before_RQK), before_RQK)
+
+
+def sample(logits_RQV: Tensor, numbers: SlotNumbers, position_RQ: Tensor, token_V: Tensor, needs: Needs) -> Tensor:
+    """The winners [R, Q] of the races p / E with `sampling.probabilities` of each row; greedy rows' largest logits."""
+    rows, width, size = logits_RQV.shape
+    p_RQV = probabilities_by_row(logits_RQV, numbers, needs)
+    seed_N = numbers["seed"].expand(rows, width).flatten()
+    noise_NV = exponential(seed_N, position_RQ.flatten(), token_V)
+    score_RQV = p_RQV / noise_NV.view(rows, width, size)
+    return torch.where(numbers["greedy"][..., None] > 0, logits_RQV, score_RQV).argmax(dim=-1)
+
+
+def probabilities_by_row(logits_RQV: Tensor, numbers: SlotNumbers, needs: Needs) -> Tensor:
+    """`sampling.probabilities`, with the temperature and cuts of each row."""
+    size = logits_RQV.shape[-1]
+    logits_RQV = logits_RQV / numbers["temperature"][..., None]
+    if needs.min_p:
+        least_RQ1 = logits_RQV.amax(dim=-1, keepdim=True) + numbers["least"][..., None]
+        logits_RQV = logits_RQV.masked_fill(logits_RQV < least_RQ1, IMPOSSIBLE)
+    if needs.top_k:
+        head = min(needs.top_k, size)
+        top_k_R11 = numbers["top_k"][..., None]
+        kth_R11 = top_k_R11.clamp(1, head) - 1
+        top_RQK = logits_RQV.topk(head, dim=-1).values
+        kth_RQ1 = top_RQK.gather(-1, kth_R11.expand(-1, top_RQK.shape[1], -1))
+        # At least as many as there are tokens cut nothing, as 0 does.
+        kth_RQ1 = kth_RQ1.masked_fill((top_k_R11 == 0) | (top_k_R11 >= size), IMPOSSIBLE)
+        logits_RQV = logits_RQV.masked_fill(logits_RQV < kth_RQ1, IMPOSSIBLE)
+    p_RQV = logits_RQV.softmax(dim=-1)
+    if not needs.top_p:
+        return p_RQV
+    top_p_R11 = numbers["top_p"][..., None]
+    cuts_R11 = top_p_R11 <= 1
+    sorted_RQV, order_RQV = p_RQV.sort(dim=-1, descending=True, stable=True)
+    # In float64, as the CPU sums float32 anyway: then the order of summation does not show.
+    ahead_RQV = sorted_RQV.cumsum(dim=-1, dtype=torch.float64).float() - sorted_RQV
+    gone_RQV = torch.zeros_like(p_RQV, dtype=torch.bool)
+    gone_RQV = gone_RQV.scatter(-1, order_RQV, (ahead_RQV >= top_p_R11) & cuts_R11)
+    p_RQV = p_RQV.masked_fill(gone_RQV, 0.0)
+    return p_RQV / p_RQV.sum(dim=-1, keepdim=True).masked_fill(~cuts_R11, 1.0)
