@@ -116,6 +116,80 @@ def test_padded_rows_answer_live_tokens_and_stay_finite() -> None:
     torch.testing.assert_close(ours[real], theirs, rtol=1e-4, atol=1e-5)
 
 
+def ragged(table: Tensor, base: Tensor, start: Tensor, count: int, live: Tensor | None = None) -> AttentionMetadata:
+    null_slot = BLOCKS * BLOCK_SIZE
+    return AttentionMetadata.ragged(
+        table, base, start, count=count, live_R=live, block_size=BLOCK_SIZE, null_slot=null_slot
+    )
+
+
+RAGGED = {
+    "prompts": ((0, 0, 0), (7, 20, 3), 30),
+    "chunks behind prefixes": ((13, 0, 25, 4), (11, 1, 20, 2), 34),
+    "empty rows": ((0, 9, 0, 5, 0), (0, 6, 0, 1, 0), 16),
+    "no padding": ((2, 3), (5, 11), 16),
+    "one token each": ((19, 0, 31), (1, 1, 1), 3),
+    "one row": ((1,), (40,), 64),
+    "nothing": ((0, 0), (0, 0), 8),
+}
+"""Slots before the tail and new tokens of each row, and tokens of the pass."""
+
+
+@pytest.mark.parametrize("law", [Law(), Law(window=5), Law(window=6, sinks=3), Law(softcap=1.5)], ids=str)
+@pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
+@pytest.mark.parametrize("heads", [2, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_ragged_rows_answer_live_tokens_and_stay_finite(
+    rows: tuple[tuple[int, ...], tuple[int, ...], int], law: Law, heads: int, dtype: torch.dtype
+) -> None:
+    bases, counts, count = rows
+    generator = torch.Generator().manual_seed(0)
+    filled = Layer.filled(BLOCKS + 1, BLOCK_SIZE, heads=2, size=8, value_size=8)
+    layer = Layer(block_size=BLOCK_SIZE, keys=filled.keys.to(DEVICE, dtype), values=filled.values.to(DEVICE, dtype))
+    alone = layer.clone()
+    new = [torch.randn(count, several, 8, generator=generator).to(DEVICE, dtype) for several in (heads, 2, 2)]
+    table = torch.randperm(BLOCKS, generator=generator)[: 12 * len(bases)].view(-1, 12).int()
+    start = torch.tensor([0, *counts]).cumsum(0).int()
+    base = torch.tensor(bases, dtype=torch.int32)
+    ours = layer.attend(ragged(*(x.to(DEVICE) for x in (table, base, start)), count), new, law, by_triton)
+    assert ours.isfinite().all()
+    asked = [
+        AttentionRow(blocks=blocks, base=b, count=n)
+        for blocks, b, n in zip(table.tolist(), bases, counts, strict=True)
+        if n
+    ]
+    real = slice(0, int(start[-1]))
+    if asked:
+        theirs = alone.attend(asked, [x[real] for x in new], law, DenseBackend)
+        tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.03, "atol": 0.03}
+        torch.testing.assert_close(ours[real], theirs, **tolerance)
+    null = slice(BLOCKS * BLOCK_SIZE, None)
+    for x, y in zip(layer.both, alone.both, strict=True):
+        x[:, null] = y[:, null] = 0
+        assert torch.equal(x, y), "nothing else is written"
+
+
+def test_rows_of_many_tiles_and_dead_tokens_within_rows() -> None:
+    """Heads that share keys make several tiles of a row; its last tokens may be none of the drafter's."""
+    generator = torch.Generator().manual_seed(0)
+    layer = empty()
+    new = [torch.randn(100, several, 8, generator=generator).to(DEVICE) for several in (8, 2, 2)]
+    table = torch.randperm(BLOCKS, generator=generator).view(4, 15).int()
+    base, counts, lives = (3, 10, 0, 20), (40, 1, 30, 17), (39, 0, 30, 16)
+    start = torch.tensor([0, *counts]).cumsum(0)
+    numbers = [torch.tensor(x).int().to(DEVICE) for x in (base, start.tolist(), lives)]
+    ours = layer.attend(ragged(table.to(DEVICE), *numbers[:2], 100, numbers[2]), new, Law(window=33), by_triton)
+    assert ours.isfinite().all()
+    rows = [
+        AttentionRow(blocks=blocks, base=b, count=n)
+        for blocks, b, n in zip(table.tolist(), base, lives, strict=True)
+        if n
+    ]
+    real = [int(s) + q for s, n in zip(start, lives, strict=False) for q in range(n)]
+    theirs = layer.attend(rows, [x[real] for x in new], Law(window=33), DenseBackend)
+    torch.testing.assert_close(ours[real], theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_a_captured_pass_serves_other_numbers() -> None:
     layer = empty()
     table = torch.zeros(4, 12, dtype=torch.int32, device=DEVICE)

@@ -313,6 +313,30 @@ def test_metadata_made_on_the_device_is_that_made_on_the_host() -> None:
     assert host.tables.tree_mask_N is None
 
 
+@pytest.mark.parametrize("lives", [None, (2, 0, 0, 0, 4)])
+def test_ragged_metadata_made_on_the_device_is_that_made_on_the_host(lives: tuple[int, ...] | None) -> None:
+    null_slot, counts = 200, (3, 0, 1, 0, 5)
+    table = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8).int()
+    base = torch.tensor([6, 0, 1, 0, 9], dtype=torch.int32)
+    start = torch.tensor([0, *counts]).cumsum(0).int()
+    live = None if lives is None else torch.tensor(lives, dtype=torch.int32)
+    ragged = AttentionMetadata.ragged(table, base, start, count=12, live_R=live, block_size=4, null_slot=null_slot)
+    rows = [
+        AttentionRow(blocks=blocks, base=b, count=n)
+        for blocks, b, n in zip(table.tolist(), base.tolist(), lives or counts, strict=True)
+        if n
+    ]
+    host = AttentionMetadata.of(rows, block_size=4, device=CPU)
+    real = [int(first) + q for first, n in zip(start, lives or counts, strict=False) for q in range(n)]
+    assert ragged.slot_mapping_N[real].tolist() == host.slot_mapping_N.tolist()
+    assert ragged.position_N[real].tolist() == host.position_N.tolist()
+    dead = [token for token in range(12) if token not in real]
+    assert set(ragged.slot_mapping_N[dead].tolist()) == {null_slot}
+    assert ragged.position_N.max() == host.position_N.max(), "a dead token stands where a live one may"
+    assert [end for end in ragged.tables.seq_lens_R.tolist() if end] == host.tables.seq_lens_R.tolist()
+    assert (ragged.tables.query_lens, ragged.tables.max_seq_len) == (None, 32)
+
+
 @pytest.mark.parametrize(
     "row",
     [

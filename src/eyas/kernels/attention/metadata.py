@@ -91,8 +91,9 @@ class BlockTables:
     """Where rows begin among the N tokens, and N: int32 [R + 1]."""
     tree_mask_N: Tensor | None
     """Bit t: the token sees tail slot t. None when every row is a chain; of use only for rows within TREE_BITS."""
-    query_lens: tuple[int, ...]
-    """New tokens of each row, live or not."""
+    query_lens: tuple[int, ...] | None
+    """New tokens of each row, live or not. None: only the device knows, and the last row may end before the N tokens
+    do."""
     max_seq_len: int
     """No row has more slots; may be above the truth."""
 
@@ -159,6 +160,52 @@ class AttentionMetadata:
             block_size=block_size,
             slot_mapping_N=place_RQ.flatten(),
             position_N=position_RQ.flatten(),
+            on_device=tables,
+        )
+
+    @classmethod
+    def ragged(
+        cls,
+        block_table_RP: Tensor,
+        context_lens_R: Tensor,
+        query_start_loc_R: Tensor,
+        *,
+        count: int,
+        block_size: int,
+        null_slot: int,
+        live_R: Tensor | None = None,
+    ) -> "AttentionMetadata":
+        """Lay out chains of any length, `count` tokens with the padding behind them, without leaving the device.
+
+        Row r has the tokens query_start_loc_R[r] up to query_start_loc_R[r + 1] (int32 [R + 1], from 0 on); it may have
+        none. The first live_R of them are real, or all. Tokens behind the last row are not. As for `padded`, all of
+        it can be captured, and a token that is not real is written to `null_slot` and computes something finite.
+        """
+        blocks, device = block_table_RP.shape[1], block_table_RP.device
+        rows = len(context_lens_R)
+        if live_R is None:
+            live_R = query_start_loc_R.diff()
+        token_N = torch.arange(count, dtype=torch.int32, device=device)
+        # A token behind the last row counts as one of it, behind its live ones.
+        row_N = torch.searchsorted(query_start_loc_R[1:], token_N, right=True).clamp(max=rows - 1)
+        offset_N, live_count_N = token_N - query_start_loc_R[row_N], live_R[row_N]
+        live_N = offset_N < live_count_N
+        # At the position of the last live token, the others see no more than it does, nor further back.
+        position_N = context_lens_R[row_N].long() + offset_N.minimum(live_count_N - 1).clamp(min=0)
+        block_N = block_table_RP[row_N, (position_N // block_size).clamp(max=blocks - 1)].long()
+        tables = BlockTables(
+            block_table_RP=block_table_RP,
+            context_lens_R=context_lens_R,
+            seq_lens_R=torch.where(live_R > 0, context_lens_R + live_R, 0).int(),
+            query_start_loc_R=query_start_loc_R,
+            tree_mask_N=None,
+            query_lens=None,
+            max_seq_len=blocks * block_size,
+        )
+        return cls(
+            block_size=block_size,
+            slot_mapping_N=torch.where(live_N, block_N * block_size + position_N % block_size, null_slot),
+            position_N=position_N,
             on_device=tables,
         )
 

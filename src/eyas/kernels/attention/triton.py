@@ -5,6 +5,8 @@ Decoding is bound by reading keys and values, so each is read once: all queries 
 tile of the kernel (Q * F lines, padded to a power of 2). One long request alone would keep few processors busy, so
 its keys are split among several programs, and a second kernel merges their partial answers. Rows with more new tokens
 than a tree may hold are prompts being read: there are queries enough, in tiles of their own, and nothing is split.
+Where only the device knows how long rows are, so are all of them, and a table made on the device says which tile is
+whose: N tokens in R rows have no more than N * F / lines + R tiles, and programs without one leave at once.
 
 Everything that changes from step to step is read from device memory; grids depend on shapes and bounds alone, so the
 kernels can be captured in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
@@ -21,6 +23,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
+from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, BlockTables
@@ -45,6 +48,7 @@ def _attend_kernel(
     start_of,
     position_of,
     seen_by,
+    tile_of,
     scale,
     softcap,
     window,
@@ -73,6 +77,7 @@ def _attend_kernel(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     TREE: tl.constexpr,
+    RAGGED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
@@ -81,7 +86,10 @@ def _attend_kernel(
     Answers go to output [N, H, E]; if keys are split, to output [S, R * W, H, E], and the logarithm (base 2) of what
     they were divided by to weight [S, R * W, H].
     """
-    row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if RAGGED:
+        row, tile = tl.load(tile_of + 2 * tl.program_id(0)), tl.load(tile_of + 2 * tl.program_id(0) + 1)
+    else:
+        row, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     group, split = tl.program_id(1), tl.program_id(2)
     first = tl.load(start_of + row)
     count = tl.load(start_of + row + 1) - first
@@ -100,8 +108,9 @@ def _attend_kernel(
         other=0.0,
     )
     position = tl.load(position_of + token, mask=asked, other=0).to(tl.int32)
-    base, end = tl.load(base_of + row), tl.load(end_of + row)
+    end = tl.load(end_of + row)
     if TREE:
+        base = tl.load(base_of + row)
         seen = tl.load(seen_by + token, mask=asked, other=0)
         earliest = base
     else:
@@ -224,16 +233,24 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
         super().__init__(metadata, sinks=sinks)
-        self._tables = metadata.tables
-        counts = self._tables.query_lens
-        tree = self._tables.tree_mask_N is not None
-        few = [count for count in counts if count <= TREE_BITS]
-        many = [count for count in counts if count > TREE_BITS]
+        self._tables = tables = metadata.tables
+        self._start_of, self._end_of = tables.query_start_loc_R, tables.seq_lens_R
         self._launches = []
-        if few:
-            self._launches.append(_Launch(fewest=1, most=max(few), tree=tree, split=True))
-        if many:
-            self._launches.append(_Launch(fewest=TREE_BITS + 1, most=max(many), tree=False, split=False))
+        if tables.query_lens is None:
+            # The tokens behind the last row are one more, which sees nothing.
+            tokens = len(metadata.position_N)
+            self._start_of = functional.pad(tables.query_start_loc_R, (0, 1), value=tokens)
+            self._end_of = functional.pad(tables.seq_lens_R, (0, 1))
+            self._launches.append(_Launch(fewest=1, most=tokens, tree=False, split=False))
+        else:
+            few = [count for count in tables.query_lens if count <= TREE_BITS]
+            many = [count for count in tables.query_lens if count > TREE_BITS]
+            if few:
+                tree = tables.tree_mask_N is not None
+                self._launches.append(_Launch(fewest=1, most=max(few), tree=tree, split=True))
+            if many:
+                self._launches.append(_Launch(fewest=TREE_BITS + 1, most=max(many), tree=False, split=False))
+        self._tiles: dict[tuple[int, int], Tensor] = {}
         self._tree_masks: dict[int | None, Tensor | None] = {None: self._tables.tree_mask_N}
 
     def attend(
@@ -260,16 +277,20 @@ class TritonBackend(AttentionBackend):
         for launch in self._launches:
             lines, block, warps = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
             tiles = triton.cdiv(launch.most * shared, lines)
-            splits = _splits(rows * tiles * groups, tables.max_seq_len, q_NHK.device) if launch.split else 1
+            programs, tile_of = rows * tiles, self._start_of
+            if tables.query_lens is None:
+                tile_of = self._tiles_of(shared, lines)
+                programs = len(tile_of)
+            splits = _splits(programs * groups, tables.max_seq_len, q_NHK.device) if launch.split else 1
             answer, weight = output_NHE, output_NHE
             if splits > 1:
                 answer = q_NHK.new_empty(splits, rows * launch.most, heads, value_size, dtype=torch.float32)
                 weight = q_NHK.new_empty(splits, rows * launch.most, heads, dtype=torch.float32)
             bounds = rows, launch.most, launch.fewest, launch.most
-            _attend_kernel[rows * tiles, groups, splits](
+            _attend_kernel[programs, groups, splits](
                 *(q_NHK, keys_GCK, values_GCV, answer, weight),
-                *(tables.block_table_RP, tables.context_lens_R, tables.seq_lens_R, tables.query_start_loc_R),
-                *(metadata.position_N, tree_mask_N if launch.tree else metadata.position_N),
+                *(tables.block_table_RP, tables.context_lens_R, self._end_of, self._start_of),
+                *(metadata.position_N, tree_mask_N if launch.tree else metadata.position_N, tile_of),
                 *(scale, softcap or 0.0, window or 0, 0 if window is None else self.sinks),
                 *(*q_NHK.stride()[:2], *keys_GCK.stride()[:2], *values_GCV.stride()[:2]),
                 *(tables.block_table_RP.stride(0), *bounds, tiles, splits),
@@ -284,6 +305,7 @@ class TritonBackend(AttentionBackend):
                 BLOCK=block,
                 SPLIT=splits > 1,
                 TREE=launch.tree,
+                RAGGED=tables.query_lens is None,
                 WINDOWED=window is not None,
                 CAPPED=softcap is not None,
                 num_warps=warps,
@@ -292,9 +314,21 @@ class TritonBackend(AttentionBackend):
             if splits > 1:
                 sizes = {"HEADS": heads, "VALUE_DIM": value_size, "VALUE_PADDED": value_padded}
                 _merge_kernel[rows * launch.most, heads](
-                    answer, weight, output_NHE, tables.query_start_loc_R, *bounds, SPLITS=splits, **sizes
+                    answer, weight, output_NHE, self._start_of, *bounds, SPLITS=splits, **sizes
                 )
         return output_NHE
+
+    def _tiles_of(self, shared: int, lines: int) -> Tensor:
+        """Row and number in that row of every tile there may be: int32 [T, 2]. Those that are too many lie behind the
+        last row's own."""
+        if (shared, lines) not in self._tiles:
+            start_of, most = self._start_of, self._launches[0].most * shared // lines + len(self._end_of)
+            tiles_R = (start_of.diff() * shared + lines - 1) // lines
+            end_R = tiles_R.cumsum(dim=0)
+            tile_T = torch.arange(most, device=start_of.device)
+            row_T = torch.searchsorted(end_R, tile_T, right=True).clamp(max=len(end_R) - 1)
+            self._tiles[shared, lines] = torch.stack([row_T, tile_T - (end_R - tiles_R)[row_T]], dim=1).int()
+        return self._tiles[shared, lines]
 
 
 def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
