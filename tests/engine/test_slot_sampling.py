@@ -78,6 +78,7 @@ class Batch:
     slots: list[int]
     drafts_RK: Tensor
     logits_NV: Tensor
+    device: torch.device
 
     @property
     def slot_R(self) -> Tensor:
@@ -89,7 +90,9 @@ class Batch:
 
     def choose(self, needs: Needs | None = None, mask_NV: Tensor | None = None) -> Tensor:
         needs = self.sampling.needs(self.seqs) if needs is None else needs
-        return self.sampling.choose(self.logits_NV, self.slot_R, self.position_R, self.drafts_RK, needs, mask_NV)
+        inputs = [x.to(self.device) for x in (self.logits_NV, self.slot_R, self.position_R, self.drafts_RK)]
+        mask_NV = None if mask_NV is None else mask_NV.to(self.device)
+        return self.sampling.choose(inputs[0], inputs[1], inputs[2], inputs[3], needs, mask_NV).cpu()
 
     def expected(self, mask_NV: Tensor | None = None) -> Tensor:
         """What `sampler.choose` says."""
@@ -104,10 +107,12 @@ class Batch:
         return choose(self.logits_NV, wanted).view(-1, 1 + depth)
 
 
-def random_batch(seed: int, rows: int = 8, size: int = 97, depth: int | None = None) -> Batch:
+def random_batch(
+    seed: int, rows: int = 8, size: int = 97, depth: int | None = None, device: torch.device = CPU
+) -> Batch:
     """Mixed requests in random slots, some of which had other owners before."""
     chance = random.Random(seed)
-    sampling = SlotSampling(rows + 3, size, CPU)
+    sampling = SlotSampling(rows + 3, size, device)
     slots = chance.sample(range(rows + 3), rows)
     for turn in range(2):
         seqs = [random_sequence(chance, size, 100 * turn + row) for row in range(rows)]
@@ -116,7 +121,7 @@ def random_batch(seed: int, rows: int = 8, size: int = 97, depth: int | None = N
     generator = torch.Generator().manual_seed(seed)
     logits_NV = 3 * torch.randn(rows * (1 + depth), size, generator=generator)
     drafts_RK = torch.randint(size, (rows, depth), generator=generator)
-    return Batch(sampling, seqs, slots, drafts_RK, logits_NV.bfloat16() if seed % 2 else logits_NV)
+    return Batch(sampling, seqs, slots, drafts_RK, logits_NV.bfloat16() if seed % 2 else logits_NV, device)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -27,6 +27,8 @@ Shapes: N rows, W tokens of the (draft) vocabulary, K those of positive probabil
 import torch
 from torch import Tensor
 
+from eyas.kernels.attention.choose import has_triton
+
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 _LOW_52 = 2**52 - 1
@@ -61,6 +63,21 @@ def race(p_NW: Tensor, seed_N: Tensor, position_N: Tensor, token_W: Tensor, *, w
         p_NK, index_NK = p_NW.topk(max(runners, width), dim=-1)
         return index_NK.gather(-1, _first(p_NK / exponential(seed_N, position_N, token_W[index_NK]), width))
     return _first_of_many(p_NW, uniform(seed_N, position_N, token_W), width)
+
+
+def first(
+    p_NV: Tensor, logits_NV: Tensor, greedy_N: Tensor, seed_N: Tensor, position_N: Tensor, token_V: Tensor
+) -> Tensor:
+    """Winners [N] without a question to the device: the first by p / E, or where `greedy` is not 0 the largest logit.
+
+    Both tables are float32.
+    """
+    if p_NV.is_cuda and has_triton():
+        from eyas.kernels.noise_triton import first_by_triton  # torch for CPUs comes without triton
+
+        return first_by_triton(p_NV, logits_NV, greedy_N, seed_N, position_N, token_V)
+    score_NV = p_NV / exponential(seed_N, position_N, token_V)
+    return torch.where(greedy_N[:, None] > 0, logits_NV, score_NV).argmax(dim=-1)
 
 
 def _first_of_many(p_NW: Tensor, w_NW: Tensor, width: int) -> Tensor:

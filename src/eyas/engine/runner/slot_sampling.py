@@ -21,7 +21,7 @@ from eyas.engine.request import SequenceState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs, sampling_needs
 from eyas.engine.runner.slot_tables import IN_PROMPT, IS_STOP, Send, SlotNumbers, SlotTables
 from eyas.engine.sampler import MOST_AT_ONCE
-from eyas.kernels.noise import exponential
+from eyas.kernels.noise import first
 from eyas.sampling import IMPOSSIBLE
 
 
@@ -163,11 +163,10 @@ class SlotSampling:
 def sample(logits_RQV: Tensor, numbers: SlotNumbers, position_RQ: Tensor, token_V: Tensor, needs: Needs) -> Tensor:
     """The winners [R, Q] of the races p / E with `sampling.probabilities` of each row; greedy rows' largest logits."""
     rows, width, size = logits_RQV.shape
-    p_RQV = probabilities_by_row(logits_RQV, numbers, needs)
-    seed_N = numbers["seed"].expand(rows, width).flatten()
-    noise_NV = exponential(seed_N, position_RQ.flatten(), token_V)
-    score_RQV = p_RQV / noise_NV.view(rows, width, size)
-    return torch.where(numbers["greedy"][..., None] > 0, logits_RQV, score_RQV).argmax(dim=-1)
+    p_NV = probabilities_by_row(logits_RQV, numbers, needs).view(-1, size)
+    greedy_N, seed_N = (numbers[name].expand(rows, width).reshape(-1) for name in ("greedy", "seed"))
+    token_N = first(p_NV, logits_RQV.reshape(-1, size), greedy_N, seed_N, position_RQ.reshape(-1), token_V)
+    return token_N.view(rows, width)
 
 
 def probabilities_by_row(logits_RQV: Tensor, numbers: SlotNumbers, needs: Needs) -> Tensor:

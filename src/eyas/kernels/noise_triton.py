@@ -1,0 +1,74 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""The race of `noise.py` on a GPU: noise is made where it is used, so it takes no memory and two launches, not forty.
+
+Each program times the runners of one row in one part of the vocabulary and notes the first; the firsts race again.
+Integers, the argument of the logarithm and the division are those of `noise.py`, to the last bit. A part without
+anybody who can win, which is most of them where a request cuts the tail, is not timed.
+
+Shapes: N rows, V tokens, B parts of the vocabulary.
+"""
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+_PART = 4096
+
+
+@triton.jit
+def _mix(x):
+    """SplitMix64's finaliser."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _first_kernel(p, logits, greedy, seed, position, token, score_of, first_of, SIZE, PARTS, PART: tl.constexpr):
+    """One row, one part: its largest score and where that stands."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * PART + tl.arange(0, PART)
+    inside = at < SIZE
+    if tl.load(greedy + row) != 0:
+        score = tl.load(logits + row * SIZE + at, mask=inside, other=float("-inf"))
+    else:
+        # Nobody outside the vocabulary beats a runner of probability 0.
+        score = tl.load(p + row * SIZE + at, mask=inside, other=-1.0)
+        if tl.max(score, axis=0) > 0:
+            golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
+            key = _mix(tl.load(seed + row).to(tl.uint64) + golden)
+            key = _mix(key + tl.load(position + row).to(tl.uint64) * golden)
+            bits = _mix(key + tl.load(token + at, mask=inside, other=0).to(tl.uint64) * golden)
+            # As in `noise.py`: 52 bits behind the exponent of 1. Then 1 - w = 2 - x - 2^-53, exactly.
+            x = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+            time = -tl.log((2.0 - x) - 1.1102230246251565e-16)
+            score = tl.div_rn(score, time.to(tl.float32))
+    best, place = tl.max(score, axis=0, return_indices=True)
+    tl.store(score_of + row * PARTS + part, best)
+    tl.store(first_of + row * PARTS + part, (part * PART + place).to(tl.int64))
+
+
+def first_by_triton(
+    p_NV: Tensor, logits_NV: Tensor, greedy_N: Tensor, seed_N: Tensor, position_N: Tensor, token_V: Tensor
+) -> Tensor:
+    """`noise.first`."""
+    rows, size = p_NV.shape
+    parts = triton.cdiv(size, _PART)
+    score_NB = torch.empty(rows, parts, dtype=torch.float32, device=p_NV.device)
+    first_NB = torch.empty(rows, parts, dtype=torch.int64, device=p_NV.device)
+    _first_kernel[(rows, parts)](
+        p_NV.contiguous(),
+        logits_NV.contiguous(),
+        greedy_N.contiguous(),
+        seed_N.contiguous(),
+        position_N.contiguous(),
+        token_V.contiguous(),
+        score_NB,
+        first_NB,
+        size,
+        parts,
+        PART=_PART,
+        num_warps=8,
+    )
+    return first_NB.gather(-1, score_NB.argmax(dim=-1, keepdim=True))[:, 0]
