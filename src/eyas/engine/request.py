@@ -4,13 +4,15 @@ A `Request` never changes; a `SequenceState` is the engine's own record of one. 
 target's and the drafter's, and each holds a prefix of its tokens. Drafter slot i is made of the target's state at i and
 of token i + 1, so the drafter cannot be ahead of the target.
 
-Invariant: drafter_length <= target_length < len(tokens), since the newest token has been chosen but not read yet.
+Invariant: drafter_length <= target_length < len(tokens), since the newest token has been chosen but not read yet. All
+three are what the host has confirmed; steps that are still under way (`flights`) will raise them.
 """
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
+from eyas.engine.flight import Flight
 from eyas.errors import UserError
 
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
@@ -136,6 +138,12 @@ class SequenceState:
     """Tokens that have keys and values of the drafter."""
     blocks: list[int] = field(default_factory=list)
     """Where both caches keep token i: in block number i // block_size of this list."""
+    slot: int | None = None
+    """Its place in buffers by request, as long as it runs; no other has the same until no launched step uses it."""
+    flights: list[Flight] = field(default_factory=list)
+    """What launched steps may do to it that are not committed yet, oldest first."""
+    limit: int = field(init=False)
+    """The most tokens it can come to, prompt included; the scheduler lowers it to the longest context."""
     finished: FinishReason | None = None
     preemptions: int = 0
     """How often it lost its blocks to an earlier request."""
@@ -149,6 +157,7 @@ class SequenceState:
     def __post_init__(self) -> None:
         request = self.request
         self.tokens = list(request.prompt)
+        self.limit = len(request.prompt) + request.max_new_tokens
         if request.grammar is not None:
             self.matcher = request.grammar.matcher(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
 
@@ -181,8 +190,3 @@ class SequenceState:
     def speculates(self) -> bool:
         """Whether the drafter follows it."""
         return self.request.speculation.mode != "off"
-
-    @property
-    def limit(self) -> int:
-        """The most tokens it asks for, prompt included; the engine's longest context may be less."""
-        return self.prompt_length + self.request.max_new_tokens

@@ -12,28 +12,38 @@ Blocks follow the same order but for drafts, which come last: speculation never 
 gets the blocks of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
 one whose turn is last loses its blocks and waits again, and the prefix cache makes reading it again cheap.
 
+A step may be planned while another is under way (`launched`, then `landed`; `flight.py` keeps what waits for it). What
+is chosen there is known within bounds only, so a request that may go on gets a row, with blocks for the deepest
+outcome, but never beyond its limit: the device reads and writes nothing from its last allowed token on. Nothing is
+taken from a request with a step under way: if a block is missing, the plan has no rows until that step was committed.
+
 Invariants: running and waiting requests each stand in the order of their turns, and with one priority all running ones
-before all waiting ones; the first running one moves in every step and is never preempted; between steps a request owns
-no block beyond its tokens.
+before all waiting ones; the first running one moves in every step and is never preempted; with no step under way a
+request owns no block beyond its tokens; a block is registered with tokens that were committed, and the one behind them;
+no block or slot is given to another while a launched step may write it.
 """
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from eyas.engine.flight import LaunchedSteps, flight_of
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.request import FinishReason, SequenceState
 from eyas.errors import UserError
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: a step makes one for each of hundreds of requests, and that would take three times as long.
+@dataclass(eq=False, slots=True, kw_only=True)
 class ScheduledRow:
     """One request's part in a step."""
 
     seq: SequenceState
     start: int
-    """Position of its first token; all before it are in the target's cache."""
+    """Position of its first token; all before it are in the target's cache. A lower bound, if the request decodes and
+    has a step under way: accepted drafts put it further on, and only the device knows."""
     count: int
     """Tokens to read."""
     drafts: int
@@ -54,13 +64,22 @@ class SchedulerOutput:
     """What the next step computes."""
 
     rows: tuple[ScheduledRow, ...]
-    """Decoding requests, then reading ones, then admitted ones; each by turn."""
+    """Decoding requests, then reading ones, then admitted ones; each by turn. Without any, there is nothing to launch:
+    commit the steps under way and plan again."""
     preempted: tuple[SequenceState, ...]
     """Requests that lost their blocks for it."""
 
 
+_Prospect = tuple[SequenceState, int, int, int]
+"""A request, tokens that it will surely have read before the next step, and the fewest and the most that it will have.
+Only where it decodes, and a step with drafts is under way, these are not the same."""
+
+
 class Scheduler:
     """Requests from arrival to end. A step is `plan`, then `commit` for each of its rows, then `finish` for some.
+
+    To plan ahead of a device, call `launched` right after `plan`, before any request can end, and `landed` after the
+    step's last `commit`. In between the next step may be planned and launched.
 
     Without a `drafter`, prefixes are right for every request as soon as the target has read them. Of prompts whose
     logprobs are asked for, a step reads `max_prompt_logits` tokens: each of them takes a row of logits.
@@ -87,6 +106,9 @@ class Scheduler:
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # a token for each, so that none stands still
         self._budget, self._max_length = max_num_batched_tokens, max_model_len
         self._max_prompt_logits = max_prompt_logits or max_num_batched_tokens
+        self._size = block_manager.block_size
+        self._slots = list(range(self._max_num_seqs))[::-1]
+        self._steps: LaunchedSteps[SchedulerOutput] = LaunchedSteps()
         self._lives: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []
         self._waiting: list[SequenceState] = []
@@ -102,9 +124,19 @@ class Scheduler:
         """Requests that own blocks, by turn."""
         return list(self._running)
 
+    @property
+    def in_flight(self) -> int:
+        """How many launched steps have not landed."""
+        return len(self._steps)
+
+    @property
+    def decoding(self) -> list[SequenceState]:
+        """Running requests with one token to read next, as far as is known, whatever steps under way choose."""
+        return [seq for seq in self._running if _decodes(seq)]
+
     def limit(self, seq: SequenceState) -> int:
         """The most tokens a request can come to, prompt included; with them it must be finished."""
-        return min(len(seq.request.prompt) + seq.request.max_new_tokens, self._max_length)
+        return min(seq.limit, self._max_length)
 
     def add(self, seq: SequenceState) -> None:
         """Let a request wait for its turn; refuse one whose turn could never come."""
@@ -115,19 +147,22 @@ class Scheduler:
                 f"the prompt of request {seq.key} has {seq.prompt_length} tokens, above the {self._max_length - 1} "
                 f"that leave room for an answer; shorten it or raise the longest context {self._max_length}"
             )
-        size, most = self._block_manager.block_size, self._block_manager.blocks
-        blocks = self._block_manager.blocks_for(self.limit(seq) - 1)  # the last token is never read
+        size, most, limit = self._size, self._block_manager.blocks, self.limit(seq)
+        blocks = self._block_manager.blocks_for(limit - 1)  # the last token is never read
         if blocks > most:
             raise UserError(
-                f"request {seq.key} may grow to {self.limit(seq)} tokens, which need {blocks} blocks of {size}, above "
+                f"request {seq.key} may grow to {limit} tokens, which need {blocks} blocks of {size}, above "
                 f"the {most} there are; keep prompt and answer within {most * size + 1} tokens or add blocks"
             )
+        seq.limit = limit
         self._latest_arrival = seq.arrival
         self._lives[seq.key] = seq
         insort(self._waiting, seq, key=_turn)
 
     def cancel(self, key: int) -> bool:
-        """End a request at any moment, even during a step, and free what it owns. False if it is not here."""
+        """End a request at any moment, even during a step, and free what it owns; what a launched step may still write,
+        when that has landed. False if it is not here.
+        """
         seq = self._lives.get(key)
         if seq is None:
             return False
@@ -139,7 +174,7 @@ class Scheduler:
         if seq.finished is not None:
             return
         del self._lives[seq.key]
-        (self._running if seq in self._running else self._waiting).remove(seq)
+        (self._waiting if seq.slot is None else self._running).remove(seq)
         seq.finished = reason
         self._vacate(seq)
 
@@ -149,46 +184,101 @@ class Scheduler:
         Only decoding requests carry drafts: behind tokens that the target has yet to read there is nothing to draft
         from.
         """
-        preempted = self._seat_tokens()
-        decoding = [seq for seq in self._running if seq.pending == 1]
-        reading = [seq for seq in self._running if seq.pending > 1]
+        decoding: list[_Prospect] = []
+        reading: list[_Prospect] = []
+        preempted: list[SequenceState] = []
+        running, size = self._running, self._size
+        for seq in running:  # which may lose its last meanwhile
+            start, limit = seq.target_length, seq.limit
+            fewest = most = len(seq.tokens)
+            for flight in seq.flights:
+                start += flight.read
+                fewest += flight.fewest
+                most += flight.most
+            if fewest >= limit:
+                continue  # what is under way ends it
+            reach = most if most < limit else limit - 1
+            while reach > len(seq.blocks) * size and not self._extend(seq, reach):
+                assert len(running) > 1 or seq.flights, "add() lets in only what fits alone"
+                last = running[-1]
+                if last.flights:
+                    return SchedulerOutput(rows=(), preempted=tuple(preempted))
+                self._send_back()
+                preempted.append(last)
+                if last is seq:
+                    break
+            else:
+                (decoding if fewest - start == 1 else reading).append((seq, start, fewest, most))
+
         left = self._budget - len(decoding)
-        prompts_want = bool(reading or (self._waiting and len(self._running) < self._max_num_seqs))
-        useful = [min(wanted_drafts.get(seq.key, 0), self.limit(seq) - len(seq.tokens) - 1) for seq in decoding]
-        assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit is finished"
+        prompts_want = bool(reading or (self._waiting and self._slots))
+        useful = [
+            min(wanted_drafts.get(seq.key, 0), seq.limit - fewest - 1) if wanted_drafts else 0
+            for seq, _, fewest, _ in decoding
+        ]
+        assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit has no row"
         drafts = _share(useful, left // 2 if prompts_want else left)
         left -= sum(drafts)
 
         prefill: list[ScheduledRow] = []
         readers = chain(reading, () if preempted else iter(self._admit, None))
         logits_left = self._max_prompt_logits
-        while left > 0 and (seq := next(readers, None)) is not None:
-            count = min(seq.pending, left)
+        while left > 0 and (prospect := next(readers, None)) is not None:
+            seq, start, tokens, _ = prospect
+            count = min(tokens - start, left)
             if seq.lacks_prompt_logprobs:
                 count = min(count, logits_left)
                 logits_left -= count
             if count:
-                prefill.append(_row(seq, count))
+                prefill.append(
+                    ScheduledRow(seq=seq, start=start, count=count, drafts=0, samples=start + count == tokens)
+                )
                 left -= count
 
-        rows = [_row(seq, 1, drafts=self._seat_drafts(seq, n)) for seq, n in zip(decoding, drafts, strict=True)]
+        rows = [
+            ScheduledRow(
+                seq=seq, start=start, count=1, drafts=self._seat_drafts(seq, most, n) if n else 0, samples=True
+            )
+            for (seq, start, _, most), n in zip(decoding, drafts, strict=True)
+        ]
         return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
+
+    def launched(self, output: SchedulerOutput) -> None:
+        """Take note that the device works on a step: its requests' blocks and slots are its own until it has landed."""
+        self._steps.launch(output)
+        for row in output.rows:
+            assert row.seq.slot is not None, f"request {row.seq.key} left between plan and launch"
+            row.seq.flights.append(flight_of(row.count, row.drafts, row.samples))
+
+    def landed(self, output: SchedulerOutput) -> None:
+        """The oldest launched step is over and its rows are committed, but for those of requests that have ended."""
+        for blocks, slot in self._steps.land(output):
+            self._give_back(blocks, slot)
 
     def commit(self, seq: SequenceState, *, read: int, new_tokens: Sequence[int]) -> None:
         """Take note of a step: tokens read, accepted drafts among them, and tokens chosen, which are one more.
 
-        Nothing happens to a request that was cancelled during the step.
+        Of launched steps it is the oldest that is not committed. Nothing happens to a request that was cancelled
+        during the step.
         """
         if seq.finished is not None:
             return
-        full = seq.target_length // self._block_manager.block_size
-        seq.tokens.extend(new_tokens)
-        seq.target_length += read
-        assert seq.pending == 1 or (seq.pending > 1 and not new_tokens), f"request {seq.key}: {seq.pending} pending"
-        assert len(seq.tokens) <= self.limit(seq), f"request {seq.key} has {len(seq.tokens)} tokens"
-        self._register(seq, range(full, seq.target_length // self._block_manager.block_size))
-        needed = self._block_manager.blocks_for(len(seq.tokens))
-        if len(seq.blocks) > needed:
+        flights, tokens, size = seq.flights, seq.tokens, self._size
+        if flights:
+            flight = flights.pop(0)
+            assert flight.read <= read <= flight.read + flight.most - flight.fewest, f"request {seq.key}: {read} read"
+        before = seq.target_length
+        tokens.extend(new_tokens)
+        seq.target_length = length = before + read
+        pending = len(tokens) - length
+        assert pending == 1 or (pending > 1 and not new_tokens), f"request {seq.key}: {pending} pending"
+        assert len(tokens) <= seq.limit, f"request {seq.key} has {len(tokens)} tokens"
+        if length // size > before // size:
+            self._register(seq, range(before // size, length // size))
+        # The next step, if it is under way, may write all that was reserved: of an answer that stops among accepted
+        # drafts, the device is further on than its tokens tell.
+        if not flights and len(seq.blocks) * size >= len(tokens) + size:
+            needed = self._block_manager.blocks_for(len(tokens))
             self._block_manager.release(seq.blocks[needed:])
             del seq.blocks[needed:]
 
@@ -197,22 +287,25 @@ class Scheduler:
         if seq.finished is not None:
             return
         assert seq.drafter_length <= drafter_length <= seq.target_length, f"drafter at {drafter_length}"
-        full = seq.drafter_length // self._block_manager.block_size
+        full, now_full = seq.drafter_length // self._size, drafter_length // self._size
         seq.drafter_length = drafter_length
-        self._register(seq, range(full, drafter_length // self._block_manager.block_size))
+        if now_full > full:
+            self._register(seq, range(full, now_full))
 
     def begin_anew(self, *, drafter: bool) -> None:
         """Let all running requests wait again, as if preempted: there is another drafter, or none. Between steps."""
+        assert not self._steps, "a step is under way"
         self._drafter = drafter
         while self._running:
-            seq = self._running.pop()
-            self._vacate(seq)
-            seq.preemptions += 1
-            insort(self._waiting, seq, key=_turn)
+            self._send_back()
 
     def check(self) -> None:
-        """Raise AssertionError unless requests and blocks are in order. For between steps."""
-        self._block_manager.check(seq.blocks for seq in self._running)
+        """Raise AssertionError unless requests, blocks, slots and flights are in order. For between steps."""
+        aside = self._steps.aside
+        self._block_manager.check([*(seq.blocks for seq in self._running), *(blocks for blocks, _ in aside)])
+        slots = [*self._slots, *(slot for _, slot in aside), *(seq.slot for seq in self._running)]
+        assert sorted(slot for slot in slots if slot is not None) == list(range(self._max_num_seqs)), f"slots {slots}"
+        launched = Counter(row.seq.key for step in self._steps for row in step.rows)
         queue = [*self._running, *self._waiting]
         assert {seq.key: seq for seq in queue} == self._lives
         for part in (self._running, self._waiting):
@@ -224,50 +317,36 @@ class Scheduler:
         assert len(self._running) <= self._max_num_seqs
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
-            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq)
-            assert (
-                self._block_manager.blocks_for(seq.target_length)
-                <= len(seq.blocks)
-                <= self._block_manager.blocks_for(len(seq.tokens))
-            )
+            assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq) == seq.limit
+            assert len(seq.flights) <= launched[seq.key], f"request {seq.key} has a flight of no step"
+            written, most = seq.target_length, len(seq.tokens)
+            if seq.flights:
+                new = sum(flight.most for flight in seq.flights)
+                written, most = min(most + max(0, new - 1), seq.limit - 1), seq.limit - 1
+            blocks_for = self._block_manager.blocks_for
+            assert blocks_for(written) <= len(seq.blocks) <= blocks_for(most), f"request {seq.key}: {seq.blocks}"
         for seq in self._waiting:
             assert not seq.blocks, f"request {seq.key} waits but owns blocks"
+            assert not seq.flights, f"request {seq.key} waits but is in flight"
+            assert seq.slot is None, f"request {seq.key} waits but has slot {seq.slot}"
 
-    def _seat_tokens(self) -> list[SequenceState]:
-        """Give each request the blocks of its tokens by turn, and preempt the last where none is left.
-
-        Reading requests have theirs since they were admitted; it is for the newest token of decoding ones.
-        """
-        preempted: list[SequenceState] = []
-        index = 0
-        while index < len(self._running):
-            seq = self._running[index]
-            if self._extend(seq, len(seq.tokens)):
-                index += 1
-                continue
-            assert len(self._running) > 1, "add() lets in only what fits alone"
-            last = self._running.pop()
-            self._vacate(last)
-            last.preemptions += 1
-            insort(self._waiting, last, key=_turn)
-            preempted.append(last)
-        return preempted
-
-    def _seat_drafts(self, seq: SequenceState, drafts: int) -> int:
-        """Reserve the blocks of drafts behind the newest token; fewer drafts, if blocks are short."""
-        if drafts == 0:
-            return 0
-        room = (len(seq.blocks) + self._block_manager.free) * self._block_manager.block_size - len(seq.tokens)
-        drafts = min(drafts, room)
-        seated = self._extend(seq, len(seq.tokens) + drafts)
+    def _seat_drafts(self, seq: SequenceState, tokens: int, drafts: int) -> int:
+        """Reserve the blocks of drafts behind so many tokens; fewer drafts, if blocks are short."""
+        reach = min(tokens + drafts, seq.limit - 1)
+        if reach <= len(seq.blocks) * self._size:
+            return drafts
+        room = (len(seq.blocks) + self._block_manager.free) * self._size
+        if reach > room:
+            reach, drafts = room, room - tokens
+        seated = self._extend(seq, reach)
         assert seated, "no more drafts than free blocks hold"
         return drafts
 
-    def _admit(self) -> SequenceState | None:
-        """Let the first waiting request run, if a row and the blocks of all its tokens are there."""
+    def _admit(self) -> _Prospect | None:
+        """Let the first waiting request run, if a slot and the blocks of all its tokens are there."""
         # One free block for each of the others, or the newcomer would soon be preempted.
         spare = len(self._running)
-        if not self._waiting or len(self._running) == self._max_num_seqs or self._block_manager.free <= spare:
+        if not self._waiting or not self._slots or self._block_manager.free <= spare:
             return None
         seq = self._waiting[0]
         followed = self._drafter and seq.speculates
@@ -278,20 +357,21 @@ class Scheduler:
         if blocks is None:
             return None
         seq.blocks = blocks
-        seq.target_length = len(blocks) * self._block_manager.block_size
+        seq.target_length = len(blocks) * self._size
         seq.drafter_length = seq.target_length if followed else 0
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.target_length
         seated = self._extend(seq, len(seq.tokens))
         assert seated, "match() said that the blocks are there"
+        seq.slot = self._slots.pop()
         insort(self._running, self._waiting.pop(0), key=_turn)
-        return seq
+        return seq, seq.target_length, len(seq.tokens), len(seq.tokens)
 
     def _extend(self, seq: SequenceState, positions: int) -> bool:
         """Let a request own the blocks of so many positions, or change nothing."""
         missing = self._block_manager.blocks_for(positions) - len(seq.blocks)
         if missing > 0:
-            room = self._block_manager.blocks_for(self.limit(seq) - 1) - len(seq.blocks)
+            room = self._block_manager.blocks_for(seq.limit - 1) - len(seq.blocks)
             after = seq.blocks[-1] if seq.blocks else None
             blocks = self._block_manager.allocate(missing, after=after, room=room)
             if blocks is None:
@@ -299,15 +379,32 @@ class Scheduler:
             seq.blocks += blocks
         return True
 
+    def _send_back(self) -> None:
+        """Let the last running request wait again."""
+        seq = self._running.pop()
+        self._vacate(seq)
+        seq.preemptions += 1
+        insort(self._waiting, seq, key=_turn)
+
     def _vacate(self, seq: SequenceState) -> None:
-        self._block_manager.release(seq.blocks)
-        seq.blocks, seq.target_length, seq.drafter_length = [], 0, 0
+        """Take what a request owns; what a launched step may write is set aside until that has landed."""
+        if seq.slot is not None:
+            if seq.flights:
+                self._steps.put_aside(seq.blocks, seq.slot)
+            else:
+                self._give_back(seq.blocks, seq.slot)
+        seq.blocks, seq.slot, seq.flights = [], None, []
+        seq.target_length = seq.drafter_length = 0
         if seq.lacks_prompt_logprobs:
             seq.prompt_logprobs.clear()  # it will read its prompt from the beginning
 
+    def _give_back(self, blocks: Sequence[int], slot: int) -> None:
+        self._block_manager.release(blocks)
+        self._slots.append(slot)
+
     def _register(self, seq: SequenceState, indexes: range) -> None:
         """Let full blocks be found. Their last token is read, so the one behind it is known."""
-        size = self._block_manager.block_size
+        size = self._size
         for index in indexes:
             end = (index + 1) * size
             self._block_manager.register(
@@ -324,8 +421,12 @@ def _turn(seq: SequenceState) -> tuple[int, int]:
     return seq.turn
 
 
-def _row(seq: SequenceState, count: int, *, drafts: int = 0) -> ScheduledRow:
-    return ScheduledRow(seq=seq, start=seq.target_length, count=count, drafts=drafts, samples=count == seq.pending)
+def _decodes(seq: SequenceState) -> bool:
+    tokens, start = len(seq.tokens), seq.target_length
+    for flight in seq.flights:
+        start += flight.read
+        tokens += flight.fewest
+    return tokens - start == 1 and tokens < seq.limit
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:
