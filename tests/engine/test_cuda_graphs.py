@@ -9,64 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from engine.dense_tables import use_dense_tables
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner import attention, cuda_graphs, model_runner
+from eyas.engine.runner import cuda_graphs
 from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
-from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.attention.choose import choose_backend
-from eyas.kernels.attention.dense import DenseBackend
-from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.target.model import Target
-
-
-class PaddedBackend(AttentionBackend):
-    """Dense attention over padded rows, whose numbers are no secret on a CPU. Dead tokens get nothing."""
-
-    def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
-        super().__init__(metadata, sinks=sinks)
-        tables = metadata.tables
-        count = tables.query_lens[0]
-        ends, bases = tables.seq_lens_R.tolist(), tables.context_lens_R.tolist()
-        blocks: list[list[int]] = tables.block_table_RP.tolist()
-        rows = [
-            (r, AttentionRow(blocks=blocks[r], base=bases[r], count=ends[r] - bases[r]))
-            for r in range(len(ends))
-            if ends[r]
-        ]
-        self._live = [r * count + q for r, row in rows for q in range(row.count)]
-        self._dense = None
-        if rows:
-            slots = metadata.slot_mapping_N
-            made = AttentionMetadata.of([row for _, row in rows], block_size=metadata.block_size, device=slots.device)
-            assert made.slot_mapping_N.tolist() == slots[self._live].tolist()
-            assert made.position_N.tolist() == metadata.position_N[self._live].tolist()
-            self._dense = DenseBackend(made, sinks=sinks)
-
-    def attend(self, q_NHK: Tensor, keys_GCK: Tensor, values_GCV: Tensor, *rest: Any) -> Tensor:
-        output = q_NHK.new_zeros(*q_NHK.shape[:2], values_GCV.shape[2])
-        if self._dense is not None:
-            output[self._live] = self._dense.attend(q_NHK[self._live], keys_GCK, values_GCV, *rest)
-        return output
 
 
 @pytest.fixture(autouse=True)
 def _dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionBackend:
-        if metadata.on_device is not None:
-            return PaddedBackend(metadata, sinks=sinks)
-        return choose_backend(metadata, sinks=sinks)
-
-    for module in (attention, model_runner):
-        monkeypatch.setattr(module, "choose_backend", choose)
+    use_dense_tables(monkeypatch)
 
 
 class Uncaptured(GraphCapture):

@@ -2,6 +2,8 @@
 
     read     the target over a chunk of one prompt: its logits behind the last token, and the states of all. Where a
              drafter of one layer reads along, it remembers all of them but the last, whose successor is not known
+    ragged   the same over chunks of many prompts, one behind the other. The tokens behind them are told, so a drafter,
+             of however many layers, reads all of a prompt but its last token
     verify   the target over padded rows: its logits, its most likely token everywhere, and the states of all tokens
     draft    the drafter reads the states of a row's new tokens, then drafts a chain behind them, all depths at once
     both     one after the other, where the drafts are verified come what may
@@ -18,6 +20,8 @@ auxiliary states, D drafter hidden, L a short list, S rows of the shared memory 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +29,7 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.runner.drafter import DrafterRunner
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.noise import exponential
 
@@ -72,6 +77,45 @@ def read(
             keys, values = drafter.remember(hidden_ND, ids_1Q.flatten().roll(-1), layout.position_N)
             its_cache.write(0, layout.slot_mapping_N, keys, values)
     return newest_1V.argmax(dim=-1)
+
+
+class ChunksRead(NamedTuple):
+    """What a pass over chunks of prompts gives. At rows of no tokens it means nothing."""
+
+    logits_RV: Tensor
+    """Behind the last token of every row."""
+    last_RX: Tensor | None
+    """The states of these tokens."""
+    states_NX: Tensor | None
+    """The states of all tokens."""
+
+
+def read_ragged(numbers: Numbers, run: RunTarget, cache: KVCache, drafter: DrafterRunner | None) -> ChunksRead:
+    """Chunks of many prompts in one pass; the drafter, if any, reads along as far as the tokens behind are known.
+
+    Numbers: `ids` [N], `behind` [N] the tokens behind each, -1 where not known (only the last of a row can be so),
+    `start` [R + 1] where rows begin and the last ends, `base` [R] slots read before, by target and drafter alike,
+    `table` [R, P]. Tokens behind the last row are padding.
+    """
+    ids_N, start = numbers["ids"], numbers["start"].int()
+    table_RP, base_R = numbers["table"].int(), numbers["base"].int()
+    last_R = (start[1:].long() - 1).clamp(min=0)
+    lay_out = partial(AttentionMetadata.ragged, table_RP, base_R, start, count=len(ids_N))
+    layout = lay_out(block_size=cache.block_size, null_slot=cache.null_slot)
+    logits_RV, aux_NX = run(ids_N, layout, last_R)
+    if aux_NX is None:
+        return ChunksRead(logits_RV, None, None)
+    if drafter is not None:
+        model, its_cache, behind_N = drafter.model, drafter.cache, numbers["behind"]
+        live_R = (start.diff() - (behind_N[last_R] < 0).int()).clamp(min=0)
+        layout = lay_out(block_size=its_cache.block_size, null_slot=its_cache.null_slot, live_R=live_R)
+        hidden_ND = model.fuse(aux_NX.to(model.fc.weight.dtype))
+        token_N = behind_N.clamp(min=0)
+        if drafter.remembers:
+            its_cache.write(0, layout.slot_mapping_N, *model.remember(hidden_ND, token_N, layout.position_N))
+        else:
+            model.step(hidden_ND, token_N, layout.position_N, drafter.attention(layout))
+    return ChunksRead(logits_RV, aux_NX[last_R], aux_NX)
 
 
 def verify(
