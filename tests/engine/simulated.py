@@ -60,6 +60,8 @@ class Machine:
     per_context_token: float = 0.0
     rest: Callable[[int, bool], float] = lambda requests, drafting: 0.0
     """What the host takes beside all passes."""
+    overlapped: bool = False
+    """Whether it takes that meanwhile: the next step is chosen before this one's numbers have arrived."""
     noise: float = 0.05
     outliers: float = 0.02
     """How often a pass takes three to ten times as long."""
@@ -106,6 +108,22 @@ SMALL_ON_FAST_GPU = Machine(
 """SmolLM2 as the controller saw it on an H200: what has waited for long is read operation by operation."""
 SLOW_HOST = replace(SMALL_ON_GPU, rest=lambda requests, drafting: 2e-4 + requests * (2.5e-4 if drafting else 2e-5))
 """And a host that is slow at drafts."""
+SMALL_ON_H200 = Machine(
+    verify=through((1, 0.62), (16, 0.68), (64, 0.78), (256, 1.5), (1024, 4.2)),
+    read=lambda count: 1.6e-4 + 2e-7 * count,
+    deepen=lambda count: 1.1e-4 + 1e-7 * count,
+    rest=lambda requests, drafting: 2.5e-4 + requests * (8e-6 if drafting else 5e-6),
+    overlapped=True,
+)
+"""A 135M target whose round lives on an H200, one step in flight: from 64 users on the host takes as long."""
+LARGE_ON_H200 = Machine(
+    verify=through((1, 4.66), (16, 4.93), (64, 5.44), (256, 8.93), (1024, 25)),
+    read=lambda count: 4.6e-4 + 1e-6 * count,
+    deepen=lambda count: 3.8e-4 + 1e-6 * count,
+    rest=lambda requests, drafting: 2.5e-4 + requests * (8e-6 if drafting else 5e-6),
+    overlapped=True,
+)
+"""The same of an 8B target, as its device times were measured."""
 TILED_GPU = Machine(
     verify=in_tiles(through((1, 5), (64, 10), (512, 60)), 16),
     read=lambda count: 5e-4 + 5e-7 * count,
@@ -196,6 +214,8 @@ class Engine:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.machine.overlapped and isinstance(self.policy, Controller):
+            self.policy.overlaps()
         self.chance, self.beside = random.Random(self.seed), random.Random(-1 - self.seed)
         self.controller = self.policy if isinstance(self.policy, Controller) else None
         self.requests: list[Request] = []
@@ -224,19 +244,23 @@ class Engine:
             self.held = self.step < self.until and {r.number for r in self.requests} == self.chosen_for
             if not self.held:
                 after = max(1, self.step - self.chosen_at)
-                choice = self.controller.choose(facts, after=after) if self.controller else self.policy.choose(facts)
+                self.choice = choice = (
+                    self.controller.choose(facts, after=after) if self.controller else self.policy.choose(facts)
+                )
                 self.chosen_at, self.until = self.step, self.step + choice.holds
                 self.chosen_for = {r.number for r in self.requests}
+            self.observe_late()
             self.throw_dice()
-            self.report = StepReport()
+            self.report = StepReport(choice=None if self.held else self.choice)
+            began = self.now
             if choice.shape.kind == "tree":
                 self.grow(choice)
             else:
                 self.draft(choice.limits if self.sees else choice.depths, choice.look)
             self.verify()
             gained = self.accept()
-            self.host(drafting=any(r.made for r in self.requests))
-            if self.controller:
+            self.host(began, drafting=any(r.made for r in self.requests))
+            if self.controller and not self.machine.overlapped:
                 self.controller.observe(self.report)
             self.read_lumps()
             self.run.tokens.append(self.run.tokens[-1] + gained)
@@ -305,7 +329,7 @@ class Engine:
             drafting = [(r, limit) for r, limit in drafting if limit > depth]
             if drafting and self.sees and self.controller:
                 going = self.controller.continue_drafting(
-                    [r.number for r, _ in drafting], [r.sure[:depth] for r, _ in drafting]
+                    self.choice, [r.number for r, _ in drafting], [r.sure[:depth] for r, _ in drafting]
                 )
                 drafting = [each for each, goes in zip(drafting, going, strict=True) if goes]
             if drafting:
@@ -317,7 +341,9 @@ class Engine:
             passes=depth, tokens=tokens, seconds=seen, first=(reads, seen * first / seconds)
         )
         if self.controller and self.sees:
-            kept = self.controller.keeps([r.number for r in everyone], [r.sure[: r.made] for r in everyone])
+            kept = self.controller.keeps(
+                self.choice, [r.number for r in everyone], [r.sure[: r.made] for r in everyone]
+            )
         for r, count in zip(everyone, kept, strict=True):
             noted = {place - 1: self.candidates(r.sure[place]) for place in range(r.made)} if look > 1 else {}
             line = tuple(range(-1, r.made - 1))
@@ -354,6 +380,7 @@ class Engine:
         if self.sees:
             drafts = [r.draft for r in growing]
             kept = self.controller.prunes(
+                self.choice,
                 [r.number for r in growing],
                 [draft.parents for draft in drafts],
                 [draft.confidences for draft in drafts],
@@ -370,12 +397,22 @@ class Engine:
         if self.controller and not self.held:
             self.report.target = TargetTiming(tokens=tokens, context=context, seconds=seen)
 
-    def host(self, *, drafting: bool) -> None:
-        """What is done beside all passes, where there is anything."""
+    def observe_late(self) -> None:
+        """Where steps overlap, the numbers of the step before have arrived by now: the next is already chosen."""
+        if self.controller and self.machine.overlapped and self.step:
+            self.controller.observe(self.report)
+
+    def host(self, began: float, *, drafting: bool) -> None:
+        """What is done beside all passes, or meanwhile, where there is anything."""
         seconds = self.machine.rest(len(self.requests), drafting)
-        if seconds:
+        if self.machine.overlapped:
+            seconds = max(0.0, seconds - (self.now - began) / self.machine.slower(self.step))
             self.take_time(seconds)
-        if seconds and self.controller and not self.held:
+            if self.controller and not self.held:
+                self.report.seconds = self.seen
+        elif seconds:
+            self.take_time(seconds)
+        if seconds and not self.machine.overlapped and self.controller and not self.held:
             self.report.seconds = self.seen
         self.seen = 0.0
 
@@ -425,9 +462,15 @@ def serve(
     return Engine(policy, machine, profile, many, **options).steps(steps)
 
 
+def seconds_of(machine: Machine, users: int, passes: float, *, drafting: bool) -> float:
+    """What a step takes whose passes take so long."""
+    rest = machine.rest(users, drafting)
+    return max(passes, rest) if machine.overlapped else passes + rest
+
+
 def plain_rate(machine: Machine, users: int) -> float:
     """Tokens per second without speculation."""
-    return users / (machine.verify(users) + machine.rest(users, False))
+    return users / seconds_of(machine, users, machine.verify(users), drafting=False)
 
 
 def fixed_rate(machine: Machine, profile: Profile, *, users: int, depth: int) -> float:
@@ -437,7 +480,8 @@ def fixed_rate(machine: Machine, profile: Profile, *, users: int, depth: int) ->
         survival *= chance
         tokens += survival
     drafting = machine.read(round(users * tokens)) + (depth - 1) * machine.deepen(users) if depth else 0.0
-    return users * tokens / (machine.verify(users * (1 + depth)) + drafting + machine.rest(users, depth > 0))
+    passes = machine.verify(users * (1 + depth)) + drafting
+    return users * tokens / seconds_of(machine, users, passes, drafting=depth > 0)
 
 
 def best_rate(machine: Machine, profile: Profile, *, users: int) -> float:

@@ -23,7 +23,7 @@ def play(acceptance: Acceptance, chances: list[float], rounds: int, chance: rand
     for _ in range(rounds):
         accepted = next((depth for depth, p in enumerate(chances) if chance.random() >= p), len(chances))
         acceptance.observe(told(len(chances), accepted, key=key))
-        acceptance.end_steps(1, probe=False)
+        acceptance.end_steps(1)
     acceptance.refresh()
 
 
@@ -78,7 +78,7 @@ def test_a_request_that_rests_becomes_like_the_others_again() -> None:
         play(acceptance, [0.1] * 4, 1, chance, key=2)
     assert acceptance.settle(2) < -3
     for _ in range(500):
-        acceptance.end_steps(1, probe=False)
+        acceptance.end_steps(1)
     assert acceptance.settle(2) == 0
 
 
@@ -94,7 +94,8 @@ def test_probes_count_for_more_than_what_was_before_them() -> None:
     acceptance = Acceptance(4)
     play(acceptance, [0.0], 1000, random.Random(0))
     for _ in range(6):
-        acceptance.end_steps(1, probe=True)
+        acceptance.end_steps(1)
+        acceptance.note_probe()
         acceptance.observe(told(1, 1))
     acceptance.refresh()
     assert acceptance.by_depth[0] > 0.3

@@ -7,6 +7,7 @@ import timeit
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from statistics import mean
 
 import pytest
 
@@ -16,11 +17,13 @@ from engine.simulated import (
     GPU,
     GREAT,
     KIND_CPU,
+    LARGE_ON_H200,
     POOR,
     RANDOM,
     SLOW_HOST,
     SMALL_ON_FAST_GPU,
     SMALL_ON_GPU,
+    SMALL_ON_H200,
     TILED_GPU,
     Machine,
     Mode,
@@ -102,6 +105,63 @@ def test_what_is_taken_in_a_step_late_is_not_lost(profile: str, users: int) -> N
         one.think()
         assert one.report()["rounds"] > 0
         assert len(one.acceptance._requests) <= users, "who has left is forgotten, late or not"
+
+
+OVERLAPPED = {"135M": SMALL_ON_H200, "8B": LARGE_ON_H200}
+
+
+@pytest.mark.parametrize("users", [1, 4, 16, 64])
+@pytest.mark.parametrize("machine", OVERLAPPED)
+def test_a_step_in_flight_finds_its_depth_within_a_few_dozen_steps(machine: str, users: int) -> None:
+    """Chosen from numbers a step old, where a step takes as long as the slower of host and device."""
+    overlapped = OVERLAPPED[machine]
+    best, plain = best_rate(overlapped, GOOD, users=users), plain_rate(overlapped, users)
+    runs = [serve(Controller(), overlapped, GOOD, users=users, steps=200, seed=seed) for seed in range(4)]
+    assert best > 1.1 * plain
+    assert mean(run.rate(40) for run in runs) > plain + 0.95 * (best - plain)
+
+
+@pytest.mark.parametrize("users", [1, 4, 16, 64])
+@pytest.mark.parametrize("machine", OVERLAPPED)
+def test_a_step_in_flight_costs_nothing_with_a_random_drafter(machine: str, users: int) -> None:
+    run = serve(Controller(), OVERLAPPED[machine], RANDOM, users=users, steps=500)
+    assert run.rate() > 0.98 * plain_rate(OVERLAPPED[machine], users)
+
+
+def test_drafts_are_free_as_long_as_the_device_waits_for_the_host() -> None:
+    """Deeper drafts than without a host: what they take more of the device was idle before."""
+    slow = replace(SMALL_ON_H200, rest=lambda requests, drafting: 6e-3)
+    depths = [
+        serve(Controller(), machine, GOOD, users=64, steps=200).mean_depth(50) for machine in (slow, SMALL_ON_H200)
+    ]
+    assert depths[0] > depths[1] + 1
+
+
+def test_several_choices_may_be_under_way() -> None:
+    """Reports come in the order of the choices, any number of them late, and each finds its own."""
+    controller = told(Controller(), replace(GPU, noise=0.0, outliers=0.0), users=2, acceptance=0.7)
+    choices = [controller.choose(rows_of(2)) for _ in range(4)]
+    before = controller.probes.total
+    for seconds, choice in enumerate(choices, 1):
+        timing = TargetTiming(tokens=2 + sum(choice.depths), context=200, seconds=float(seconds))
+        controller.observe(StepReport(choice=choice, target=timing))
+        assert choice.under_way is not None
+        assert choice.under_way.seconds == seconds
+    assert controller.probes.total - before == 1 + 2 + 3 + 4
+
+
+def test_no_second_probe_while_one_is_under_way() -> None:
+    controller = told(Controller(), CPU, users=1, acceptance=0.0)
+    seen = list[bool]()
+    for _ in range(200):
+        choice = controller.choose(rows_of(1))
+        seen.append("probe" in choice.reason)
+        if not seen[-1]:
+            timing = TargetTiming(tokens=1, context=100, seconds=0.058)
+            controller.observe(StepReport(choice=choice, target=timing))
+    probes = [step for step, probed in enumerate(seen) if probed]
+    assert probes, "one that is never observed does not end probing for good"
+    assert all(later - earlier >= 8 for earlier, later in pairwise(probes))
 
 
 def test_a_host_that_is_slow_for_all_steps_makes_drafts_worth_more() -> None:
@@ -284,18 +344,16 @@ def start(controller: Controller, users: int) -> Choice:
 
 def test_confidence_stops_hopeless_drafts() -> None:
     controller = told(Controller(), KIND_CPU, users=1, acceptance=0.9)
-    assert start(controller, 1).limits == (7,)
-    assert controller.continue_drafting([0], [[0.05]]) == [False]
-    start(controller, 1)
-    assert controller.continue_drafting([0], [[0.98]]) == [True]
-    start(controller, 2)
-    assert controller.keeps([0, 1], [[0.98, 0.97], [0.03, 0.9]]) == [2, 0]
+    choice = start(controller, 1)
+    assert choice.limits == (7,)
+    assert controller.continue_drafting(choice, [0], [[0.05]]) == [False]
+    assert controller.continue_drafting(start(controller, 1), [0], [[0.98]]) == [True]
+    assert controller.keeps(start(controller, 2), [0, 1], [[0.98, 0.97], [0.03, 0.9]]) == [2, 0]
 
 
 def test_free_verification_keeps_unlikely_drafts() -> None:
     controller = told(Controller(), replace(GPU, noise=0.0), users=2, acceptance=0.6)
-    start(controller, 2)
-    assert controller.keeps([0, 1], [[0.9, 0.4, 0.3], [0.3]]) == [3, 1]
+    assert controller.keeps(start(controller, 2), [0, 1], [[0.9, 0.4, 0.3], [0.3]]) == [3, 1]
 
 
 @pytest.mark.parametrize("users", [4, 16])

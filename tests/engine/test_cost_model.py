@@ -175,9 +175,25 @@ def test_what_a_step_takes_beside_its_passes_is_learnt_with_drafts_and_without()
     costs = CostModel()
     assert costs.rest(4, drafting=True) == 0.0, "nothing was seen yet"
     for _ in range(4):
-        costs.observe_rest(4, 0.002, drafting=False)
+        costs.observe_step(4, 0.012, passes=0.01, drafting=False)
     assert costs.rest(4, drafting=False) == costs.rest(4, drafting=True) == pytest.approx(0.002)
     for _ in range(4):
-        costs.observe_rest(4, 0.005, drafting=True)
+        costs.observe_step(4, 0.015, passes=0.01, drafting=True)
     assert costs.rest(4, drafting=True) == pytest.approx(0.005)
     assert costs.rest(4, drafting=False) == pytest.approx(0.002)
+
+
+def test_steps_that_overlap_take_as_long_as_the_slower_of_host_and_device() -> None:
+    costs = CostModel()
+    costs.overlapped = True
+    assert costs.step(4, 0.003, drafting=False) == 0.003, "nothing was seen yet"
+    for _ in range(4):
+        costs.observe_step(4, 0.01, passes=0.01, drafting=False)
+    assert costs.step(4, 0.003, drafting=False) == 0.003, "the device was the slower: nothing is known of the host"
+    for _ in range(4):
+        costs.observe_step(4, 0.005, passes=0.003, drafting=False)
+    assert costs.step(4, 0.003, drafting=False) == pytest.approx(0.005), "the device waited"
+    assert costs.step(4, 0.008, drafting=True) == pytest.approx(0.008), "drafts are free as long as it would wait"
+    for _ in range(30):
+        costs.observe_step(4, 0.002, passes=0.002, drafting=False)
+    assert costs.step(4, 0.001, drafting=False) == pytest.approx(0.002), "the host has become faster"

@@ -148,7 +148,7 @@ def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
         choice = replace(
             choose(rows, **options), depths=depths, limits=depths, skip_pruning=next(skip_pruning), holds=1
         )
-        step = engine.controller._step
+        step = choice.under_way
         assert step is not None
         step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
         step.bound = frozenset(step.limits)

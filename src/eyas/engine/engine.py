@@ -312,6 +312,7 @@ class Engine:
         """
         began, report = self._clock(), StepReport()
         scheduled = self._schedule()
+        report.choice = self.proposer.chosen
         if scheduled.rows:
             self.proposer.probe_drift(scheduled.rows)
             for rows in self.runner.passes(scheduled.rows):
@@ -371,7 +372,7 @@ class Engine:
 
     def _is_timed(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the controller learns of the time that these rows take: they decode, and it chose how."""
-        return self.proposer.chosen and all(row.count == 1 for row in rows)
+        return self.proposer.chosen is not None and all(row.count == 1 for row in rows)
 
     def _commit(self, result: VerifyResult, output: TargetOutput, report: StepReport) -> None:
         """Write down what a request got, and let it go if that was its end."""

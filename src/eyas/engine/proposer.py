@@ -54,8 +54,8 @@ class Proposes(Protocol):
         """Layers of the target whose states are needed."""
 
     @property
-    def chosen(self) -> bool:
-        """Whether this step was chosen for; if not, it is like the one that was, and tells nothing new."""
+    def chosen(self) -> Choice | None:
+        """What was chosen for this step; None: nothing decodes, or it is like the last that was chosen for."""
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -92,7 +92,7 @@ class NoProposer:
     """Drafts nothing, for an engine without a drafter."""
 
     layer_ids: tuple[int, ...] = ()
-    chosen = False
+    chosen: Choice | None = None
 
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
@@ -147,6 +147,8 @@ class Proposer:
         """Captured passes, where there are any."""
         self._drafter, self._controller, self._scheduler = drafter, controller, scheduler
         self._forced_tree, self._clock = tree, clock
+        self.chosen: Choice | None = None
+        """What was chosen for this step; None: nothing decodes, or it is like the last that was chosen for."""
         self._choice: Choice | None = None
         self._chosen_for: list[int] = []
         self._steps = 0
@@ -156,13 +158,9 @@ class Proposer:
         """Whether the drafter reads along."""
         return seq.speculates
 
-    @property
-    def chosen(self) -> bool:
-        """Whether this step was chosen for; if not, it is like the one that was, and tells nothing new."""
-        return self._steps == 1
-
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
+        self.chosen = None
         if not decoding:
             return {}
         keys = [seq.key for seq in decoding]
@@ -170,7 +168,7 @@ class Proposer:
             self._steps += 1
             return {}
         facts = [_facts(seq) for seq in decoding]
-        self._choice = choice = self._controller.choose(facts, after=max(1, self._steps))
+        self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._chosen_for, self._steps = keys, 1
         # Nobody looks on the way while a captured chain is drafted.
         limits = choice.depths if self.graphs is not None and self._forced_tree is None else choice.limits
@@ -240,7 +238,8 @@ class Proposer:
             return None
         drafts, spent = made
         self._note_drafts(seqs, reads, limits, spent, report)
-        return Proposal(drafts=self._allowed(seqs, self._kept(rows, drafts)))
+        assert self._choice is not None, "drafts have room by choice"
+        return Proposal(drafts=self._allowed(seqs, self._kept(self._choice, rows, drafts)))
 
     def _propose_eagerly(
         self, rows: Sequence[ScheduledRow], shapes: Sequence[Tree] | None, report: StepReport
@@ -248,19 +247,21 @@ class Proposer:
         """Chains, or trees of these shapes, for rows that have room for drafts, every operation launched by itself."""
         seqs, keys = [row.seq for row in rows], [row.seq.key for row in rows]
         controller, started, reads = self._controller, self._clock(), _unread(seqs)
+        choice = self._choice
+        assert choice is not None, "drafts have room by choice"
         first: tuple[int, float] | None = None
 
         def continue_drafting(keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
             nonlocal first
             if first is None:
                 first = reads, self._clock() - started
-            return controller.continue_drafting(keys, confidences)
+            return controller.continue_drafting(choice, keys, confidences)
 
         self.read(seqs)
         if shapes is None:
             limits = [row.drafts for row in rows]
             drafts = self._drafter.chain(seqs, limits, sampling_metadata, continue_drafting, look=self._look)
-            offered = self._kept(rows, drafts)
+            offered = self._kept(choice, rows, drafts)
             deepest = max(draft.depth for draft in drafts)
             deeper = sum(draft.depth - 1 for draft in drafts)  # the first draft comes of the reading itself
         else:
@@ -268,7 +269,7 @@ class Proposer:
             nodes: Sequence[Collection[int]] = [range(len(draft.tokens)) for draft in drafts]
             if self._forced_tree is None:
                 sure = [draft.confidences for draft in drafts]
-                nodes = controller.prunes(keys, [draft.parents for draft in drafts], sure)
+                nodes = controller.prunes(choice, keys, [draft.parents for draft in drafts], sure)
             offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
             deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
         seconds = self._clock() - started
@@ -314,10 +315,10 @@ class Proposer:
             first=(reads, spent.first),
         )
 
-    def _kept(self, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> dict[int, Draft]:
+    def _kept(self, choice: Choice, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> dict[int, Draft]:
         """Of each row's chain what the controller finds worth verifying."""
         keys = [row.seq.key for row in rows]
-        kept = self._controller.keeps(keys, [draft.confidences for draft in drafts])
+        kept = self._controller.keeps(choice, keys, [draft.confidences for draft in drafts])
         return {key: draft.only(range(count)) for key, draft, count in zip(keys, drafts, kept, strict=True)}
 
     def _allowed(self, seqs: Sequence[SequenceState], offered: dict[int, Draft]) -> dict[int, Draft]:

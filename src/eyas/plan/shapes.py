@@ -56,13 +56,15 @@ class Prices:
     """Seconds of the parts of a step, for the batch at hand."""
 
     verify: Callable[[int], float]
-    """The target's pass with so many drafts in it, and what a step takes beside all passes."""
+    """The target's pass with so many drafts in it."""
     draft: Callable[[int, float, float], float]
     """The drafter's passes: how many, tokens of the first, tokens of all others together."""
     reads: float
     """Tokens that the first of these passes reads for a request."""
     grow: Callable[[int, float, float], float] | None = None
     """The same as `draft` where trees grow, which takes more of the host; None: no more than chains."""
+    step: Callable[[float, bool], float] = lambda passes, drafting: passes
+    """A whole step whose passes take so long, with drafts or without: the host works beside them or meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +128,13 @@ def plan_nothing(batch: Batch, prices: Prices) -> Plan:
         by_level={},
         drafts=drafts,
         tokens=batch.rows + batch.fixed_tokens,
-        seconds=prices.verify(drafts) + drafting,
+        seconds=prices.step(prices.verify(drafts) + drafting, drafts > 0),
     )
 
 
 def plan_chains(batch: Batch, prices: Prices) -> Plan:
     """The best depths that are not all zero."""
-    verify, draft = prices.verify, prices.draft
+    verify, draft, step = prices.verify, prices.draft, prices.step
     plain = plan_nothing(batch, prices)
     portion = max(1, sum(batch.levels.values()) // PORTIONS)
     offers = sorted(
@@ -142,10 +144,11 @@ def plan_chains(batch: Batch, prices: Prices) -> Plan:
         for start in range(0, rows, portion)
     )
     passes_before = sum(rows > 0 for rows in batch.fixed)
-    best_rate, best = 0.0, (plain.tokens, inf, 0, 0, 0)
+    best_rate, best, best_passes = 0.0, (plain.tokens, inf, 0, 0, 0), 0.0
     for deepest in range(1, min(len(survivals) for survivals in batch.survivals.values()) + 1):
         hoped = sum(rows * batch.survivals[level][deepest - 1] for level, rows in batch.levels.items())
-        if hoped < best_rate * (draft(deepest, 1, deepest - 1) - draft(deepest - 1, 1, deepest - 2)):
+        further_pass = draft(deepest, 1, deepest - 1) - draft(deepest - 1, 1, deepest - 2)
+        if hoped < best_rate * (step(best_passes + further_pass, True) - step(best_passes, True)):
             break  # drafts of this depth would not pay for their pass, were they verified for nothing
         tokens, drafts, passes = plain.tokens, plain.drafts, passes_before
         first, further = batch.fixed[0] * prices.reads, drafts - batch.fixed[0]
@@ -161,9 +164,10 @@ def plan_chains(batch: Batch, prices: Prices) -> Plan:
             tokens -= chance * rows
             if place % every and place < len(usable):
                 continue
-            seconds = verify(drafts) + draft(passes, first, further)
+            in_passes = verify(drafts) + draft(passes, first, further)
+            seconds = step(in_passes, True)
             if tokens > best_rate * seconds:
-                best_rate, best = tokens / seconds, (tokens, seconds, drafts, deepest, number)
+                best_rate, best, best_passes = tokens / seconds, (tokens, seconds, drafts, deepest, number), in_passes
     tokens, seconds, drafts, deepest, number = best
     by_level = {level: [0] * rows for level, rows in batch.levels.items()}
     starts: Counter[tuple[int, int]] = Counter()
@@ -214,7 +218,7 @@ def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: 
                 if not depth < budget <= len(gains):
                     continue
                 tokens = plain.tokens + rows * gains[budget - 1]
-                seconds = prices.verify(plain.drafts + rows * budget) + growing
+                seconds = prices.step(prices.verify(plain.drafts + rows * budget) + growing, True)
                 if tokens > best_rate * seconds:
                     shape = Shape(kind="tree", depth=depth, width=width, budget=budget)
                     best_rate, best = tokens / seconds, (tokens, seconds, shape)

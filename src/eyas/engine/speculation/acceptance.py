@@ -111,11 +111,13 @@ class Acceptance:
         if self.rounds % POLICY.change_check_every == 0 and len(self.latest) == POLICY.latest_rounds:
             self._mind_change()
 
-    def end_steps(self, steps: int, *, probe: bool) -> None:
-        """Requests that do not draft have rested for so many more; after a probe, the past weighs less."""
+    def end_steps(self, steps: int) -> None:
+        """Requests that do not draft have rested for so many more."""
         self._now += steps
-        if probe:
-            self._depths.limit(0, POLICY.probe_memory)
+
+    def note_probe(self) -> None:
+        """The latest rounds were a probe: the past weighs less."""
+        self._depths.limit(0, POLICY.probe_memory)
 
     def refresh(self) -> None:
         """Bring the estimates up to date; between two calls they stand still, which keeps rounds cheap to count."""

@@ -24,7 +24,6 @@ i and would break it.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from math import isfinite
@@ -32,6 +31,7 @@ from operator import mul
 from typing import Any
 
 from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.choice import Choice, StepUnderWay
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.exploration import Exploration
@@ -41,61 +41,6 @@ from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepR
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """How deep to draft for each request of a step, and why."""
-
-    depths: tuple[int, ...]
-    limits: tuple[int, ...]
-    """How deep each may get where `continue_drafting` is asked after every pass; `depths` where nobody looks on the
-    way."""
-    shape: Shape
-    """For requests on auto; the others draft chains."""
-    reason: str
-    look: int = 1
-    """Candidates to note for every draft; 1: the draft alone."""
-    skip_pruning: bool = False
-    """Whether drafts may be verified without a look at them: what that could withhold is not worth the time."""
-    holds: int = 1
-    """Steps that it is meant for, this one included, as long as the same requests decode. Of later ones nothing needs
-    to be told."""
-
-
-@dataclass(kw_only=True)
-class _Step:
-    """The step under way."""
-
-    situation: Situation
-    limits: dict[int, int] = field(default_factory=dict)
-    bound: frozenset[int] = frozenset()
-    """Requests that draft to their limit, come what may."""
-    plan: Plan | None = None
-    """What it follows, if it speculates."""
-    rate: float = 0.0
-    """Tokens per second it is planned to give."""
-    once: bool = False
-    """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
-    probe: bool = False
-    plain: float = 0.0
-    """Seconds a probe would have taken without drafts."""
-    with_probe: float = 0.0
-    """Seconds it is expected to take with them."""
-    made: dict[int, int] = field(default_factory=dict)
-    """Drafts of each request so far."""
-    survival: dict[int, float] = field(default_factory=dict)
-    """The chance that all of them are accepted."""
-    withheld: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Where drafts were made and not all verified: how many were, and the chance of the next."""
-    rounds: int = 0
-    accepted: int = 0
-    expected: float = 0.0
-    """Seconds that the costs say of what ran."""
-    seconds: float = 0.0
-    timed: bool = False
-    """Whether the target's pass is among the seconds."""
-    drafted: bool = False
 
 
 class Controller:
@@ -110,7 +55,10 @@ class Controller:
         self.thinks_later = False
         """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
         self._lessons: list[Callable[[], None]] = []
-        self._step: _Step | None = None
+        self._latest: StepUnderWay | None = None
+        """The step that was chosen for last."""
+        self._probing_until = 0
+        """The step up to which a probe under way is waited for: until it is observed nothing is known of it."""
         self._steps = 0
         self._plain_at = 0
         self._trees = trees
@@ -120,6 +68,10 @@ class Controller:
         self._depths: Counter[int] = Counter()
         self._reason = "no step yet"
 
+    def overlaps(self) -> None:
+        """Steps overlap: passes are timed on the device, and a step takes as long as the slower of it and the host."""
+        self.costs.overlapped = True
+
     def runs_graphs(self) -> None:
         """Steps are CUDA graphs: no trees, since growing one asks the host at every depth, and thinking comes later."""
         self._trees, self._planner.trees, self.thinks_later = False, False, True
@@ -128,11 +80,12 @@ class Controller:
 
     def choose(self, rows: Sequence[RowFacts], *, after: int = 1) -> Choice:
         """Depths for the next step, which comes so many steps `after` the last one that was chosen for."""
-        self._close_step(after)
+        self._count_repeats(after - 1)
         self._steps += after
+        self.acceptance.end_steps(after)
         situation = Situation(rows)
         assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
-        self._step = step = _Step(situation=situation, bound=frozenset(situation.fixed))
+        self._latest = step = StepUnderWay(situation=situation, bound=frozenset(situation.fixed))
         wanted, shape, self._reason = self._decide(step)
         if self.drift.firing:
             self._reason += f"; no deeper than {self.drift.deepest}, since the drift alarm has fired"
@@ -152,6 +105,7 @@ class Controller:
             look=POLICY.ranks if any(depths) and self._looks_now(situation) else 1,
             skip_pruning=self._skip_pruning(step, depths),
             holds=1 if any(depths) or step.once else self._holds(situation),
+            under_way=step,
         )
 
     def _holds(self, situation: Situation) -> int:
@@ -162,7 +116,7 @@ class Controller:
             return POLICY.plan_steps
         return min(POLICY.plan_steps, self.probes.steps_left(self._steps))
 
-    def _skip_pruning(self, step: _Step, depths: Sequence[int]) -> bool:
+    def _skip_pruning(self, step: StepUnderWay, depths: Sequence[int]) -> bool:
         """Whether to withhold drafts that turn out unlikely would save less than it takes to look at them.
 
         At most those are withheld that will not be accepted. A look lets the device wait for the host once more, and
@@ -184,7 +138,7 @@ class Controller:
         self._looks += looks
         return looks
 
-    def _decide(self, step: _Step) -> tuple[dict[int, int], Shape, str]:
+    def _decide(self, step: StepUnderWay) -> tuple[dict[int, int], Shape, str]:
         """Depths of requests on auto, by key."""
         situation = step.situation
         if not situation.auto:
@@ -213,11 +167,11 @@ class Controller:
             POLICY.plain_again_in_doubt if close else POLICY.plain_again_steps
         )
 
-    def _probe(self, step: _Step) -> tuple[dict[int, int], str]:
+    def _probe(self, step: StepUnderWay) -> tuple[dict[int, int], str]:
         """Depths of a probe, if one is due and can be afforded, and what it is for."""
         situation, auto = step.situation, step.situation.auto
         timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.rows + len(auto))
-        if timed and not self.probes.due(self._steps):
+        if self._steps < self._probing_until or (timed and not self.probes.due(self._steps)):
             return {}, ""
         what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
         # Two deep, to know of deeper drafts at once: they may pay where shallow ones do not.
@@ -228,14 +182,15 @@ class Controller:
             if situation.rows <= POLICY.small_pass_tokens and not self.costs.verify.reaches(4 * situation.rows):
                 depths = [min(3, self.drift.deepest), 1]
         prices = self._planner.prices(situation)
-        step.plain = prices.verify(0)
+        step.plain = prices.step(prices.verify(0), False)
         for depth in depths:
-            step.with_probe = prices.verify(depth * len(auto))
+            passes = prices.verify(depth * len(auto))
             if timed:
-                step.with_probe += prices.draft(depth, len(auto) * prices.reads, (depth - 1) * len(auto))
-                step.with_probe += self._debt(auto)
+                passes += prices.draft(depth, len(auto) * prices.reads, (depth - 1) * len(auto)) + self._debt(auto)
+            step.with_probe = prices.step(passes, True)
             if self.probes.affords(step.with_probe - step.plain, step.plain):
                 step.probe, step.bound = True, frozenset(row.key for row in auto)
+                self._probing_until = self._steps + POLICY.plan_steps
                 reason = f"probe, {depth} deep for {len(auto)} of {len(situation.auto)} requests: to {what}"
                 return dict.fromkeys(step.bound, depth), reason
         return {}, ""
@@ -248,12 +203,14 @@ class Controller:
         rested = sum(row.pending > self.max_depth + 1 for row in rows)
         return self.costs.debt.at(rested) if self.costs.debt.known else 0.0
 
-    def continue_drafting(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[bool]:
+    def continue_drafting(
+        self, choice: Choice, keys: Sequence[int], confidences: Sequence[Sequence[float]]
+    ) -> list[bool]:
         """Which of the requests still drafting should draft one deeper, given how sure the drafter was of each draft.
 
         A further draft is worth its chance of acceptance; it costs its share of a drafter pass and of the target's.
         """
-        step, acceptance, depth = self._under_way(), self.acceptance, len(confidences[0])
+        step, acceptance, depth = _notes(choice), self.acceptance, len(confidences[0])
         going = [key in step.bound and step.limits[key] > depth for key in keys]
         worth = []
         for place, (key, level) in enumerate(zip(keys, acceptance.levels(keys), strict=True)):
@@ -274,25 +231,33 @@ class Controller:
             going[place] = True
         return going
 
-    def keeps(self, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[int]:
+    def keeps(self, choice: Choice, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[int]:
         """How many of each request's drafts are worth verifying, now that all of them are made."""
-        step, chances = self._under_way(), [self.acceptance.chances_of(sure) for sure in confidences]
-        kept = [len(nodes) for nodes in self._worth_verifying(keys, [list(accumulate(row, mul)) for row in chances])]
+        step, chances = _notes(choice), [self.acceptance.chances_of(sure) for sure in confidences]
+        kept = [
+            len(nodes) for nodes in self._worth_verifying(step, keys, [list(accumulate(row, mul)) for row in chances])
+        ]
         for key, first_left, row in zip(keys, kept, chances, strict=True):
             if first_left < len(row):
                 step.withheld[key] = first_left, row[first_left]
         return kept
 
     def prunes(
-        self, keys: Sequence[int], parents: Sequence[Sequence[int]], confidences: Sequence[Sequence[float]]
+        self,
+        choice: Choice,
+        keys: Sequence[int],
+        parents: Sequence[Sequence[int]],
+        confidences: Sequence[Sequence[float]],
     ) -> list[list[int]]:
         """The same for trees, given by the parents of their nodes: which of these are worth verifying."""
         grown = zip(parents, confidences, strict=True)
-        return self._worth_verifying(keys, [self.acceptance.of_nodes(*tree) for tree in grown])
+        return self._worth_verifying(_notes(choice), keys, [self.acceptance.of_nodes(*tree) for tree in grown])
 
-    def _worth_verifying(self, keys: Sequence[int], survivals: Sequence[Sequence[float]]) -> list[list[int]]:
+    def _worth_verifying(
+        self, step: StepUnderWay, keys: Sequence[int], survivals: Sequence[Sequence[float]]
+    ) -> list[list[int]]:
         """Of each request's drafts, given by their chances to be accepted at all, those that are worth their price."""
-        step, verify = self._under_way(), self.costs.verify
+        verify = self.costs.verify
         kept = [list(range(len(row) if key in step.bound else 0)) for key, row in zip(keys, survivals, strict=True)]
         # Of equals the earlier comes first, so that no draft is kept without those that lead to it.
         worth = sorted(
@@ -310,49 +275,53 @@ class Controller:
     # --- what came of it ---------------------------------------------------------------------------------------
 
     def observe(self, report: StepReport) -> None:
-        """Learn from a step that is over."""
+        """Learn from a step that is over. Others may have been chosen for since."""
+        step = None if report.choice is None else report.choice.under_way
+        assert step is None or not step.observed, "a step is observed once"
         if report.catch_up is not None:
             self.costs.debt.observe(report.catch_up.requests, report.catch_up.seconds)
-            self._take_time(report.catch_up.seconds, 0.0)
+            self._take_time(step, report.catch_up.seconds, 0.0)
         if report.draft is not None:
-            self._observe_draft(report.draft)
+            self._observe_draft(step, report.draft)
         if report.target is not None:
-            self._observe_target(report.target)
+            self._observe_target(step, report.target)
         for outcome in report.rounds:
-            self._observe_round(outcome)
-        if report.seconds is not None:
-            self._observe_step(report.seconds)
+            self._observe_round(step, outcome)
+        if report.seconds is not None and step is not None:
+            self._observe_step(step, report.seconds)
         for key in report.ended:
             self.forget(key)
+        if step is not None:
+            self._close(step)
 
-    def _observe_draft(self, timing: DraftTiming) -> None:
+    def _observe_draft(self, step: StepUnderWay | None, timing: DraftTiming) -> None:
         self.costs.observe_draft(timing)
-        if self._step is not None:
-            self._step.drafted = True
+        if step is not None:
+            step.drafted = True
         reads = timing.tokens / timing.passes if timing.first is None else timing.first[0]
         price = self.costs.grow if timing.trees else self.costs.draft
-        self._take_time(timing.seconds, price(timing.passes, reads, timing.tokens - reads))
+        self._take_time(step, timing.seconds, price(timing.passes, reads, timing.tokens - reads))
 
-    def _observe_target(self, timing: TargetTiming) -> None:
+    def _observe_target(self, step: StepUnderWay | None, timing: TargetTiming) -> None:
         self.costs.verify.observe(timing.tokens, timing.seconds, timing.context)
-        self._take_time(timing.seconds, self.costs.verify.at(timing.tokens, timing.context))
-        if self._step is not None:
-            self._step.timed = True
+        self._take_time(step, timing.seconds, self.costs.verify.at(timing.tokens, timing.context))
+        if step is not None:
+            step.timed = True
 
-    def _observe_round(self, outcome: RoundOutcome) -> None:
-        verified, chance = self._step.withheld.get(outcome.key, (-1, 0.0)) if self._step else (-1, 0.0)
+    def _observe_round(self, step: StepUnderWay | None, outcome: RoundOutcome) -> None:
+        verified, chance = step.withheld.get(outcome.key, (-1, 0.0)) if step else (-1, 0.0)
         withheld = chance if outcome.drafted == verified else None
         self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
-        if self._step is not None:
-            self._step.rounds += 1
-            self._step.accepted += outcome.accepted
+        if step is not None:
+            step.rounds += 1
+            step.accepted += outcome.accepted
 
-    def _observe_step(self, seconds: float) -> None:
-        step = self._step
-        if step is not None and step.timed:
-            rows, rest = step.situation.rows, max(0.0, seconds - step.seconds)
-            self.costs.observe_rest(rows, rest, drafting=step.drafted)
-            self._take_time(rest, self.costs.rest(rows, drafting=step.drafted))
+    def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
+        if step.timed:
+            rows = step.situation.rows
+            self.costs.observe_step(rows, seconds, passes=step.seconds, drafting=step.drafted)
+            whole = self.costs.step(rows, step.expected, drafting=step.drafted)
+            self._take_time(step, max(0.0, seconds - step.seconds), whole - step.expected)
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""
@@ -405,29 +374,31 @@ class Controller:
         for lesson in lessons:
             lesson()
 
-    def _under_way(self) -> _Step:
-        assert self._step is not None, "choose comes first"
-        return self._step
-
-    def _take_time(self, seconds: float, expected: float) -> None:
+    def _take_time(self, step: StepUnderWay | None, seconds: float, expected: float) -> None:
         self.probes.total += seconds
-        if self._step is not None:
-            self._step.seconds += seconds
-            self._step.expected += expected
-
-    def _close_step(self, steps: int) -> None:
-        """Book the last step, and those that were like it: what came of its plan, or what it lost if it was a probe."""
-        step, self._step = self._step, None
         if step is not None:
-            self.probes.total += (steps - 1) * step.seconds
-            self.costs.verify.skip(steps - 1)
-        if step is not None and step.probe:
-            self._learn()  # the next may follow at once
-        if step is not None and step.plan is not None and step.timed and isfinite(step.expected):
+            step.seconds += seconds
+            step.expected += expected
+
+    def _count_repeats(self, steps: int) -> None:
+        """So many steps ran like the one that was chosen for last."""
+        self.costs.verify.skip(steps)
+        if self._latest is not None and self._latest.observed:
+            self.probes.total += steps * self._latest.seconds
+        elif self._latest is not None:
+            self._latest.repeats = steps  # booked once it is known how long they take
+
+    def _close(self, step: StepUnderWay) -> None:
+        """Book a step that was observed: what came of its plan, or what it lost if it was a probe."""
+        step.observed = True
+        self.probes.total += step.repeats * step.seconds
+        if step.plan is not None and step.timed and isfinite(step.expected):
             self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
-        self.acceptance.end_steps(steps, probe=step is not None and step.probe)
-        if step is not None and step.probe:
+        if step.probe:
+            self._learn()  # the next may follow at once
+            self.acceptance.note_probe()
             self._planner.forget()
+            self._probing_until = 0
             self.probes.settle(
                 self._steps,
                 seconds=step.seconds if step.timed else step.with_probe,
@@ -436,3 +407,8 @@ class Controller:
                 hit=step.accepted > 0,
                 chance=self.acceptance.by_depth[0],
             )
+
+
+def _notes(choice: Choice) -> StepUnderWay:
+    assert choice.under_way is not None, "the controller made this choice"
+    return choice.under_way

@@ -5,7 +5,8 @@
              one has a token for every request that goes on
     tree     the same where trees grow, over all passes together: between them the host does more than for chains
     rest     what a step takes beside its passes, against its requests: scheduling, this very choice, committing. Where
-             the device is fast that is most of a step, and for drafts the host does more
+             the device is fast that is most of a step, and for drafts the host does more. Where steps overlap it is
+             all of the host's time, and a step takes whichever is longer
     debt     what the drafter reads beforehand for requests that have rested; no price of drafts, but a loss of probes
 
 Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
@@ -227,6 +228,8 @@ class CostModel:
         )
         self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
         drafts = self.first_draft, self.further_draft, self.pass_of_tree
+        self.overlapped = False
+        """Whether the host works on one step while the device runs the next."""
         self._curves = (self.verify, *drafts, self.plain_rest, self.drafting_rest)
 
     @property
@@ -248,12 +251,23 @@ class CostModel:
                 max(1, round((tokens - first_tokens) / further)), (seconds - first_seconds) / further
             )
 
-    def observe_rest(self, requests: int, seconds: float, *, drafting: bool) -> None:
-        """Take what a step took beside its passes."""
-        (self.drafting_rest if drafting else self.plain_rest).observe(requests, seconds)
+    def observe_step(self, requests: int, seconds: float, *, passes: float, drafting: bool) -> None:
+        """Take what a step took as a whole, `passes` being the seconds of its passes."""
+        curve = self.drafting_rest if drafting else self.plain_rest
+        if not self.overlapped:
+            curve.observe(requests, max(0.0, seconds - passes))
+        elif seconds > POLICY.host_bound * passes:
+            curve.observe(requests, seconds)  # the device has waited for the host
+        elif curve.known and curve.at(requests) > passes:
+            curve.observe(requests, passes)  # the host had waited, so that it takes no longer than this
+
+    def step(self, requests: int, passes: float, *, drafting: bool) -> float:
+        """Expected seconds of a step whose passes take so long."""
+        rest = self.rest(requests, drafting=drafting)
+        return max(passes, rest) if self.overlapped else passes + rest
 
     def rest(self, requests: int, *, drafting: bool) -> float:
-        """Expected seconds of a step beside its passes: none until some were seen; for drafts no less than without."""
+        """Expected seconds of the host: none until some were seen; for drafts no less than without."""
         plain = self.plain_rest.at(requests) if self.plain_rest.known else 0.0
         return max(plain, self.drafting_rest.at(requests)) if drafting and self.drafting_rest.known else plain
 

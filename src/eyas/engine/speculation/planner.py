@@ -59,14 +59,13 @@ class Planner:
 
     def prices(self, situation: Situation) -> Prices:
         """What parts of this step cost."""
-        verify, rest, auto = self._costs.verify, self._costs.rest, situation.auto
+        verify, step, auto = self._costs.verify, self._costs.step, situation.auto
         tokens, context = situation.rows, situation.context
         # A backlog is a debt, whichever depth follows; what every round adds to it is a cost.
         round_adds = 1 + round(sum(self._acceptance.survivals(0)))
         return Prices(
-            verify=cache(
-                lambda drafts: verify.at(tokens + drafts, context) + rest(situation.rows, drafting=drafts > 0)
-            ),
+            verify=cache(lambda drafts: verify.at(tokens + drafts, context)),
+            step=lambda passes, drafting: step(situation.rows, passes, drafting=drafting),
             draft=self._costs.draft,
             grow=self._costs.grow,
             reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),

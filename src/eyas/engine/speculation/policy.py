@@ -89,6 +89,8 @@ class DepthPolicy:
     """Observations between two looks at the slope and at what to forget."""
     cost_buckets_apart: float = 1.25
     """Buckets closer than this ratio do not tell a slope from noise."""
+    host_bound: float = 1.05
+    """Seconds from one overlapped step to the next, in parts of those of its passes, above which it is the host's."""
     cost_flattest: float = 0.1
     """Past what was measured, tokens are taken to cost at least this part of the average of those before them."""
 

@@ -6,6 +6,10 @@ step was like one that was timed before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eyas.engine.speculation.choice import Choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +69,14 @@ class RoundOutcome:
 class StepReport:
     """Everything that one step tells."""
 
+    choice: "Choice | None" = None
+    """What it followed, if it was chosen for; None where it only read prompts, or was like the step before it."""
     catch_up: CatchUpTiming | None = None
     draft: DraftTiming | None = None
     target: TargetTiming | None = None
     rounds: list[RoundOutcome] = field(default_factory=list)
     seconds: float | None = None
-    """Of the whole step, if it only decoded: beside its passes the host has work of its own."""
+    """Of the whole step, if it only decoded: beside its passes the host has work of its own. Where steps overlap, from
+    one collected step to the next."""
     ended: list[int] = field(default_factory=list)
     """Requests that ended with it."""

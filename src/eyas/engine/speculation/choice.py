@@ -1,0 +1,70 @@
+"""How deep to draft in one step, and what is kept of the step until it has been observed. No torch.
+
+A device may be a step ahead of the host: the next choice is then made before this step's numbers have arrived. So a
+choice carries all that its own observation needs, and any number of them may be under way.
+"""
+
+from dataclasses import dataclass, field
+
+from eyas.engine.speculation.planner import Situation
+from eyas.plan.shapes import Plan, Shape
+
+
+@dataclass(kw_only=True)
+class StepUnderWay:
+    """A step that was chosen for and has not been observed."""
+
+    situation: Situation
+    limits: dict[int, int] = field(default_factory=dict)
+    bound: frozenset[int] = frozenset()
+    """Requests that draft to their limit, come what may."""
+    plan: Plan | None = None
+    """What it follows, if it speculates."""
+    rate: float = 0.0
+    """Tokens per second it is planned to give."""
+    once: bool = False
+    """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
+    probe: bool = False
+    plain: float = 0.0
+    """Seconds a probe would have taken without drafts."""
+    with_probe: float = 0.0
+    """Seconds it is expected to take with them."""
+    made: dict[int, int] = field(default_factory=dict)
+    """Drafts of each request so far."""
+    survival: dict[int, float] = field(default_factory=dict)
+    """The chance that all of them are accepted."""
+    withheld: dict[int, tuple[int, float]] = field(default_factory=dict)
+    """Where drafts were made and not all verified: how many were, and the chance of the next."""
+    rounds: int = 0
+    accepted: int = 0
+    expected: float = 0.0
+    """Seconds that the costs say of what ran."""
+    seconds: float = 0.0
+    timed: bool = False
+    """Whether the target's pass is among the seconds."""
+    drafted: bool = False
+    observed: bool = False
+    repeats: int = 0
+    """Steps that followed like it, without a choice of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How deep to draft for each request of a step, and why."""
+
+    depths: tuple[int, ...]
+    limits: tuple[int, ...]
+    """How deep each may get where `continue_drafting` is asked after every pass; `depths` where nobody looks on the
+    way."""
+    shape: Shape
+    """For requests on auto; the others draft chains."""
+    reason: str
+    look: int = 1
+    """Candidates to note for every draft; 1: the draft alone."""
+    skip_pruning: bool = False
+    """Whether drafts may be verified without a look at them: what that could withhold is not worth the time."""
+    holds: int = 1
+    """Steps that it is meant for, this one included, as long as the same requests decode. Of later ones nothing needs
+    to be told."""
+    under_way: StepUnderWay | None = field(default=None, repr=False, compare=False)
+    """The controller's own notes; they come back to it with the step's report."""
