@@ -57,10 +57,14 @@ train-speed: $(READY)
 	$(BIN)/python benchmarks/train_speed.py --documents 8 --length 4096 --taught 0.53
 	$(BIN)/python benchmarks/train_speed.py --documents 1 --length 32768 --taught 0.53
 
-# How fast the engine decodes on a GPU, for random targets of two shapes and a tossed acceptance.
+# How fast the engine decodes on a GPU, for random targets of two shapes and a tossed acceptance; with
+# VLLM_PYTHON=interpreter, vLLM in turn with it. SPEED_OPTIONS="--rounds 1 --users 64" makes it short.
+VLLM_PYTHON ?=
+WITH_VLLM = $(if $(VLLM_PYTHON),--vllm-python "$(VLLM_PYTHON)")
+SPEED_OPTIONS ?=
 gpu-speed: $(READY)
-	$(BIN)/python benchmarks/engine_gpu.py --shape 135m --length 2.5
-	$(BIN)/python benchmarks/engine_gpu.py --shape 8b --length 3.0
+	$(BIN)/python benchmarks/engine_gpu.py --shape 135m --length 2.5 --out gpu-speed-135m.json $(WITH_VLLM) $(SPEED_OPTIONS)
+	$(BIN)/python benchmarks/engine_gpu.py --shape 8b --length 3.0 --out gpu-speed-8b.json $(WITH_VLLM) $(SPEED_OPTIONS)
 
 # The engine on real prompts, with and without speculation: PROMPTS=file.jsonl, DRAFTER=folder if not the shipped one.
 engine-speed: $(READY)

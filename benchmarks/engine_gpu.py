@@ -1,315 +1,343 @@
-"""How fast the engine decodes on a GPU, whatever the weights: random targets, acceptance decided by a coin.
+"""How fast the engine and vLLM decode on a GPU, whatever the weights say: random targets, tossed acceptance.
 
-    python benchmarks/engine_gpu.py --shape 8b --users 1 --users 64 --depth 3 --length 3.0
+    python benchmarks/engine_gpu.py --shape 8b --length 3.0 --vllm-python .venv-vllm/bin/python --out gpu-8b.json
 
 Speed does not depend on what weights say, acceptance does. So the target and the drafter are random, and how many
-drafts of a round are accepted is tossed, to a given mean acceptance length, by a class of this file that stands in for
-the engine's own comparison; everything else is the engine's. Prints a table and JSON: tokens per second from the first
-prompt token to the last answer, and where a step's time goes.
+drafts of a round are accepted is tossed to a given mean acceptance length (`tossed_engine.py`; vLLM calls it synthetic
+acceptance). With --vllm-python both engines answer the same prompts in turn, round after round, each in its process;
+vLLM is started once for plain decoding and once for drafts. Figures are medians over rounds:
 
-    launch    until a pass is under way; where drafts are looked at first, until they are on the host
-    collect   until the target's tokens are on the host and compared
-    rest      schedule, commit, text
-    device    the part in which captured kernels ran, medians
+    tokens/s   from the first prompt token to the last answer
+    ratio      ours / vLLM, the median of the rounds' ratios
+    ms/step    the median time from step to step, as a caller sees it
+    floor      what a step takes if it only reads weights, keys and values, at the bandwidth measured at the start
 
-Times are of one GPU that nobody else uses, or they are worth little.
+and for ours where the time of steps that only decode goes:
+
+    launch     until a pass is under way; where drafts are looked at first, until they are on the host
+    collect    until the target's tokens are on the host and compared
+    rest       schedule, commit, text
+    device     the part in which captured kernels ran, medians
+
+Every cell is printed and written to --out when it is done; --seconds ends the run in time. Times are of one GPU that
+nobody else uses, or they are worth little.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
+import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from memory_floor import bandwidth, step_bytes
+from random_models import SHAPES, random_drafter, random_target, write_configs
+from tossed_engine import TimedCapture, TossedEngine
+from vllm_process import VLLMProcess, installed, vllm_options
 
-from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
-from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.errors import UserError
 from eyas.sampling import Sampling
-from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.train.journal import versions
 
-SHAPES = {
-    "135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
-}
+Json = dict[str, Any]
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
-    parser.add_argument("--users", type=int, action="append")
+    parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16, 64, 256, 512")
     parser.add_argument("--depth", type=int, action="append", help="0 decodes plainly; default 0 and 3")
     parser.add_argument("--length", type=float, default=2.5, help="mean acceptance length, tossed")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of ours; vLLM decodes greedily")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm-ups", type=int, default=2)
+    parser.add_argument("--seconds", type=float, help="begin no cell after so long")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs, both engines")
+    parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
+    parser.add_argument("--vllm-memory", type=float, default=0.4, help="vLLM's share of the GPU's memory")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-
-    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    target = random_target(arguments.shape, dtype, device)
-    drafter = random_drafter(target)
-    rows = []
-    for users in arguments.users or [1, 4, 16, 64, 256]:
-        for depth in arguments.depth or [0, 3]:
-            row = measure(target, drafter if depth else None, users, depth, arguments)
-            rows.append(row)
-            print(
-                f"{arguments.shape} {users:>4} users depth {depth} length {row['acceptance_length']:.2f}: "
-                f"{row['tokens_per_second']:9.1f} tokens/s  {row['ms_per_step']:7.3f} ms/step = "
-                f"launch {row['launch_ms']:.3f} + collect {row['collect_ms']:.3f} + rest {row['rest_ms']:.3f}; device: "
-                f"draft {row['draft_device_ms']:.3f}, verify {row['verify_device_ms']:.3f}, "
-                f"both {row['both_device_ms']:.3f}  "
-                f"[{row['graphs']} graphs, {row['graph_mebibytes']} MiB]",
-                flush=True,
-            )
-    record = {"versions": versions(), "arguments": {k: str(v) for k, v in vars(arguments).items()}, "rows": rows}
-    if device.type == "cuda":
-        record["device"] = torch.cuda.get_device_name(device)
-    text = json.dumps(record, indent=1)
-    if arguments.out is not None:
-        arguments.out.write_text(text)
-    else:
-        print(text)
-
-
-def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
-    """A Llama of this shape that knows nothing."""
-    config = LlamaConfig(
-        **SHAPES[shape], max_position_embeddings=8192, tie_word_embeddings=shape != "8b", bos_token_id=0, eos_token_id=1
-    )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    arguments.users = arguments.users or [1, 4, 16, 64, 256, 512]
     try:
-        with device:
-            model = LlamaForCausalLM(config).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
-    return Target(facts=facts_of(model.config, shape), model=model, tokenizer=tokenizer)
+        print(table(Benchmark(arguments).run()))
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
 
 
-def random_drafter(target: Target) -> Drafter:
-    """An EAGLE-3.1 drafter for it, one layer of the target's shape."""
-    model: Any = target.model.config
-    config = DrafterConfig(
-        vocab_size=model.vocab_size,
-        draft_vocab_size=min(32000, model.vocab_size),
-        hidden_size=model.hidden_size,
-        target_hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.hidden_size // model.num_attention_heads,
-        aux_layer_ids=target.facts.default_aux_layer_ids(),
-        max_position_embeddings=8192,
-        fc_norm=True,
-        norm_output=True,
-    )
-    with target.device:
-        drafter = Drafter(config, own_head=True).to(target.device, target.dtype).eval().requires_grad_(False)
-    return drafter.share_target(target.embedding(), target.head())
+class Benchmark:
+    """All cells, one after another; what was measured is written at once."""
 
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.began = arguments, time.perf_counter()
+        self.vllm_version = installed(arguments.vllm_python)
+        if self.vllm_version is None:
+            print("vLLM is not measured: no --vllm-python is given", flush=True)
+        self.device = torch.device(arguments.device)
+        self.target = random_target(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        self.drafter = random_drafter(arguments.shape, self.target)
+        self.bandwidth = bandwidth(self.device)
+        self._release()
+        self.rows: list[Json] = []
+        self.notes: list[str] = []
+        self._say(f"memory gives {self.bandwidth / 1e12:.3f} TB/s")
 
-class TossedEngine(Engine):
-    """Accepts drafts by a coin; times its parts."""
+    def run(self) -> Json:
+        """Measure every depth and number of users; the record."""
+        for depth in self.arguments.depth or [0, 3]:
+            with ExitStack() as stack:
+                vllm = self._start_vllm(depth, stack)
+                for users in self.arguments.users:
+                    if self.arguments.seconds is not None and self._elapsed > self.arguments.seconds:
+                        self._note(
+                            f"depth {depth}, {users} users: left out, --seconds {self.arguments.seconds:g} are over"
+                        )
+                        continue
+                    self._cell(users, depth, vllm)
+        return self._record()
 
-    def __init__(self, *arguments: Any, length: float, depth: int, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._chance, self._coin = chance_of(length, depth), random.Random(0)
-        self.seconds = {"launch": 0.0, "collect": 0.0, "all": 0.0}
-        self.steps = 0
-        if self.graphs is not None:
-            self.graphs.capture = TimedCapture(device=self.target.device)
-
-    def step(self) -> Any:
-        """Time steps that only decode, and capture nothing."""
-        running = self.scheduler.running
-        decodes = not self.scheduler.waiting and all(seq.pending == 1 for seq in running)
-        before, started = dict(self.seconds), time.perf_counter()
-        graphs = self._graphs()
-        pieces = super().step()
-        if decodes and graphs == self._graphs():
-            self.steps += 1
-            self.seconds["all"] += time.perf_counter() - started
-        else:
-            self.seconds = before
-        return pieces
-
-    def _graphs(self) -> int:
-        return 0 if self.graphs is None else len(self.graphs.capture)
-
-    def _launch(self, *given: Any) -> Any:
-        return self._timed("launch", super()._launch, *given)
-
-    def _collect(self, *given: Any) -> Any:
-        results, output = self._timed("collect", super()._collect, *given)
-        return [self._toss(result) if result.draft.tokens else result for result in results], output
-
-    def _toss(self, result: Any) -> Any:
-        drafts, accepted = result.draft.tokens, 0
-        while accepted < len(drafts) and self._coin.random() < self._chance:
-            accepted += 1
-        return replace(result, nodes=list(range(accepted)), tokens=[*drafts[:accepted], result.tokens[-1]])
-
-    def _timed(self, part: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = function(*arguments)
-        self.seconds[part] += time.perf_counter() - started
-        return result
-
-
-class TimedCapture(GraphCapture):
-    """Brackets replays by events."""
-
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.events = defaultdict(list)
-
-    def get(
-        self,
-        kind: str,
-        bucket: tuple[int, ...],
-        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
-        function: Function,
-        keep: Tensor | None = None,
-    ) -> CapturedGraph | None:
-        """The same, timed."""
-        graph = super().get(kind, bucket, shapes, function, keep)
-        if graph is None:
+    def _start_vllm(self, depth: int, stack: ExitStack) -> VLLMProcess | None:
+        """vLLM for this depth, if there is one; where it cannot do this, it is left out and the reason noted."""
+        arguments = self.arguments
+        if self.vllm_version is None:
             return None
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        log = folder / "vllm.log" if arguments.out is None else arguments.out.with_suffix(f".vllm-{depth}.log")
+        target, drafter = write_configs(
+            arguments.shape, self.target.facts.default_aux_layer_ids(), arguments.dtype, folder
+        )
+        options = vllm_options(
+            target,
+            users=arguments.users,
+            max_model_len=arguments.prompt + arguments.new + 16,
+            memory_share=arguments.vllm_memory,
+            dtype=arguments.dtype,
+            random_weights=True,
+            drafter=drafter,
+            depth=depth,
+            length=arguments.length if depth else None,
+            eager=arguments.eager,
+        )
+        self._say(f"vLLM {self.vllm_version} starts for depth {depth}; a first start takes minutes")
+        try:
+            vllm = stack.enter_context(VLLMProcess(arguments.vllm_python, options, log))
+            vllm.answer(self._prompts(1), users=1, max_tokens=2 + depth)  # some refusals come with the first step
+        except UserError as error:
+            self._note(f"vLLM at depth {depth} is not measured: {error}")
+            return None
+        self._say(f"vLLM is ready after {vllm.start_seconds:.0f} s")
+        return vllm
 
-        def timed() -> Tensor:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            output = graph.run()
-            pair[1].record()
-            self.events[kind].append(pair)
-            return output
+    def _cell(self, users: int, depth: int, vllm: VLLMProcess | None) -> None:
+        """One number of users at one depth: both engines warm, then in turn."""
+        arguments = self.arguments
+        try:
+            ours = OurEngine(self.target, self.drafter if depth else None, users, depth, arguments)
+        except (UserError, torch.cuda.OutOfMemoryError) as error:
+            self._note(f"depth {depth}, {users} users: ours does not start: {error}")
+            return
+        for _ in range(arguments.warm_ups):
+            ours.answer(self._prompts(users))
+        if vllm is not None:
+            vllm.answer(self._prompts(users), users=users, max_tokens=min(arguments.new, 32))
+        ours.begin()
+        runs: list[Json] = []
+        others: list[Json] = []
+        for _ in range(arguments.rounds):
+            prompts = self._prompts(users)
+            runs.append(ours.answer(prompts))
+            if vllm is not None:
+                others.append(vllm.answer(prompts, users=users, max_tokens=arguments.new))
+        context = arguments.prompt + arguments.new / 2
+        floor = step_bytes(self.target, self.drafter, users=users, context=context, depth=depth) / self.bandwidth
+        row = row_of(users, depth, runs, others, 1000 * floor) | ours.parts()
+        self.rows.append(row)
+        print(line_of(row) + parts_of(row), flush=True)
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(self._record(), indent=1))
+        del ours
+        self._release()
 
-        return replace(graph, run=timed)
+    def _prompts(self, users: int) -> list[tuple[int, ...]]:
+        vocab, chance = self.target.facts.vocab_size, random.Random(users)
+        return [tuple(chance.randrange(3, vocab) for _ in range(self.arguments.prompt)) for _ in range(users)]
 
-    def milliseconds(self, kind: str) -> float:
-        """The median replay so far."""
-        torch.cuda.synchronize()
-        times = [first.elapsed_time(last) for first, last in self.events[kind]]
-        return statistics.median(times) if times else 0.0
+    def _record(self) -> Json:
+        return {
+            "versions": versions() | {"vllm": self.vllm_version},
+            "arguments": {key: str(value) for key, value in vars(self.arguments).items()},
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "bytes_per_second": self.bandwidth,
+            "seconds": self._elapsed,
+            "notes": self.notes,
+            "rows": self.rows,
+        }
+
+    @property
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self.began
+
+    def _note(self, words: str) -> None:
+        self.notes.append(words)
+        self._say(words)
+
+    def _say(self, words: str) -> None:
+        print(f"{self._elapsed:5.0f} s  {words}", flush=True)
+
+    def _release(self) -> None:
+        """Give back what an engine held: another one, or vLLM, needs it."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def chance_of(length: float, depth: int) -> float:
-    """The chance of each draft by which 1 + p + p^2 + ... + p^depth is the mean length."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**d for d in range(depth + 1)) < length else (low, middle)
-    return low
+class OurEngine:
+    """One engine for a number of users."""
 
+    def __init__(
+        self, target: Target, drafter: Drafter | None, users: int, depth: int, arguments: argparse.Namespace
+    ) -> None:
+        options = EngineConfig(
+            max_num_seqs=users,
+            max_model_len=arguments.prompt + arguments.new + 16,
+            max_num_batched_tokens=max(8192, users * 8),
+            graphs=not arguments.eager,
+            prefix_cache=False,
+        )
+        self.engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
+        self._speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
+        self._sampling, self._new = Sampling(temperature=arguments.temperature), arguments.new
+        self._before = (0, 0)
 
-def measure(
-    target: Target, drafter: Drafter | None, users: int, depth: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Answer as many prompts as there are users, several times."""
-    longest = arguments.prompt + arguments.new
-    options = EngineConfig(
-        max_num_seqs=users,
-        max_model_len=longest + 16,
-        max_num_batched_tokens=max(8192, users * 8),
-        graphs=not arguments.eager,
-        prefix_cache=False,
-    )
-    engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
-    chance = random.Random(users)
-    speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
-
-    def requests() -> Sequence[Request]:
-        vocab = target.facts.vocab_size
-        return [
+    def answer(self, prompts: Sequence[tuple[int, ...]]) -> Json:
+        """The same figures that `vllm_worker.answer` gives."""
+        engine, tokens, gaps = self.engine, 0, []
+        asked = [
             Request(
-                prompt=tuple(chance.randrange(vocab) for _ in range(arguments.prompt)),
-                sampling=Sampling(temperature=arguments.temperature),
-                max_new_tokens=arguments.new,
-                speculation=speculation,
+                prompt=prompt,
+                sampling=self._sampling,
+                max_new_tokens=self._new,
+                speculation=self._speculation,
                 seed=user,
             )
-            for user in range(users)
+            for user, prompt in enumerate(prompts)
         ]
+        started = last = time.perf_counter()
+        for request in asked:
+            engine.submit(request)
+        while engine.busy:
+            tokens += sum(len(piece.tokens) for piece in engine.step())
+            now = time.perf_counter()
+            gaps.append(now - last)
+            last = now
+        return {
+            "tokens": tokens,
+            "seconds": last - started,
+            "steps": len(gaps),
+            "ms_per_step": 1000 * statistics.median(gaps),
+        }
 
-    for _ in range(2):
-        engine.generate(requests())  # records what is to be recorded
-    capture = engine.graphs.capture if engine.graphs is not None else None
-    if isinstance(capture, TimedCapture):
-        capture.events.clear()
-    engine.steps, engine.seconds = 0, dict.fromkeys(engine.seconds, 0.0)
-    before = (engine.stats.accepted, engine.stats.drafts)
-    speeds = []
-    for _ in range(arguments.rounds):
-        asked = requests()
-        started = time.perf_counter()
-        answers = engine.generate(asked)
-        speeds.append(sum(len(answer.tokens) for answer in answers) / (time.perf_counter() - started))
-    per_step = {part: 1000 * seconds / max(1, engine.steps) for part, seconds in engine.seconds.items()}
-    drafts = engine.stats.drafts - before[1]
-    timed = isinstance(capture, TimedCapture)
+    def begin(self) -> None:
+        """Count the parts of steps from now."""
+        if self._capture is not None:
+            self._capture.events.clear()
+        engine = self.engine
+        engine.steps, engine.seconds = 0, dict.fromkeys(engine.seconds, 0.0)
+        self._before = (engine.stats.accepted, engine.stats.drafts)
+
+    @property
+    def _capture(self) -> TimedCapture | None:
+        capture = None if self.engine.graphs is None else self.engine.graphs.capture
+        return capture if isinstance(capture, TimedCapture) else None
+
+    def parts(self) -> Json:
+        """Where the time of a decoding step went since `begin`."""
+        engine, capture = self.engine, self._capture
+        per_step = {part: 1000 * seconds / max(1, engine.steps) for part, seconds in engine.seconds.items()}
+        drafts = engine.stats.drafts - self._before[1]
+        return {
+            "acceptance_length": 1 + (engine.stats.accepted - self._before[0]) / max(1, drafts),
+            "decoding_ms": per_step["all"],
+            "launch_ms": per_step["launch"],
+            "collect_ms": per_step["collect"],
+            "rest_ms": per_step["all"] - per_step["launch"] - per_step["collect"],
+            "draft_device_ms": capture.milliseconds("draft") if capture is not None else 0.0,
+            "both_device_ms": capture.milliseconds("draft and verify") if capture is not None else 0.0,
+            "verify_device_ms": capture.milliseconds("verify") if capture is not None else 0.0,
+            "graphs": len(capture) if capture is not None else 0,
+            "graph_mebibytes": engine.graphs.bytes >> 20 if engine.graphs is not None else 0,
+        }
+
+
+def row_of(users: int, depth: int, runs: Sequence[Json], others: Sequence[Json], floor_ms: float) -> Json:
+    """A cell from the runs of both engines, which came in turn; `others` is empty where vLLM is not measured."""
+    speeds = [run["tokens"] / run["seconds"] for run in runs]
+    theirs = [run["tokens"] / run["seconds"] for run in others]
+    ratios = [own / other for own, other in zip(speeds, theirs, strict=True)] if theirs else []
+    own_ms = statistics.median(run["ms_per_step"] for run in runs)
+    other_ms = statistics.median(run["ms_per_step"] for run in others) if others else None
     return {
         "users": users,
         "depth": depth,
-        "acceptance_length": 1 + (engine.stats.accepted - before[0]) / max(1, drafts),
         "tokens_per_second": statistics.median(speeds),
         "all": speeds,
-        "steps": engine.steps,
-        "ms_per_step": per_step["all"],
-        "launch_ms": per_step["launch"],
-        "collect_ms": per_step["collect"],
-        "rest_ms": per_step["all"] - per_step["launch"] - per_step["collect"],
-        "draft_device_ms": capture.milliseconds("draft") if timed else 0.0,
-        "both_device_ms": capture.milliseconds("draft and verify") if timed else 0.0,
-        "verify_device_ms": capture.milliseconds("verify") if timed else 0.0,
-        "graphs": len(capture) if capture is not None else 0,
-        "graph_mebibytes": engine.graphs.bytes >> 20 if engine.graphs is not None else 0,
+        "vllm_tokens_per_second": statistics.median(theirs) if theirs else None,
+        "vllm_all": theirs,
+        "ratio": statistics.median(ratios) if ratios else None,
+        "ratios": ratios,
+        "ms_per_step": own_ms,
+        "vllm_ms_per_step": other_ms,
+        "steps": [run["steps"] for run in runs],
+        "vllm_steps": [run["steps"] for run in others],
+        "floor_ms": floor_ms,
+        "floor_share": floor_ms / own_ms,
+        "vllm_floor_share": floor_ms / other_ms if other_ms else None,
     }
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def line_of(row: Json) -> str:
+    """A cell in a line."""
+    return (
+        f"{row['users']:>5} users  depth {row['depth']}"
+        f"  tokens/s {row['tokens_per_second']:>9.1f}  vLLM {_number(row['vllm_tokens_per_second'], '.1f'):>9}"
+        f"  ratio {_number(row['ratio'], '.3f'):>6}"
+        f"  ms/step {row['ms_per_step']:>8.3f}  vLLM {_number(row['vllm_ms_per_step'], '.3f'):>8}"
+        f"  floor {row['floor_ms']:.3f}: {row['floor_share']:.0%}, vLLM {_number(row['vllm_floor_share'], '.0%')}"
+    )
+
+
+def parts_of(row: Json) -> str:
+    """Where the time of ours goes."""
+    return (
+        f"\n      length {row['acceptance_length']:.2f}; decoding {row['decoding_ms']:.3f} ms = launch "
+        f"{row['launch_ms']:.3f} + collect {row['collect_ms']:.3f} + rest {row['rest_ms']:.3f}; device: draft "
+        f"{row['draft_device_ms']:.3f}, verify {row['verify_device_ms']:.3f}, both {row['both_device_ms']:.3f}; "
+        f"{row['graphs']} graphs, {row['graph_mebibytes']} MiB"
+    )
+
+
+def table(record: Json) -> str:
+    """All cells, a line each, and what is missing."""
+    head = f"\n{record['arguments']['shape']}, {record['device']}, {record['seconds']:.0f} s in all"
+    return "\n".join([head, *map(line_of, record["rows"]), *(f"note: {words}" for words in record["notes"])])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""What a step takes at the least: the bytes that it must read, over what the memory gives per second."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from eyas.drafter.cost import kv_bytes_per_token
+from eyas.drafter.model import Drafter
+from eyas.engine.config import weight_bytes
+from eyas.target.model import Target
+
+TRIALS = 5
+GIB = 2**30
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second of this device's memory: the best of a copy, which reads and writes, and of a sum, which reads.
+
+    A step nearly only reads, and some memories are faster at that than at both.
+    """
+    size = 4 * GIB if device.type == "cuda" else GIB // 4
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    source = torch.zeros(size // 4, dtype=torch.float32, device=device)
+    destination = torch.empty_like(source)
+    copied = 2 * source.nbytes / _seconds(lambda: destination.copy_(source), device)
+    summed = source.nbytes / _seconds(lambda: source.sum(), device)
+    return max(copied, summed)
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of some trials, after one that is not counted."""
+    times = []
+    for _ in range(1 + TRIALS):
+        _wait(device)
+        started = time.perf_counter()
+        work()
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step_bytes(target: Target, drafter: Drafter | None, *, users: int, context: float, depth: int) -> int:
+    """Bytes that a step reads: every weight once in a pass, and keys and values of all users.
+
+    With drafts that is one pass of the target and `depth` of the drafter, of which only the first reads the target's
+    states. Activations are left out: they stay in caches.
+    """
+    model = target.model
+    read = weight_bytes(model) + int(users * context * _kv_bytes_of(model))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight.data_ptr() != head.weight.data_ptr():
+        read -= embedding.weight.nbytes  # a row per token is looked up in it
+    if drafter is not None and depth:
+        own, first = weight_bytes(drafter, beside=model), drafter.fc.weight.nbytes
+        token = kv_bytes_per_token(drafter.config, str(drafter.fc.weight.dtype).removeprefix("torch."))
+        read += first + depth * (own - first + int(users * context * token))
+    return read
+
+
+def _kv_bytes_of(model: nn.Module) -> int:
+    """Keys and values of a token in every layer of a Llama."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    element = next(model.parameters()).element_size()
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * element)

@@ -1,0 +1,106 @@
+"""Targets and drafters of random weights, made on the device: speed does not depend on what weights say."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.layouts import LAYOUTS
+from eyas.drafter.model import Drafter
+from eyas.target.facts import facts_of
+from eyas.target.model import Target
+
+SHAPES: dict[str, dict[str, int]] = {
+    "135m": {
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    },
+}
+LONGEST = 8192
+
+
+def llama_config(shape: str) -> LlamaConfig:
+    """A Llama of this shape."""
+    return LlamaConfig(
+        **SHAPES[shape],
+        max_position_embeddings=LONGEST,
+        tie_word_embeddings=shape != "8b",
+        bos_token_id=0,
+        eos_token_id=1,
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
+    """A Llama of this shape that knows nothing."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = LlamaForCausalLM(llama_config(shape)).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
+    return Target(facts=facts_of(model.config, shape), model=model, tokenizer=tokenizer)
+
+
+def drafter_config(shape: str, aux_layer_ids: tuple[int, ...]) -> DrafterConfig:
+    """One layer of the target's shape."""
+    sizes = SHAPES[shape]
+    return DrafterConfig(
+        vocab_size=sizes["vocab_size"],
+        draft_vocab_size=min(32000, sizes["vocab_size"]),
+        hidden_size=sizes["hidden_size"],
+        target_hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_attention_heads=sizes["num_attention_heads"],
+        num_key_value_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
+        aux_layer_ids=aux_layer_ids,
+        max_position_embeddings=LONGEST,
+        fc_norm=True,
+        norm_output=True,
+    )
+
+
+def random_drafter(shape: str, target: Target) -> Drafter:
+    """An EAGLE-3.1 drafter for a random target."""
+    config = drafter_config(shape, target.facts.default_aux_layer_ids())
+    with target.device:
+        drafter = Drafter(config, own_head=True).to(target.device, target.dtype).eval().requires_grad_(False)
+    return drafter.share_target(target.embedding(), target.head())
+
+
+def write_configs(shape: str, aux_layer_ids: tuple[int, ...], dtype: str, folder: Path) -> tuple[Path, Path]:
+    """The target's and the drafter's folder for vLLM, which invents the weights itself: each a config.json alone."""
+    target, drafter = folder / f"{shape}-target", folder / f"{shape}-drafter"
+    own = llama_config(shape).to_dict() | {"dtype": dtype, "torch_dtype": dtype}
+    small = LAYOUTS["vllm"].write_config(drafter_config(shape, aux_layer_ids), {})
+    for place, config in ((target, own), (drafter, {**small, "dtype": dtype, "torch_dtype": dtype})):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "config.json").write_text(json.dumps(config))
+    return target, drafter

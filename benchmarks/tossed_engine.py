@@ -1,0 +1,117 @@
+"""The engine with an acceptance length of one's choice: how many drafts of a round are accepted is tossed.
+
+Everything about forced acceptance is here; the benchmarks that use it see an engine.
+"""
+
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eyas.engine.engine import Engine
+from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+
+
+class TossedEngine(Engine):
+    """Accepts drafts by a coin instead of by what the target said; times its parts.
+
+    The whole comparison has run by then, so a step costs what it costs with a drafter of that acceptance.
+    """
+
+    def __init__(self, *arguments: Any, length: float, depth: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._chance, self._coin = chance_of(length, depth), random.Random(0)
+        self.seconds = {"launch": 0.0, "collect": 0.0, "all": 0.0}
+        self.steps = 0
+        if self.graphs is not None:
+            self.graphs.capture = TimedCapture(device=self.target.device)
+
+    def step(self) -> Any:
+        """Time steps that only decode, and capture nothing."""
+        running = self.scheduler.running
+        decodes = not self.scheduler.waiting and all(seq.pending == 1 for seq in running)
+        before, started = dict(self.seconds), time.perf_counter()
+        graphs = self._graphs()
+        pieces = super().step()
+        if decodes and graphs == self._graphs():
+            self.steps += 1
+            self.seconds["all"] += time.perf_counter() - started
+        else:
+            self.seconds = before
+        return pieces
+
+    def _graphs(self) -> int:
+        return 0 if self.graphs is None else len(self.graphs.capture)
+
+    def _launch(self, *given: Any) -> Any:
+        return self._timed("launch", super()._launch, *given)
+
+    def _collect(self, *given: Any) -> Any:
+        results, output = self._timed("collect", super()._collect, *given)
+        return [self._toss(result) if result.draft.tokens else result for result in results], output
+
+    def _toss(self, result: Any) -> Any:
+        drafts, accepted = result.draft.tokens, 0
+        while accepted < len(drafts) and self._coin.random() < self._chance:
+            accepted += 1
+        return replace(result, nodes=list(range(accepted)), tokens=[*drafts[:accepted], result.tokens[-1]])
+
+    def _timed(self, part: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*arguments)
+        self.seconds[part] += time.perf_counter() - started
+        return result
+
+
+class TimedCapture(GraphCapture):
+    """Brackets replays by events."""
+
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.events = defaultdict(list)
+
+    def get(
+        self,
+        kind: str,
+        bucket: tuple[int, ...],
+        shapes: Callable[[], Mapping[str, tuple[int, ...]]],
+        function: Function,
+        keep: Tensor | None = None,
+    ) -> CapturedGraph | None:
+        """The same, timed."""
+        graph = super().get(kind, bucket, shapes, function, keep)
+        if graph is None:
+            return None
+
+        def timed() -> Tensor:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair[0].record()
+            output = graph.run()
+            pair[1].record()
+            self.events[kind].append(pair)
+            return output
+
+        return replace(graph, run=timed)
+
+    def milliseconds(self, kind: str) -> float:
+        """The median replay so far."""
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(last) for first, last in self.events[kind]]
+        return statistics.median(times) if times else 0.0
+
+
+def chance_of(length: float, depth: int) -> float:
+    """The chance of each draft by which 1 + p + p^2 + ... + p^depth is the mean length."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**d for d in range(depth + 1)) < length else (low, middle)
+    return low

@@ -1,0 +1,142 @@
+"""vLLM from another interpreter, as a process that takes its turn: start it, let it answer, end it."""
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from eyas.errors import UserError
+
+WORKER = Path(__file__).parent / "vllm_worker.py"
+
+
+def installed(python: str | None) -> str | None:
+    """The version of vLLM that an interpreter has; None where there is no interpreter. One without it is refused."""
+    if python is None:
+        return None
+    # From its metadata: to import it takes half a minute.
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UserError(f"--vllm-python {python} cannot be run ({error}); give an interpreter that has vLLM") from error
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise UserError(f"--vllm-python {python} has no vLLM ({reason}); install it there, or leave the option out")
+    return done.stdout.strip()
+
+
+def vllm_options(
+    model: Path | str,
+    *,
+    users: Sequence[int],
+    max_model_len: int,
+    memory_share: float,
+    dtype: str,
+    random_weights: bool = False,
+    drafter: Path | str | None = None,
+    depth: int = 0,
+    length: float | None = None,
+    eager: bool = False,
+) -> dict[str, Any]:
+    """Keywords of `vllm.LLM`. `length` forces this mean acceptance length, whatever the drafter says."""
+    options: dict[str, Any] = {
+        "model": str(model),
+        "dtype": dtype,
+        "skip_tokenizer_init": True,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max(users),
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": memory_share,  # on a CPU, of the machine's memory
+        # By default graphs end at 512 tokens, which three drafts for 256 users exceed: capture what is measured.
+        "compilation_config": {"cudagraph_capture_sizes": capture_sizes(users, depth)},
+    }
+    if eager:
+        del options["compilation_config"]
+        options["enforce_eager"] = True
+    if random_weights:
+        options["load_format"] = "dummy"
+    if depth:
+        options["speculative_config"] = {"model": str(drafter), "method": "eagle3", "num_speculative_tokens": depth}
+        if length is not None:
+            options["speculative_config"] |= {
+                "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_length": length,
+            }
+    return options
+
+
+def capture_sizes(users: Sequence[int], depth: int) -> list[int]:
+    """Tokens of the steps that are measured, and smaller ones for the time when most requests have ended."""
+    most = max(users) * (1 + depth)
+    sizes = {count * (1 + depth) for count in users} | {1, 2, 4, 8}
+    sizes |= {2**power * (1 + depth) for power in range(10)}
+    return sorted(size for size in sizes if size <= max(most, 8))
+
+
+class VLLMProcess:
+    """One engine of vLLM, to be used as a context."""
+
+    def __init__(self, python: str, options: Mapping[str, Any], log: Path) -> None:
+        self._python, self._options, self._log = python, options, log
+        self.version, self.start_seconds = "", 0.0
+
+    def __enter__(self) -> "VLLMProcess":
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [self._python, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        try:
+            ready = self._ask(self._options)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self.version, self.start_seconds = ready["version"], ready["seconds"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process = self._process
+        assert process.stdin is not None
+        try:
+            process.stdin.close()
+            process.wait(30)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def answer(
+        self, prompts: Sequence[Sequence[int]], *, users: int, max_tokens: int, stop_ids: Sequence[int] = ()
+    ) -> dict[str, Any]:
+        """Answer prompts, so many at a time: `tokens`, `seconds`, `steps`, `ms_per_step`."""
+        given = [list(prompt) for prompt in prompts]
+        return self._ask({"prompts": given, "users": users, "max_tokens": max_tokens, "stop_ids": list(stop_ids)})
+
+    def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(message), file=process.stdin, flush=True)
+        except BrokenPipeError:
+            line = ""
+        else:
+            line = process.stdout.readline()
+        if not line:
+            raise UserError(f"vLLM ended: {self._reason()}; all it said is in {self._log}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _reason(self) -> str:
+        """The first error in its log: those behind it are of processes that miss the one that failed."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"\bERROR\b.*Error: ", line)]
+        return re.sub(r"^.*?\] ", "", errors[0] if errors else lines[-1] if lines else "it said nothing")[:300]
