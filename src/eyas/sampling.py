@@ -169,11 +169,12 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     p_V = logits_V.softmax(dim=-1)
     if sampling.top_p < 1:
         p_K, order_K = _nucleus_first(p_V, sampling.top_p)
-        # A token stays if those ahead of it do not reach top_p yet, so the most likely one always stays.
-        ahead_K = p_K.cumsum(dim=-1) - p_K
-        kept_V = torch.zeros_like(p_V, dtype=torch.bool).scatter(-1, order_K, ahead_K < sampling.top_p)
-        p_V = p_V.masked_fill(~kept_V, 0.0)
-        p_V = p_V / p_V.sum(dim=-1, keepdim=True)
+        # A token stays if those ahead of it do not reach top_p yet, so the most likely one always stays. In float64 sums
+        # of float32 are all but exact, so that their order does not show, here or on another device.
+        stays_K = (p_K.cumsum(dim=-1, dtype=torch.float64) - p_K).to(p_K.dtype) < sampling.top_p
+        p_K = p_K.masked_fill(~stays_K, 0.0)
+        p_K = p_K / p_K.sum(dim=-1, keepdim=True, dtype=torch.float64).to(p_K.dtype)
+        p_V = torch.zeros_like(p_V).scatter(-1, order_K, p_K)
     return p_V
 
 

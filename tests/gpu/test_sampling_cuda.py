@@ -1,6 +1,6 @@
 """On a GPU tokens are sampled as on a CPU, and a captured graph samples them for whoever is in its slots.
 
-The first test also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
+The first half also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.test_slot_sampling import EVERYTHING, random_batch
-from eyas.kernels import noise
+from eyas.kernels import noise, nucleus
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,6 +32,24 @@ def test_the_race_is_won_by_the_same_tokens(size: int, cut: bool, monkeypatch: p
     won_N = first_by_triton(*inputs)
     monkeypatch.setattr(noise, "has_triton", lambda: False)
     assert won_N.tolist() == noise.first(*inputs).tolist()
+
+
+@pytest.mark.parametrize("size", [2, 97, 9000, 20000])
+def test_nuclei_are_those_of_a_sorted_row(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eyas.kernels.nucleus_triton import nucleus_by_triton
+
+    generator = torch.Generator().manual_seed(size)
+    logits_NV = 3 * torch.randn(14, size, generator=generator)
+    logits_NV[4:8] = logits_NV[4:8].round()  # many equals
+    logits_NV[8] = 0
+    logits_NV[9, 1:] = -torch.inf
+    logits_NV[10] *= 30
+    p_NV = logits_NV.softmax(dim=-1).to(DEVICE)
+    top_p_N1 = torch.rand(14, 1, generator=generator)
+    top_p_N1[0], top_p_N1[4], top_p_N1[5], top_p_N1[11] = 2.0, 1.0, 1e-9, 0.999
+    kept_NV = nucleus_by_triton(p_NV, top_p_N1.to(DEVICE))
+    monkeypatch.setattr(nucleus, "has_triton", lambda: False)
+    assert torch.equal(kept_NV, nucleus.nucleus(p_NV, top_p_N1.to(DEVICE)))
 
 
 @pytest.mark.parametrize("seed", range(12))

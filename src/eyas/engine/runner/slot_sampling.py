@@ -22,6 +22,7 @@ from eyas.engine.runner.sampling_needs import NOTHING, Needs, sampling_needs
 from eyas.engine.runner.slot_tables import IN_PROMPT, IS_STOP, Send, SlotNumbers, SlotTables
 from eyas.engine.sampler import MOST_AT_ONCE
 from eyas.kernels.noise import first
+from eyas.kernels.nucleus import nucleus
 from eyas.sampling import IMPOSSIBLE
 
 
@@ -171,7 +172,7 @@ def sample(logits_RQV: Tensor, numbers: SlotNumbers, position_RQ: Tensor, token_
 
 def probabilities_by_row(logits_RQV: Tensor, numbers: SlotNumbers, needs: Needs) -> Tensor:
     """`sampling.probabilities`, with the temperature and cuts of each row."""
-    size = logits_RQV.shape[-1]
+    rows, width, size = logits_RQV.shape
     logits_RQV = logits_RQV / numbers["temperature"][..., None]
     if needs.min_p:
         least_RQ1 = logits_RQV.amax(dim=-1, keepdim=True) + numbers["least"][..., None]
@@ -181,19 +182,12 @@ def probabilities_by_row(logits_RQV: Tensor, numbers: SlotNumbers, needs: Needs)
         top_k_R11 = numbers["top_k"][..., None]
         kth_R11 = top_k_R11.clamp(1, head) - 1
         top_RQK = logits_RQV.topk(head, dim=-1).values
-        kth_RQ1 = top_RQK.gather(-1, kth_R11.expand(-1, top_RQK.shape[1], -1))
+        kth_RQ1 = top_RQK.gather(-1, kth_R11.expand(-1, width, -1))
         # At least as many as there are tokens cut nothing, as 0 does.
         kth_RQ1 = kth_RQ1.masked_fill((top_k_R11 == 0) | (top_k_R11 >= size), IMPOSSIBLE)
         logits_RQV = logits_RQV.masked_fill(logits_RQV < kth_RQ1, IMPOSSIBLE)
     p_RQV = logits_RQV.softmax(dim=-1)
     if not needs.top_p:
         return p_RQV
-    top_p_R11 = numbers["top_p"][..., None]
-    cuts_R11 = top_p_R11 <= 1
-    sorted_RQV, order_RQV = p_RQV.sort(dim=-1, descending=True, stable=True)
-    # In float64, as the CPU sums float32 anyway: then the order of summation does not show.
-    ahead_RQV = sorted_RQV.cumsum(dim=-1, dtype=torch.float64).float() - sorted_RQV
-    gone_RQV = torch.zeros_like(p_RQV, dtype=torch.bool)
-    gone_RQV = gone_RQV.scatter(-1, order_RQV, (ahead_RQV >= top_p_R11) & cuts_R11)
-    p_RQV = p_RQV.masked_fill(gone_RQV, 0.0)
-    return p_RQV / p_RQV.sum(dim=-1, keepdim=True).masked_fill(~cuts_R11, 1.0)
+    top_p_N1 = numbers["top_p"].expand(rows, width).reshape(-1, 1)
+    return nucleus(p_RQV.view(-1, size), top_p_N1).view(rows, width, size)
