@@ -467,3 +467,25 @@ def test_a_step_that_chose_more_than_it_could_is_refused() -> None:
     launch(made)
     with pytest.raises(AssertionError, match="7 read"):
         made.commit(one, read=7, new_tokens=[7, 7])
+
+
+def test_a_request_without_a_row_under_way_is_preempted_beside_a_step() -> None:
+    reads = {"sampling": Sampling(), "max_new_tokens": 4, "prompt_logprobs": 0}
+    late = [
+        SequenceState(key=key, arrival=key, request=Request(prompt=tuple(range(8)), **reads))  # type: ignore[arg-type]
+        for key in (1, 2)
+    ]
+    one = request(0, 3, new=16)
+    made = scheduler(one, *late, blocks=7, max_prompt_logits=1)
+    last = launch(made, {0: 4})
+    assert len(made.running) == 3
+    assert late[1].flights == [], "the one logit of a prompt went to the request before it"
+    while not late[1].preemptions:
+        step = launch(made, {0: 4})
+        for row in last.rows:
+            new = [7] * (1 + row.drafts) if row.samples else []
+            made.commit(row.seq, read=row.count + row.drafts, new_tokens=new)
+        made.landed(last)
+        last = step
+    assert step.preempted == (late[1],)
+    assert [row.seq for row in step.rows] == [one, late[0]], "the others go on beside it"

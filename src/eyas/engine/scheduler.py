@@ -212,10 +212,7 @@ class Scheduler:
 
         left = self._budget - len(decoding)
         prompts_want = bool(reading or (self._waiting and self._slots))
-        useful = [
-            min(wanted_drafts.get(seq.key, 0), seq.limit - fewest - 1) if wanted_drafts else 0
-            for seq, _, fewest, _ in decoding
-        ]
+        useful = [min(wanted_drafts.get(seq.key, 0), seq.limit - fewest - 1) for seq, _, fewest, _ in decoding]
         assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit has no row"
         drafts = _share(useful, left // 2 if prompts_want else left)
         left -= sum(drafts)
