@@ -169,8 +169,8 @@ def probabilities(logits_V: Tensor, sampling: Sampling) -> Tensor:
     p_V = logits_V.softmax(dim=-1)
     if sampling.top_p < 1:
         p_K, order_K = _nucleus_first(p_V, sampling.top_p)
-        # A token stays if those ahead of it do not reach top_p yet, so the most likely one always stays. In float64 sums
-        # of float32 are all but exact, so that their order does not show, here or on another device.
+        # A token stays if those ahead of it do not reach top_p yet, so the most likely one always stays. In float64
+        # sums of float32 are all but exact, so that their order does not show, here or on another device.
         stays_K = (p_K.cumsum(dim=-1, dtype=torch.float64) - p_K).to(p_K.dtype) < sampling.top_p
         p_K = p_K.masked_fill(~stays_K, 0.0)
         p_K = p_K / p_K.sum(dim=-1, keepdim=True, dtype=torch.float64).to(p_K.dtype)
