@@ -161,15 +161,19 @@ class Acceptance:
 
     def chances_of(self, confidences: Iterable[float], depth: int = 1) -> list[float]:
         """The chances that drafts from a depth on are accepted when all before them were, by how sure they seemed."""
+        calibration, chances = self.calibration(), []
+        for index, sure in enumerate(confidences, depth - 1):
+            level, slope = calibration[_bin(index, sure)]
+            chances.append(level + slope * sure)
+        return chances
+
+    def calibration(self) -> Sequence[tuple[float, float]]:
+        """Chances as lines, level + slope * confidence: for each depth in turn, a line per bin of confidence."""
         if not self._calibration:
             for cell in range(POLICY.calibrated_depths * POLICY.confidence_bins):
                 at_zero = self._sure.rate(cell, 0.0, POLICY.confidence_bin_tries)
                 self._calibration.append((at_zero, self._sure.rate(cell, 1.0, POLICY.confidence_bin_tries) - at_zero))
-        chances = []
-        for index, sure in enumerate(confidences, depth - 1):
-            level, slope = self._calibration[_bin(index, sure)]
-            chances.append(level + slope * sure)
-        return chances
+        return self._calibration
 
     def of_nodes(self, parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
         """The chances that the nodes of a tree are accepted at all; siblings stand in the order of their rank."""

@@ -10,6 +10,7 @@ know what they would catch, the drafter's further candidates are looked at in so
                          and one in favour of chains
     plan_calibration.py  what chains and trees gave in the end, in parts of what was expected of them
     exploration.py       while nothing is drafted, how to notice that drafting would pay
+    verify_budget.py     of what was drafted, what is verified
     drift.py             how deep the drafter is fit to be used at all
     policy.py            every tuned number of these
 
@@ -38,6 +39,7 @@ from eyas.engine.speculation.exploration import Exploration
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
+from eyas.engine.speculation.verify_budget import share_budget
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
@@ -257,20 +259,12 @@ class Controller:
         self, step: StepUnderWay, keys: Sequence[int], survivals: Sequence[Sequence[float]]
     ) -> list[list[int]]:
         """Of each request's drafts, given by their chances to be accepted at all, those that are worth their price."""
-        verify = self.costs.verify
-        kept = [list(range(len(row) if key in step.bound else 0)) for key, row in zip(keys, survivals, strict=True)]
-        # Of equals the earlier comes first, so that no draft is kept without those that lead to it.
-        worth = sorted(
-            (-survival, node, place)
-            for place, (key, row) in enumerate(zip(keys, survivals, strict=True))
-            if key not in step.bound
-            for node, survival in enumerate(row)
-        )
-        tokens, context = step.situation.rows + sum(map(len, kept)), step.situation.context
-        enough = best_count([-value for value, _, _ in worth], lambda n: verify.at(tokens + n, context), step.rate)
-        for _, node, place in worth[:enough]:
-            kept[place].append(node)
-        return [sorted(nodes) for nodes in kept]
+        return share_budget(survivals, self.verify_price(step), bound=[key in step.bound for key in keys])
+
+    def verify_price(self, step: StepUnderWay) -> Callable[[int], float]:
+        """What it costs to verify so many drafts in a step, in tokens that the engine gives in that time."""
+        verify, situation = self.costs.verify, step.situation
+        return lambda drafts: step.rate * verify.at(situation.rows + drafts, situation.context)
 
     # --- what came of it ---------------------------------------------------------------------------------------
 
