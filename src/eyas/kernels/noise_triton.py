@@ -46,7 +46,8 @@ def _first_kernel(p, logits, greedy, seed, position, token, score_of, first_of, 
             score = tl.div_rn(score, time.to(tl.float32))
     best, place = tl.max(score, axis=0, return_indices=True)
     tl.store(score_of + row * PARTS + part, best)
-    tl.store(first_of + row * PARTS + part, (part * PART + place).to(tl.int64))
+    # Where numbers are undefined, as they may be in padding rows, anybody may win, but only of the vocabulary.
+    tl.store(first_of + row * PARTS + part, tl.minimum(part * PART + place, SIZE - 1).to(tl.int64))
 
 
 def first_by_triton(
