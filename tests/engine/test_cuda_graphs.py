@@ -18,7 +18,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import cuda_graphs
-from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY
+from eyas.engine.runner.cuda_graphs import BOTH, DRAFT, READ, VERIFY, CUDAGraphRunner
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
 from eyas.target.model import Target
@@ -119,6 +119,26 @@ def test_chunks_blocks_and_prefixes(
     asked = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
     _, ours, theirs = both(target, tiny_drafter, asked, **changes)
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+
+
+def test_prompts_of_a_step_are_read_in_one_pass(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as fit; the last of them may be cut, and says nothing then."""
+    monkeypatch.setattr(cuda_graphs, "CHUNK_ROWS", (1, 3))
+    passes = list[list[tuple[int, int, bool]]]()
+    launch = CUDAGraphRunner.launch_read
+
+    def launch_read(self: CUDAGraphRunner, rows: Sequence[Any]) -> Any:
+        passes.append([(row.seq.key, row.count, row.samples) for row in rows])
+        return launch(self, rows)
+
+    monkeypatch.setattr(CUDAGraphRunner, "launch_read", launch_read)
+    asked = [request(prompt, speculation=at_depth(3), max_new_tokens=4) for prompt in prompts[1:6]]
+    _, ours, theirs = both(target, tiny_drafter, asked, max_num_batched_tokens=64)
+    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs]
+    assert passes[:2] == [[(0, 7, True), (1, 11, True), (2, 15, True)], [(3, 19, True), (4, 12, False)]]
 
 
 def test_preempted_requests(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
@@ -264,7 +284,7 @@ def test_longer_requests_than_usual_have_tables_of_their_own(
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
     assert engine.graphs is not None
     widths = {key[3] for key in engine.graphs.capture._made}
-    assert widths == ({16} if usual == 512 else {2, 8, 32}), "no wider than what may come, but for the steps between"
+    assert widths == ({16} if usual == 512 else {8, 32}), "no wider than what may come, but for the steps between"
 
 
 def test_what_cannot_be_recorded_is_told_and_runs_eagerly(

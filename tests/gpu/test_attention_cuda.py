@@ -228,6 +228,42 @@ def test_a_captured_pass_serves_other_numbers() -> None:
         torch.testing.assert_close(captured[real], theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_a_captured_pass_over_ragged_rows_serves_other_numbers() -> None:
+    layer, count = empty(), 40
+    table = torch.zeros(4, 15, dtype=torch.int32, device=DEVICE)
+    base, start = (torch.zeros(n, dtype=torch.int32, device=DEVICE) for n in (4, 5))
+    new = [torch.zeros(count, heads, 8, device=DEVICE) for heads in (6, 2, 2)]
+
+    def step() -> Tensor:
+        return layer.attend(ragged(table, base, start, count), new, Law())
+
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    for _ in range(5):
+        blocks = torch.tensor(chance.sample(range(BLOCKS), 60), dtype=torch.int32).view(4, 15)
+        bases, counts = [chance.randint(0, 44) for _ in range(4)], [chance.randint(0, 10) for _ in range(4)]
+        table.copy_(blocks)
+        base.copy_(torch.tensor(bases))
+        start.copy_(torch.tensor([0, *counts]).cumsum(0))
+        for x in new:
+            x.copy_(torch.randn(x.shape, generator=generator))
+        graph.replay()
+        assert captured.isfinite().all()
+        rows = [
+            AttentionRow(blocks=p, base=b, count=n) for p, b, n in zip(blocks.tolist(), bases, counts, strict=True) if n
+        ]
+        total = sum(counts)
+        theirs = layer.attend(rows, [x[:total] for x in new], Law(), DenseBackend)
+        torch.testing.assert_close(captured[:total], theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def _exact_float32() -> None:
     torch.set_float32_matmul_precision("highest")

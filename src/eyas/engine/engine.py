@@ -321,8 +321,9 @@ class Engine:
                 results, output = self._collect(launched, report)
                 for result in results:
                     self._commit(result, output, report)
-                if output.of_chunk:
-                    self.proposer.note_chunk(rows[0])
+                if output.of_chunks:
+                    for row in rows:
+                        self.proposer.note_chunk(row)
             if self._is_timed(scheduled.rows):
                 report.seconds = self._clock() - began
             self.controller.observe(report)

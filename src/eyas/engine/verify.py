@@ -36,8 +36,8 @@ class TargetOutput:
     """Then rows begin so far apart, among logits and states alike; else they follow one another."""
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """By the keys of requests that ask for them: of the prompt tokens behind those that the pass read."""
-    of_chunk: bool = False
-    """Whether that was a captured chunk of a prompt."""
+    of_chunks: bool = False
+    """Whether these were captured chunks of prompts."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -114,7 +114,7 @@ def working_bytes(
 def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) -> int:
     """The memory that captured steps share for logits, float32 at worst, and auxiliary states."""
     tokens, brought = room.recorded_tokens, room.recorded_rows * (room.max_depth + 1)
-    return (tokens + 1) * vocab_size * FLOAT32 + (tokens + brought + room.recorded_chunk) * states * element
+    return tokens * vocab_size * FLOAT32 + (tokens + brought + room.recorded_chunk) * states * element
 
 
 def footprint(

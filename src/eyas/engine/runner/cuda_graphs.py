@@ -8,7 +8,8 @@ Launching their kernels one by one takes the host longer than running them takes
              count
     blocks   of the longest row that may come, or USUAL_BLOCKS and that times powers of 4 where there may be longer
              ones: a table costs what is read by it, so most engines have one width
-    chunks   of one prompt each, rounded up to one of CHUNKS
+    chunks   of prompts, several in one pass: their number rounded up to one of CHUNK_ROWS, all their tokens to one of
+             CHUNKS
 
 Capturing takes as long as dozens of replays. So there are few buckets, and `capture_graphs` goes through the usual
 ones before anybody waits for them.
@@ -54,7 +55,9 @@ USUAL_BLOCKS = 512
 ROWS_AHEAD = 64
 """Steps of more rows are captured when they are met: there are many of them, and each takes time and memory."""
 CHUNKS = (32, 64, 128, 256, 512, LONGEST_CHUNK)
-"""Tokens of a prompt that are read by a graph."""
+"""Tokens of prompts that are read by a graph."""
+CHUNK_ROWS = (1, 8, 64)
+"""Prompts that are read by a graph together."""
 READ, DRAFT, VERIFY, BOTH = "read", "draft", "verify", "draft and verify"
 """Kinds of graphs."""
 
@@ -94,8 +97,8 @@ class CUDAGraphRunner:
         self._most_tokens = most_tokens
         self._usual_blocks = min(USUAL_BLOCKS, 1 << (most_blocks - 1).bit_length())
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
+        self._chunk_rows = sorted({min(rows, max_num_seqs, most_tokens) for rows in CHUNK_ROWS})
         self.logits_SV = torch.empty(most_tokens, vocab_size, dtype=logits_dtype, device=capture.device)
-        self.chunk_logits_1V = self.logits_SV.new_empty(1, vocab_size)
         self._nothing = HiddenStateBuffer()
         if drafter is not None:
             config = drafter.model.config
@@ -116,12 +119,12 @@ class CUDAGraphRunner:
     def bytes(self) -> int:
         """Memory taken beside weights and blocks."""
         states = 0 if self._drafter is None else self._drafter.states.bytes
-        return self.capture.bytes + self.logits_SV.nbytes + self.chunk_logits_1V.nbytes + states
+        return self.capture.bytes + self.logits_SV.nbytes + states
 
     def capture_graphs(self) -> int:
         """Capture chunks, and steps of not too many requests, of usual lengths; how many graphs there are then."""
-        for chunk in self._chunks:
-            self._reading(chunk, self._usual_blocks)
+        for rows, chunk in product(self._chunk_rows, self._chunks):
+            self._reading(rows, chunk, self._usual_blocks)
         counts = sorted({self._token_bucket(1 + depth) for depth in range(self._deepest)})
         if self._drafter is None:
             counts = [1]
@@ -260,50 +263,70 @@ class CUDAGraphRunner:
         """Whether a row is a chunk of a prompt that can be read here."""
         return 1 < row.count <= self._chunks[-1] and READ not in self.capture.refused
 
-    def launch_read(self, row: ScheduledRow) -> Callable[[], TargetOutput] | None:
-        """Run the target over a row's part of its prompt: what it says behind that, its token on the host.
+    def read_together(self, rows: Sequence[ScheduledRow]) -> list[list[ScheduledRow]]:
+        """Chunks that can be read here, in as few passes as their order allows."""
+        together, tokens = list[list[ScheduledRow]](), 0
+        for row in rows:
+            tokens += row.count
+            if not together or tokens > self._chunks[-1] or len(together[-1]) == self._chunk_rows[-1]:
+                together.append([])
+                tokens = row.count
+            together[-1].append(row)
+        return together
 
-        A drafter that remembers has keys and values of all its tokens but the last then.
+    def launch_read(self, rows: Sequence[ScheduledRow]) -> Callable[[], TargetOutput] | None:
+        """Run the target over parts of prompts: what it says behind those that end, their tokens on the host.
+
+        A drafter that remembers has keys and values of all tokens but the last of each row then.
         """
-        self._states.preserve(chunk_of=row.seq)
-        (_, _, blocks), seq = self._bucket([row.seq], 1), row.seq
-        chunk = self._chunks[bisect_left(self._chunks, row.count)]
-        graph = self._reading(chunk, blocks)
+        seqs = [row.seq for row in rows]
+        self._states.preserve(chunks_of=seqs)
+        _, _, blocks = self._bucket(seqs, 1)
+        chunk = self._chunks[bisect_left(self._chunks, sum(row.count for row in rows))]
+        many = self._chunk_rows[bisect_left(self._chunk_rows, len(rows))]
+        graph = self._reading(many, chunk, blocks)
         if graph is None:
             return None
         inputs = graph.inputs
-        inputs.write("ids", seq.tokens[row.start : row.start + row.count])
-        inputs.write("base", [row.start])
-        inputs.write("live", [row.count])
-        inputs.write_blocks([seq], self._cache.block_size)
+        ids, behind, starts = list[int](), list[int](), [0] * (many + 1)
+        for number, row in enumerate(rows):
+            tokens = row.seq.tokens[row.start : row.start + row.count]
+            ids += tokens
+            behind += [*tokens[1:], -1]
+            starts[number + 1 :] = [len(ids)] * (many - number)
+        inputs.write("ids", ids)
+        inputs.write("behind", behind)
+        inputs.write("start", starts)
+        inputs.write("base", [row.start for row in rows])
+        inputs.write_blocks(seqs, self._cache.block_size)
         inputs.send()
-        largest_1 = graph.run()
+        largest_R = graph.run()
+        sampled = [number for number, row in enumerate(rows) if row.samples]
 
         def collect() -> TargetOutput:
-            return TargetOutput(
-                logits_MV=self.chunk_logits_1V,
-                aux_NX=self._states.chunk_CX,
-                largest_RQ=largest_1.cpu(),  # also where nobody asks for it: the inputs may be written again
-                of_chunk=True,
-            )
+            logits_MV, largest_M = self.logits_SV[: len(rows)], largest_R.cpu()[: len(rows)]
+            if len(sampled) < len(rows):
+                logits_MV, largest_M = logits_MV[sampled], largest_M[sampled]
+            # Tokens come to the host also where nobody asks for them: the inputs may be written again.
+            return TargetOutput(logits_MV=logits_MV, aux_NX=self._states.chunk_CX, largest_RQ=largest_M, of_chunks=True)
 
         return collect
 
-    def _reading(self, chunk: int, blocks: int) -> CapturedGraph | None:
+    def _reading(self, rows: int, chunk: int, blocks: int) -> CapturedGraph | None:
         """The graph of a bucket."""
 
         def shapes() -> Mapping[str, tuple[int, ...]]:
-            return {"ids": (1, chunk), "base": (1,), "live": (1,), "table": (1, blocks)}
+            return {"ids": (chunk,), "behind": (chunk,), "start": (rows + 1,), "base": (rows,), "table": (rows, blocks)}
 
         function = partial(
             passes.read,
             run=self._run,
             cache=self._cache,
-            logits_1V=self.chunk_logits_1V,
+            logits_SV=self.logits_SV,
             states_CX=self._states.chunk_CX,
-            remember=(self._drafter.model, self._drafter.cache) if self._drafter and self._drafter.remembers else None,
+            drafter=self._drafter if self._drafter and self._drafter.remembers else None,
         )
-        return self.capture.get(READ, (1, chunk, blocks), shapes, function, self._states.chunk_CX)
+        return self.capture.get(READ, (rows, chunk, blocks), shapes, function, self._states.chunk_CX)
 
     # --- verify ------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class HiddenStateBuffer:
         self.pass_SX: Tensor | None = None
         """Where captured passes over decoding requests leave states, and behind them what is staged."""
         self.chunk_CX: Tensor | None = None
-        """Where a captured chunk of a prompt leaves them."""
+        """Where captured chunks of prompts leave them."""
         self._staged_from = 0
 
     def reserve(self, like_X: Tensor, *, pass_tokens: int, staged_tokens: int, chunk_tokens: int) -> None:
@@ -112,16 +112,16 @@ class HiddenStateBuffer:
             self._waiting[seq.key] = [HiddenStates(self.pass_SX, first, size)]
             first += size
 
-    def preserve(self, *, chunk_of: SequenceState | None = None) -> None:
+    def preserve(self, *, chunks_of: Sequence[SequenceState] = ()) -> None:
         """Copy what waits in memory that the next pass overwrites, or would hide behind later states.
 
-        A chunk of a prompt overwrites the memory of chunks, and hides what its own request has in the other; a pass
+        Chunks of prompts overwrite the memory of chunks, and hide what their own requests have in the other; a pass
         over decoding requests does so to both.
         """
         everyone = self._waiting.values()
-        if chunk_of is not None:
+        if chunks_of:
             self._copy_out_of(self.chunk_CX, everyone)
-            self._copy_out_of(self.pass_SX, [self._waiting.get(chunk_of.key, [])])
+            self._copy_out_of(self.pass_SX, [self._waiting.get(seq.key, []) for seq in chunks_of])
         else:
             for memory in (self.pass_SX, self.chunk_CX):
                 self._copy_out_of(memory, everyone)

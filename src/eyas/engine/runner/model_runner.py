@@ -57,18 +57,18 @@ class ModelRunner:
             return []
         if self.graphs is None or all(row.count == 1 and not row.prompt_logits for row in rows):
             return [rows]
-        chunks, others = list[Sequence[ScheduledRow]](), list[ScheduledRow]()
+        passes, chunks, others = list[Sequence[ScheduledRow]](), list[ScheduledRow](), list[ScheduledRow]()
         for row in rows:
-            if self.graphs.reads(row) or row.prompt_logits:
-                chunks.append([row])
+            if row.prompt_logits:
+                passes.append([row])
             else:
-                others.append(row)
-        return [others, *chunks] if others else chunks
+                (chunks if self.graphs.reads(row) else others).append(row)
+        return [*([others] if others else []), *passes, *self.graphs.read_together(chunks)]
 
     def launch(self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], *, states: bool) -> Collect:
         """Start one pass: logits behind every token that chooses and, if asked for, the states of all tokens."""
         if self.graphs is not None and not any(row.prompt_logits for row in rows):
-            collect = self.graphs.launch_read(rows[0]) if len(rows) == 1 and self.graphs.reads(rows[0]) else None
+            collect = self.graphs.launch_read(rows) if all(self.graphs.reads(row) for row in rows) else None
             collect = collect or self.graphs.launch_verify(rows, [drafts.get(row.seq.key, NO_DRAFT) for row in rows])
             if collect is not None:
                 return collect

@@ -1,9 +1,7 @@
 """Passes in fixed shapes: nothing here looks at a number on the host, so a CUDA graph can record it.
 
-    read     the target over a chunk of one prompt: its logits behind the last token, and the states of all. Where a
-             drafter of one layer reads along, it remembers all of them but the last, whose successor is not known
-    ragged   the same over chunks of many prompts, one behind the other. The tokens behind them are told, so a drafter,
-             of however many layers, reads all of a prompt but its last token
+    read     the target over chunks of many prompts, one behind the other: its logits behind each chunk, and the states
+             of all. Where a drafter reads along, it reads each token whose successor is known
     verify   the target over padded rows: its logits, its most likely token everywhere, and the states of all tokens
     draft    the drafter reads the states of a row's new tokens, then drafts a chain behind them, all depths at once
     both     one after the other, where the drafts are verified come what may
@@ -43,9 +41,6 @@ RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None], tuple[Tensor, T
 """Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
 and auxiliary states [N, X]."""
 
-Remember = tuple[Drafter, KVCache]
-"""A drafter of one layer that reads prompts along, and where to."""
-
 SHORT_LIST = 64
 
 
@@ -54,29 +49,19 @@ def read(
     _: Mark,
     run: RunTarget,
     cache: KVCache,
-    logits_1V: Tensor,
+    logits_SV: Tensor,
     states_CX: Tensor | None,
-    remember: Remember | None,
+    drafter: DrafterRunner | None,
 ) -> Tensor:
-    """The most likely token [1] behind the last one; its logits and the states of all are left where they are told.
+    """The most likely token [R] behind each chunk; logits and the states of all tokens are left where they are told.
 
-    Numbers: `ids` [1, Q], `base` and `live` [1], `table` [1, P].
+    Numbers: those of `read_ragged`.
     """
-    ids_1Q = numbers["ids"]
-    table, base, count = (numbers[name].int() for name in ("table", "base", "live"))
-    layout = _lay_out(table, base, count, ids_1Q.shape[1], cache)
-    newest_1V, aux_NX = run(ids_1Q.flatten(), layout, (numbers["live"] - 1).clamp(min=0))
-    logits_1V.copy_(newest_1V)
-    if states_CX is not None and aux_NX is not None:
-        states_CX[: len(aux_NX)].copy_(aux_NX)
-        if remember is not None:
-            drafter, its_cache = remember
-            layout = _lay_out(table, base, (count - 1).clamp(min=0), ids_1Q.shape[1], its_cache)
-            hidden_ND = drafter.fuse(aux_NX.to(drafter.fc.weight.dtype))
-            # A slot takes a state beside the token behind it.
-            keys, values = drafter.remember(hidden_ND, ids_1Q.flatten().roll(-1), layout.position_N)
-            its_cache.write(0, layout.slot_mapping_N, keys, values)
-    return newest_1V.argmax(dim=-1)
+    chunks = read_ragged(numbers, run, cache, drafter)
+    logits_SV[: len(chunks.logits_RV)].copy_(chunks.logits_RV)
+    if states_CX is not None and chunks.states_NX is not None:
+        states_CX[: len(chunks.states_NX)].copy_(chunks.states_NX)
+    return chunks.logits_RV.argmax(dim=-1)
 
 
 class ChunksRead(NamedTuple):
