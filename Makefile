@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed spec-bench soak attack http-overhead \
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed zero-tax arrivals spec-bench soak attack http-overhead \
 	drafters clean
 
 demo: $(READY)
@@ -71,6 +71,19 @@ engine-speed: $(READY)
 	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make engine-speed PROMPTS=prompts.jsonl"; exit 2; }
 	$(BIN)/python benchmarks/engine_speed.py "$(PROMPTS)" --generate --users 1 --users 4 --users 16 \
 		--drafter "$(DRAFTER)" --random
+
+# What a drafter costs where it cannot help and gains where it can, against no drafter, with intervals:
+# PROMPTS=file.jsonl; on a GPU TAX_OPTIONS="--device cuda --dtype bfloat16"; VLLM_PYTHON=interpreter for vLLM beside it.
+TAX_OPTIONS ?=
+zero-tax: $(READY)
+	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make zero-tax PROMPTS=prompts.jsonl"; exit 2; }
+	$(BIN)/python benchmarks/zero_tax.py "$(PROMPTS)" --drafter "$(DRAFTER)" $(WITH_VLLM) $(TAX_OPTIONS)
+
+# Requests at fixed rates to eyas serve and, with VLLM_PYTHON=interpreter, to vllm serve: PROMPTS=file.jsonl.
+ARRIVAL_OPTIONS ?=
+arrivals: $(READY)
+	@test -f "$(PROMPTS)" || { echo "PROMPTS=$(PROMPTS) is no file: make arrivals PROMPTS=prompts.jsonl"; exit 2; }
+	$(BIN)/python benchmarks/arrivals.py "$(PROMPTS)" $(WITH_VLLM) $(ARRIVAL_OPTIONS)
 
 # eyas and vLLM with the same target and drafter on a CPU, with and without it, at 1, 4 and 16 users: one report
 # (docs/bench.md, docs/results.md). PROMPTS=spec_bench.jsonl, LIMIT=0 for all of it. Without VLLM_OPTIONS vLLM compiles,

@@ -89,12 +89,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     target = Target.load(arguments.target, dtype=arguments.dtype, device=arguments.device)
-    conversations = list(read_conversations(arguments.prompts))
-    step = max(1, len(conversations) // arguments.limit)
-    prompts = [
-        tuple(target.encode_chat([dict(conversation.messages[0])]))
-        for conversation in conversations[::step][: arguments.limit]
-    ]
+    prompts = read_prompts(arguments.prompts, target, arguments.limit)
     if target.device.type == "cpu" and not arguments.unpacked:
         print(pack_linears(target.model, widen=arguments.dtype == "auto").words)
     record: dict[str, Any] = {"versions": versions(), "arguments": {k: str(v) for k, v in vars(arguments).items()}}
@@ -129,29 +124,12 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
             made.block_manager.forget()
-            return _run(
-                made,
-                [
-                    Request(
-                        prompt=prompt,
-                        sampling=Sampling(),
-                        max_new_tokens=arguments.max_tokens,
-                        stop_ids=target.stop_ids(),
-                        speculation=speculation,
-                    )
-                    for prompt in prompts
-                ],
-            )
+            return run_requests(made, requests_of(target, prompts, arguments.max_tokens, speculation))
 
         return answer
 
     def drafter(*, random: bool = False) -> Drafter:
-        loaded = load_drafter(arguments.drafter).to(device=target.device, dtype=target.dtype)
-        loaded.share_target(target.embedding(), target.head())
-        made = _randomised(loaded) if random else loaded
-        if target.device.type == "cpu" and not arguments.unpacked:
-            pack_linears(made, halve=True)
-        return made
+        return read_drafter(arguments.drafter, target, random=random, packed=not arguments.unpacked)
 
     modes = {"plain": engine(None, OFF)}
     if arguments.drafter is not None:
@@ -169,7 +147,42 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
     return modes
 
 
-def _run(engine: Engine, requests: Sequence[Request]) -> Run:
+def read_prompts(path: Path, target: Target, limit: int) -> list[tuple[int, ...]]:
+    """First turns of a file's conversations as a chat, so many at most, evenly spread over the file."""
+    conversations = list(read_conversations(path))
+    step = max(1, len(conversations) // limit)
+    return [
+        tuple(target.encode_chat([dict(conversation.messages[0])])) for conversation in conversations[::step][:limit]
+    ]
+
+
+def read_drafter(name: str, target: Target, *, random: bool = False, packed: bool = True) -> Drafter:
+    """A drafter beside the target; with random weights, if it is to know nothing."""
+    loaded = load_drafter(name).to(device=target.device, dtype=target.dtype)
+    loaded.share_target(target.embedding(), target.head())
+    made = _randomised(loaded) if random else loaded
+    if target.device.type == "cpu" and packed:
+        pack_linears(made, halve=True)
+    return made
+
+
+def requests_of(
+    target: Target, prompts: Sequence[tuple[int, ...]], max_tokens: int, speculation: Speculation
+) -> list[Request]:
+    """A greedy request for each prompt."""
+    return [
+        Request(
+            prompt=prompt,
+            sampling=Sampling(),
+            max_new_tokens=max_tokens,
+            stop_ids=target.stop_ids(),
+            speculation=speculation,
+        )
+        for prompt in prompts
+    ]
+
+
+def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
     """Answer all requests together, with a watch on every step."""
     stats = engine.stats
     before = (stats.accepted, stats.drafts, stats.tokens, stats.passes)

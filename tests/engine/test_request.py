@@ -51,14 +51,14 @@ def test_a_request_takes_every_value_up_to_its_limits() -> None:
     ("fields", "message"),
     [
         ({"mode": "fixed"}, "depth None"),
-        ({"mode": "fixed", "depth": 0}, "depth 0"),
+        ({"mode": "fixed", "depth": -1}, "depth -1"),
         ({"mode": "auto", "depth": 3}, "auto does not take depth 3"),
         ({"mode": "off", "depth": 3}, "off does not take depth 3"),
         ({"mode": "fast"}, "'fast' is unknown"),
     ],
 )
 def test_only_fixed_speculation_has_a_depth(fields: dict[str, Any], message: str) -> None:
-    assert Speculation(mode="fixed", depth=1).depth == 1
+    assert Speculation(mode="fixed", depth=0).depth == 0
     with pytest.raises(UserError, match=message):
         Speculation(**fields)
 

@@ -31,13 +31,14 @@ class Speculation:
     mode: Literal["auto", "off", "fixed"] = "auto"
     """auto: as deep as pays, perhaps not at all; off: never; fixed: `depth`, wherever there is room for it."""
     depth: int | None = None
-    """Draft tokens in a row; with fixed alone."""
+    """Draft tokens in a row; with fixed alone. At 0 the drafter reads along and drafts nothing, which is for measuring
+    what that costs."""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "off", "fixed"):
             raise UserError(f"speculation mode {self.mode!r} is unknown; use auto, off or fixed")
-        if self.mode == "fixed" and (self.depth is None or self.depth < 1):
-            raise UserError(f"speculation fixed has depth {self.depth}; give 1 or more, or use mode off")
+        if self.mode == "fixed" and (self.depth is None or self.depth < 0):
+            raise UserError(f"speculation fixed has depth {self.depth}; give 0 or more")
         if self.mode != "fixed" and self.depth is not None:
             raise UserError(f"speculation {self.mode} does not take depth {self.depth}; drop it or use mode fixed")
 

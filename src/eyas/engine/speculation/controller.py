@@ -112,7 +112,8 @@ class Controller:
 
     def _holds(self, situation: Situation) -> int:
         """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
-        if situation.fixed or (situation.auto and self.costs.verify.samples(situation.rows) < POLICY.sure_samples):
+        unsure = self.costs.verify.samples(situation.rows) < POLICY.sure_samples
+        if any(situation.fixed.values()) or (situation.auto and unsure):
             return 1
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
             return POLICY.plan_steps

@@ -1,0 +1,88 @@
+"""What the table of ratios is made of, and that a drafter at depth 0 reads along and drafts nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import random_drafter, random_target
+from zero_tax import COLD, PLAIN, VLLM_PLAIN, Outcome, closed_loop, draw, rows_of, table
+
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request, Speculation
+from eyas.sampling import Sampling
+
+
+def outcome(speed: float) -> Outcome:
+    return Outcome(tokens=100, seconds=100 / speed, steps=10)
+
+
+def record(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    arguments = {"target": "t", "drafter": "d"}
+    return {
+        "arguments": arguments,
+        "device": "cpu",
+        "dtype": "float32",
+        "seconds": 1.0,
+        "notes": ["no vLLM"],
+        "rows": rows,
+    }
+
+
+def test_ratios_are_within_a_round_and_vllms_depth_is_against_its_own_plain(tmp_path: Path) -> None:
+    rounds = [
+        {
+            PLAIN: outcome(100 * mood),
+            "auto": outcome(150 * mood),
+            VLLM_PLAIN: outcome(50 * mood),
+            "vLLM depth 3": outcome(60 * mood),
+        }
+        for mood in (1.0, 0.5, 2.0)
+    ]
+    rows = rows_of(4, rounds, [(outcome(110), outcome(100))])
+    assert [row["mode"] for row in rows] == [PLAIN, "auto", COLD, VLLM_PLAIN, "vLLM depth 3"]
+    found = {row["mode"]: row["ratio"] for row in rows}
+    assert found["auto"]["median"] == pytest.approx(1.5)
+    assert (found["auto"]["low"], found["auto"]["high"]) == (pytest.approx(1.5), pytest.approx(1.5))
+    assert found[VLLM_PLAIN]["median"] == pytest.approx(0.5)
+    assert found["vLLM depth 3"]["median"] == pytest.approx(1.2)
+    assert (found[COLD]["median"], found[COLD]["low"]) == (pytest.approx(1.1), None)
+    told = table(record([*rows, *rows_of(16, rounds[:1], [])]))
+    assert "1.500 [1.500, 1.500]" in told
+    assert "vLLM depth 3 / vLLM plain" in told
+    assert "note: no vLLM" in told
+    draw(record(rows), tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_so_many_users_ask_at_a_time_and_depth_0_reads_along_without_drafting() -> None:
+    target = random_target("tiny", torch.float32, torch.device("cpu"))
+    config = EngineConfig(max_num_seqs=4, max_model_len=128, memory=2**24)
+    engine = Engine(target, random_drafter("tiny", target), config=config)
+    read, running = [], []
+    step = engine.step
+
+    def watched() -> Any:
+        pieces = step()
+        running.append(len(engine.scheduler.running))
+        read.extend(seq.drafter_length for seq in engine.scheduler.running)
+        return pieces
+
+    engine.step = watched  # type: ignore[method-assign]
+
+    def requests(speculation: Speculation) -> list[Request]:
+        prompts = [tuple(range(3 + i, 67 + i)) for i in range(5)]
+        return [Request(prompt=p, sampling=Sampling(), max_new_tokens=6, speculation=speculation) for p in prompts]
+
+    done = closed_loop(engine, requests(Speculation(mode="fixed", depth=0)), 2)
+    assert (done.tokens, done.acceptance_length, engine.stats.drafts) == (30, None, 0)
+    assert max(running) == 2
+    assert max(read) >= 60  # the drafter has read prompts
+    read.clear()
+    closed_loop(engine, requests(Speculation(mode="off")), 2)
+    assert max(read) == 0
+    cut = closed_loop(engine, requests(Speculation(mode="fixed", depth=2)), 2, steps=3)
+    assert cut.steps == 3
+    assert not engine.busy
+    assert engine.block_manager.used == 0
