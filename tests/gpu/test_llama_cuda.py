@@ -4,15 +4,15 @@ It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--nocon
 """
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from eyas.engine.runner.fused_target import fused_target, require_same
+from eyas.engine.runner.fused_target import fused_target, recognised, require_same
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
-from eyas.kernels.llama.recognise import recognise
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from kernels.test_recognise import zeros
@@ -20,6 +20,18 @@ from kernels.test_recognise import zeros
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+
+
+WINDOWS = {"sliding_window": 5}
+FAMILIES = {
+    "llama": {},
+    "mistral": WINDOWS,
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOWS},
+    "qwen3": {},
+    "phi3": {"partial_rotary_factor": 0.5, "pad_token_id": 0, **WINDOWS},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 20, **WINDOWS},
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, **WINDOWS},
+}
 
 
 def target(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> Target:
@@ -34,22 +46,25 @@ def target(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) 
         "head_dim": size,
         "max_position_embeddings": 512,
     }
-    config, kind = (LlamaConfig, LlamaForCausalLM) if family == "llama" else (Qwen3Config, Qwen3ForCausalLM)
-    model = kind(config(**sizes)).to(DEVICE, dtype).eval().requires_grad_(False)  # type: ignore[operator, arg-type]
+    config = AutoConfig.for_model(family, **{**sizes, **FAMILIES[family]})
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = model.to(DEVICE, dtype).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(weight, 0.5, 1.5)
     return Target(facts=facts_of(model.config, family), model=model, tokenizer=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "heads", "groups", "size"),
+    [*((family, 9, 3, 16) for family in FAMILIES if family != "phi3"), ("phi3", 9, 3, 8), ("llama", 4, 4, 24)],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(9, 3, 16), (4, 4, 24)])
 def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
     from eyas.kernels.llama.triton import TritonLlama
 
     made = target(family, dtype, heads, groups, size)
-    lean = recognise(made.model)
+    lean = recognised(made)
     fused = TritonLlama(**{part.name: getattr(lean, part.name) for part in fields(lean)})
     require_same(fused, made)
     caches = [zeros(lean, blocks=8, block_size=4) for _ in range(2)]

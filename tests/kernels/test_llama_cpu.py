@@ -21,7 +21,7 @@ from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.cpu import load_layers
 from eyas.target.model import Target
 from kernels.test_attention import MakeBackend
-from kernels.test_recognise import assert_same_pass, lean_of, plain, zeros
+from kernels.test_recognise import BLOCKS, assert_same_pass, lean_of, plain, zeros
 from tiny import drafter_config, random_drafter
 
 SIZE = 4
@@ -39,8 +39,9 @@ def _compiled() -> None:
         pytest.skip("no C compiler here, or none that can be trusted")
 
 
-def packed(family: str = "llama", **changes: Any) -> Target:
-    target = plain(family, **{"hidden_size": 64, "head_dim": 32, "intermediate_size": 96, **changes})
+def packed(block: str = "llama", **changes: Any) -> Target:
+    sizes = {"hidden_size": 128, "intermediate_size": 96} | ({} if block.startswith("phi3") else {"head_dim": 32})
+    target = plain(block, **{**sizes, **changes})
     assert pack_linears(target.model).linears > 0
     return target
 
@@ -62,6 +63,16 @@ def passes_of(
         logits, aux = lean.forward(ids_N, backend(layout), kv, None, aux_layer_ids)
         made += [logits, *([] if aux is None else [aux])]
     return [*made, *(x for pair in kv.values() for x in pair)]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_pass_of_every_block_is_the_same_to_the_last_bit(block: str) -> None:
+    target = packed(block)
+    lean = lean_of(target)
+    assert lean.layers is not None
+    assert_same_pass(target, lean, range(5), rtol=1e-3, atol=1e-3)
+    ours, theirs = passes_of(lean, (0, 3)), passes_of(replace(lean, layers=None), (0, 3))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("aux_layer_ids", [(), (0, 2), (1, 4)], ids=str)
@@ -86,9 +97,8 @@ def test_where_attention_is_not_compiled_the_steps_run_one_by_one() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_layers_with_steps_of_their_own_are_left_out() -> None:
-    assert lean_of(packed("qwen3")).layers is None, "it norms its heads"
-    assert lean_of(plain()).layers is None, "its linears are not packed"
+def test_layers_whose_linears_are_not_packed_are_left_out() -> None:
+    assert lean_of(plain()).layers is None
 
 
 # --- a drafter's depth ---------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A lean pass computes what the model's own code computes, and is handed out for no other model."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from types import MethodType
 from typing import Any
@@ -12,21 +12,22 @@ from torch import Tensor, nn
 
 from engine.test_target_runner import built
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.fused_target import fused_target, require_same
+from eyas.engine.runner.fused_target import fused_target, recognised, require_same
 from eyas.engine.runner.target import TargetRunner
-from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.backend import AttentionBackend, AttentionCall
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
-from eyas.kernels.elementwise import FusedNorm
+from eyas.kernels.elementwise import Activation
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.llama.block import FusedLlama, KVLayers, NotLlamaError, Product, join
-from eyas.kernels.llama.recognise import recognise
+from eyas.kernels.llama.recognise import _one_norm, recognise
 from eyas.target.capture import capture
 from eyas.target.model import Target, _computes
 
 CPU = torch.device("cpu")
 LAYERS = 4
 BLOCK_SIZE = 4
+GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 ReasonAgainst = Callable[[Target], str]
 TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 PASSES = (
@@ -36,10 +37,26 @@ PASSES = (
 )
 
 
-def plain(family: str = "llama", **changes: Any) -> Target:
-    if family == "mistral":
-        changes = {"sliding_window": None, **changes}
-    return built(family, **changes)
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral with a window": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 with windows": ("qwen3", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "sliding_window": None}),
+    "phi3 partly rotated": ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 5}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"sliding_window": 5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": GEMMA3_LAYERS}),
+}
+"""Blocks that differ in their parts: a family and how it is configured."""
+
+
+def plain(block: str = "llama", **changes: Any) -> Target:
+    family, configured = BLOCKS[block]
+    return built(family, **{**configured, **changes})
 
 
 def lean_of(target: Target) -> FusedLlama:
@@ -69,7 +86,7 @@ def zeros(fused: FusedLlama, *, blocks: int = 8, block_size: int = BLOCK_SIZE) -
 
 
 @torch.inference_mode()
-def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: tuple[int, ...] = (1, 3), **close: float) -> None:
+def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: Sequence[int] = (1, 3), **close: float) -> None:
     own, kv = TargetRunner(target, KVCache(blocks=8, block_size=BLOCK_SIZE)), zeros(lean)
     generator = torch.Generator().manual_seed(4)
     for rows in PASSES:
@@ -85,10 +102,32 @@ def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: tuple[int,
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_lean_pass_equals_the_models_own(family: str, tied: bool) -> None:
-    target = plain(family, tie_word_embeddings=tied)
-    assert_same_pass(target, lean_of(target))
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_lean_pass_equals_the_models_own(block: str, tied: bool) -> None:
+    target = plain(block, tie_word_embeddings=tied)
+    assert_same_pass(target, lean_of(target), range(LAYERS + 1))
+
+
+def test_blocks_are_understood_part_by_part() -> None:
+    windows = [block.window for block in recognised(plain("qwen2 with windows")).blocks]
+    assert windows == [None, None, 5, 5]
+    gemma = recognised(plain("gemma3"))
+    assert [block.window for block in gemma.blocks] == [5, None, 5, 5]
+    assert [block.rotation for block in gemma.blocks] == [0, 1, 0, 0]
+    assert gemma.blocks[0].scale == 20**-0.5
+    assert gemma.blocks[0].activation is Activation.GELU_TANH
+    assert gemma.embedding_scale is not None
+    phi = recognised(plain("phi3 partly rotated"))
+    assert (phi.sizes.head_dim, phi.sizes.rotary_dim) == (8, 4)
+    gemma2 = recognised(plain("gemma2"))
+    assert (gemma2.blocks[0].softcap, gemma2.logit_softcap) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize("wrong", [{"window": None}, {"rotation": 1}, {"activation": Activation.SILU}, {"scale": 0.2}])
+def test_a_layer_with_another_setting_is_found_out(wrong: dict[str, Any]) -> None:
+    target = plain("gemma3")
+    with pytest.raises(NotLlamaError, match="behind 1 layers"):
+        require_same(with_block(recognised(target), 0, **wrong), target)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +165,22 @@ def test_rotations_are_the_models_own(rope: dict[str, Any]) -> None:
     assert_same_pass(target, lean_of(target))
 
 
-def test_half_precision_rounds_where_the_model_does() -> None:
+@pytest.mark.parametrize("block", ["qwen3", "gemma3"])
+def test_half_precision_rounds_where_the_model_does(block: str) -> None:
     if not _computes(torch.bfloat16, CPU):
         pytest.skip("this processor computes bfloat16 slowly")
-    target = plain("qwen3")
+    target = plain(block)
     target = replace(target, model=target.model.bfloat16())
     assert_same_pass(target, lean_of(target), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_round_before_the_weight(dtype: torch.dtype) -> None:
-    target = plain()
+@pytest.mark.parametrize("block", ["llama", "gemma3"])
+def test_norms_round_where_the_model_does(block: str, dtype: torch.dtype) -> None:
+    target = plain(block)
     norm: Any = target.model.model.norm.to(dtype)
     x = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    ours, theirs = FusedNorm(norm.weight, norm.variance_epsilon)(x), norm(x)
+    ours, theirs = _one_norm(norm)(x), norm(x)
     if dtype == torch.float32:
         torch.testing.assert_close(ours, theirs)
     else:
@@ -244,7 +285,7 @@ def with_block(lean: FusedLlama, number: int, **parts: Any) -> FusedLlama:
 
 def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
     target = amplifying(left=1e-4)
-    lean = recognise(target.model)
+    lean = recognised(target)
     rounded = with_block(lean, 0, down=wrong_at(lean.blocks[0].down, 1 + 1e-6))
     layout = AttentionMetadata.of(PASSES[0], block_size=BLOCK_SIZE, device=CPU)
     ids_N = torch.arange(len(layout.slot_mapping_N))
@@ -260,7 +301,7 @@ def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) -> None:
     target = plain()
-    lean = recognise(target.model)
+    lean = recognised(target)
     wrong = with_block(lean, layer, down=wrong_at(lean.blocks[layer].down, factor, first_of_two))
     with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
         require_same(wrong, target)
@@ -268,7 +309,7 @@ def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) ->
 
 def test_one_wrong_token_of_the_head_is_found_out() -> None:
     target = plain()
-    lean = recognise(target.model)
+    lean = recognised(target)
     with pytest.raises(NotLlamaError, match="each layer alone gave other logits"):
         require_same(replace(lean, head=wrong_at(lean.head, 1.01, lambda count: slice(count - 1, count))), target)
 
@@ -293,7 +334,7 @@ def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str)
             return FusedLlama.forward(lean, ids_N, attention, kv, *asked)
 
     target = plain()
-    lean = recognise(target.model)
+    lean = recognised(target)
     wrong = Wrong(**{part.name: getattr(lean, part.name) for part in fields(lean)})
     with pytest.raises(NotLlamaError, match="all layers gave other states"):
         require_same(wrong, target)
@@ -307,18 +348,12 @@ def test_linears_that_are_not_alike_are_not_joined() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("gemma", {}, "embeddings are"),
-        ("gemma2", {}, "embeddings are"),
-        ("gemma3_text", {}, "embeddings are"),
         ("mixtral", {}, "does not consist of"),
         ("qwen3_moe", {}, "does not consist of"),
         ("phi", {}, "does not consist of"),
-        ("phi3", {}, "does not consist of"),
         ("gpt2", {}, "does not consist of"),
         ("olmo2", {}, "does not consist of"),
         ("llama", {"hidden_act": "gelu"}, "activation"),
-        ("mistral", {"sliding_window": 5}, "window"),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 5}, "window"),
         ("granite", {"residual_multiplier": 0.9}, "behind 1 layers"),
         ("granite", {"embedding_multiplier": 1.1}, "behind 0 layers"),
         ("granite", {"logits_scaling": 1.1}, "logits"),
@@ -353,18 +388,54 @@ def test_what_a_model_does_to_far_positions_only_is_found_out(reason_against: Re
     assert "states behind 1 layers" in reason_against(target)
 
 
-def test_a_part_of_a_head_that_is_not_rotated_is_a_reason(reason_against: ReasonAgainst) -> None:
+def calls_of(target: Target) -> list[AttentionCall]:
+    return TargetRunner(target, KVCache(blocks=1, block_size=BLOCK_SIZE)).calls
+
+
+def test_numbers_of_a_head_that_are_not_in_pairs_are_a_reason() -> None:
     target = plain()
+    calls = calls_of(target)
     rotary: Any = target.model.model.rotary_emb
-    rotary.inv_freq = rotary.inv_freq[:2]
-    assert "rotates 4 of 8" in reason_against(target)
+    rotary.inv_freq = torch.ones(5)
+    with pytest.raises(NotLlamaError, match="rotates 10 of 8"):
+        recognise(target.model, calls)
+
+
+def test_a_norm_that_computes_something_else_is_a_reason() -> None:
+    class Doubling(nn.Module):
+        def __init__(self, norm: Any) -> None:
+            super().__init__()
+            self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    target = plain()
+    model: Any = target.model
+    model.model.norm = Doubling(model.model.norm)
+    with pytest.raises(NotLlamaError, match="Doubling is no RMSNorm"):
+        recognised(target)
+
+
+def test_embeddings_that_do_more_than_multiply_are_a_reason() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) + 1
+
+    target = plain()
+    model: Any = target.model
+    model.model.embed_tokens = Shifted(80, 32).requires_grad_(False)
+    with pytest.raises(NotLlamaError, match="embeddings are Shifted"):
+        recognised(target)
 
 
 def test_weights_of_several_types_and_foreign_linears_are_refused(reason_against: ReasonAgainst) -> None:
     target = plain()
+    calls = calls_of(target)
     mixed: Any = target.model
     mixed.model.norm.double()
-    assert "several types" in reason_against(target)
+    with pytest.raises(NotLlamaError, match="several types"):
+        recognise(mixed, calls)
 
     class Quantised(nn.Linear):
         pass

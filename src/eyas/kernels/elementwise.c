@@ -1,68 +1,92 @@
-/* What stands between the matrix products of a Llama block and behind the last of them, in float32: each in one sweep
+/* What stands between the matrix products of a decoder block and behind the last of them, in float32: each in one sweep
  * over memory, or as few as it takes.
  *
  * Invariant: a row's result does not depend on the rows beside it, to the last bit.
  *
- * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K numbers of a head, V logits of a row.
+ * Names: N rows, D numbers in a row, I outputs of a gate, B heads of a token, K numbers of a head, R of them rotated,
+ * V logits of a row.
  */
 
 #include "vectors.h"
 
 enum { FEW = 1 << 14 }; /* numbers that one thread is through with before a second one has begun */
 
-/* y = x / sqrt(mean(x^2) + eps) * weight; rows lie in memory with a stride of their own */
+/* y = x / sqrt(mean(x^2) + eps) * weight, which may be the same memory */
+INLINE void norm_row(const float *x, long D, const float *weight, float eps, float *y) {
+    vector sum[4] = {{0}};
+    long d = 0;
+    for (; d + 4 * LANES <= D; d += 4 * LANES) UNROLL for (int i = 0; i < 4; i++) {
+        const vector part = ((const vector *)(x + d))[i];
+        sum[i] += part * part;
+    }
+    const four each = sums(sum[0], sum[1], sum[2], sum[3]);
+    float total = (each[0] + each[1]) + (each[2] + each[3]);
+    for (; d < D; d++) total += x[d] * x[d];
+    const float factor = 1.0f / square_root(total / D + eps);
+    for (d = 0; d < D; d++) y[d] = x[d] * factor * weight[d];
+}
+
+/* Rows lie in memory with a stride of their own. */
 void rms_norm(const float *x, long x_stride, long N, long D, const float *weight, float eps, float *y, long y_stride,
               int threads) {
 #pragma omp parallel for num_threads(N * D < FEW ? 1 : threads) schedule(static)
-    for (long n = 0; n < N; n++) {
-        const float *x_n = x + n * x_stride;
-        float *y_n = y + n * y_stride;
-        vector sum[4] = {{0}};
-        long d = 0;
-        for (; d + 4 * LANES <= D; d += 4 * LANES) UNROLL for (int i = 0; i < 4; i++) {
-            const vector part = ((const vector *)(x_n + d))[i];
-            sum[i] += part * part;
-        }
-        const four each = sums(sum[0], sum[1], sum[2], sum[3]);
-        float total = (each[0] + each[1]) + (each[2] + each[3]);
-        for (; d < D; d++) total += x_n[d] * x_n[d];
-        const float factor = 1.0f / square_root(total / D + eps);
-        for (d = 0; d < D; d++) y_n[d] = x_n[d] * factor * weight[d];
-    }
+    for (long n = 0; n < N; n++) norm_row(x + n * x_stride, D, weight, eps, y + n * y_stride);
 }
 
-INLINE vector silu(vector x) {
-    const vector e = exponential((vector)((integers)x | INT32_MIN)); /* e^-|x| */
-    const integers negative = (integers)(x < 0.0f);
+/* The first B heads of every token, in place, each with its row of weight[B][K]; `stride` numbers to a token. */
+void norm_heads(float *x, long N, long B, long K, long stride, const float *weight, float eps, int threads) {
+#pragma omp parallel for num_threads(N * B * K < FEW ? 1 : threads) schedule(static)
+    for (long n = 0; n < N; n++)
+        for (long b = 0; b < B; b++) norm_row(x + n * stride + b * K, K, weight + b * K, eps, x + n * stride + b * K);
+}
+
+/* x / (1 + e^-by) */
+INLINE vector opened(vector x, vector by) {
+    const vector e = exponential((vector)((integers)by | INT32_MIN)); /* e^-|by| */
+    const integers negative = (integers)(by < 0.0f);
     const vector above = (vector)(((integers)e & negative) | ((integers)all(1.0f) & ~negative));
     return x * above / (1.0f + e);
 }
 
-/* y[N][I] = silu(gate) * up, which lie side by side in x[N][2 I] */
-void gated(const float *x, long N, long I, float *y, int threads) {
+enum { SILU, GELU_TANH };
+
+/* 0.5 x (1 + tanh(u)) is x / (1 + e^-2u), so both gates are one formula. */
+INLINE vector gate_of(vector x, int activation) {
+    if (activation == SILU) return opened(x, x);
+    return opened(x, x * (1.5957691216f + 0.0713548162726f * x * x));
+}
+
+INLINE void gate_rows(const float *x, long N, long I, int activation, float *y, int threads) {
 #pragma omp parallel for num_threads(N * I < FEW ? 1 : threads) schedule(static)
     for (long n = 0; n < N; n++) {
         const float *gate = x + n * 2 * I, *up = gate + I;
         float *y_n = y + n * I;
         long i = 0;
         for (; i + LANES <= I; i += LANES)
-            *(vector *)(y_n + i) = silu(*(const vector *)(gate + i)) * *(const vector *)(up + i);
-        for (; i < I; i++) y_n[i] = silu(all(gate[i]))[0] * up[i];
+            *(vector *)(y_n + i) = gate_of(*(const vector *)(gate + i), activation) * *(const vector *)(up + i);
+        for (; i < I; i++) y_n[i] = gate_of(all(gate[i]), activation)[0] * up[i];
     }
 }
 
-/* Turn the halves a, b of every head: a cos - b sin, b cos + a sin. x lies in memory with `stride` numbers to a token,
- * y[N][B][K] densely, cos and sin are [N][K]. */
-void rotate(const float *x, long N, long B, long K, long stride, const float *cos, const float *sin, float *y,
+/* y[N][I] = activation(gate) * up, which lie side by side in x[N][2 I] */
+void gated(const float *x, long N, long I, int activation, float *y, int threads) {
+    if (activation == GELU_TANH) gate_rows(x, N, I, GELU_TANH, y, threads);
+    else gate_rows(x, N, I, SILU, y, threads);
+}
+
+/* Turn the halves a, b of the first R numbers of every head: a cos - b sin, b cos + a sin; the others stay. x lies in
+ * memory with `stride` numbers to a token, y[N][B][K] densely, cos and sin are [N][R]. */
+void rotate(const float *x, long N, long B, long K, long R, long stride, const float *cos, const float *sin, float *y,
             int threads) {
-    const long half = K / 2;
+    const long half = R / 2;
 #pragma omp parallel for num_threads(N * B * K < FEW ? 1 : threads) schedule(static)
     for (long n = 0; n < N; n++)
         for (long b = 0; b < B; b++) {
-            const float *a_in = x + n * stride + b * K, *b_in = a_in + half, *cos_n = cos + n * K, *sin_n = sin + n * K;
+            const float *a_in = x + n * stride + b * K, *b_in = a_in + half, *cos_n = cos + n * R, *sin_n = sin + n * R;
             float *restrict y_b = y + (n * B + b) * K;
             for (long k = 0; k < half; k++) y_b[k] = a_in[k] * cos_n[k] - b_in[k] * sin_n[k];
             for (long k = 0; k < half; k++) y_b[half + k] = b_in[k] * cos_n[half + k] + a_in[k] * sin_n[half + k];
+            for (long k = R; k < K; k++) y_b[k] = a_in[k];
         }
 }
 

@@ -4,11 +4,13 @@ Little is computed here, but torch takes several operations for each step, and i
 than the attention beside it. So for float32 on a CPU each is one call of compiled code (`elementwise.c`); rows lie
 densely unless it says otherwise. `rms_norm` chooses for itself, for the others `elementwise_for` says what there is.
 
-Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, V logits.
+Shapes: N tokens, D hidden size, I intermediate size, B query and key heads, K head dim, R numbers of a head that are
+rotated, V logits.
 """
 
 import ctypes
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +23,17 @@ from eyas.kernels.native import load_native
 SOURCE = Path(__file__).with_name("elementwise.c")
 
 
+class Activation(IntEnum):
+    """What opens a gate; numbered as in `elementwise.c`."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """By torch."""
+        return functional.silu(x) if self is Activation.SILU else functional.gelu(x, approximate="tanh")
+
+
 @dataclass(frozen=True, eq=False)
 class Elementwise:
     """The compiled steps."""
@@ -31,11 +44,12 @@ class Elementwise:
         pointer, size, threads = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
         library = self.library
         library.rms_norm.argtypes = [pointer, size, size, size, pointer, ctypes.c_float, pointer, size, threads]
-        library.gated.argtypes = [pointer, size, size, pointer, threads]
-        library.rotate.argtypes = [pointer, size, size, size, size, pointer, pointer, pointer, threads]
+        library.norm_heads.argtypes = [pointer, size, size, size, size, pointer, ctypes.c_float, threads]
+        library.gated.argtypes = [pointer, size, size, ctypes.c_int, pointer, threads]
+        library.rotate.argtypes = [pointer, size, size, size, size, size, pointer, pointer, pointer, threads]
         library.most_likely.argtypes = [pointer, size, size, pointer, pointer, threads]
-        for function in (library.rms_norm, library.gated, library.rotate, library.most_likely):
-            function.restype = None
+        for name in ("rms_norm", "norm_heads", "gated", "rotate", "most_likely"):
+            getattr(library, name).restype = None
 
     def norm(self, x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None = None) -> Tensor:
         """The root-mean-square norm of every row; a row's numbers lie side by side, rows may lie apart."""
@@ -48,18 +62,24 @@ class Elementwise:
         )
         return y_ND
 
-    def gate(self, gate_up_NI: Tensor) -> Tensor:
-        """Multiply the second half of every row, up, by silu of the first."""
+    def norm_heads(self, qk_NBK: Tensor, weight_BK: Tensor, eps: float) -> None:
+        """Norm every head in place; a token's heads lie side by side, tokens may lie apart."""
+        self.library.norm_heads(
+            *(qk_NBK.data_ptr(), *qk_NBK.shape, qk_NBK.stride(0), weight_BK.data_ptr(), eps, torch.get_num_threads())
+        )
+
+    def gate(self, gate_up_NI: Tensor, activation: Activation = Activation.SILU) -> Tensor:
+        """Multiply the second half of every row, up, by the activation of the first."""
         tokens, both = gate_up_NI.shape
-        y_NI = gate_up_NI.new_empty(tokens, both // 2)
-        self.library.gated(gate_up_NI.data_ptr(), tokens, both // 2, y_NI.data_ptr(), torch.get_num_threads())
+        y_NI, threads = gate_up_NI.new_empty(tokens, both // 2), torch.get_num_threads()
+        self.library.gated(gate_up_NI.data_ptr(), tokens, both // 2, activation, y_NI.data_ptr(), threads)
         return y_NI
 
-    def rotate(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor, turned_NBK: Tensor) -> None:
+    def rotate(self, qk_NBK: Tensor, cos_NR: Tensor, sin_NR: Tensor, turned_NBK: Tensor) -> None:
         """Turn queries and keys; a token's heads lie side by side, tokens may lie apart."""
         self.library.rotate(
-            *(qk_NBK.data_ptr(), *qk_NBK.shape, qk_NBK.stride(0), cos_NK.data_ptr(), sin_NK.data_ptr()),
-            *(turned_NBK.data_ptr(), torch.get_num_threads()),
+            *(qk_NBK.data_ptr(), *qk_NBK.shape, cos_NR.shape[1], qk_NBK.stride(0), cos_NR.data_ptr()),
+            *(sin_NR.data_ptr(), turned_NBK.data_ptr(), torch.get_num_threads()),
         )
 
     def most_likely(self, logits_NV: Tensor) -> Tensor:
@@ -83,7 +103,10 @@ class Elementwise:
 
 @dataclass(frozen=True, eq=False)
 class FusedNorm:
-    """A root-mean-square norm: `rms_norm` with its weight [D], or one for each of several heads [B, K]."""
+    """A root-mean-square norm: `rms_norm` with its weight [D], or one for each of several heads [B, K].
+
+    A weight in float32 multiplies numbers of any type before they are rounded; one of their own type, after.
+    """
 
     weight: Tensor
     eps: float
@@ -96,11 +119,14 @@ class FusedNorm:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Norm the last dimension as transformers does: statistics in float32, rounded to x's type before the weight.
 
+    Unless the weight is of a finer type; then what it gives is rounded.
     A row's result does not depend on the rows beside it. There is no gradient.
     """
-    compiled = elementwise_for(weight) if weight.ndim == 1 and x.ndim == 2 else None
+    compiled = elementwise_for(x) if weight.ndim == 1 and x.ndim == 2 else None
     if compiled is not None:
         return compiled.norm(x, weight, eps)
+    if weight.dtype != x.dtype:
+        return functional.rms_norm(x.to(weight.dtype), weight.shape[-1:], None, eps).mul_(weight).to(x.dtype)
     return functional.rms_norm(x, weight.shape[-1:], None, eps) * weight
 
 
@@ -127,6 +153,11 @@ def _is_right(compiled: Elementwise) -> bool:
     cos, sin = x_ND[:, :22].cos(), x_ND[:, :22].sin()
     turned, crossed = torch.empty(3, 2, 22), torch.cat([-halves[..., 11:], halves[..., :11]], dim=-1)
     compiled.rotate(halves, cos.contiguous(), sin.contiguous(), turned)
+    partly, heads, weight_BK = torch.empty(3, 2, 22), halves.clone(), halves[1] + 1
+    compiled.rotate(halves, cos[:, :4].contiguous(), sin[:, :4].contiguous(), partly)
+    crossed_4 = torch.cat([-halves[..., 2:4], halves[..., :2]], dim=-1)
+    rotated_4 = halves[..., :4] * cos[:, None, :4] + crossed_4 * sin[:, None, :4]
+    compiled.norm_heads(heads, weight_BK, 1e-5)
     wide_ND = torch.zeros(3, 88)
     compiled.norm(x_ND, weight_D, 1e-5, wide_ND[:, 44:])
     place_N, chance_N = compiled.most_likely_and_chance(x_ND)
@@ -135,7 +166,9 @@ def _is_right(compiled: Elementwise) -> bool:
         (place_N, x_ND.argmax(dim=-1)),
         (chance_N, x_ND.softmax(dim=-1).amax(dim=-1)),
         (compiled.norm(x_ND, weight_D, 1e-5), functional.rms_norm(x_ND, (44,), weight_D, 1e-5)),
-        (compiled.gate(x_ND), functional.silu(x_ND[:, :22]) * x_ND[:, 22:]),
+        *((compiled.gate(x_ND, how), how(x_ND[:, :22]) * x_ND[:, 22:]) for how in Activation),
         (turned, halves * cos.unsqueeze(1) + crossed * sin.unsqueeze(1)),
+        (partly, torch.cat([rotated_4, halves[..., 4:]], dim=-1)),
+        (heads, functional.rms_norm(halves, (22,), None, 1e-5) * weight_BK),
     )
     return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5) for ours, theirs in pairs)

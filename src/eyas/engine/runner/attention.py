@@ -19,8 +19,6 @@ class PagedAttention:
         assert metadata.block_size == cache.block_size
         self.cache, self.metadata, self.window = cache, metadata, window
         self.backend = choose_backend(metadata, sinks=sinks)
-        self.asked: list[tuple[int, int | None]] = []
-        """The layers that have attended, in their order, with the windows that they asked for."""
 
     def __call__(
         self,
@@ -36,7 +34,6 @@ class PagedAttention:
 
         Scores are scaled by `scale`, K ** -0.5 if none is given, and bent to softcap * tanh(score / softcap).
         """
-        self.asked.append((layer, window))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         window = self.window if window is None else window
         keys, values = self.cache.memory(layer, k, v)

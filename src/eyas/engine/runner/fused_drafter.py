@@ -24,8 +24,8 @@ from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
-from eyas.kernels.llama.block import Product, join, packed_parts
-from eyas.kernels.llama.cpu import LlamaSizes, load_layers
+from eyas.kernels.llama.block import Product, join, packed_products
+from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
 from eyas.kernels.llama.eagle import DraftLayer, RotaryTable, Surroundings
 
 TOLERANCE = 1e-4
@@ -87,17 +87,15 @@ class _FusedDrafter:
     def _compiled(self) -> DraftLayer | None:
         """The layer as one call; None where a step of it is not compiled."""
         compiled, config, layer = load_layers(), self._config, self._layer
-        parts = packed_parts(
+        products = packed_products(self._qkv, self._output, self._gate_up, self._down)
+        if compiled is None or products is None:
+            return None
+        parts = Parts(
+            products=products,
             attention_norm=None,
             mlp_norm=layer.post_attention_layernorm,
             scale=config.head_dim**-0.5,
-            qkv=self._qkv,
-            output=self._output,
-            gate_up=self._gate_up,
-            down=self._down,
         )
-        if compiled is None or parts is None:
-            return None
         around = Surroundings(
             embedding_VD=self._embedding_VD,
             token_norm=layer.input_layernorm,
@@ -110,7 +108,8 @@ class _FusedDrafter:
             heads=config.num_attention_heads,
             key_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            intermediate=parts.down.in_features,
+            rotary_dim=config.head_dim,
+            intermediate=products.down.in_features,
         )
         return DraftLayer(parts, around, sizes, compiled)
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def fused_target(target: Target) -> FusedLlama | None:
     """The fused pass of a target; None where the model's own code must run, and why is logged."""
     try:
-        fused = recognise(target.model)
+        fused = recognised(target)
         if target.device.type == "cuda" and has_triton():
             from eyas.kernels.llama.triton import TritonLlama  # torch for CPUs comes without triton
 
@@ -41,6 +41,11 @@ def fused_target(target: Target) -> FusedLlama | None:
         logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")
         return None
     return fused
+
+
+def recognised(target: Target) -> FusedLlama:
+    """The fused pass of a target, not yet tried; `NotLlamaError` where its parts are others."""
+    return recognise(target.model, TargetRunner(target, KVCache(blocks=1, block_size=trial.BLOCK_SIZE)).calls)
 
 
 def require_same(fused: FusedLlama, target: Target) -> None:

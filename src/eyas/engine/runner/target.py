@@ -12,6 +12,7 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, H query heads, G k
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
 from eyas.errors import UserError
+from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
-from eyas.target.attention import attending_through
+from eyas.target.attention import AttendFor, attending_through
 from eyas.target.model import Target
 
 
@@ -37,39 +39,44 @@ class TargetRunner:
         self._target = target
         self._windows: dict[int, int] = {}
         _refuse_other_layers(target)
-        trial = self._try(KVCache(blocks=1, block_size=cache.block_size))
-        self._windows = _unsaid_windows(target, dict(trial.asked))
-        cache.reserve(trial.cache)
+        one_block = KVCache(blocks=1, block_size=cache.block_size)
+        calls = self._try(one_block)
+        self._windows = _unsaid_windows(target, {call.layer: call.window for call in calls})
+        cache.reserve(one_block)
+        self.calls = [replace(call, window=self._windows.get(call.layer, call.window)) for call in calls]
+        """What every layer asks of attention, in their order."""
 
     def forward(self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None = None) -> Tensor:
         """Run the tokens of a pass; logits [M, V] behind the tokens `keep_M`, or behind all of them."""
-        return self._run(ids_N, PagedAttention(self.cache, metadata), keep_M)
+        return self._run(ids_N, metadata, keep_M, partial(self._attend, PagedAttention(self.cache, metadata)))
 
     @torch.inference_mode()
-    def _try(self, cache: KVCache) -> PagedAttention:
+    def _try(self, cache: KVCache) -> list[AttentionCall]:
+        """What every layer asks of attention, in their order."""
         facts, device = self._target.facts, self._target.device
         metadata = AttentionMetadata.of(
             [AttentionRow(blocks=(0,), base=0, count=1)], block_size=cache.block_size, device=device
         )
-        attention = PagedAttention(cache, metadata)
-        self._run(torch.zeros(1, dtype=torch.int64, device=device), attention, None)
-        layers = [layer for layer, _ in attention.asked]
+        attention, calls = PagedAttention(cache, metadata), list[AttentionCall]()
+        attend = partial(self._note_and_attend, calls, attention)
+        self._run(torch.zeros(1, dtype=torch.int64, device=device), metadata, None, attend)
+        layers = [call.layer for call in calls]
         if sorted(layers) != list(range(facts.num_hidden_layers)):
             raise UserError(
                 f"{facts.source} asked for attention in layers {layers} of {facts.num_hidden_layers}; "
                 "blocks need a target whose every layer attends once"
             )
-        return attention
+        return sorted(calls, key=lambda call: call.layer)
 
-    def _run(self, ids_N: Tensor, attention: PagedAttention, keep_M: Tensor | None) -> Tensor:
+    def _run(self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None, attend: AttendFor) -> Tensor:
         model = self._target.model
         with attending_through(model):
             logits_BMV: Tensor = model(
                 input_ids=ids_N[None],
-                position_ids=attention.metadata.position_N[None],
+                position_ids=metadata.position_N[None],
                 use_cache=False,
                 logits_to_keep=0 if keep_M is None else keep_M,
-                eyas_attend=partial(self._attend, attention),
+                eyas_attend=attend,
             ).logits
         if keep_M is not None and logits_BMV.shape[1] != len(keep_M):  # a model without logits_to_keep
             logits_BMV = logits_BMV[:, keep_M]
@@ -89,6 +96,34 @@ class TargetRunner:
         layer: Any = module.layer_idx
         window = self._windows.get(layer) if window is None else window
         return attention(layer, q_NHK, k_NGK, v_NGK, scale, softcap, window)
+
+    def _note_and_attend(
+        self,
+        calls: list[AttentionCall],
+        attention: PagedAttention,
+        module: nn.Module,
+        q_NHK: Tensor,
+        k_NGK: Tensor,
+        v_NGK: Tensor,
+        scale: float | None,
+        softcap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        layer: Any = module.layer_idx
+        (_, heads, head_dim), (_, key_heads, value_dim) = q_NHK.shape, v_NGK.shape
+        calls.append(
+            AttentionCall(
+                layer=layer,
+                heads=heads,
+                key_heads=key_heads,
+                head_dim=head_dim,
+                value_dim=value_dim,
+                scale=head_dim**-0.5 if scale is None else scale,
+                softcap=softcap,
+                window=window,
+            )
+        )
+        return self._attend(attention, module, q_NHK, k_NGK, v_NGK, scale, softcap, window)
 
 
 def _refuse_other_layers(target: Target) -> None:

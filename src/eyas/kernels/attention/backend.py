@@ -11,10 +11,25 @@ Shapes: N tokens of a pass, C slots of the cache, H query heads, G key heads, K 
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from eyas.kernels.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What a layer of a model asks of attention, beside its numbers."""
+
+    layer: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    softcap: float | None
+    window: int | None
 
 
 class AttentionBackend(ABC):

@@ -1,7 +1,10 @@
-"""The plain Llama block in as few torch operations as it takes, over the weights of a loaded model.
+"""The decoder block in as few torch operations as it takes, over the weights of a loaded model.
 
-    x += output(attention(rotate(q, k), v))      q, k, v of norm(x)
-    x += down(silu(gate) * up)                   gate, up of norm(x)
+    x += norm(output(attention(rotate(norm(q), norm(k)), v)))      q, k, v of norm(x)
+    x += norm(down(activation(gate) * up))                         gate, up of norm(x)
+
+Llama, Mistral, Qwen, Phi-3 and Gemma are this block. They differ in which of the norms they have, in biases, in what
+opens a gate, and in window, rotation and scale of each layer's attention; `DecoderLayer` says what there is.
 
 Where a pass is short, running a model's own code costs more than its matrix products. So linears that read the same
 input are one product here, queries and keys are rotated together, and the memory that a layer's results go to is
@@ -11,11 +14,12 @@ Invariant: every number is rounded where transformers rounds it, up to the order
 Which models are this block is for `recognise.py` to tell, and that they are for `trial.py`.
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
-heads, B = H + G both, K head dim, E outputs of a product, X concatenated auxiliary states.
+heads, B = H + G both, K head dim, R numbers of a head that are rotated, T rotations, E outputs of a product, X
+concatenated auxiliary states.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,15 +29,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.elementwise import FusedNorm, elementwise_for
+from eyas.kernels.elementwise import Activation, FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
-from eyas.kernels.llama.cpu import Layers, LlamaSizes, Norm, Parts, load_layers
+from eyas.kernels.llama.cpu import Layers, LlamaSizes, PackedProducts, Parts, load_layers
 
 KVLayers = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values [G, C, K] of every layer, to be read and written."""
 
 Product = Callable[[Tensor, Tensor | None], Tensor]
 """What a linear makes of rows; written to the second argument, if there is one."""
+
+Rotary = Callable[..., tuple[Tensor, Tensor]]
+"""Cosines and sines [1, N, R] like a tensor, of `position_ids` [1, N]: a model's own module."""
 
 
 def join(linears: Sequence[Any]) -> Product | None:
@@ -62,7 +69,7 @@ def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tenso
 
 
 class NotLlamaError(Exception):
-    """A model is not the plain block; says why."""
+    """A model is not this block; says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,73 +105,69 @@ class DecoderLayer:
     qkv: Product
     qk_norm: FusedNorm | None
     """Of every query and key head, with a weight for each."""
-    output: Product
+    rotation: int
+    """Which of the model's rotations."""
     scale: float
+    softcap: float | None
+    window: int | None
+    output: Product
+    attention_output_norm: FusedNorm | None
+    """Of what attention adds to the state."""
     mlp_norm: FusedNorm
     gate_up: Product
+    activation: Activation
     down: Product
+    mlp_output_norm: FusedNorm | None
+    """Of what the gates add."""
 
 
-def packed_parts(
-    *,
-    attention_norm: Norm | None,
-    mlp_norm: Norm,
-    scale: float,
-    qkv: Product,
-    output: Product,
-    gate_up: Product,
-    down: Product,
-) -> Parts | None:
-    """A layer's parts as compiled code runs them; None if a product is not packed."""
-    products = {"qkv": qkv, "output": output, "gate_up": gate_up, "down": down}
-    packed = {name: product.packed for name, product in products.items() if isinstance(product, PackedProduct)}
-    if len(packed) < len(products):
-        return None
-    return Parts(attention_norm=attention_norm, mlp_norm=mlp_norm, scale=scale, **packed)
+def packed_products(qkv: Product, output: Product, gate_up: Product, down: Product) -> PackedProducts | None:
+    """The products of a layer as compiled code runs them; None if one is not packed."""
+    products = (qkv, output, gate_up, down)
+    packed = [product.packed for product in products if isinstance(product, PackedProduct)]
+    return PackedProducts(*packed) if len(packed) == len(products) else None
 
 
 def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes) -> Layers | None:
     """The blocks as compiled code runs them; None where a step of theirs is not compiled."""
     compiled = load_layers()
-    several = [
-        None
-        if block.qk_norm is not None
-        else packed_parts(
-            attention_norm=block.attention_norm,
-            mlp_norm=block.mlp_norm,
-            scale=block.scale,
-            qkv=block.qkv,
-            output=block.output,
-            gate_up=block.gate_up,
-            down=block.down,
-        )
-        for block in blocks
-    ]
-    parts = [part for part in several if part is not None]
-    return None if compiled is None or len(parts) < len(blocks) else Layers(parts, sizes, compiled)
+    parts = []
+    for block in blocks:
+        products = packed_products(block.qkv, block.output, block.gate_up, block.down)
+        if compiled is None or products is None:
+            return None
+        names = {part.name for part in fields(block)} - set(PackedProducts._fields)
+        parts.append(Parts(products=products, **{name: getattr(block, name) for name in names}))
+    return None if compiled is None else Layers(parts, sizes, compiled)
 
 
 class Rotation:
-    """Turns the halves a, b of every query and key, in memory [N, B, K]: a cos - b sin, b cos + a sin."""
+    """Turns the halves a, b of the first R numbers of every query and key: a cos - b sin, b cos + a sin."""
 
-    def __init__(self, qk_NBK: Tensor, cos_NK: Tensor, sin_NK: Tensor) -> None:
-        self._compiled, self._cos_NK, self._sin_NK = elementwise_for(qk_NBK), cos_NK, sin_NK
-        self._qk, self._cos = qk_NBK, cos_NK.unsqueeze(1)
-        self.turned_NBK = torch.empty_like(qk_NBK, memory_format=torch.contiguous_format)
-        (self._a, self._b), (sin_a, sin_b) = qk_NBK.chunk(2, dim=-1), sin_NK.unsqueeze(1).chunk(2, dim=-1)
+    def __init__(self, qk_NBK: Tensor, turned_NBK: Tensor, cos_NR: Tensor, sin_NR: Tensor) -> None:
+        self._compiled, self._cos_NR, self._sin_NR = elementwise_for(qk_NBK), cos_NR, sin_NR
+        self._qk_NBK, self._turned_NBK = qk_NBK, turned_NBK
+        parts = [cos_NR.shape[1], qk_NBK.shape[2] - cos_NR.shape[1]]
+        (self._x, self._rest), (self._turned, self._turned_rest) = (
+            torch.split(x_NBK, parts, dim=-1) for x_NBK in (qk_NBK, turned_NBK)
+        )
+        self._cos, sin = cos_NR.unsqueeze(1), sin_NR.unsqueeze(1)
+        (self._a, self._b), (sin_a, sin_b) = self._x.chunk(2, dim=-1), sin.chunk(2, dim=-1)
         self._sin_a, self._sin_b = -sin_a, sin_b
-        self._crossed = torch.empty_like(qk_NBK)
+        self._crossed = torch.empty_like(self._x)
         self._crossed_a, self._crossed_b = self._crossed.chunk(2, dim=-1)
 
     def __call__(self) -> None:
         """Turn what was written to the queries and keys since."""
         if self._compiled is not None:
-            self._compiled.rotate(self._qk, self._cos_NK, self._sin_NK, self.turned_NBK)
+            self._compiled.rotate(self._qk_NBK, self._cos_NR, self._sin_NR, self._turned_NBK)
             return
-        torch.mul(self._qk, self._cos, out=self.turned_NBK)
+        if self._rest.shape[-1]:
+            self._turned_rest.copy_(self._rest)
+        torch.mul(self._x, self._cos, out=self._turned)
         torch.mul(self._b, self._sin_a, out=self._crossed_a)
         torch.mul(self._a, self._sin_b, out=self._crossed_b)
-        self.turned_NBK.add_(self._crossed)
+        self._turned.add_(self._crossed)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,10 +175,14 @@ class FusedLlama:
     """Runs a model over blocks of keys and values."""
 
     embedding_VD: Tensor
-    rotary: nn.Module
+    embedding_scale: Tensor | None
+    """What embeddings are multiplied by: one number, of their type."""
+    rotations: Sequence[Rotary]
     blocks: Sequence[DecoderLayer]
     norm: FusedNorm
     head: Product
+    logit_softcap: float | None
+    """Logits are bent to softcap * tanh(logit / softcap)."""
     sizes: LlamaSizes
     layers: Layers | None = None
     """All blocks in one call, where every step of theirs is compiled."""
@@ -183,11 +190,26 @@ class FusedLlama:
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
         x_ND = functional.embedding(ids_N, self.embedding_VD)
+        if self.embedding_scale is not None:
+            x_ND *= self.embedding_scale
         if not aux_layer_ids:
             return x_ND, None, {}
         tokens, width = x_ND.shape
         aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width)
         return x_ND, aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
+
+    def _turns(self, x_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, N, R] of every rotation."""
+        turns = [rotary(x_ND, position_ids=position_N[None]) for rotary in self.rotations]
+        cos_TNR, sin_TNR = (x[0] if len(turns) == 1 else torch.cat(x) for x in zip(*turns, strict=True))
+        return cos_TNR.contiguous(), sin_TNR.contiguous()
+
+    def _logits(self, normed_MD: Tensor) -> Tensor:
+        """[M, V]."""
+        logits_MV = self.head(normed_MD, None)
+        if self.logit_softcap is not None:
+            logits_MV.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits_MV
 
     def forward(
         self,
@@ -202,19 +224,18 @@ class FusedLlama:
         State k is what layer k reads, and behind the last layer what the norm reads.
         """
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
-        cos_TNK, sin_TNK = self.rotary(x_ND, position_ids=attention.metadata.position_N[None])
-        cos_NK, sin_NK = cos_TNK[0].contiguous(), sin_TNK[0].contiguous()
-        if self.layers is None or not self.layers.run(x_ND, cos_NK, sin_NK, attention, kv, states):
-            self._run(x_ND, cos_NK, sin_NK, attention, kv, states)
+        cos_TNR, sin_TNR = self._turns(x_ND, attention.metadata.position_N)
+        if self.layers is None or not self.layers.run(x_ND, cos_TNR, sin_TNR, attention, kv, states):
+            self._run(x_ND, cos_TNR, sin_TNR, attention, kv, states)
         if keep_M is not None:
             x_ND = x_ND.index_select(0, keep_M)
-        return self.head(self.norm(x_ND), None), aux_NX
+        return self._logits(self.norm(x_ND)), aux_NX
 
     def _run(
         self,
         x_ND: Tensor,
-        cos_NK: Tensor,
-        sin_NK: Tensor,
+        cos_TNR: Tensor,
+        sin_TNR: Tensor,
         attention: AttentionBackend,
         kv: KVLayers,
         states: Mapping[int, Tensor],
@@ -223,8 +244,9 @@ class FusedLlama:
         tokens, sizes, both = len(x_ND), self.sizes, self.sizes.heads + self.sizes.key_heads
         qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)
         qk, v = torch.split(qkv_NE.view(tokens, -1, sizes.head_dim), [both, sizes.key_heads], dim=1)
-        rotate = Rotation(qk, cos_NK, sin_NK)
-        q, k = torch.split(rotate.turned_NBK, [sizes.heads, sizes.key_heads], dim=1)
+        turned = torch.empty_like(qk, memory_format=torch.contiguous_format)
+        rotations = [Rotation(qk, turned, cos_NR, sin_NR) for cos_NR, sin_NR in zip(cos_TNR, sin_TNR, strict=True)]
+        q, k = torch.split(turned, [sizes.heads, sizes.key_heads], dim=1)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gate, up = gate_up.chunk(2, dim=1)
         compiled = elementwise_for(x_ND)
@@ -233,13 +255,17 @@ class FusedLlama:
             if layer in states:
                 states[layer].copy_(x_ND)
             block.qkv(block.attention_norm(x_ND), qkv_NE)
-            if block.qk_norm is not None:
+            if block.qk_norm is not None and compiled is not None:
+                compiled.norm_heads(qk, block.qk_norm.weight, block.qk_norm.eps)
+            elif block.qk_norm is not None:
                 qk.copy_(block.qk_norm(qk))
-            rotate()
-            attended = attention.write_and_attend(q, k, v, *kv[layer], block.scale)
-            x_ND += block.output(attended.reshape(tokens, -1), None)
+            rotations[block.rotation]()
+            attended = attention.write_and_attend(q, k, v, *kv[layer], block.scale, block.softcap, block.window)
+            more_ND = block.output(attended.reshape(tokens, -1), None)
+            x_ND += more_ND if block.attention_output_norm is None else block.attention_output_norm(more_ND)
             block.gate_up(block.mlp_norm(x_ND), gate_up)
-            gated = functional.silu(gate).mul_(up) if compiled is None else compiled.gate(gate_up)
-            x_ND += block.down(gated, None)
+            gated = block.activation(gate).mul_(up) if compiled is None else compiled.gate(gate_up, block.activation)
+            more_ND = block.down(gated, None)
+            x_ND += more_ND if block.mlp_output_norm is None else block.mlp_output_norm(more_ND)
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)

@@ -1,4 +1,4 @@
-/* Layers of a Llama-like decoder over one pass, in one call: the steps of block.py in their order; and what a drafter does
+/* Layers of a decoder over one pass, in one call: the steps of block.py in their order; and what a drafter does
  * before its only layer and after it, as the fused drafter has it.
  *
  * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
@@ -7,7 +7,8 @@
  * The steps themselves are compiled elsewhere (elementwise.c, packed_linear.c, attention/cpu.c), and come here as pointers, so
  * every number is the one that the same steps give one by one, to the last bit.
  *
- * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, I intermediate size.
+ * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, R numbers of a head that are rotated, I
+ * intermediate size.
  */
 
 #include <stdint.h>
@@ -18,50 +19,60 @@ struct steps {
                  int threads);
     void (*product)(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
                     int threads);
-    void (*rotate)(const float *x, long N, long B, long K, long stride, const float *cos, const float *sin, float *y,
-                   int threads);
+    void (*norm_heads)(float *x, long N, long B, long K, long stride, const float *weight, float eps, int threads);
+    void (*rotate)(const float *x, long N, long B, long K, long R, long stride, const float *cos, const float *sin,
+                   float *y, int threads);
     void (*attend)(const void *wave, const float *q, const float *k, const float *v, float *keys, float *values,
                    float *output, float scale, float softcap);
-    void (*gate)(const float *x, long N, long I, float *y, int threads);
+    void (*gate)(const float *x, long N, long I, int activation, float *y, int threads);
 };
 
-/* What layers.py has the same fields of. */
+/* What cpu.py has the same fields of. */
 struct product {
     const char *panels;
     const float *bias;
     int64_t inputs, outputs, halved;
 };
 
+struct norm {
+    const float *weight; /* null: there is none */
+    float eps;
+};
+
 struct layer {
-    const float *attention_norm, *mlp_norm; /* weights [D] */
-    float *keys, *values;                   /* of the cache */
+    struct norm attention_norm, mlp_norm;               /* [D]: before products */
+    struct norm attention_output_norm, mlp_output_norm; /* [D]: before what they gave is added */
+    struct norm qk_norm;                                /* [H + G][K] */
+    float *keys, *values;                               /* of the cache */
     struct product qkv, output, gate_up, down;
-    float attention_eps, mlp_eps, scale;
+    int64_t window, rotation; /* which of the pass's */
+    int64_t activation;
+    float scale, softcap;
 };
 
 struct run {
     const struct steps *steps;
     const struct layer *layers;
-    const void *const *waves; /* attention over the pass: one call for each, in every layer */
+    const void *const *waves; /* attention over the pass: in every layer one call for each of its window's */
+    const int64_t *wave_ends; /* behind the last wave of every window */
     float *const *states;     /* [layer_count + 1]: where x goes before each layer and after the last; null: nowhere */
-    const float *cos, *sin;   /* [N][K] */
+    const float *cos, *sin;   /* [rotations][N][R] */
     const float *input;       /* what the first layer's products read; null: the norm of x, as in all others */
     float *x;                 /* [N][D]: read, and left as it is behind the last layer */
     float *memory;            /* numbers_per_token for every token */
-    int64_t layer_count, wave_count, state_stride;
-    int64_t tokens, hidden, heads, key_heads, head_dim, intermediate, threads;
+    int64_t layer_count, state_stride;
+    int64_t tokens, hidden, heads, key_heads, head_dim, rotary_dim, intermediate, threads;
 };
 
 /* A drafter's depth: what its layer reads, and the norm behind it. `run.input`, `run.cos` and `run.sin` are written here. */
 struct depth {
     const float *embedding;            /* [V][D] */
-    const float *cos, *sin;            /* [positions][K] */
+    const float *cos, *sin;            /* [positions][R] */
     const int64_t *token, *position;   /* [N] */
     const float *hidden;               /* [N][D] */
-    const float *token_norm, *hidden_norm, *last_norm; /* weights [D] */
+    struct norm token_norm, hidden_norm, last_norm; /* [D] */
     float *normed;                     /* [N][D]: the state behind the layer, normed */
     int64_t normed_residual;           /* whether the layer adds to the normed state instead of the state */
-    float token_eps, hidden_eps, last_eps;
 };
 
 long run_bytes(void) { return sizeof(struct run); }
@@ -75,14 +86,16 @@ static void multiply(const struct run *run, const struct product *by, const floa
                         (int)run->threads);
 }
 
-static void norm(const struct run *run, const float *weight, float eps, float *y) {
+static void norm(const struct run *run, const struct norm *by, const float *x, float *y) {
     const long D = run->hidden;
-    run->steps->norm(run->x, D, run->tokens, D, weight, eps, y, D, (int)run->threads);
+    run->steps->norm(x, D, run->tokens, D, by->weight, by->eps, y, D, (int)run->threads);
 }
 
-static void add(const struct run *run, const float *more) {
+/* x += more, which is normed first where the layer does that */
+static void add(const struct run *run, float *more, const struct norm *by) {
     float *restrict x = run->x;
     const long count = run->tokens * run->hidden;
+    if (by->weight) norm(run, by, more, more);
     for (long i = 0; i < count; i++) x[i] += more[i];
 }
 
@@ -94,8 +107,9 @@ static void note_state(const struct run *run, long layer) {
 }
 
 void run_layers(const struct run *run) {
-    const long N = run->tokens, D = run->hidden, K = run->head_dim, I = run->intermediate;
+    const long N = run->tokens, D = run->hidden, K = run->head_dim, R = run->rotary_dim, I = run->intermediate;
     const long H = run->heads, G = run->key_heads, B = H + G;
+    const int threads = (int)run->threads;
     float *normed = run->memory, *more = normed + N * D;
     float *qkv = more + N * D, *turned = qkv + N * (B + G) * K, *attended = turned + N * B * K;
     float *gate_up = attended + N * H * K, *gated = gate_up + N * 2 * I;
@@ -105,36 +119,39 @@ void run_layers(const struct run *run) {
         const float *input = l ? 0 : run->input;
         note_state(run, l);
 
-        if (!input) norm(run, layer->attention_norm, layer->attention_eps, normed);
+        if (!input) norm(run, &layer->attention_norm, run->x, normed);
         multiply(run, &layer->qkv, input ? input : normed, qkv);
-        run->steps->rotate(qkv, N, B, K, (B + G) * K, run->cos, run->sin, turned, (int)run->threads);
-        for (long w = 0; w < run->wave_count; w++)
+        if (layer->qk_norm.weight)
+            run->steps->norm_heads(qkv, N, B, K, (B + G) * K, layer->qk_norm.weight, layer->qk_norm.eps, threads);
+        const long turn = layer->rotation * N * R;
+        run->steps->rotate(qkv, N, B, K, R, (B + G) * K, run->cos + turn, run->sin + turn, turned, threads);
+        for (long w = layer->window ? run->wave_ends[layer->window - 1] : 0; w < run->wave_ends[layer->window]; w++)
             run->steps->attend(run->waves[w], turned, turned + H * K, qkv + B * K, layer->keys, layer->values, attended,
-                               layer->scale, 0.0f);
+                               layer->scale, layer->softcap);
         multiply(run, &layer->output, attended, more);
-        add(run, more);
+        add(run, more, &layer->attention_output_norm);
 
-        norm(run, layer->mlp_norm, layer->mlp_eps, normed);
+        norm(run, &layer->mlp_norm, run->x, normed);
         multiply(run, &layer->gate_up, normed, gate_up);
-        run->steps->gate(gate_up, N, I, gated, (int)run->threads);
+        run->steps->gate(gate_up, N, I, (int)layer->activation, gated, threads);
         multiply(run, &layer->down, gated, more);
-        add(run, more);
+        add(run, more, &layer->mlp_output_norm);
     }
     note_state(run, run->layer_count);
 }
 
 /* The normed embedding of every token and, beside it, its normed state; x is either the latter or the state itself. */
 static void enter(const struct run *run, const struct depth *depth) {
-    const long N = run->tokens, D = run->hidden, K = run->head_dim;
+    const long N = run->tokens, D = run->hidden, R = run->rotary_dim;
     const int threads = (int)run->threads;
     float *input = (float *)run->input;
     for (long n = 0; n < N; n++) {
         const float *embedded = depth->embedding + depth->token[n] * D;
-        run->steps->norm(embedded, D, 1, D, depth->token_norm, depth->token_eps, input + n * 2 * D, 2 * D, 1);
-        memcpy((float *)run->cos + n * K, depth->cos + depth->position[n] * K, K * sizeof(float));
-        memcpy((float *)run->sin + n * K, depth->sin + depth->position[n] * K, K * sizeof(float));
+        run->steps->norm(embedded, D, 1, D, depth->token_norm.weight, depth->token_norm.eps, input + n * 2 * D, 2 * D, 1);
+        memcpy((float *)run->cos + n * R, depth->cos + depth->position[n] * R, R * sizeof(float));
+        memcpy((float *)run->sin + n * R, depth->sin + depth->position[n] * R, R * sizeof(float));
     }
-    run->steps->norm(depth->hidden, D, N, D, depth->hidden_norm, depth->hidden_eps, input + D, 2 * D, threads);
+    run->steps->norm(depth->hidden, D, N, D, depth->hidden_norm.weight, depth->hidden_norm.eps, input + D, 2 * D, threads);
     for (long n = 0; n < N; n++)
         memcpy(run->x + n * D, depth->normed_residual ? input + n * 2 * D + D : depth->hidden + n * D, D * sizeof(float));
 }
@@ -142,5 +159,5 @@ static void enter(const struct run *run, const struct depth *depth) {
 void run_depth(const struct run *run, const struct depth *depth) {
     enter(run, depth);
     run_layers(run);
-    norm(run, depth->last_norm, depth->last_eps, depth->normed);
+    norm(run, &depth->last_norm, run->x, depth->normed);
 }

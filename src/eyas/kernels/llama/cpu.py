@@ -3,22 +3,24 @@
 Step by step, Python takes longer between the products of a small model than it looks: it finds the processor's caches
 full of weights. What is computed is what `block.py` and the fused drafter compute step by step, to the last bit.
 
-Shapes: N tokens, D hidden size, G key heads, K head dim, X concatenated auxiliary states, E inputs of a product.
+Shapes: N tokens, D hidden size, G key heads, K head dim, R numbers of a head that are rotated, T rotations, X
+concatenated auxiliary states, E inputs of a product.
 """
 
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
-from eyas.kernels.elementwise import Elementwise, load_elementwise
+from eyas.kernels.elementwise import Activation, Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.native import load_native
 
@@ -30,7 +32,7 @@ class Norm(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[D]."""
+        """[D], or [B, K] for heads."""
 
     @property
     def eps(self) -> float:
@@ -44,24 +46,43 @@ class LlamaSizes:
     heads: int
     key_heads: int
     head_dim: int
+    rotary_dim: int
+    """Numbers of a head that are rotated, the first ones."""
     intermediate: int
+
+
+class PackedProducts(NamedTuple):
+    """The products of a layer."""
+
+    qkv: PackedLinear
+    output: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
     """What a layer is made of."""
 
+    products: PackedProducts
     attention_norm: Norm | None
     """None for a layer whose products are always given their input."""
-    qkv: PackedLinear
-    output: PackedLinear
     mlp_norm: Norm
-    gate_up: PackedLinear
-    down: PackedLinear
     scale: float
+    qk_norm: Norm | None = None
+    rotation: int = 0
+    """Which of the pass's rotations."""
+    window: int | None = None
+    softcap: float | None = None
+    attention_output_norm: Norm | None = None
+    """Of what attention adds to the state."""
+    activation: Activation = Activation.SILU
+    mlp_output_norm: Norm | None = None
+    """Of what the gates add."""
 
 
-_STEPS = ("norm", "product", "rotate", "attend", "gate")
+_STEPS = ("norm", "product", "norm_heads", "rotate", "attend", "gate")
+_NORMS = ("attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "qk_norm")
 
 
 class _Steps(ctypes.Structure):
@@ -75,18 +96,31 @@ class _Product(ctypes.Structure):
     )
 
 
+class NormWeight(ctypes.Structure):
+    """`struct norm`."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+    @classmethod
+    def of(cls, norm: Norm | None) -> "NormWeight":
+        """Of a norm, whose weight must stay where it is."""
+        return cls(None, 0.0) if norm is None else cls(norm.weight.data_ptr(), norm.eps)
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "keys", "values")),
-        *((name, _Product) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, ctypes.c_float) for name in ("attention_eps", "mlp_eps", "scale")),
+        *((name, NormWeight) for name in _NORMS),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, _Product) for name in PackedProducts._fields),
+        *((name, ctypes.c_int64) for name in ("window", "rotation", "activation")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
 
 
-_POINTERS = ("steps", "layers", "waves", "states", "cos", "sin", "input", "x", "memory")
+_POINTERS = ("steps", "layers", "waves", "wave_ends", "states", "cos", "sin", "input", "x", "memory")
 _NUMBERS = (
-    *("layer_count", "wave_count", "state_stride"),
-    *("tokens", "hidden", "heads", "key_heads", "head_dim", "intermediate", "threads"),
+    *("layer_count", "state_stride"),
+    *("tokens", "hidden", "heads", "key_heads", "head_dim", "rotary_dim", "intermediate", "threads"),
 )
 
 
@@ -104,9 +138,9 @@ class Compiled:
 
     def steps_with(self, parts: Sequence[Parts]) -> _Steps:
         """The steps of such layers."""
-        product = parts[0].qkv.kernel.library.packed_linear
+        product = parts[0].products.qkv.kernel.library.packed_linear
         steps, attend = self.elementwise.library, self.attention.library.attend_blocks
-        functions = (steps.rms_norm, product, steps.rotate, attend, steps.gated)
+        functions = (steps.rms_norm, product, steps.norm_heads, steps.rotate, attend, steps.gated)
         return _Steps(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
@@ -127,13 +161,22 @@ def load_layers() -> Compiled | None:
     return Compiled(library, elementwise, attention)
 
 
+class Waves(NamedTuple):
+    """What the compiled attention is called with in a pass."""
+
+    all: "ctypes.Array[ctypes.c_void_p]"
+    ends: "ctypes.Array[ctypes.c_int64]"
+    """Behind the last of each window."""
+
+
 class Layers:
     """Layers of one model, over whose weights they run."""
 
     def __init__(self, parts: Sequence[Parts], sizes: LlamaSizes, compiled: Compiled) -> None:
         self._parts, self.sizes, self.library, self._steps = parts, sizes, compiled.library, compiled.steps_with(parts)
-        self._hidden = parts[0].down.out_features
-        self._layers = (_Layer * len(parts))(*map(_layer, parts))
+        self._hidden = parts[0].products.down.out_features
+        self._windows = list(dict.fromkeys(part.window for part in parts))
+        self._layers = (_Layer * len(parts))(*(_layer(part, self._windows.index(part.window)) for part in parts))
         self._boundaries = range(len(parts) + 1)
         self.numbers_per_token = compiled.library.numbers_per_token(
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
@@ -145,8 +188,8 @@ class Layers:
     def run(
         self,
         x_ND: Tensor,
-        cos_NK: Tensor,
-        sin_NK: Tensor,
+        cos_TNR: Tensor,
+        sin_TNR: Tensor,
         attention: AttentionBackend,
         kv: Mapping[int, tuple[Tensor, Tensor]],
         states: Mapping[int, Tensor],
@@ -155,8 +198,8 @@ class Layers:
 
         `states` is where x goes before the layers named, or behind the last: parts [N, D] of one memory [N, X].
         """
-        assert all(x.is_contiguous() for x in (x_ND, cos_NK, sin_NK))
-        waves = self.waves(attention, kv, len(x_ND))
+        assert all(x.is_contiguous() for x in (x_ND, cos_TNR, sin_TNR))
+        waves = self.waves(attention, kv, len(x_ND), self._windows)
         if waves is None:
             return False
         memory = torch.empty(len(x_ND) * self.numbers_per_token, dtype=torch.float32)
@@ -166,8 +209,8 @@ class Layers:
             waves,
             tokens=len(x_ND),
             x=x_ND.data_ptr(),
-            cos=cos_NK.data_ptr(),
-            sin=sin_NK.data_ptr(),
+            cos=cos_TNR.data_ptr(),
+            sin=sin_TNR.data_ptr(),
             memory=memory.data_ptr(),
             states=ctypes.addressof(noted),
             state_stride=next((state.stride(0) for state in states.values()), 0),
@@ -180,11 +223,11 @@ class Layers:
         attention: AttentionBackend,
         kv: Mapping[int, tuple[Tensor, Tensor]],
         tokens: int,
-        window: int | None = None,
-    ) -> "ctypes.Array[ctypes.c_void_p] | None":
+        windows: Sequence[int | None],
+    ) -> "Waves | None":
         """How compiled code attends in this pass, over keys and values that all layers are told of; None if it cannot.
 
-        All layers have as many slots.
+        `windows` are those of the layers, each once. All layers have as many slots.
         """
         if not isinstance(attention, CompiledBackend):
             return None
@@ -193,12 +236,14 @@ class Layers:
             self._take(given)
         sizes, slots = self.sizes, given[0].shape[1]
         q_shape, v_shape = ((tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.key_heads))
-        waves = attention.waves(q_shape, v_shape, self._strides, slots, window)
-        return (ctypes.c_void_p * len(waves))(*waves)
+        by_window = [attention.waves(q_shape, v_shape, self._strides, slots, window) for window in windows]
+        waves = [wave for several in by_window for wave in several]
+        ends = accumulate(map(len, by_window))
+        return Waves((ctypes.c_void_p * len(waves))(*waves), (ctypes.c_int64 * len(by_window))(*ends))
 
     def prepared(
         self,
-        waves: "ctypes.Array[ctypes.c_void_p]",
+        waves: "Waves",
         *,
         tokens: int,
         x: int,
@@ -212,9 +257,11 @@ class Layers:
         """A run over these addresses, which must stay what they are until it is over."""
         sizes = self.sizes
         return _Call(
-            *(ctypes.addressof(self._steps), ctypes.addressof(self._layers), ctypes.addressof(waves), states),
-            *(cos, sin, first_input, x, memory, len(self._parts), len(waves), state_stride, tokens, self._hidden),
-            *(sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate, torch.get_num_threads()),
+            *(ctypes.addressof(self._steps), ctypes.addressof(self._layers)),
+            *(ctypes.addressof(waves.all), ctypes.addressof(waves.ends), states),
+            *(cos, sin, first_input, x, memory, len(self._parts), state_stride, tokens, self._hidden),
+            *(sizes.heads, sizes.key_heads, sizes.head_dim, sizes.rotary_dim, sizes.intermediate),
+            torch.get_num_threads(),
         )
 
     def _take(self, kv: list[Tensor]) -> None:
@@ -225,15 +272,15 @@ class Layers:
         self._kv = kv
 
 
-def _layer(parts: Parts) -> _Layer:
-    attention, mlp = parts.attention_norm, parts.mlp_norm
+def _layer(parts: Parts, window: int) -> _Layer:
     return _Layer(
-        attention_norm=None if attention is None else attention.weight.data_ptr(),
-        mlp_norm=mlp.weight.data_ptr(),
-        **{name: _product(getattr(parts, name)) for name in ("qkv", "output", "gate_up", "down")},
-        attention_eps=0.0 if attention is None else attention.eps,
-        mlp_eps=mlp.eps,
+        **{name: NormWeight.of(getattr(parts, name)) for name in _NORMS},
+        **{name: _product(packed) for name, packed in parts.products._asdict().items()},
+        window=window,
+        rotation=parts.rotation,
+        activation=parts.activation,
         scale=parts.scale,
+        softcap=parts.softcap or 0.0,
     )
 
 

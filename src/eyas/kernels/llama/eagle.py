@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.llama.cpu import Compiled, Layers, LlamaSizes, Norm, Parts
+from eyas.kernels.llama.cpu import Compiled, Layers, LlamaSizes, Norm, NormWeight, Parts
 
 FIRST_POSITIONS = 1024
 
@@ -57,9 +57,9 @@ class Surroundings:
 class _Depth(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin", "token", "position", "hidden")),
-        *((name, ctypes.c_void_p) for name in ("token_norm", "hidden_norm", "last_norm", "normed")),
+        *((name, NormWeight) for name in ("token_norm", "hidden_norm", "last_norm")),
+        ("normed", ctypes.c_void_p),
         ("normed_residual", ctypes.c_int64),
-        *((name, ctypes.c_float) for name in ("token_eps", "hidden_eps", "last_eps")),
     )
 
 
@@ -81,7 +81,7 @@ class DraftLayer(Layers):
         window: int | None,
     ) -> tuple[Tensor, Tensor] | None:
         """The state behind the layer, and the same normed; None where the attention is not compiled."""
-        waves = self.waves(attention, {0: kv}, len(hidden_ND), window)
+        waves = self.waves(attention, {0: kv}, len(hidden_ND), [window])
         if waves is None:
             return None
         assert all(x.is_contiguous() for x in (hidden_ND, token_N, position_N))
@@ -104,8 +104,7 @@ class DraftLayer(Layers):
         depth = _Depth(
             *(around.embedding_VD.data_ptr(), around.turns.cos_TK.data_ptr(), around.turns.sin_TK.data_ptr()),
             *(token_N.data_ptr(), position_N.data_ptr(), hidden_ND.data_ptr()),
-            *(*(norm.weight.data_ptr() for norm in norms), normed_ND.data_ptr()),
-            *(around.normed_residual, *(norm.eps for norm in norms)),
+            *(*map(NormWeight.of, norms), normed_ND.data_ptr(), around.normed_residual),
         )
         self.library.run_depth(ctypes.addressof(run), ctypes.addressof(depth))
         return x_ND, normed_ND

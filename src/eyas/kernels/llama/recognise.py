@@ -1,29 +1,39 @@
-"""Which models take the fused pass of `block.py`, told from an `nn.Module` and its configuration.
+"""Which models take the fused pass of `block.py`, told from an `nn.Module` and what it asks of attention.
 
-Most models are the same block. They are known by their parts, not by their names: every module, weight and window
-that the block has no place for is a reason to let transformers' own code run, as it does for all other models.
+Most models are the same block. They are known by their parts and by what these compute, not by their names: every
+module and weight that the block has no place for is a reason to let transformers' own code run, as it does for all
+other models. What the model's own code asks of attention (heads, scale, window, softcap) is taken from a pass of it.
 
 Parts do not tell all that a model's code does with them (a factor, a layer without rotation): that takes a trial
 (`trial.py`). A model must not be moved or cast afterwards; its weights are in use.
 """
 
+import inspect
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.kernels.elementwise import FusedNorm
-from eyas.kernels.llama.block import DecoderLayer, FusedLlama, NotLlamaError, Product, in_one_call, join
+from eyas.kernels.attention.backend import AttentionCall
+from eyas.kernels.elementwise import Activation, FusedNorm
+from eyas.kernels.llama.block import DecoderLayer, FusedLlama, NotLlamaError, Product, Rotary, in_one_call, join
 from eyas.kernels.llama.cpu import LlamaSizes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""How far what a norm gives may lie from what is expected of it, relative to its length."""
 
 
 @torch.inference_mode(False)  # joined weights outlive the caller's mode
 @torch.no_grad()
-def recognise(model: Any) -> FusedLlama:
-    """The fused pass over the weights of a model, or `NotLlamaError`; whether it is right is for `trial.py` to tell."""
+def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
+    """The fused pass over the weights of a model, or `NotLlamaError`; whether it is right is for `trial.py` to tell.
+
+    `calls` is what every layer asks of attention.
+    """
     weights = list(model.parameters())
     for what, found in (
         ("devices", {x.device for x in (*weights, *model.buffers())}),
@@ -36,23 +46,24 @@ def recognise(model: Any) -> FusedLlama:
     _expect(model, "model", "lm_head")
     decoder = model.model
     _expect(decoder, "embed_tokens", "layers", "norm", "rotary_emb")
-    if type(decoder.embed_tokens) is not nn.Embedding:
-        raise NotLlamaError(f"its embeddings are {type(decoder.embed_tokens).__name__}")
-    several = {_sizes(layer, model.config) for layer in decoder.layers}
+    rotations, rotation_of = _rotations(decoder, model.config)
+    probe = weights[0].new_zeros(1, 1)
+    several = {
+        _sizes(layer, call, rotary_dim=rotations[rotation](probe, position_ids=probe.long())[0].shape[-1])
+        for layer, call, rotation in zip(decoder.layers, calls, rotation_of, strict=True)
+    }
     if len(several) > 1:
         raise NotLlamaError("its layers differ in size")
     sizes = several.pop()
-    probe = weights[0].new_zeros(1, 1)
-    rotated: int = decoder.rotary_emb(probe, position_ids=probe.long())[0].shape[-1]
-    if rotated != sizes.head_dim:
-        raise NotLlamaError(f"it rotates {rotated} of {sizes.head_dim} numbers of a head")
-    blocks = [_block(layer, sizes) for layer in decoder.layers]
+    blocks = [_block(*each, sizes) for each in zip(decoder.layers, calls, rotation_of, strict=True)]
     return FusedLlama(
         embedding_VD=decoder.embed_tokens.weight.detach(),
-        rotary=decoder.rotary_emb,
+        embedding_scale=_embedding_scale(decoder.embed_tokens),
+        rotations=rotations,
         blocks=blocks,
         norm=_norm(decoder.norm),
         head=_join(model.lm_head),
+        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
         sizes=sizes,
         layers=in_one_call(blocks, sizes),
     )
@@ -60,65 +71,152 @@ def recognise(model: Any) -> FusedLlama:
 
 def _expect(module: nn.Module, *names: str) -> None:
     """Refuse a module that does not consist of these parts, or has weights besides."""
-    own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    children = [(name, part) for name, part in module.named_children() if not isinstance(part, nn.Dropout)]
+    own = (*children, *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     odd = {name for name, _ in own} ^ set(names)
     if odd:
         expected = ", ".join(names)
         raise NotLlamaError(f"{type(module).__name__} does not consist of {expected} alone: {', '.join(sorted(odd))}")
 
 
-def _sizes(layer: Any, config: Any) -> LlamaSizes:
+def _embedding_scale(embedding: nn.Module) -> Tensor | None:
+    """What an embedding multiplies its rows by."""
+    if type(embedding) is nn.Embedding:
+        return None
+    numbers = list(embedding.buffers())
+    if isinstance(embedding, nn.Embedding) and len(numbers) == 1 and numbers[0].numel() == 1:
+        weight_VD = embedding.weight.detach()
+        scale, ids_N = numbers[0].to(weight_VD.dtype), torch.arange(0, len(weight_VD), 1 + len(weight_VD) // 16)
+        ids_N = ids_N.to(weight_VD.device)
+        if torch.equal(embedding(ids_N), functional.embedding(ids_N, weight_VD) * scale):
+            return scale
+    raise NotLlamaError(f"its embeddings are {type(embedding).__name__}")
+
+
+def _rotations(decoder: Any, config: Any) -> tuple[list[Rotary], list[int]]:
+    """The rotations of a model, and which of them each layer has."""
+    rotary, layers = decoder.rotary_emb, len(decoder.layers)
+    if "layer_type" not in inspect.signature(rotary.forward).parameters:
+        return [rotary], [0] * layers
+    kind_of = getattr(config, "layer_types", None) or ()
+    if len(kind_of) != layers:
+        raise NotLlamaError(f"it rotates layers by their type, and has {len(kind_of)} types for {layers} layers")
+    kinds = list(dict.fromkeys(kind_of))
+    return [partial(rotary, layer_type=kind) for kind in kinds], [kinds.index(kind) for kind in kind_of]
+
+
+def _is_in(module: nn.Module, *names: str) -> bool:
+    return any(hasattr(module, name) for name in names)
+
+
+def _qkv_names(attention: nn.Module) -> tuple[str, ...]:
+    return ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+
+
+def _gate_names(mlp: nn.Module) -> tuple[str, ...]:
+    return ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+
+
+def _activation_name(mlp: nn.Module) -> str:
+    return "activation_fn" if hasattr(mlp, "activation_fn") else "act_fn"
+
+
+def _output_norms(layer: nn.Module) -> bool:
+    """Whether a layer norms what it adds to the state, too; then the norm behind attention is of what it adds."""
+    return _is_in(layer, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _sizes(layer: Any, call: AttentionCall, *, rotary_dim: int) -> LlamaSizes:
     """Look a layer over."""
-    _expect(layer, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+    more = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if _output_norms(layer) else ()
+    _expect(layer, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", *more)
     attention, mlp = layer.self_attn, layer.mlp
-    norms = ("q_norm", "k_norm") if hasattr(attention, "q_norm") else ()
-    _expect(attention, "q_proj", "k_proj", "v_proj", "o_proj", *norms)
-    _expect(mlp, "gate_proj", "up_proj", "down_proj", "act_fn")
-    numbers = torch.linspace(-9, 9, 64)
-    if not torch.allclose(mlp.act_fn(numbers), functional.silu(numbers)):
-        raise NotLlamaError(f"its activation is {type(mlp.act_fn).__name__}")
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]  # of one kind, with or without a window
-    windows = [config, attention] if "sliding_attention" in kinds else [attention]
-    if any(getattr(place, "sliding_window", None) is not None for place in windows):
-        raise NotLlamaError("its attention has a window")
+    norms = ("q_norm", "k_norm") if _is_in(attention, "q_norm", "k_norm") else ()
+    qkv, gates = _qkv_names(attention), _gate_names(mlp)
+    _expect(attention, *qkv, "o_proj", *norms)
+    _expect(mlp, *gates, "down_proj", _activation_name(mlp))
+    size, inner = call.head_dim, mlp.down_proj.in_features
+    q, kv = call.heads * size, call.key_heads * size
     try:
-        size = attention.head_dim
-        heads, keys, values = (x.out_features // size for x in (attention.q_proj, attention.k_proj, attention.v_proj))
-        inner, other = mlp.gate_proj.out_features, mlp.up_proj.out_features
+        widths = [getattr(attention, name).out_features for name in qkv]
+        gate_widths = [getattr(mlp, name).out_features for name in gates]
     except AttributeError as error:
         raise NotLlamaError(str(error)) from error
-    if keys != values or inner != other or any(getattr(attention, norm).weight.shape != (size,) for norm in norms):
-        raise NotLlamaError("its keys and values, or gates and what they gate, or norms of heads differ in size")
-    return LlamaSizes(heads=heads, key_heads=keys, head_dim=size, intermediate=inner)
+    if widths not in ([q + 2 * kv], [q, kv, kv]) or gate_widths not in ([2 * inner], [inner, inner]):
+        raise NotLlamaError("its keys and values, or gates and what they gate, differ in size")
+    if call.value_dim != size or any(getattr(attention, norm).weight.shape != (size,) for norm in norms):
+        raise NotLlamaError("its values or norms of heads are of another size than its keys")
+    if rotary_dim > size or rotary_dim % 2:
+        raise NotLlamaError(f"it rotates {rotary_dim} of {size} numbers of a head")
+    return LlamaSizes(
+        heads=call.heads, key_heads=call.key_heads, head_dim=size, rotary_dim=rotary_dim, intermediate=inner
+    )
 
 
-def _block(layer: Any, sizes: LlamaSizes) -> DecoderLayer:
+def _block(layer: Any, call: AttentionCall, rotation: int, sizes: LlamaSizes) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    qk_norm = None
+    qk_norm = attention_output_norm = mlp_output_norm = None
     if hasattr(attention, "q_norm"):
-        norms = [attention.q_norm] * sizes.heads + [attention.k_norm] * sizes.key_heads
-        qk_norm = _norm(*norms)
+        qk_norm = _norm(*[attention.q_norm] * sizes.heads, *[attention.k_norm] * sizes.key_heads)
+    mlp_norm = _norm(layer.post_attention_layernorm)
+    if _output_norms(layer):
+        attention_output_norm, mlp_norm = mlp_norm, _norm(layer.pre_feedforward_layernorm)
+        mlp_output_norm = _norm(layer.post_feedforward_layernorm)
     return DecoderLayer(
         attention_norm=_norm(layer.input_layernorm),
-        qkv=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_join(*(getattr(attention, name) for name in _qkv_names(attention))),
         qk_norm=qk_norm,
+        rotation=rotation,
+        scale=call.scale,
+        softcap=call.softcap,
+        window=call.window,
         output=_join(attention.o_proj),
-        scale=float(attention.scaling),
-        mlp_norm=_norm(layer.post_attention_layernorm),
-        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        attention_output_norm=attention_output_norm,
+        mlp_norm=mlp_norm,
+        gate_up=_join(*(getattr(mlp, name) for name in _gate_names(mlp))),
+        activation=_activation(getattr(mlp, _activation_name(mlp))),
         down=_join(mlp.down_proj),
+        mlp_output_norm=mlp_output_norm,
     )
+
+
+def _activation(module: Any) -> Activation:
+    numbers = torch.linspace(-9, 9, 64)
+    for activation in Activation:
+        if torch.allclose(module(numbers), activation(numbers)):
+            return activation
+    raise NotLlamaError(f"its activation is {type(module).__name__}")
 
 
 def _norm(*norms: Any) -> FusedNorm:
     """One norm, or one for each of several heads."""
-    for norm in norms:
-        _expect(norm, "weight")
-    epsilon, *others = {getattr(norm, "variance_epsilon", None) for norm in norms}
-    if others or not isinstance(epsilon, float):
-        raise NotLlamaError(f"{type(norms[0]).__name__} is no RMSNorm as Llama has it")
-    weights = [norm.weight.detach() for norm in norms]
-    return FusedNorm(weights[0] if len(weights) == 1 else torch.stack(weights), epsilon)
+    fused = {norm: _one_norm(norm) for norm in norms}
+    if len({one.eps for one in fused.values()}) > 1:
+        raise NotLlamaError("its norms of heads have several epsilons")
+    weights = [fused[norm].weight for norm in norms]
+    return FusedNorm(weights[0] if len(weights) == 1 else torch.stack(weights), fused[norms[0]].eps)
+
+
+def _one_norm(norm: Any) -> FusedNorm:
+    """The norm that computes what a module computes, with its weight or with one more than that.
+
+    Some round before the weight and some behind it: the nearest is taken.
+    """
+    _expect(norm, "weight")
+    epsilons = [getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)]
+    if len(epsilons) != 1 or not isinstance(epsilons[0], float):
+        raise NotLlamaError(f"{type(norm).__name__} does not say what it adds to the mean of squares")
+    weight = norm.weight.detach()
+    sizes = torch.tensor([3.0, 1.0, 1e-2, 1e-3])
+    x_ND = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes[:, None]
+    x_ND = x_ND.to(weight.device, weight.dtype)
+    given_ND, kinds = norm(x_ND).float(), (weight, weight.float(), 1 + weight.float())
+    several = [FusedNorm(kind, epsilons[0]) for kind in kinds]
+    errors = [float((one(x_ND).float() - given_ND).norm() / given_ND.norm().clamp(min=1e-30)) for one in several]
+    error, one = min(zip(errors, several, strict=True), key=lambda pair: pair[0])
+    if not error <= NORM_ERROR[weight.dtype]:
+        raise NotLlamaError(f"{type(norm).__name__} is no RMSNorm: it is off by {error:.1e} of its length")
+    return one
 
 
 def _join(*linears: Any) -> Product:

@@ -79,10 +79,11 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             alone.add("states", 0, ours[0], theirs[0])
             every_N = torch.arange(len(ids_N), device=device)
             for k, single in enumerate(singles):
-                given = replace(single, embedding_VD=theirs[k])
+                given = replace(single, embedding_VD=theirs[k], embedding_scale=None)
                 _, (_, behind) = _states(given, every_N, attention, {0: alone_kv[k]}, keep_M[:0])
                 alone.add("states", k + 1, behind, theirs[k + 1], before=theirs[k])
-            logits, _ = _states(replace(head, embedding_VD=theirs[depth]), every_N, attention, {}, keep_M)
+            given = replace(head, embedding_VD=theirs[depth], embedding_scale=None)
+            logits, _ = _states(given, every_N, attention, {}, keep_M)
             alone.add("logits", depth, logits, their_logits)
     tolerance = TOLERANCE[fused.embedding_VD.dtype]
     alone.judge("each layer alone", lambda _: sqrt(2) * tolerance, single=UNSTABLE)

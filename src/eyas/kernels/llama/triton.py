@@ -1,18 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The plain Llama block on a GPU: what stands between its products and its attention, in three kernels.
+"""The decoder block on a GPU: what stands between its products and its attention, in three kernels.
 
 A decoding step multiplies a few tokens, and then every small operation takes as long as its launch. So all that is done
 to a number between two products is done in one kernel:
 
-    add and norm       x += y; the norm of x, which the next product reads
-    rotate and store   queries are turned, keys are turned into the cache, values are copied there
-    gate               silu(gate) * up
+    add and norm       x += y, normed first where a block does that; the norm of x, which the next product reads
+    rotate and store   queries and keys are normed where a block does that; queries are turned, keys are turned into the
+                       cache, values are copied there
+    gate               activation(gate) * up
 
 Invariant, as in `block.py`: every number is rounded where transformers rounds it. Whether that holds is tried before
 a model is served so (`trial.py`).
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
-heads, K head dim, E outputs of a product, X concatenated auxiliary states.
+heads, K head dim, R numbers of a head that are rotated, T rotations, E outputs of a product, X concatenated auxiliary
+states.
 """
 
 from collections.abc import Sequence
@@ -23,12 +25,25 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.elementwise import FusedNorm
+from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.llama.block import FusedLlama, KVLayers
 
 
 @triton.jit
-def _add_norm_kernel(x, y, weight, output, eps, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr):
+def _add_norm_kernel(
+    x,
+    y,
+    y_weight,
+    weight,
+    output,
+    y_eps,
+    eps,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS_Y: tl.constexpr,
+    FINE: tl.constexpr,
+):
     """One token: x += y, in place, and its norm."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -36,13 +51,25 @@ def _add_norm_kernel(x, y, weight, output, eps, SIZE: tl.constexpr, PADDED: tl.c
     value = tl.load(x + token * SIZE + at, mask=inside, other=0.0)
     if ADDS:
         more = tl.load(y + token * SIZE + at, mask=inside, other=0.0)
+        if NORMS_Y:
+            exact = more.to(tl.float32)
+            scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + y_eps)
+            more = _weighted(more, scale, tl.load(y_weight + at, mask=inside, other=0.0), FINE)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
         tl.store(x + token * SIZE + at, value, mask=inside)
     exact = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
-    normed = (exact * scale).to(value.dtype).to(tl.float32)
-    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + token * SIZE + at, (normed * factor).to(value.dtype), mask=inside)
+    normed = _weighted(value, scale, tl.load(weight + at, mask=inside, other=0.0), FINE)
+    tl.store(output + token * SIZE + at, normed, mask=inside)
+
+
+@triton.jit
+def _weighted(value, scale, weight, FINE: tl.constexpr):
+    """What a norm makes of numbers: scaled, and by the weight. Rounded before it, too, unless the weight is finer."""
+    scaled = value.to(tl.float32) * scale
+    if not FINE:
+        scaled = scaled.to(value.dtype).to(tl.float32)
+    return (scaled * weight.to(tl.float32)).to(value.dtype)
 
 
 @triton.jit
@@ -51,6 +78,7 @@ def _rotate_kernel(
     cos,
     sin,
     slot_of,
+    weight,
     queries,
     keys,
     values,
@@ -58,49 +86,98 @@ def _rotate_kernel(
     key_slot,
     value_head,
     value_slot,
+    eps,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
+    REST: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     GROUPS_PADDED: tl.constexpr,
+    NORMS: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     """One token: its queries turned, its key turned and its value to their slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + token)
     low = tl.arange(0, HALF_PADDED)
     half = low < HALF
-    cos_a = tl.load(cos + token * SIZE + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos + token * SIZE + HALF + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin + token * SIZE + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin + token * SIZE + HALF + low, mask=half, other=0.0).to(tl.float32)[None, :]
+    turn = token * 2 * HALF
+    cos_a = tl.load(cos + turn + low, mask=half, other=0.0).to(tl.float32)[None, :]
+    cos_b = tl.load(cos + turn + HALF + low, mask=half, other=0.0).to(tl.float32)[None, :]
+    sin_a = tl.load(sin + turn + low, mask=half, other=0.0).to(tl.float32)[None, :]
+    sin_b = tl.load(sin + turn + HALF + low, mask=half, other=0.0).to(tl.float32)[None, :]
     row = qkv + token * (HEADS + 2 * GROUPS) * SIZE
 
     head = tl.arange(0, HEADS_PADDED)
-    inside = (head < HEADS)[:, None] & half[None, :]
+    to = queries + token * HEADS * SIZE + head[:, None] * SIZE
+    _turn_heads(
+        *(row, weight, to, head, head < HEADS, cos_a, cos_b, sin_a, sin_b, eps),
+        *(SIZE, HALF, REST, HALF_PADDED, REST_PADDED, NORMS, FINE),
+    )
+    group = tl.arange(0, GROUPS_PADDED)
+    to = keys + group.to(tl.int64)[:, None] * key_head + slot * key_slot
+    _turn_heads(
+        *(row, weight, to, HEADS + group, group < GROUPS, cos_a, cos_b, sin_a, sin_b, eps),
+        *(SIZE, HALF, REST, HALF_PADDED, REST_PADDED, NORMS, FINE),
+    )
+    at = tl.arange(0, SIZE_PADDED)
+    inside = (group < GROUPS)[:, None] & (at < SIZE)[None, :]
+    value = tl.load(row + (HEADS + GROUPS + group)[:, None] * SIZE + at[None, :], mask=inside, other=0.0)
+    to = values + group.to(tl.int64)[:, None] * value_head + slot * value_slot
+    tl.store(to + at[None, :], value, mask=inside)
+
+
+@triton.jit
+def _turn_heads(
+    row,
+    weight,
+    to,
+    head,
+    exists,
+    cos_a,
+    cos_b,
+    sin_a,
+    sin_b,
+    eps,
+    SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    HALF_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
+    NORMS: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """Some heads of one token, each to its place; their last REST numbers are not turned."""
+    low = tl.arange(0, HALF_PADDED)
+    inside = exists[:, None] & (low < HALF)[None, :]
     place = head[:, None] * SIZE + low[None, :]
     a = tl.load(row + place, mask=inside, other=0.0)
     b = tl.load(row + place + HALF, mask=inside, other=0.0)
+    high = 2 * HALF + tl.arange(0, REST_PADDED)
+    inside_rest = exists[:, None] & (high < SIZE)[None, :]
+    place_rest = head[:, None] * SIZE + high[None, :]
+    if REST:
+        rest = tl.load(row + place_rest, mask=inside_rest, other=0.0)
+    if NORMS:
+        exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.sum(exact_a * exact_a, axis=1) + tl.sum(exact_b * exact_b, axis=1)
+        if REST:
+            exact = rest.to(tl.float32)
+            total += tl.sum(exact * exact, axis=1)
+        scale = tl.rsqrt(total / SIZE + eps)[:, None]
+        a = _weighted(a, scale, tl.load(weight + place, mask=inside, other=0.0), FINE)
+        b = _weighted(b, scale, tl.load(weight + place + HALF, mask=inside, other=0.0), FINE)
+        if REST:
+            rest = _weighted(rest, scale, tl.load(weight + place_rest, mask=inside_rest, other=0.0), FINE)
     new_a, new_b = _turned(a, b, cos_a, cos_b, sin_a, sin_b)
-    to = queries + token * HEADS * SIZE + place
-    tl.store(to, new_a, mask=inside)
-    tl.store(to + HALF, new_b, mask=inside)
-
-    group = tl.arange(0, GROUPS_PADDED)
-    inside = (group < GROUPS)[:, None] & half[None, :]
-    place = (HEADS + group)[:, None] * SIZE + low[None, :]
-    a = tl.load(row + place, mask=inside, other=0.0)
-    b = tl.load(row + place + HALF, mask=inside, other=0.0)
-    new_a, new_b = _turned(a, b, cos_a, cos_b, sin_a, sin_b)
-    to = keys + group.to(tl.int64)[:, None] * key_head + slot * key_slot + low[None, :]
-    tl.store(to, new_a, mask=inside)
-    tl.store(to + HALF, new_b, mask=inside)
-
-    place += GROUPS * SIZE
-    to = values + group.to(tl.int64)[:, None] * value_head + slot * value_slot + low[None, :]
-    tl.store(to, tl.load(row + place, mask=inside, other=0.0), mask=inside)
-    tl.store(to + HALF, tl.load(row + place + HALF, mask=inside, other=0.0), mask=inside)
+    tl.store(to + low[None, :], new_a, mask=inside)
+    tl.store(to + HALF + low[None, :], new_b, mask=inside)
+    if REST:
+        tl.store(to + high[None, :], rest, mask=inside_rest)
 
 
 @triton.jit
@@ -113,7 +190,7 @@ def _turned(a, b, cos_a, cos_b, sin_a, sin_b):
 
 
 @triton.jit
-def _gate_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     """Some of one token's gates."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -121,7 +198,10 @@ def _gate_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + token * 2 * SIZE + at, mask=inside, other=0.0)
     up = tl.load(gate_up + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0)
     exact = gate.to(tl.float32)
-    opened = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype).to(tl.float32)
+    by = exact
+    if GELU:  # 0.5 x (1 + tanh(u)) is x / (1 + e^-2u)
+        by = exact * (1.5957691216057308 + 0.07135481627159 * exact * exact)
+    opened = (exact / (1.0 + tl.exp(-by))).to(gate.dtype).to(tl.float32)
     tl.store(output + token * SIZE + at, (opened * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
@@ -140,75 +220,92 @@ class TritonLlama(FusedLlama):
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
         tokens = len(x_ND)
 
-        sizes, both = self.sizes, self.sizes.heads + self.sizes.key_heads
-        qkv_NE = x_ND.new_empty(tokens, (both + sizes.key_heads) * sizes.head_dim)
-        qk_NBK = qkv_NE.view(tokens, -1, sizes.head_dim)[:, :both]
+        sizes = self.sizes
+        qkv_NE = x_ND.new_empty(tokens, (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim)
         q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
         metadata = attention.metadata
-        cos, sin = (t[0].contiguous() for t in self.rotary(x_ND, position_ids=metadata.position_N[None]))
+        turns = list(zip(*self._turns(x_ND, metadata.position_N), strict=True))
 
         more_ND: Tensor | None = None
+        more_norm: FusedNorm | None = None
         for layer, block in enumerate(self.blocks):
-            normed_ND = _add_norm(x_ND, more_ND, block.attention_norm)
+            normed_ND = _add_norm(x_ND, more_ND, more_norm, block.attention_norm)
             if layer in states:
                 states[layer].copy_(x_ND)
             block.qkv(normed_ND, qkv_NE)
-            if block.qk_norm is not None:
-                qk_NBK.copy_(block.qk_norm(qk_NBK))
             keys, values = kv[layer]
-            _rotate(qkv_NE, cos, sin, metadata.slot_mapping_N, q_NHK, keys, values)
-            mixed_NHK = attention.attend(q_NHK, keys, values, block.scale)
-            normed_ND = _add_norm(x_ND, block.output(mixed_NHK.reshape(tokens, -1), None), block.mlp_norm)
+            _rotate(qkv_NE, *turns[block.rotation], metadata.slot_mapping_N, block.qk_norm, q_NHK, keys, values)
+            mixed_NHK = attention.attend(q_NHK, keys, values, block.scale, block.softcap, block.window)
+            more_ND = block.output(mixed_NHK.reshape(tokens, -1), None)
+            normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
             block.gate_up(normed_ND, gate_up)
-            _gate(gate_up, gated_NI)
-            more_ND = block.down(gated_NI, None)
+            _gate(gate_up, block.activation, gated_NI)
+            more_ND, more_norm = block.down(gated_NI, None), block.mlp_output_norm
 
-        normed_ND = _add_norm(x_ND, more_ND, self.norm)
+        normed_ND = _add_norm(x_ND, more_ND, more_norm, self.norm)
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)
         if keep_M is not None:
             normed_ND = normed_ND.index_select(0, keep_M)
-        return self.head(normed_ND, None), aux_NX
+        return self._logits(normed_ND), aux_NX
 
 
-def _add_norm(x_ND: Tensor, more_ND: Tensor | None, norm: FusedNorm) -> Tensor:
-    """Add to x, in place, and norm it."""
+def _add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm) -> Tensor:
+    """Add to x, in place, what may be normed first, and norm it."""
+    assert more_norm is None or more_norm.weight.dtype == norm.weight.dtype
     tokens, size = x_ND.shape
     output_ND = torch.empty_like(x_ND)
     padded = triton.next_power_of_2(size)
     _add_norm_kernel[(tokens,)](
-        *(x_ND, x_ND if more_ND is None else more_ND, norm.weight, output_ND, norm.eps),
+        *(x_ND, x_ND if more_ND is None else more_ND, (more_norm or norm).weight, norm.weight, output_ND),
+        *((more_norm or norm).eps, norm.eps),
         SIZE=size,
         PADDED=padded,
         ADDS=more_ND is not None,
+        NORMS_Y=more_norm is not None,
+        FINE=norm.weight.dtype != x_ND.dtype,
         num_warps=4 if padded <= 2048 else 8,
     )
     return output_ND
 
 
 def _rotate(
-    qkv_NE: Tensor, cos_NK: Tensor, sin_NK: Tensor, slot_mapping_N: Tensor, q_NHK: Tensor, keys: Tensor, values: Tensor
+    qkv_NE: Tensor,
+    cos_NR: Tensor,
+    sin_NR: Tensor,
+    slot_mapping_N: Tensor,
+    norm: FusedNorm | None,
+    q_NHK: Tensor,
+    keys: Tensor,
+    values: Tensor,
 ) -> None:
-    """Turn queries to `q_NHK`, keys to their slots, and copy values there."""
+    """Turn queries to `q_NHK`, keys to their slots, both normed first if they are, and copy values there."""
     tokens, heads, size = q_NHK.shape
-    groups, half = keys.shape[0], size // 2
+    groups, half = keys.shape[0], cos_NR.shape[1] // 2
+    rest = size - 2 * half
     _rotate_kernel[(tokens,)](
-        *(qkv_NE, cos_NK, sin_NK, slot_mapping_N, q_NHK, keys, values),
-        *(*keys.stride()[:2], *values.stride()[:2]),
+        *(qkv_NE, cos_NR, sin_NR, slot_mapping_N, qkv_NE if norm is None else norm.weight, q_NHK, keys, values),
+        *(*keys.stride()[:2], *values.stride()[:2], 0.0 if norm is None else norm.eps),
         HEADS=heads,
         GROUPS=groups,
         SIZE=size,
         HALF=half,
+        REST=rest,
         HALF_PADDED=triton.next_power_of_2(half),
+        REST_PADDED=triton.next_power_of_2(max(rest, 1)),
+        SIZE_PADDED=triton.next_power_of_2(size),
         HEADS_PADDED=triton.next_power_of_2(heads),
         GROUPS_PADDED=triton.next_power_of_2(groups),
+        NORMS=norm is not None,
+        FINE=norm is not None and norm.weight.dtype != qkv_NE.dtype,
         num_warps=4,
     )
 
 
-def _gate(gate_up: Tensor, gated_NI: Tensor) -> None:
+def _gate(gate_up: Tensor, activation: Activation, gated_NI: Tensor) -> None:
     """Let through what the gates open."""
     tokens, size = gated_NI.shape
-    _gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, gated_NI, SIZE=size, BLOCK=1024, num_warps=4)
+    gelu = activation is Activation.GELU_TANH
+    _gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, gated_NI, SIZE=size, BLOCK=1024, GELU=gelu, num_warps=4)
