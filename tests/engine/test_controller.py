@@ -128,6 +128,20 @@ def test_a_step_in_flight_costs_nothing_with_a_random_drafter(machine: str, user
     assert run.rate() > 0.98 * plain_rate(OVERLAPPED[machine], users)
 
 
+@pytest.mark.parametrize("users", [1, 16])
+@pytest.mark.parametrize("machine", ["135M", "8B"])
+def test_a_record_that_is_wrong_is_soon_forgotten(machine: str, users: int) -> None:
+    overlapped = OVERLAPPED[machine]
+    best, plain = best_rate(overlapped, GOOD, users=users), plain_rate(overlapped, users)
+    useless = serve(Controller(recorded=GREAT(0, 0)), overlapped, RANDOM, users=users, steps=500)
+    assert useless.rate() > 0.97 * plain, "the record praised it"
+    assert useless.rate(100) > 0.98 * plain
+    useful = [
+        serve(Controller(recorded=[0.02] * 7), overlapped, GOOD, users=users, steps=400, seed=seed) for seed in range(3)
+    ]
+    assert mean(run.rate(200) for run in useful) > plain + 0.9 * (best - plain), "the record spoke ill of it"
+
+
 def test_drafts_are_free_as_long_as_the_device_waits_for_the_host() -> None:
     """Deeper drafts than without a host: what they take more of the device was idle before."""
     slow = replace(SMALL_ON_H200, rest=lambda requests, drafting: 6e-3)

@@ -103,6 +103,10 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(
     assert {path.name for path in folder.iterdir()} - {"encoded"} == files
     assert (folder / "recipe.toml").read_text() == to_toml(read_recipe(tables))
     record = json.loads((folder / "record.json").read_text())
+    for name in ("old", "new"):
+        recorded = load_drafter(str(folder / name)).recorded_acceptance
+        assert recorded is not None, "an engine starts from what was held out"
+        assert list(recorded.accepted_at) == record["held_out"][name]["accepted_at"]
     assert (record["step"], record["data"]["conversations"], record["processes"]) == (STEPS, 15, 1)
     assert record["vocabulary"]["new"] == {"size": 260, "coverage": 1.0}
     for name in ("old", "new"):

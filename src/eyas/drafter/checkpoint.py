@@ -19,6 +19,7 @@ from eyas.atomic import new_folder
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import LAYOUTS, Json, Layout, detect
 from eyas.drafter.model import Drafter
+from eyas.drafter.recorded_acceptance import read_acceptance
 from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import TensorSpec, expected_tensors
 from eyas.drafter.vocab import check_offsets, membership_from_target_ids
@@ -311,7 +312,11 @@ def build_drafter(checkpoint: Checkpoint) -> Drafter:
 
 def load_drafter(source: str) -> Drafter:
     """Read a drafter and build it, on the CPU and in the dtype it was stored in."""
-    return build_drafter(read_checkpoint(source))
+    checkpoint = read_checkpoint(source)
+    drafter = build_drafter(checkpoint)
+    if checkpoint.folder is not None:
+        drafter.recorded_acceptance = read_acceptance(checkpoint.folder)
+    return drafter
 
 
 def checkpoint_of(drafter: Drafter) -> Checkpoint:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.config import DrafterConfig
+from eyas.drafter.recorded_acceptance import RecordedAcceptance
 from eyas.drafter.rope import Rope, rotate
 from eyas.drafter.vocab import DraftVocab
 from eyas.errors import UserError
@@ -144,6 +145,8 @@ class Drafter(nn.Module):
     def __init__(self, config: DrafterConfig, *, own_embedding: bool = False, own_head: bool = True) -> None:
         super().__init__()
         self.config = config
+        self.recorded_acceptance: RecordedAcceptance | None = None
+        """How often its drafts were accepted, if its folder says so; of these very weights."""
         fused = config.num_aux_hidden_states * config.target_hidden_size
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(fused, eps) if config.norm_before_fc else None

@@ -244,7 +244,13 @@ class Engine:
         config = self.config
         self.drift = DriftAlarm(config.max_depth)
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
-        self.controller = Controller(max_depth=config.max_depth, drift=self.drift, trees=True)
+        recorded = None if drafter is None else drafter.recorded_acceptance
+        self.controller = Controller(
+            max_depth=config.max_depth,
+            drift=self.drift,
+            trees=True,
+            recorded=() if recorded is None else recorded.by_depth(),
+        )
         self.proposer: Proposes = NoProposer()
         self.runner.layer_ids = ()
         if drafter is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
-from eyas.train.estimate import RoundCounts
+from eyas.train.estimate import RoundCounts, acceptance_file
 from eyas.train.loop import TrainMetrics
 from eyas.train.state import TrainState
 
@@ -35,7 +35,8 @@ class BestDrafters:
                 continue
             evaluation = json.dumps({"step": step, "acceptance_length": length}) + "\n"
             place = self._folder / state.name
-            write_checkpoint(checkpoint_of(state.drafter), place, replace=True, beside={_EVALUATION: evaluation})
+            beside = {_EVALUATION: evaluation, **acceptance_file(counts[state.name])}
+            write_checkpoint(checkpoint_of(state.drafter), place, replace=True, beside=beside)
 
     def progressed(self, metrics: TrainMetrics) -> None:
         """Nothing to keep."""

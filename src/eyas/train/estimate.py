@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 from torch import Tensor
 
+from eyas.drafter.recorded_acceptance import FILE, RecordedAcceptance
 from eyas.train.batch import TrainingBatch
 
 
@@ -35,6 +36,16 @@ class RoundCounts:
             rounds=self.rounds + other.rounds,
             accepted_at=tuple(a + b for a, b in zip(self.accepted_at, other.accepted_at, strict=True)),
         )
+
+
+def acceptance_file(counts: RoundCounts) -> dict[str, str]:
+    """What stands beside a drafter's weights about them: text by file name; nothing where no round was walked."""
+    if not counts.rounds:
+        return {}
+    recorded = RecordedAcceptance(
+        rounds=counts.rounds, accepted_at=counts.accepted_at, source="estimated on held-out text"
+    )
+    return {FILE: recorded.to_json()}
 
 
 def walk_rounds(batch: TrainingBatch, hit_SM: Tensor) -> RoundCounts:

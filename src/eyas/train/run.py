@@ -24,6 +24,7 @@ from eyas.data.author_check import AuthorCheck
 from eyas.data.files import expand_files
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.model import Drafter
+from eyas.drafter.recorded_acceptance import FILE, read_acceptance
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train import resume
@@ -36,7 +37,7 @@ from eyas.train.corpus.encoding import EncodingProgress, EncodingSettings, encod
 from eyas.train.corpus.packing import FitCounts
 from eyas.train.corpus.vocabulary import choose_vocabulary
 from eyas.train.epochs import CorpusPacks
-from eyas.train.estimate import RoundCounts
+from eyas.train.estimate import RoundCounts, acceptance_file
 from eyas.train.features import Features, FeatureSource
 from eyas.train.init import config_for, init_drafter
 from eyas.train.journal import Journal, counts_as_json, write_record, write_text
@@ -173,7 +174,9 @@ def run(
         if reached.finished:
             for state in states:
                 finished[state.name] = folder / state.name
-                write_checkpoint(checkpoint_of(state.drafter), finished[state.name], replace=True)
+                counts = observed.estimates.get(state.name)
+                beside = _last_acceptance(finished[state.name]) if counts is None else acceptance_file(counts)
+                write_checkpoint(checkpoint_of(state.drafter), finished[state.name], replace=True, beside=beside)
         plot_run(folder / "log.jsonl", folder / "training.png")
     # A finished run that is taken up again has nothing to add to its record.
     if ranks.is_main and (observed.last is not None or not (folder / "record.json").exists()):
@@ -410,6 +413,12 @@ def _settle_start(drafter: Drafter, drafter_recipe: DrafterRecipe, read_text: Re
     (steps,) = ranks.sum_counts([found], drafter.fc.weight.device)
     quieten(drafter, steps)
     return measure.at(0)
+
+
+def _last_acceptance(folder: Path) -> dict[str, str]:
+    """acceptance.json of a finished run that is taken up again, and so estimates nothing: its weights are the same."""
+    recorded = read_acceptance(folder)
+    return {} if recorded is None else {FILE: recorded.to_json()}
 
 
 def _recorded_start(folder: Path) -> dict[str, Any]:

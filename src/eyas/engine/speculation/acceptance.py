@@ -3,8 +3,9 @@
 a(j) is the chance that the draft of depth j is accepted when all before it were; S(j) = a(1) ... a(j) is the chance
 that it is accepted at all, and the expected tokens of a round of depth k are 1 + S(1) + ... + S(k).
 
-    by depth        for the drafter as a whole. Depth 1 starts from an optimistic guess worth a few rounds, so that a
-                    new drafter is tried; a deeper one starts from, and without news returns to, a little less than
+    by depth        for the drafter as a whole. It starts from what the drafter's folder has recorded. Without a
+                    record, depth 1 starts from an optimistic guess worth a few rounds, so that a new drafter is tried;
+                    a deeper one starts from, and without news returns to, a little less than
                     the depth before it
     by request      one number, how much better or worse the odds are here than for the drafter as a whole, and no
                     difference until the request's own rounds say so
@@ -64,7 +65,8 @@ class Own:
 class Acceptance:
     """All estimates for one drafter."""
 
-    def __init__(self, max_depth: int) -> None:
+    def __init__(self, max_depth: int, recorded: Sequence[float] = ()) -> None:
+        """`recorded` are a(1), a(2), ... of this drafter from elsewhere, as deep as they are known."""
         self.max_depth = max_depth
         self.rounds = 0
         self._now = 0
@@ -72,7 +74,13 @@ class Acceptance:
         """Whether the first draft was accepted, for the latest rounds."""
         self.watch = Watch()
         self._depths = DecayedCounts(max_depth)
-        self._depths.add([0], [POLICY.first_guess], POLICY.guess_rounds)
+        if recorded:
+            reached = POLICY.recorded_rounds  # of so many rounds, few get deep: what is said of there weighs less
+            for depth, chance in enumerate(recorded[:max_depth]):
+                self._depths.add([depth], [chance], reached)
+                reached *= chance
+        else:
+            self._depths.add([0], [POLICY.first_guess], POLICY.guess_rounds)
         self._sure = DecayedCounts(POLICY.calibrated_depths * POLICY.confidence_bins)
         self.siblings = SiblingAcceptance()
         self._requests: dict[int, Own] = {}

@@ -48,11 +48,19 @@ __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
 class Controller:
     """Chooses depths and learns from what came of them."""
 
-    def __init__(self, max_depth: int = 7, *, trees: bool = False, drift: DriftAlarm | None = None) -> None:
+    def __init__(
+        self,
+        max_depth: int = 7,
+        *,
+        trees: bool = False,
+        drift: DriftAlarm | None = None,
+        recorded: Sequence[float] = (),
+    ) -> None:
+        """`recorded` is the drafter's acceptance by depth, as far as somebody has measured or estimated it."""
         assert max_depth >= 1
         self.max_depth = max_depth
         self.drift = drift or DriftAlarm(max_depth)
-        self.costs, self.acceptance, self.probes = CostModel(), Acceptance(max_depth), Exploration()
+        self.costs, self.acceptance, self.probes = CostModel(), Acceptance(max_depth, recorded), Exploration()
         self._planner = Planner(self.costs, self.acceptance, trees=trees)
         self.thinks_later = False
         """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""

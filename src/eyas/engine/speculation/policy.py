@@ -42,6 +42,8 @@ class DepthPolicy:
     """Acceptance of a drafter of which nothing is known."""
     guess_rounds: float = 2.0
     """What the guess weighs. A drafter that never hits loses about as many plain steps before it is seen through."""
+    recorded_rounds: float = 8.0
+    """What the acceptance that a drafter's folder has recorded weighs: so many rounds of today."""
     acceptance_memory: int = 400
     """Rounds after which an observation has faded to a third, unless they tell that something has changed."""
     probe_memory: int = 12
