@@ -11,8 +11,9 @@ from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
-from eyas.engine.request import Request, SequenceState
+from eyas.engine.request import Request
 from eyas.engine.runner.drafter import Tree
+from eyas.engine.scheduler import SchedulerOutput
 from eyas.errors import UserError
 from eyas.target.model import Target
 
@@ -94,13 +95,13 @@ def test_preempted_requests_have_all_their_states(
     per_block = Engine(target, tiny_drafter, config=options(**changes)).budget.bytes_per_block
     engine = Engine(target, tiny_drafter, config=options(**changes, memory=30 * per_block))
     preempted = []
-    seat = engine.scheduler._seat_tokens
+    plan = engine.scheduler.plan
 
-    def note() -> list[SequenceState]:
-        preempted.extend(found := seat())
-        return found
+    def note(*given: Any, **options: Any) -> SchedulerOutput:
+        preempted.extend((scheduled := plan(*given, **options)).preempted)
+        return scheduled
 
-    monkeypatch.setattr(engine.scheduler, "_seat_tokens", note)
+    monkeypatch.setattr(engine.scheduler, "plan", note)
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     for one, answer in zip(asked, run(engine, asked), strict=True):
         assert_states(target, one, answer)
