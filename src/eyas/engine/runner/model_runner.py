@@ -2,7 +2,7 @@
 
 There are three ways, and they say the same: captured graphs for chunks of prompts and for decoding, and eager passes
 for all else (long chunks, trees, passes above the token budget, machines without CUDA graphs). Eager passes run fused
-code where the target is the plain Llama block, and transformers' own code where it is not.
+code where the target is the block of `kernels/llama/`, and transformers' own code where it is not.
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated auxiliary states.
 """
