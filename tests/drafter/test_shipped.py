@@ -4,6 +4,7 @@ import pytest
 
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import find_folder, load_drafter
+from eyas.drafter.recorded_acceptance import read_acceptance
 from eyas.drafter.shipped import DEFAULT_DRAFTER, SHIPPED, shipped_folder
 from eyas.target.facts import read_facts
 
@@ -32,3 +33,12 @@ def test_shipped_drafters_pass_the_check_against_their_target() -> None:
         report = check(name, target=read_facts(target))
         assert report.ok
         assert not report.findings
+
+
+def test_every_one_says_how_often_it_is_accepted() -> None:
+    for name in SHIPPED:
+        folder = shipped_folder(name)
+        assert folder is not None
+        recorded = read_acceptance(folder)
+        assert recorded is not None
+        assert len(recorded.by_depth()) == 7
