@@ -43,6 +43,8 @@ class EngineConfig:
     drafter_sinks: int = 4
     graphs: bool = True
     """On CUDA, capture passes as CUDA graphs and replay them; without, every operation is launched by itself."""
+    async_scheduling: bool = False
+    """On CUDA, launch every step before the tokens of the one before it have arrived (`round_loop.py`)."""
     capture_ahead: bool = False
     """Capture the usual CUDA graphs before the first request, as servers do, instead of when they are first met."""
     hidden_state_layers: tuple[int, ...] | None = None
@@ -65,6 +67,11 @@ class EngineConfig:
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_depth", 1), ("drafter_sinks", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether steps may be rounds on the device: trees and states that are kept need the host."""
+        return self.graphs and self.tree is None and not self.hidden_state_layers
 
     @property
     def captures(self) -> bool:

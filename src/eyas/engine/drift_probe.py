@@ -125,33 +125,40 @@ class DriftProbe:
             self._cost = self._clock() - started
             drafter.forget(seq.key)
 
-    def look(self, seqs: Sequence[SequenceState]) -> None:
-        """Examine one of the requests that are about to be drafted for, if it is time to."""
+    def due(self, drafting: int) -> bool:
+        """Whether it is time to look, in a step that drafts for so many requests. To be asked once a step."""
         if not self._share:
-            return
+            return False
         now = self._clock()
         if self._last is not None:
             # Time in which nobody is served is no time to take a share of.
             self._total += min(now - self._last, LONGEST_STEP)
             self._steps += 1
-        self._last = now if seqs else None
-        self._rounds += len(seqs)
-        if not seqs or self._rounds < EVERY or not self._steps:
-            return
+        self._last = now if drafting else None
+        self._rounds += drafting
+        if not drafting or self._rounds < EVERY or not self._steps:
+            return False
         # What the first one takes is not known; drafting for one request takes less than a step.
         cost = self._total / self._steps if self._cost is None else self._cost
-        if self._alarm.seconds + cost > self._share * self._total:
-            return
+        return self._alarm.seconds + cost <= self._share * self._total
+
+    def look(self, seqs: Sequence[SequenceState]) -> None:
+        """Examine one of the requests that are about to be drafted for and whose states wait."""
+        started = self._clock()
         seqs = [seq for seq in seqs if self._drafter.states.of(seq)]
         if not seqs:
             return
-        seq = min(seqs, key=lambda seq: self._looked_at.get(seq.key, -1))
+        seq = min(seqs, key=self.last_look)
         seen = examine(self._drafter, seq, self._alarm.max_depth, self._wanted_at)
-        self._cost = self._clock() - now
+        self._cost = self._clock() - started
         self._rounds = 0
         self._looked_at[seq.key] = self._alarm.checkups
         self._open[seq.key] = len(seq.tokens), seen.tokens
         self._alarm.observe_checkup(seen.rms, seen.mass, self._cost)
+
+    def last_look(self, seq: SequenceState) -> int:
+        """When a request was looked at; lower is longer ago."""
+        return self._looked_at.get(seq.key, -1)
 
     def follow(self, seq: SequenceState, draft: Draft, accepted: int, *, ended: bool) -> None:
         """Take what came of a request's drafts, now that its tokens are committed, and of those of a check-up.

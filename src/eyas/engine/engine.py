@@ -31,10 +31,14 @@ from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
 from eyas.engine.proposer import CollectedPass, NoProposer, Proposer, Proposes
 from eyas.engine.request import FinishReason, Request, SequenceState
+from eyas.engine.round_loop import RoundLoop
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
+from eyas.engine.runner.device_queue import CUDAStreamQueue, DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
+from eyas.engine.runner.round_passes import Accept
+from eyas.engine.runner.round_runner import RoundRunner, accept_equal
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
@@ -101,9 +105,15 @@ class Engine:
             self.runner.kept_layer_ids = kept
         self._outputs = OutputProcessor(target.decode)
         self._keys = 0
+        self.rounds: RoundLoop | None = None
+        """Steps whose rounds live on the device; None where the host takes part in each."""
         self._take_drafter(drafter, self._new_cache())
         if config.captures and target.device.type == "cuda" and has_triton():
-            self.use_graphs(GraphCapture(device=target.device))
+            capture = GraphCapture(device=target.device)
+            if config.async_scheduling and config.rounds:
+                self.use_rounds(capture, CUDAStreamQueue())
+            else:
+                self.use_graphs(capture)
         if config.capture_ahead:
             self.capture_graphs()
 
@@ -131,7 +141,10 @@ class Engine:
                 f"the grammar is for {request.grammar.vocab_size} tokens, not the target's {vocab_size}; make another"
             )
         key, self._keys = self._keys, self._keys + 1
-        self.scheduler.add(SequenceState(key=key, arrival=key, request=request))
+        seq = SequenceState(key=key, arrival=key, request=request)
+        self.scheduler.add(seq)
+        if self.rounds is not None:
+            self.rounds.submit(seq)
         self._outputs.open(key, request)
         return key
 
@@ -142,6 +155,11 @@ class Engine:
         self._outputs.drop(key)
         self._forget(key)
         return True
+
+    def abandon_step(self) -> None:
+        """Give up on what a failed step left in flight, once the requests that ran in it are cancelled."""
+        if self.rounds is not None:
+            self.rounds.abandon()
 
     def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request that is under way; the object goes on counting."""
@@ -155,7 +173,8 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._outputs.behind)
+        in_flight = self.rounds is not None and self.rounds.busy
+        return bool(in_flight or self.scheduler.waiting or self.scheduler.running or self._outputs.behind)
 
     def generate(
         self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
@@ -227,16 +246,22 @@ class Engine:
 
         Requests under way are kept: they wait for their turn again, and read what they have so far once more.
         """
+        if self.rounds is not None:
+            self.rounds.land()
         cache = self._new_cache()
         if drafter is not None:
             require_fit(drafter, self.target)
             cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.config.block_size)
         capture = None if self.graphs is None else self.graphs.capture
+        rounds, self.rounds = self.rounds, None
         self.runner.graphs = None  # its memory is free before more is taken
         self._take_drafter(drafter, cache)
         self.block_manager.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
-        if capture is not None:
+        if rounds is not None:
+            fresh = replace(rounds.runner.capture, bytes=0, refused=set(), _made={}, _pool=None)
+            self.use_rounds(fresh, rounds.runner.queue, synchronous=rounds.synchronous, accept=rounds.runner.accept)
+        elif capture is not None:
             self.use_graphs(replace(capture, bytes=0, refused=set(), _made={}, _pool=None))
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
@@ -297,6 +322,67 @@ class Engine:
             proposer.graphs = runner.graphs
         self.controller.runs_graphs()
 
+    def use_rounds(
+        self,
+        capture: GraphCapture,
+        queue: DeviceQueue,
+        *,
+        synchronous: bool = False,
+        accept: Accept = accept_equal,
+    ) -> None:
+        """Let rounds live on the device, one step in flight, captured as shapes are met."""
+        config, most_rows = self.config, min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        runner, proposer = self.runner, self.proposer
+        rounds = RoundRunner(
+            lambda ids_N, metadata, keep_M: runner.run(ids_N, metadata, keep_M, runner.layer_ids),
+            runner.cache,
+            proposer.drafter if isinstance(proposer, Proposer) else None,
+            capture=capture,
+            queue=queue,
+            max_num_seqs=most_rows,
+            most_tokens=min(config.max_num_batched_tokens, most_rows * (config.max_depth + 1)),
+            longest_chunk=config.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_depth=config.max_depth,
+            vocab_size=self.target.facts.vocab_size,
+            dtype=self.target.dtype,
+            logits_dtype=runner.logits_dtype,
+            accept=accept,
+        )
+        if isinstance(proposer, Proposer):
+            proposer.rounds = True
+        self.rounds = RoundLoop(
+            rounds,
+            self.scheduler,
+            proposer,
+            self.controller,
+            self._outputs,
+            read_on_host=self._read_on_host,
+            synchronous=synchronous,
+            clock=self._clock,
+        )
+        self.controller.runs_graphs()
+        if not synchronous:
+            self.controller.overlaps()
+
+    def _read_on_host(self, rows: Sequence[ScheduledRow]) -> None:
+        """Read prompts whose logprobs are asked for, apart from rounds; then let them decode in rounds."""
+        assert self.rounds is not None
+        report = StepReport()
+        results, output = self._collect(self._launch(rows, report), report)
+        for result in results:
+            self._commit(result, output, report)
+            seq = result.row.seq
+            if seq.finished is not None:
+                continue
+            samples, aux_TX = result.row.samples, None
+            if isinstance(self.proposer, Proposer) and self.proposer.follows(seq):
+                self.proposer.read([seq], but_last=samples)
+                if samples:
+                    (aux_TX,) = self.proposer.drafter.states.take(seq)
+            if samples:
+                self.rounds.runner.seat(seq, aux_TX)
+
     @torch.inference_mode()
     def capture_graphs(self) -> int:
         """Capture the usual steps now instead of when they are first met; how many graphs there are."""
@@ -316,6 +402,10 @@ class Engine:
 
         With captured graphs, what a step gave is put into words during the next one, while the device is busy.
         """
+        if self.rounds is not None:
+            self.rounds.step()
+            self._outputs.process()
+            return self._outputs.take()
         began, report = self._clock(), StepReport()
         scheduled = self._schedule()
         report.choice = self.proposer.chosen
@@ -434,6 +524,8 @@ class Engine:
         return tuple(log_probabilities(logits_MV[rows], token_M, seq.request.logprobs))
 
     def _forget(self, key: int) -> None:
+        if self.rounds is not None:
+            self.rounds.forget(key)
         self._outputs.close(key)
         self.controller.forget(key)
         self.proposer.forget(key)

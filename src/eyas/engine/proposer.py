@@ -13,16 +13,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.cuda_graphs import CUDAGraphRunner, DraftSeconds
 from eyas.engine.runner.drafter import LUMP, DrafterRunner
+from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Draft, Tree
 from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport
 from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata, states_of
+
+StatesOf = Callable[[SequenceState], Tensor]
+"""The states [T, X] of a request that wait for the drafter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +69,14 @@ class Proposes(Protocol):
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
 
-    def probe_drift(self, rows: Sequence[ScheduledRow]) -> None:
-        """Look at one of the rounds of a step, if it is time to."""
+    def drift_due(self) -> bool:
+        """Whether it is time to look at a round, which needs all that was launched to have landed. Once a step."""
+
+    def probe_drift(self, rows: Sequence[ScheduledRow], states_of: StatesOf | None = None) -> None:
+        """Look at one of the rounds of a step, if it is time to. What waits is kept here, or told by `states_of`."""
+
+    def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
+        """Take the fate of a chain of drafts, now that its tokens are committed."""
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
         """Drafts for the rows of a pass, as far as they have room for some."""
@@ -102,8 +114,15 @@ class NoProposer:
         """No room for drafts."""
         return {}
 
-    def probe_drift(self, rows: Sequence[ScheduledRow]) -> None:
+    def drift_due(self) -> bool:
+        """Never."""
+        return False
+
+    def probe_drift(self, rows: Sequence[ScheduledRow], states_of: StatesOf | None = None) -> None:
         """Nothing drifts."""
+
+    def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
+        """There were no drafts."""
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
         """Nothing."""
@@ -145,6 +164,8 @@ class Proposer:
         self.layer_ids, self.drafter, self.drift_probe = layer_ids, drafter, drift_probe
         self.graphs: CUDAGraphRunner | None = None
         """Captured passes, where there are any."""
+        self.rounds = False
+        """Whether chains are drafted and verified on the device in one go (`round_loop.py`)."""
         self._drafter, self._controller, self._scheduler = drafter, controller, scheduler
         self._forced_tree, self._clock = tree, clock
         self.chosen: Choice | None = None
@@ -153,6 +174,9 @@ class Proposer:
         self._chosen_for: list[int] = []
         self._steps = 0
         """Since that choice."""
+        self._drafting = 0
+        """Requests that it drafts for."""
+        self._look_due = False
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -171,16 +195,38 @@ class Proposer:
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._chosen_for, self._steps = keys, 1
         # Nobody looks on the way while a captured chain is drafted.
-        limits = choice.depths if self.graphs is not None and self._forced_tree is None else choice.limits
+        unseen = self.rounds or (self.graphs is not None and self._forced_tree is None)
+        limits = choice.depths if unseen else choice.limits
         slots = {}
         for seq, limit in zip(decoding, limits, strict=True):
             tree = self._tree(seq) if limit else None
             slots[seq.key] = limit if tree is None else tree.slots
+        self._drafting = sum(1 for limit in limits if limit)
         return slots
 
-    def probe_drift(self, rows: Sequence[ScheduledRow]) -> None:
+    def drift_due(self) -> bool:
+        """Whether it is time to look at a round."""
+        self._look_due = self.drift_probe.due(self._drafting)
+        return self._look_due
+
+    def probe_drift(self, rows: Sequence[ScheduledRow], states_of: StatesOf | None = None) -> None:
         """Look at one of the rounds of a step, if it is time to."""
-        self.drift_probe.look([row.seq for row in rows if row.drafts])
+        seqs = [row.seq for row in rows if row.drafts]
+        if states_of is None:
+            if self.drift_probe.due(len(seqs)):
+                self.drift_probe.look(seqs)
+        elif seqs and self._look_due:
+            seq = min(seqs, key=self.drift_probe.last_look)
+            aux_TX = states_of(seq)
+            self._drafter.states.add(seq, HiddenStates(aux_TX, 0, len(aux_TX)))
+            self.drift_probe.look([seq])
+            self._drafter.states.forget(seq.key)
+            self._look_due = False
+
+    def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
+        """Take the fate of a chain of drafts."""
+        draft = Draft(tokens=tuple(drafts), parents=tuple(range(-1, len(drafts) - 1)), confidences=())
+        self.drift_probe.follow(seq, draft, accepted, ended=ended)
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
         """Drafts for the rows of a pass, as far as they have room for some.

@@ -252,6 +252,12 @@ class Scheduler:
         for blocks, slot in self._steps.land(output):
             self._give_back(blocks, slot)
 
+    def abandon(self) -> None:
+        """No launched step will land, and the device is at rest; their requests have been cancelled."""
+        assert not any(seq.flights for seq in self._running), "cancelled first"
+        for step in list(self._steps):
+            self.landed(step)
+
     def commit(self, seq: SequenceState, *, read: int, new_tokens: Sequence[int]) -> None:
         """Take note of a step: tokens read, accepted drafts among them, and tokens chosen, which are one more.
 

@@ -63,6 +63,7 @@ def _drop_running(engine: Engine) -> list[int]:
     lost = [seq.key for seq in engine.scheduler.running]
     for key in lost:
         engine.cancel(key)
+    engine.abandon_step()
     engine.block_manager.forget()
     engine.scheduler.check()
     _release_memory()

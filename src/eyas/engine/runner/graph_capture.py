@@ -45,10 +45,14 @@ class GraphCapture:
     def __len__(self) -> int:
         return len(self._made)
 
+    def has(self, kind: str, bucket: tuple[object, ...]) -> bool:
+        """Whether a bucket has its graph, so that nothing is run to make it."""
+        return (kind, *bucket) in self._made
+
     def get(
         self,
         kind: str,
-        bucket: tuple[int, ...],
+        bucket: tuple[object, ...],
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
         function: Function,
         keep: Tensor | None = None,

@@ -7,7 +7,7 @@ read it can be captured. Whoever writes a buffer again must have waited for what
 Shapes: R rows, P blocks of a row.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -65,6 +65,17 @@ class InputBuffers:
             blocks: Any = seq.blocks[known:]
             self._tables[row, known : known + len(blocks)] = blocks
             self._owners[row], self._settled[row] = owner, seq.target_length // block_size
+
+    def staged(self) -> Callable[[], None]:
+        """What is written now, to be brought to the device by calling this; the tables may be written again at once."""
+        kept = self._from.clone()
+        if self._to.is_cuda:
+            kept = kept.pin_memory()
+
+        def bring() -> None:
+            self._to.copy_(kept, non_blocking=True)
+
+        return bring
 
     def send(self) -> None:
         """Bring everything to the device."""

@@ -1,0 +1,249 @@
+"""Steps with one in flight: a step is launched before the tokens of the one before it have arrived.
+
+    launch   which requests take part and how deep is planned by bounds, since the step in flight may still give each of
+             them one token or many; where they stand the device knows (`runner/round_state.py`)
+    land     the tokens of the step before: stop conditions, text, blocks, ended requests, lessons for the controller
+
+What the host finds out late costs a row that computed in vain, and never shows: a request that ended with step n takes
+part in step n + 1 if that was launched, and what it gets there is dropped. Its blocks and its slot are given to others
+only when that step has landed (`scheduler.py`).
+
+Some things need the host before tokens can be chosen. Where a grammar or bad words say what may come, the step's
+passes are launched as always, and its sampler when the tokens before are known and the masks are made; the device works
+meanwhile. Prompts whose logprobs are asked for, and looks for drift, wait for the step in flight.
+
+In `synchronous` mode every step lands at once. It is the oracle of the other: the same passes, with nothing in flight.
+
+Shapes: R rows, Q tokens of a row, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from eyas.engine.output import OutputProcessor
+from eyas.engine.proposer import Proposes
+from eyas.engine.request import SequenceState
+from eyas.engine.runner.round_runner import LaunchedRound, RoundResult, RoundRunner
+from eyas.engine.runner.sampling_needs import needs_mask
+from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
+from eyas.engine.speculation.choice import Choice
+from eyas.engine.speculation.controller import Controller
+from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
+from eyas.engine.verify import sampling_metadata
+
+
+@dataclass(kw_only=True, eq=False)
+class StepInFlight:
+    """A launched step."""
+
+    scheduled: SchedulerOutput
+    rounds: list[LaunchedRound] = field(default_factory=list)
+    choice: Choice | None
+    """What it follows, if it was chosen for."""
+    timed: bool
+    """Whether the controller learns of its time: it only decodes."""
+
+
+class RoundLoop:
+    """The steps of an engine whose rounds live on the device."""
+
+    def __init__(
+        self,
+        runner: RoundRunner,
+        scheduler: Scheduler,
+        proposer: Proposes,
+        controller: Controller,
+        outputs: OutputProcessor,
+        *,
+        read_on_host: Callable[[Sequence[ScheduledRow]], None],
+        synchronous: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.runner = runner
+        self._scheduler, self._proposer, self._controller, self._outputs = scheduler, proposer, controller, outputs
+        self._read_on_host, self.synchronous, self._clock = read_on_host, synchronous, clock
+        self._flight: StepInFlight | None = None
+        self._landed_at: float | None = None
+        self._by_host: set[int] = set()
+        """Requests that ask for the logprobs of their prompts."""
+
+    def submit(self, seq: SequenceState) -> None:
+        """Take note of a request that came."""
+        if seq.lacks_prompt_logprobs:
+            self._by_host.add(seq.key)
+
+    def forget(self, key: int) -> None:
+        """Take note of one that was cancelled."""
+        self._by_host.discard(key)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is in flight."""
+        return self._flight is not None
+
+    def step(self) -> None:
+        """Launch a step, if there is anything to do, and land the one before it."""
+        launched = self._launch()
+        landing, self._flight = self._flight, launched
+        if landing is not None:
+            self._land(landing)
+        if launched is None:
+            self._landed_at = None
+            return
+        self._flight = None  # the step before has landed
+        for waiting in launched.rounds:
+            self._finish(waiting)
+        self._flight = launched
+        if self.synchronous:
+            self.land()
+
+    @torch.inference_mode()
+    def land(self) -> None:
+        """Wait until nothing is in flight."""
+        landing, self._flight = self._flight, None
+        if landing is not None:
+            self._land(landing)
+
+    @torch.inference_mode()
+    def abandon(self) -> None:
+        """Forget what is in flight, after a step has failed and its requests were cancelled."""
+        self._flight = self._landed_at = None
+        self._by_host.clear()
+        self.runner.queue.mark().wait()
+        self._scheduler.abandon()
+
+    # --- launch ------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> StepInFlight | None:
+        if self._by_host or self._proposer.drift_due():
+            self.land()
+        scheduled = self._scheduled()
+        rows: Sequence[ScheduledRow] = scheduled.rows
+        if self._flight is None:
+            self._proposer.probe_drift(rows, self.runner.states_of)
+        by_host = [row for row in rows if row.seq.lacks_prompt_logprobs]
+        if by_host:
+            self._read_on_host(by_host)
+            self._by_host &= {row.seq.key for row in by_host if row.seq.finished is None}
+            rows = [row for row in rows if row not in by_host]
+            scheduled = replace(scheduled, rows=tuple(rows))
+        if not rows:
+            return None
+        decoding, reading = list[ScheduledRow](), list[ScheduledRow]()
+        for row in rows:
+            (decoding if self.runner.decodes(row.seq) else reading).append(row)
+        choice = self._proposer.chosen
+        step = StepInFlight(scheduled=scheduled, choice=choice, timed=choice is not None and not reading)
+        self._scheduler.launched(scheduled)  # before any request can end
+        if decoding:
+            step.rounds.append(self.runner.launch_round(decoding, masked=_is_masked(decoding)))
+        if decoding and reading:
+            self._finish(step.rounds[0])  # both leave their logits in the same memory
+        if reading:
+            step.rounds.append(self.runner.launch_read(reading, masked=_is_masked(reading)))
+        return step
+
+    def _finish(self, waiting: LaunchedRound) -> None:
+        """Launch the sampler of a round that waits for a mask."""
+        if waiting.landed is None:
+            self.land()
+            waiting.sample(self._mask(waiting))
+
+    def _scheduled(self) -> SchedulerOutput:
+        """Rows of the next step; none where the step in flight must land before more can be planned."""
+        scheduled = self._scheduler.plan(self._proposer.draft_slots(self._scheduler.decoding))
+        for seq in scheduled.preempted:
+            self._proposer.forget(seq.key, ended=False)
+        return scheduled
+
+    def _mask(self, waiting: LaunchedRound) -> Tensor:
+        """Which tokens may come behind every position of a round [R * Q, V], now that all before it is known."""
+        drafts: Sequence[Sequence[int]] = [[] for _ in waiting.rows]
+        if waiting.drafted is not None and waiting.drafts_RK is not None:
+            waiting.drafted.wait()
+            drafts = waiting.drafts_RK.tolist()
+        width = 1 + waiting.line.depth
+        mask_NV = torch.ones(waiting.bucket * width, self.runner.vocab_size, dtype=torch.bool)
+        for number, (row, made) in enumerate(zip(waiting.rows, drafts, strict=True)):
+            if row.samples and row.seq.finished is None and needs_mask(row.seq):
+                for depth in range(1 + row.drafts):
+                    wanted = sampling_metadata(row.seq, made[:depth])
+                    line_V = mask_NV[number * width + depth]
+                    if wanted.mask_V is not None:
+                        line_V &= wanted.mask_V
+                    line_V[list(wanted.banned)] = False
+        return mask_NV
+
+    # --- land --------------------------------------------------------------------------------------------------
+
+    def _land(self, step: StepInFlight) -> None:
+        report = StepReport(choice=step.choice)
+        for launched in step.rounds:
+            for result in launched.collect():
+                self._commit(result, launched, report)
+            if step.timed:
+                self._note_times(launched, report)
+        self._scheduler.landed(step.scheduled)
+        now = self._clock()
+        if step.timed and self._landed_at is not None:
+            report.seconds = now - self._landed_at
+        self._landed_at = now
+        self._controller.observe(report)
+        self._controller.think()
+
+    def _commit(self, result: RoundResult, launched: LaunchedRound, report: StepReport) -> None:
+        """Write down what a request got, and let it go if that was its end."""
+        row, seq, scheduler = result.row, result.row.seq, self._scheduler
+        if seq.finished is not None:
+            return
+        before, room, begins = seq.target_length, seq.limit - len(seq.tokens), seq.new_tokens == 0
+        stop = self._outputs.check_stop(seq, result.tokens, seq.limit)
+        scheduler.commit(seq, read=row.count + max(0, len(stop.tokens) - 1), new_tokens=stop.tokens)
+        if self._proposer.follows(seq):
+            scheduler.note_read(seq, max(seq.drafter_length, launched.drafter_read(row, before)))
+        if not row.samples:
+            return
+        drafted = max(0, min(row.drafts, launched.line.depth, room - 1))
+        self._outputs.add(
+            seq,
+            stop,
+            drafted=drafted,
+            accepted=result.accepted,
+            logprobs=result.told_logprobs(len(stop.tokens)),
+            prompt_logprobs=tuple(seq.prompt_logprobs) if begins and seq.request.prompt_logprobs is not None else None,
+        )
+        if drafted:
+            report.rounds.append(
+                RoundOutcome(
+                    key=seq.key,
+                    drafted=drafted,
+                    accepted=result.accepted,
+                    confidences=result.confidences[:drafted],
+                )
+            )
+            self._proposer.follow_drift(seq, result.drafts[:drafted], result.accepted, ended=stop.finished is not None)
+        if stop.finished is not None:
+            scheduler.finish(seq, stop.finished)
+            self._outputs.close(seq.key)
+            self._proposer.forget(seq.key)
+            report.ended.append(seq.key)
+
+    def _note_times(self, launched: LaunchedRound, report: StepReport) -> None:
+        rows = launched.rows
+        drafts = sum(row.drafts for row in rows)
+        if launched.line.depth:
+            deeper = sum(max(0, row.drafts - 1) for row in rows)
+            report.draft = DraftTiming(
+                passes=launched.line.depth, tokens=len(rows) * launched.reads + deeper, seconds=launched.draft_seconds
+            )
+        report.target = TargetTiming(
+            tokens=len(rows) + drafts, context=sum(row.start for row in rows), seconds=launched.target_seconds
+        )
+
+
+def _is_masked(rows: Sequence[ScheduledRow]) -> bool:
+    """Whether the host must say what may come behind some of these rows."""
+    return any(row.samples and needs_mask(row.seq) for row in rows)

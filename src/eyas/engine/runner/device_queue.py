@@ -1,0 +1,79 @@
+"""The device as a queue: what is put in runs in order, while the host goes on.
+
+On CUDA that is the current stream. Everything that a round does to device memory goes through a queue, so tests can put
+one in its place that runs things as late as it may, and find whoever counts on their being done.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """A place in the queue."""
+
+    def wait(self) -> None:
+        """Until the device has come to it."""
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Of the device, from an earlier mark; both were waited for."""
+
+
+class DeviceQueue(Protocol):
+    """Runs functions on the device, in order."""
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Put a function in; it may run later than this returns."""
+
+    def mark(self) -> Mark:
+        """The place behind all that was put in so far."""
+
+
+class CUDAStreamQueue:
+    """The current CUDA stream: operations are launched at once and run later by themselves."""
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Launch what it launches."""
+        function()
+
+    def mark(self) -> Mark:
+        """An event."""
+        return _EventMark()
+
+
+class _EventMark:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def seconds_since(self, earlier: "_EventMark") -> float:
+        seconds: float = 1e-3 * earlier._event.elapsed_time(self._event)
+        return seconds
+
+
+class ImmediateQueue:
+    """A device that has done what it is told when it is told: the processor itself."""
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Run it."""
+        function()
+
+    def mark(self) -> Mark:
+        """Now."""
+        return _TimeMark()
+
+
+class _TimeMark:
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def wait(self) -> None:
+        """All before it is done."""
+
+    def seconds_since(self, earlier: "_TimeMark") -> float:
+        return self._at - earlier._at

@@ -1,0 +1,303 @@
+"""A round on the device: passes over the requests of `RoundState`, in fixed shapes, for a CUDA graph to record.
+
+    draft      the drafter reads the states that wait for it, then drafts a chain behind them, all depths at once
+    verify     the target over the newest token and its drafts: logits, and states into the ring
+    sample     the target's own token behind each, drafts that equal it, and what that makes of the request
+    read       the target over chunks of prompts, flat, and the drafter with it; `sample` ends those that are complete
+    catch_up   the drafter reads what waits but for the last state, while nothing is drafted
+
+Nothing here looks at a number on the host. What the host knows when it launches a pass is which slots take part and how
+deep each may be drafted for at most; where they stand it may not know yet, since the round before is still running.
+
+Rows of nobody's slot, requests that have come to their limit, and tokens behind a row's live ones are written to the
+null block and to nobody's rings, and cost little. What comes out at their places means nothing.
+
+Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N tokens of a pass, C states of a row that are read, P blocks of a
+row, V vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.model import Drafter
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.runner.passes import Mark, Numbers, RunTarget
+from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
+from eyas.engine.runner.slot_sampling import SlotSampling
+from eyas.engine.sampler import compute_logprobs
+from eyas.kernels.attention.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundDrafter:
+    """A drafter over its blocks."""
+
+    model: Drafter
+    cache: KVCache
+    attend: Callable[[AttentionMetadata], PagedAttention]
+    token_W: Tensor
+    remembers: bool
+    """Whether later tokens see nothing of a token but keys and values that need no attention."""
+
+    def read(self, aux_NX: Tensor, token_N: Tensor, layout: AttentionMetadata) -> None:
+        """Let later tokens see these: a slot takes a state beside the token behind it."""
+        hidden_ND = self.model.fuse(aux_NX.to(self.model.fc.weight.dtype))
+        if self.remembers:
+            keys, values = self.model.remember(hidden_ND, token_N, layout.position_N)
+            self.cache.write(0, layout.slot_mapping_N, keys, values)
+        else:
+            self.model.step(hidden_ND, token_N, layout.position_N, self.attend(layout))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoundTarget:
+    """A target over its blocks."""
+
+    run: RunTarget
+    cache: KVCache
+    logits_SV: Tensor
+    """Where its passes leave logits, for `sample`."""
+
+
+class Rows:
+    """Where the requests of a pass stand when it begins."""
+
+    def __init__(self, state: RoundState, rows: int, blocks: int) -> None:
+        self.state, self.count = state, rows
+        self.slot_R = slot_R = state.row_slot[:rows]
+        self.length_R = state.length_S[slot_R]
+        self.table_RP = state.table_SP[:, :blocks].index_select(0, slot_R).int()
+        self.room_R = (state.limit_S[slot_R] - self.length_R - 1).clamp(min=0)
+        """Tokens that may still be chosen."""
+
+    def lay_out(self, base_R: Tensor, live_R: Tensor, count: int, cache: KVCache) -> AttentionMetadata:
+        """Chains of `count` tokens from base_R on, the first live_R of which are real."""
+        base_R = torch.where(live_R > 0, base_R, 0).int()
+        size, null_slot = cache.block_size, cache.null_slot
+        return AttentionMetadata.padded(
+            self.table_RP, base_R, live_R.int(), count=count, block_size=size, null_slot=null_slot
+        )
+
+    def in_ring(self, position_RQ: Tensor, live_RQ: Tensor | None = None) -> Tensor:
+        """Where positions lie in a ring of all slots; what is not live lies with nobody."""
+        ring = self.state.ring
+        place_RQ = self.slot_R[:, None] * ring + position_RQ % ring
+        return place_RQ if live_RQ is None else torch.where(live_RQ, place_RQ, self.state.nobody * ring)
+
+
+def draft(
+    _: Numbers,
+    mark: Mark,
+    *,
+    state: RoundState,
+    drafter: RoundDrafter,
+    sampling: SlotSampling,
+    needs: Needs,
+    rows: int,
+    reads: int,
+    depth: int,
+    blocks: int,
+) -> Tensor:
+    """Read up to `reads` states of each row and draft up to `depth` tokens, which are left in `state`: [R, K]."""
+    assert state.states_SLX is not None
+    who = Rows(state, rows, blocks)
+    drafted_R = state.drafted_S[who.slot_R]
+    follows_R = (who.room_R > 0) & (state.follows_S[who.slot_R] > 0)
+    live_R = torch.where(follows_R, who.length_R - drafted_R, 0)
+    limit_R = torch.where(live_R > 0, torch.minimum(state.row_depth[:rows], who.room_R - 1), 0)
+    position_RC = drafted_R[:, None] + torch.arange(reads, device=drafted_R.device)
+    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, who.in_ring(position_RC).flatten())
+    token_RC = state.tokens_SL.flatten()[who.in_ring(position_RC + 1)]
+    model, cache = drafter.model, drafter.cache
+    layout = who.lay_out(drafted_R, live_R, reads, cache)
+    output = model.step(
+        model.fuse(aux_NX.to(model.fc.weight.dtype)), token_RC.flatten(), layout.position_N, drafter.attend(layout)
+    )
+    last_R = torch.arange(rows, device=drafted_R.device) * reads + (live_R - 1).clamp(min=0)
+    normed_RD, feedback_RD = output.normed[last_R], output.feedback[last_R]
+    token_R = token_RC[:, 0]
+    for at in range(depth):
+        if at > 0:
+            layout = who.lay_out(who.length_R + at - 1, (limit_R > at).long(), 1, cache)
+            output = model.step(feedback_RD, token_R, layout.position_N, drafter.attend(layout))
+            normed_RD, feedback_RD = output.normed, output.feedback
+        logits_RW = model.logits(normed_RD)
+        # The newest token stands at position length: the target has not read it, so it has no slot yet.
+        index_R = sampling.draw(logits_RW, who.slot_R, who.length_R + 1 + at, drafter.token_W, needs)
+        token_R = drafter.token_W[index_R]
+        state.drafts_RK[:rows, at] = token_R
+        state.sure_RK[:rows, at] = logits_RW.softmax(dim=-1, dtype=torch.float32).gather(-1, index_R[:, None])[:, 0]
+    state.depth_R[:rows] = limit_R
+    state.drafted_S.index_copy_(0, who.slot_R, torch.where(live_R > 0, who.length_R, drafted_R))
+    return state.drafts_RK[:rows, :depth]
+
+
+def verify(
+    _: Numbers, __: Mark, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int
+) -> Tensor:
+    """The target over the newest token and the drafts; logits are left row by row, states in the ring."""
+    who = Rows(state, rows, blocks)
+    newest_R1 = state.tokens_SL.flatten()[who.in_ring(who.length_R[:, None])]
+    ids_RQ = torch.cat([newest_R1, state.drafts_RK[:rows, :depth]], dim=1)
+    drafts_R = state.depth_R[:rows] if depth else torch.zeros_like(who.length_R)
+    live_R = torch.where(who.room_R > 0, 1 + drafts_R, 0)
+    layout = who.lay_out(who.length_R, live_R, 1 + depth, target.cache)
+    logits_NV, aux_NX = target.run(ids_RQ.flatten(), layout, None)
+    target.logits_SV[: len(logits_NV)].copy_(logits_NV)
+    if state.states_SLX is not None and aux_NX is not None:
+        offset_Q = torch.arange(1 + depth, device=live_R.device)
+        place_RQ = who.in_ring(who.length_R[:, None] + offset_Q, offset_Q < live_R[:, None])
+        state.states_SLX.flatten(0, 1).index_copy_(0, place_RQ.flatten(), aux_NX.to(state.states_SLX.dtype))
+    return live_R
+
+
+Accept = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the target's own tokens [R, Q], drafts [R, K] and how many of each row are real [R] to how many of them are
+accepted [R], and the tokens of the round [R, Q]."""
+
+
+def sample(
+    _: Numbers,
+    __: Mark,
+    *,
+    state: RoundState,
+    target: RoundTarget,
+    sampling: SlotSampling,
+    accept: Accept,
+    needs: Needs,
+    rows: int,
+    depth: int,
+    mask_NV: Tensor | None = None,
+) -> Tensor:
+    """What came of the round of each row, in one line of numbers (`Line` says which).
+
+    An answer that comes to its limit gets fewer tokens than were accepted.
+    """
+    who = Rows(state, rows, 0)
+    drafts_RK = state.drafts_RK[:rows, :depth]
+    position_R = who.length_R + 1
+    logits_NV = target.logits_SV[: rows * (1 + depth)]
+    token_RQ = sampling.choose(logits_NV, who.slot_R, position_R, drafts_RK, needs, mask_NV)
+    accepted_R, token_RQ = accept(token_RQ, drafts_RK, state.depth_R[:rows])
+    new_R = torch.minimum(accepted_R + 1, who.room_R) * state.row_samples[:rows]
+    offset_Q = torch.arange(1 + depth, device=new_R.device)
+    place_RQ = who.in_ring(position_R[:, None] + offset_Q, offset_Q < new_R[:, None])
+    state.tokens_SL.flatten().index_copy_(0, place_RQ.flatten(), token_RQ.flatten())
+    state.length_S.index_copy_(0, who.slot_R, who.length_R + new_R)
+    sampling.note(who.slot_R, token_RQ, new_R, needs)
+    sure_RK = _bits(state.sure_RK[:rows, :depth])
+    parts = [new_R[:, None], accepted_R[:, None], token_RQ, drafts_RK, sure_RK]
+    if needs.logprobs != NO_LOGPROBS:
+        told = compute_logprobs(logits_NV, token_RQ.flatten(), needs.logprobs)
+        columns = (_bits(told.logprob_N)[:, None], told.rank_N[:, None], told.top_token_NK, _bits(told.top_logprob_NK))
+        parts.append(torch.cat(columns, dim=1).view(rows, -1))
+    return torch.cat(parts, dim=1)
+
+
+def _bits(reals: Tensor) -> Tensor:
+    return reals.double().view(torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """Where the numbers of a row stand in what `sample` gives: counts of new tokens and of accepted drafts, then these.
+
+    Real numbers are the bits of float64.
+    """
+
+    depth: int
+    alternatives: int
+    """Of logprobs; `NO_LOGPROBS` without."""
+
+    @property
+    def tokens(self) -> int:
+        """Q of them."""
+        return 2
+
+    @property
+    def drafts(self) -> int:
+        """K of them."""
+        return 3 + self.depth
+
+    @property
+    def sure(self) -> int:
+        """How sure the drafter was of each."""
+        return self.drafts + self.depth
+
+    @property
+    def logprobs(self) -> int:
+        """For each token its logprob, its rank, the most likely tokens and theirs."""
+        return self.sure + self.depth
+
+    @property
+    def width(self) -> int:
+        """Numbers in all."""
+        told = 0 if self.alternatives == NO_LOGPROBS else 2 + 2 * self.alternatives
+        return self.logprobs + (1 + self.depth) * told
+
+
+def read(
+    numbers: Numbers,
+    _: Mark,
+    *,
+    state: RoundState,
+    target: RoundTarget,
+    drafter: RoundDrafter | None,
+    rows: int,
+    blocks: int,
+) -> Tensor:
+    """The target over chunks of prompts; logits behind the last token of each row are left for `sample`.
+
+    Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `start` [R + 1],
+    where rows begin, `base` [R], their first positions. A row that samples is left where a decoding one stands before
+    its newest token is read.
+    """
+    who = Rows(state, rows, blocks)
+    ids_N, start_R, base_R = numbers["ids"], numbers["start"].int(), numbers["base"]
+    samples_R, count_R = state.row_samples[:rows], start_R.diff().long()
+
+    def lay_out(live_R: Tensor, cache: KVCache) -> AttentionMetadata:
+        size, null_slot = cache.block_size, cache.null_slot
+        return AttentionMetadata.ragged(
+            who.table_RP,
+            base_R.int(),
+            start_R,
+            count=len(ids_N),
+            block_size=size,
+            null_slot=null_slot,
+            live_R=live_R.int(),
+        )
+
+    last_R = (start_R[1:].long() - 1).clamp(min=0)
+    logits_RV, aux_NX = target.run(ids_N, lay_out(count_R, target.cache), last_R)
+    target.logits_SV[:rows].copy_(logits_RV)
+    # Nobody's slot takes what rows of none say; its numbers mean nothing.
+    end_R = base_R + count_R
+    follows_R = state.follows_S[who.slot_R]
+    if drafter is not None and state.states_SLX is not None and aux_NX is not None:
+        drafter.read(aux_NX, numbers["behind"], lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache))
+        place_R1 = who.in_ring((end_R - 1).clamp(min=0)[:, None])
+        state.states_SLX.flatten(0, 1).index_copy_(0, place_R1[:, 0], aux_NX[last_R].to(state.states_SLX.dtype))
+    state.length_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0))
+    state.drafted_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0) * follows_R)
+    return last_R
+
+
+def catch_up(_: Numbers, __: Mark, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
+    """Let the drafter read all that waits for rows but the last state."""
+    assert state.states_SLX is not None
+    who, reads = Rows(state, rows, blocks), state.ring
+    drafted_R = state.drafted_S[who.slot_R]
+    follows_R = (who.room_R > 0) & (state.follows_S[who.slot_R] > 0)
+    live_R = torch.where(follows_R, who.length_R - 1 - drafted_R, 0).clamp(min=0)
+    position_RC = drafted_R[:, None] + torch.arange(reads, device=drafted_R.device)
+    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, who.in_ring(position_RC).flatten())
+    token_N = state.tokens_SL.flatten()[who.in_ring(position_RC + 1).flatten()]
+    drafter.read(aux_NX, token_N, who.lay_out(drafted_R, live_R, reads, drafter.cache))
+    state.drafted_S.index_copy_(0, who.slot_R, drafted_R + live_R)
+    return live_R

@@ -1,0 +1,489 @@
+"""Launches rounds: which captured passes a step is made of, and how what came of it is brought to the host.
+
+A step of decoding is one copy in, up to three replays (draft, verify, sample) and one copy out; a step that reads
+prompts has another read and sample. Nobody waits between them, nor for the step before. Passes are captured for
+buckets of shapes, as they are met or ahead:
+
+    rows     rounded up to one of ROWS
+    depth    the deepest draft of any row, so that there are as many tokens as one of TOKENS
+    blocks   of the longest row, in USUAL_BLOCKS or that times powers of 4
+    tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured
+
+The host keeps bounds: `_waiting` has the most states that may wait for the drafter, by slot. Before they could outgrow
+the ring, or what a draft reads, the drafter reads them in a pass of its own (`catch_up`).
+
+A batch in which the host must say what may come (grammars, bad words) is sampled apart: `LaunchedRound.sample` is then
+to be called with a mask, once the tokens before are known. The passes before it are under way by then.
+
+Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, X concatenated auxiliary states.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.request import SequenceState
+from eyas.engine.runner import passes, round_passes
+from eyas.engine.runner.cuda_graphs import CHUNKS, ROWS, TOKENS, USUAL_BLOCKS
+from eyas.engine.runner.device_queue import DeviceQueue, Mark
+from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.engine.runner.input_buffers import InputBuffers
+from eyas.engine.runner.round_passes import Line, RoundDrafter, RoundTarget
+from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
+from eyas.engine.runner.slot_sampling import SlotSampling
+from eyas.engine.sampler import LogprobsTensors, TokenLogprobs
+from eyas.engine.scheduler import ScheduledRow
+
+READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
+"""Kinds of captured passes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundResult:
+    """What a round gave one request."""
+
+    row: ScheduledRow
+    tokens: list[int]
+    """New ones: accepted drafts and one of the target's own, unless the answer came to its limit before."""
+    accepted: int
+    """Drafts, also where the limit cut them off."""
+    drafts: list[int]
+    confidences: list[float]
+
+    logprobs: LogprobsTensors | None = None
+    """Of all tokens of the row, on the host, if the request asks for them."""
+
+    def told_logprobs(self, count: int) -> tuple[TokenLogprobs, ...] | None:
+        """Of the first tokens, if the request asks for them."""
+        asked = self.row.seq.request.logprobs
+        if self.logprobs is None or asked is None:
+            return None
+        return tuple(LogprobsTensors(*(column[:count] for column in self.logprobs)).tell([asked] * count))
+
+
+@dataclass(kw_only=True, eq=False)
+class LaunchedRound:
+    """A pass over some rows that is under way."""
+
+    rows: Sequence[ScheduledRow]
+    of_prompts: bool
+    """Whether it reads chunks of prompts."""
+    bucket: int
+    """Rows of the pass, real or not."""
+    line: Line
+    """What comes of it: the drafts of a row, real or not, among it."""
+    reads: int
+    """States of a row that the drafter reads before it drafts."""
+    caught_up: bool
+    """Whether the drafter read, before all else, what waited but for the last state."""
+    began: Mark
+    drafted: Mark | None
+    """Where drafting ends, if there is any."""
+    drafts_RK: Tensor | None
+    """Drafts on their way to the host, there with that mark, where the host makes a mask of what may come."""
+    sample: Callable[[Tensor | None], None] = field(init=False)
+    """Then this is to be called, once, with the mask [R * Q, V]; it has been called otherwise."""
+    output: Tensor | None = None
+    landed: Mark | None = None
+
+    def collect(self) -> list[RoundResult]:
+        """Wait for it."""
+        assert self.output is not None, "to be sampled first"
+        assert self.landed is not None
+        self.landed.wait()
+        at, output = self.line, self.output
+        sure = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).tolist()
+        results = []
+        for number, (line, row, confidences) in enumerate(
+            zip(output[:, : at.sure].tolist(), self.rows, sure, strict=True)
+        ):
+            results.append(
+                RoundResult(
+                    row=row,
+                    tokens=line[2 : 2 + line[0]],
+                    accepted=line[1],
+                    drafts=line[at.drafts : at.drafts + row.drafts],
+                    confidences=confidences[: row.drafts],
+                    logprobs=None if row.seq.request.logprobs is None else self._logprobs(output[number]),
+                )
+            )
+        return results
+
+    def _logprobs(self, line: Tensor) -> LogprobsTensors | None:
+        at = self.line
+        if at.alternatives == NO_LOGPROBS:
+            return None
+        token_Q, told_QC = line[at.tokens : at.drafts], line[at.logprobs :].view(1 + at.depth, -1)
+        split = 2 + at.alternatives
+        logprob_Q, top_logprob_QK = (x.contiguous().view(torch.float64) for x in (told_QC[:, 0], told_QC[:, split:]))
+        return LogprobsTensors(token_Q, logprob_Q, told_QC[:, 1], told_QC[:, 2:split], top_logprob_QK)
+
+    def drafter_read(self, row: ScheduledRow, before: int) -> int:
+        """How far the drafter has read with a row before which the target had read so much."""
+        if self.of_prompts:
+            return before + row.count - row.samples
+        return before if self.line.depth else before - 1 if self.caught_up else 0
+
+    @property
+    def draft_seconds(self) -> float:
+        """Of the device, once collected."""
+        return 0.0 if self.drafted is None else self.drafted.seconds_since(self.began)
+
+    @property
+    def target_seconds(self) -> float:
+        """The same for the target's pass and the sampler."""
+        assert self.landed is not None
+        return self.landed.seconds_since(self.began) - self.draft_seconds
+
+
+def accept_equal(token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor) -> tuple[Tensor, Tensor]:
+    """The law: a draft is accepted if it is the target's own token and all before it were."""
+    depth = drafts_RK.shape[1]
+    real_RK = torch.arange(depth, device=depth_R.device) < depth_R[:, None]
+    same_RK = (token_RQ[:, :depth] == drafts_RK) & real_RK
+    return same_RK.cumprod(dim=-1).sum(dim=-1), token_RQ
+
+
+class RoundRunner:
+    """Rounds over the slots of a `RoundState`."""
+
+    def __init__(
+        self,
+        run: passes.RunTarget,
+        cache: KVCache,
+        drafter: DrafterRunner | None,
+        *,
+        capture: GraphCapture,
+        queue: DeviceQueue,
+        max_num_seqs: int,
+        most_tokens: int,
+        longest_chunk: int,
+        max_model_len: int,
+        max_depth: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        logits_dtype: torch.dtype,
+        accept: round_passes.Accept = accept_equal,
+    ) -> None:
+        device = capture.device
+        self.capture, self.queue, self.accept = capture, queue, accept
+        self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
+        self._deepest, self._most_tokens = max_depth + 1, most_tokens
+        self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
+        most_blocks = -(-max_model_len // cache.block_size)
+        self._usual_blocks = min(USUAL_BLOCKS, 1 << (most_blocks - 1).bit_length())
+        widest = self._usual_blocks
+        while widest < most_blocks:
+            widest *= 4
+        logits_SV = torch.empty(max(most_tokens, max_num_seqs), vocab_size, dtype=logits_dtype, device=device)
+        self._target = RoundTarget(run=run, cache=cache, logits_SV=logits_SV)
+        like_X, self._drafter = None, None
+        if drafter is not None:
+            config = drafter.model.config
+            like_X = torch.empty(config.num_aux_hidden_states * config.target_hidden_size, dtype=dtype, device=device)
+            self._drafter = RoundDrafter(
+                model=drafter.model,
+                cache=drafter.cache,
+                attend=drafter.attention,
+                token_W=drafter.token_W,
+                remembers=drafter.remembers,
+            )
+        self.state = RoundState(slots=max_num_seqs, blocks=widest, max_depth=max_depth, like_X=like_X, device=device)
+        self.sampling = SlotSampling(max_num_seqs, vocab_size, device)
+        self._owners: list[tuple[int, int] | None] = [None] * max_num_seqs
+        self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        """Block tables as the device has them, by slot."""
+        self._waiting = [0] * max_num_seqs
+        self._decoding = [False] * max_num_seqs
+        self.vocab_size = vocab_size
+
+    def decodes(self, seq: SequenceState) -> bool:
+        """Whether a request's prompt is read, or will be by what was launched: the device has its newest token."""
+        return self._is_seated(seq) and self._decoding[slot_of(seq)]
+
+    def states_of(self, seq: SequenceState) -> Tensor:
+        """The states [T, X] that wait for the drafter; nothing may be in flight."""
+        assert self.state.states_SLX is not None
+        position_T = torch.arange(seq.drafter_length, seq.target_length, device=self.state.device)
+        return self.state.states_SLX[slot_of(seq), position_T % self.state.ring]
+
+    @torch.inference_mode()
+    def seat(self, seq: SequenceState, aux_TX: Tensor | None) -> None:
+        """Let a request decode that was read elsewhere, with the states that wait for the drafter."""
+        slot, state = slot_of(seq), self.state
+        self._take_seat(seq)
+        self.queue.run(self.sampling.admit([slot], [seq]))
+        state.set("length", slot, seq.target_length)
+        state.set("drafted", slot, seq.drafter_length)
+        waiting = range(seq.drafter_length if aux_TX is not None else seq.target_length, seq.target_length)
+        for position in (*waiting, seq.target_length):
+            state.set("tokens", slot, seq.tokens[position], at=position % state.ring)
+        self._waiting[slot], self._decoding[slot] = len(waiting), True
+        state.send(self.queue)
+        if aux_TX is not None:
+            assert state.states_SLX is not None
+            states_LX, place_T = state.states_SLX[slot], torch.tensor([p % state.ring for p in waiting])
+            self.queue.run(lambda: states_LX.index_copy_(0, place_T.to(states_LX.device), aux_TX.to(states_LX.dtype)))
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken beside weights and blocks."""
+        return self.capture.bytes + self._target.logits_SV.nbytes + self.state.bytes
+
+    # --- launching ---------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch_round(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
+        """Get a round of requests that decode under way, with up to `row.drafts` drafts for each."""
+        seqs, slots = [row.seq for row in rows], [slot_of(row.seq) for row in rows]
+        bucket, blocks = self._row_bucket(len(rows)), self._block_bucket(rows)
+        depth = self._depth_for(rows, bucket)
+        needs = self._take_seats(rows)
+        followed = [slot for slot, seq in zip(slots, seqs, strict=True) if self._drafter and seq.speculates]
+        waiting, reads = max((self._waiting[slot] for slot in followed), default=0), 1 + depth
+        if depth and waiting > reads:
+            reads = self._deepest
+        late = waiting > reads if depth else waiting + 1 > self.state.most_waiting
+        if late:
+            reads = 1 + depth
+        # Before the rows are sent: to capture a pass is to run it, for nobody.
+        catch_up = self._catching_up(bucket, blocks) if late else None
+        draft = self._drafting(bucket, blocks, reads, depth, needs) if depth else None
+        verify = self._captured(
+            VERIFY,
+            (bucket, depth, blocks),
+            partial(
+                round_passes.verify, state=self.state, target=self._target, rows=bucket, depth=depth, blocks=blocks
+            ),
+        )
+        sample = self._sampling(bucket, depth, needs, masked=masked)
+
+        began = self.queue.mark()
+        self.state.send_rows(self.queue, slots, [min(row.drafts, depth) for row in rows], [1] * len(rows))
+        if catch_up is not None:
+            self.queue.run(catch_up)
+        drafted = drafts_RK = None
+        if draft is not None:
+            self.queue.run(draft)
+            drafts_RK = (
+                self._bring(lambda: self.state.drafts_RK[: len(rows), :depth], len(rows), depth) if masked else None
+            )
+            drafted = self.queue.mark()
+        self.queue.run(verify)
+        for row, slot in zip(rows, slots, strict=True):
+            known = 0 if depth else 1 if late else self._waiting[slot]
+            self._waiting[slot] = known + 1 + min(row.drafts, depth)
+        launched = LaunchedRound(
+            rows=rows,
+            of_prompts=False,
+            bucket=bucket,
+            line=Line(depth=depth, alternatives=needs.logprobs),
+            reads=reads,
+            caught_up=late,
+            began=began,
+            drafted=drafted,
+            drafts_RK=drafts_RK,
+        )
+        return self._launched(launched, sample, masked=masked)
+
+    @torch.inference_mode()
+    def launch_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
+        """Get chunks of prompts under way, all in one pass; behind those that end, a token is chosen."""
+        slots, bucket, blocks = (
+            [slot_of(row.seq) for row in rows],
+            self._row_bucket(len(rows)),
+            self._block_bucket(rows),
+        )
+        needs = self._take_seats(rows)
+        ids, behind, start = list[int](), list[int](), [0]
+        for row in rows:
+            tokens, end = row.seq.tokens, row.start + row.count
+            ids += tokens[row.start : end]
+            behind += [*tokens[row.start + 1 : end + 1], 0][: row.count]
+            start.append(len(ids))
+        inputs, read = self._reading(len(ids), bucket, blocks)
+        sample = self._sampling(bucket, 0, needs, masked=masked)
+        inputs.write("ids", ids)
+        inputs.write("behind", behind)
+        inputs.write("start", start + [len(ids)] * (bucket + 1 - len(start)))
+        inputs.write("base", [row.start for row in rows])
+
+        began = self.queue.mark()
+        self.queue.run(inputs.staged())
+        self.state.send_rows(self.queue, slots, [0] * len(rows), [int(row.samples) for row in rows])
+        self.queue.run(read)
+        for slot, row in zip(slots, rows, strict=True):
+            self._waiting[slot], self._decoding[slot] = 1, row.samples
+        launched = LaunchedRound(
+            rows=rows,
+            of_prompts=True,
+            bucket=bucket,
+            line=Line(depth=0, alternatives=needs.logprobs),
+            reads=0,
+            caught_up=False,
+            began=began,
+            drafted=None,
+            drafts_RK=None,
+        )
+        return self._launched(launched, sample, masked=masked)
+
+    def _launched(
+        self, launched: LaunchedRound, sample: Callable[[Tensor | None], Tensor], *, masked: bool
+    ) -> LaunchedRound:
+        rows, width = len(launched.rows), launched.line.width
+
+        def finish(mask_NV: Tensor | None) -> None:
+            launched.output = self._bring(lambda: sample(mask_NV)[:rows], rows, width)
+            launched.landed = self.queue.mark()
+
+        launched.sample = finish
+        if not masked:
+            finish(None)
+        return launched
+
+    def _bring(self, compute: Callable[[], Tensor], *shape: int) -> Tensor:
+        """Numbers of the device on their way to the host: there once a mark behind this has been waited for."""
+        host = torch.empty(shape, dtype=torch.int64, pin_memory=self.capture.device.type == "cuda")
+        self.queue.run(lambda: host.copy_(compute(), non_blocking=True))
+        return host
+
+    # --- passes ------------------------------------------------------------------------------------------------
+
+    def _catching_up(self, rows: int, blocks: int) -> Callable[[], object]:
+        assert self._drafter is not None
+        function = partial(round_passes.catch_up, state=self.state, drafter=self._drafter, rows=rows, blocks=blocks)
+        return self._captured(CATCH_UP, (rows, blocks), function)
+
+    def _drafting(self, rows: int, blocks: int, reads: int, depth: int, needs: Needs) -> Callable[[], object]:
+        assert self._drafter is not None
+        cuts = Needs(sampled=needs.sampled, min_p=needs.min_p, top_k=needs.top_k, top_p=needs.top_p)
+        function = partial(
+            round_passes.draft,
+            state=self.state,
+            drafter=self._drafter,
+            sampling=self.sampling,
+            needs=cuts,
+            rows=rows,
+            reads=reads,
+            depth=depth,
+            blocks=blocks,
+        )
+        return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
+
+    def _sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
+        """Logits to tokens. Not captured where few batches are alike."""
+        function = partial(
+            round_passes.sample,
+            state=self.state,
+            target=self._target,
+            sampling=self.sampling,
+            accept=self.accept,
+            needs=needs,
+            rows=rows,
+            depth=depth,
+        )
+        if masked or needs.shaped:
+            device = self.capture.device
+            return lambda mask_NV: function(
+                {}, _no_mark, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
+            )
+        captured = self._captured(SAMPLE, (rows, depth, needs), function)
+        return lambda _: captured()
+
+    def _reading(self, tokens: int, rows: int, blocks: int) -> tuple[InputBuffers, Callable[[], object]]:
+        """What reads so many tokens of prompts, and where to put them."""
+        function = partial(
+            round_passes.read, state=self.state, target=self._target, drafter=self._drafter, rows=rows, blocks=blocks
+        )
+        captured = tokens <= self._chunks[-1]
+        count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
+        shapes = {"ids": (count,), "behind": (count,), "start": (rows + 1,), "base": (rows,)}
+        if captured:
+            graph = self._graph(READ, (count, rows, blocks), function, shapes)
+            if graph is not None:
+                return graph.inputs, graph.run
+        inputs = InputBuffers(shapes, self.capture.device)
+        return inputs, lambda: function(inputs.device, _no_mark)
+
+    def _captured(self, kind: str, bucket: tuple[object, ...], function: Function) -> Callable[[], Tensor]:
+        """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
+        graph = self._graph(kind, bucket, function, {})
+        return graph.run if graph is not None else lambda: function({}, _no_mark)
+
+    def _graph(
+        self, kind: str, bucket: tuple[object, ...], function: Function, shapes: Mapping[str, tuple[int, ...]]
+    ) -> CapturedGraph | None:
+        if not self.capture.has(kind, bucket):
+            self.queue.run(self.state.blank_rows)
+        return self.capture.get(kind, bucket, lambda: shapes, function)
+
+    # --- seats -------------------------------------------------------------------------------------------------
+
+    def _take_seats(self, rows: Sequence[ScheduledRow]) -> Needs:
+        """Tell the device of requests that are new in their slots, and of new blocks; what all of them need."""
+        new = [row.seq for row in rows if not self._is_seated(row.seq)]
+        for seq in new:
+            self._take_seat(seq)
+        if new:
+            self.queue.run(self.sampling.admit([slot_of(seq) for seq in new], new))
+        for row in rows:
+            seq = row.seq
+            slot, settled = slot_of(seq), seq.target_length // self._target.cache.block_size
+            sent, blocks = self._blocks[slot], seq.blocks
+            # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
+            if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
+                first = min(settled, len(sent))
+                self.state.set_blocks(slot, first, blocks[first:])
+                sent[first:] = blocks[first:]
+        self.state.send(self.queue)
+        return self.sampling.needs([row.seq for row in rows])
+
+    def _is_seated(self, seq: SequenceState) -> bool:
+        return self._owners[slot_of(seq)] == (seq.key, seq.preemptions)
+
+    def _take_seat(self, seq: SequenceState) -> None:
+        slot = slot_of(seq)
+        self._owners[slot], self._blocks[slot] = (seq.key, seq.preemptions), []
+        self._waiting[slot], self._decoding[slot] = 0, False
+        self.state.set("limit", slot, seq.limit)
+        self.state.set("follows", slot, int(self._drafter is not None and seq.speculates))
+
+    # --- buckets -----------------------------------------------------------------------------------------------
+
+    def _depth_for(self, rows: Sequence[ScheduledRow], bucket: int) -> int:
+        """Drafts of a row that are captured together with the deepest of these; fewer if they outnumber the logits."""
+        deepest = max(row.drafts for row in rows)
+        # What all ask for, or they would need other graphs towards their end.
+        asked = [row.seq.request.speculation.depth for row in rows]
+        if deepest and all(asked):
+            depth = max(depth or 0 for depth in asked)
+        else:
+            depth = min(self._deepest, next((tokens for tokens in TOKENS if tokens > deepest), deepest + 1)) - 1
+        return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
+
+    def _row_bucket(self, rows: int) -> int:
+        bucket: int = self._rows[bisect_left(self._rows, rows)]
+        return bucket if bucket <= self._most_tokens else rows
+
+    def _block_bucket(self, rows: Sequence[ScheduledRow]) -> int:
+        blocks, needed = self._usual_blocks, max(len(row.seq.blocks) for row in rows)
+        while blocks < needed:
+            blocks *= 4
+        return blocks
+
+
+def slot_of(seq: SequenceState) -> int:
+    """The slot of a request that runs."""
+    assert seq.slot is not None, f"request {seq.key} has no slot"
+    return seq.slot
+
+
+def _no_mark() -> None:
+    """Where nobody takes the time inside a pass."""

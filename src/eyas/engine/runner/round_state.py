@@ -1,0 +1,124 @@
+"""What a round knows of every request, in memory of the device that stays from step to step.
+
+Every running request has a slot; one more slot is nobody's and takes what padding writes. Of a request whose target has
+read t tokens and whose drafter has read d <= t:
+
+    length     t: the newest token, at position t, has been chosen and not read
+    drafted    d
+    limit      the most tokens it may come to, prompt included; a request with length + 1 >= limit has ended
+    follows    whether the drafter reads along
+    tokens     a ring: the token at position p lies at p % ring
+    states     a ring: the target's auxiliary states of position p lie at p % ring
+    table      its blocks
+
+Both rings hold positions d to t, and a pass over 1 + depth tokens writes as many behind them: the ring is long enough
+as long as whoever launches passes lets the drafter read in time (`most_waiting`).
+
+The host writes single numbers (`set`, sent together by `send`) where it knows better than the device: for requests that
+come, and for blocks. All else is computed by passes (`round_passes.py`).
+
+`row_slot`, `row_depth` and `row_samples` are the rows of the pass that is launched next; `drafts`, `sure` and `depth`
+what its draft leaves for its verification. All of them are by row, not by slot.
+
+Shapes: S slots and one, R rows, P blocks of a request, X concatenated auxiliary states, K deepest draft.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.engine.runner.device_queue import DeviceQueue
+
+
+class RoundState:
+    """The requests' numbers on the device."""
+
+    def __init__(self, *, slots: int, blocks: int, max_depth: int, like_X: Tensor | None, device: torch.device) -> None:
+        self.slots, self.nobody, self.blocks, self.max_depth = slots, slots, blocks, max_depth
+        self.ring = 1 << (2 * max_depth + 2).bit_length()
+        self.device = device
+        sizes = {"length": 1, "drafted": 1, "limit": 1, "follows": 1, "tokens": self.ring, "table": blocks}
+        self._arena = torch.zeros((slots + 1) * sum(sizes.values()), dtype=torch.int64, device=device)
+        self._offsets: dict[str, tuple[int, int]] = {}
+        views: dict[str, Tensor] = {}
+        end = 0
+        for name, size in sizes.items():
+            self._offsets[name] = end, size
+            start, end = end, end + (slots + 1) * size
+            views[name] = self._arena[start:end].view(slots + 1, size)
+        self.length_S, self.drafted_S, self.limit_S, self.follows_S = (
+            views[name][:, 0] for name in ("length", "drafted", "limit", "follows")
+        )
+        self.tokens_SL, self.table_SP = views["tokens"], views["table"]
+        self.states_SLX = None if like_X is None else like_X.new_zeros(slots + 1, self.ring, len(like_X))
+
+        self._rows_3R = torch.zeros(3, slots, dtype=torch.int64, device=device)
+        self.row_slot, self.row_depth, self.row_samples = self._rows_3R
+        self.row_slot.fill_(self.nobody)
+        self.drafts_RK = torch.zeros(slots, max_depth, dtype=torch.int64, device=device)
+        self.sure_RK = torch.zeros(slots, max_depth, dtype=torch.float32, device=device)
+        self.depth_R = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._changes: dict[int, int] = {}
+
+    @property
+    def most_waiting(self) -> int:
+        """States of a request that may wait for the drafter when the deepest pass begins."""
+        return self.ring - (self.max_depth + 1)
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken."""
+        kept = (self._arena, self.states_SLX, self._rows_3R, self.drafts_RK, self.sure_RK, self.depth_R)
+        return sum(x.nbytes for x in kept if x is not None)
+
+    def set(self, name: str, slot: int, value: int, at: int = 0) -> None:
+        """Let a number of a slot be this from the next pass on."""
+        offset, size = self._offsets[name]
+        self._changes[offset + slot * size + at] = value
+
+    def set_blocks(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        """Let these be blocks of a slot, from number `first` on."""
+        offset, size = self._offsets["table"]
+        at = offset + slot * size + first
+        for place, block in enumerate(blocks, at):
+            self._changes[place] = block
+
+    def send(self, queue: DeviceQueue) -> None:
+        """Bring what was set to the device, ahead of what is put in after it."""
+        if not self._changes:
+            return
+        changes, self._changes = self._changes, {}
+        sent_2N = to_send(np.array([list(changes.keys()), list(changes.values())], dtype=np.int64), self.device)
+        arena = self._arena
+
+        def change() -> None:
+            index_N, value_N = sent_2N.to(arena.device, non_blocking=True)
+            arena.index_copy_(0, index_N, value_N)
+
+        queue.run(change)
+
+    def send_rows(
+        self, queue: DeviceQueue, slots: Sequence[int], depths: Sequence[int], samples: Sequence[int]
+    ) -> None:
+        """The rows of the next pass; those behind them are nobody's."""
+        numbers = np.zeros(self._rows_3R.shape, dtype=np.int64)
+        numbers[0] = self.nobody
+        numbers[:, : len(slots)] = slots, depths, samples
+        sent_3R = to_send(numbers, self.device)
+        queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
+
+    def blank_rows(self) -> None:
+        """Nobody takes part: for a pass that is run to be captured."""
+        self.row_slot.fill_(self.nobody)
+        self.row_samples.zero_()
+
+
+def to_send(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", device: torch.device) -> Tensor:
+    """Numbers of the host where a copy to the device can take them without the host waiting for it.
+
+    Memory of its own each time: what was sent before may not have been read yet. Torch keeps pinned memory until then.
+    """
+    sent = torch.from_numpy(numbers)
+    return sent.pin_memory() if device.type == "cuda" else sent

@@ -1,0 +1,380 @@
+"""Rounds on the device give what ordinary steps give, with a step in flight and a device that finishes late."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import engine.test_bad_words as test_bad_words_of
+import engine.test_prompt_logprobs as test_prompt_logprobs_of
+from engine.late_queue import LateQueue
+from engine.test_cuda_graphs import Uncaptured, _dense_where_padded, live_through, make_moody  # noqa: F401
+from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
+from engine.test_grammar import SHORT, guidance, letters  # noqa: F401  fixtures are used by name
+from engine.test_grammar import requests as grammar_requests
+from engine.test_swap import run_with_swaps
+from eyas.drafter.model import Drafter
+from eyas.engine import drift_probe
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.grammar.llguidance import LlGuidance
+from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.device_queue import DeviceQueue, ImmediateQueue
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+from tiny import drafter_config, random_drafter
+
+QUEUES: dict[str, Callable[[], DeviceQueue]] = {
+    "at once": ImmediateQueue,
+    "late": LateQueue,
+    "by chance": lambda: LateQueue(seed=1, haste=0.4),
+}
+"""Devices by how late they finish."""
+
+
+def round_engine(
+    target: Target,
+    drafter: Drafter | None,
+    engine_options: EngineConfig,
+    queue: DeviceQueue | None = None,
+    *,
+    synchronous: bool = False,
+) -> Engine:
+    """An engine whose rounds live on a device."""
+    engine = Engine(target, drafter, config=engine_options)
+    engine.use_rounds(Uncaptured(device=torch.device("cpu")), queue or LateQueue(), synchronous=synchronous)
+    return engine
+
+
+@pytest.fixture(params=[*QUEUES, "synchronous"])
+def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """How engines are made: by device."""
+
+    def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
+        if request.param == "synchronous":
+            return round_engine(target, drafter, options(**changes), ImmediateQueue(), synchronous=True)
+        return round_engine(target, drafter, options(**changes), QUEUES[request.param]())
+
+    return made
+
+
+def tokens_of(answers: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_chains_of_every_depth(
+    build: Callable[..., Engine],
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    depth: int,
+    rows: int,
+) -> None:
+    asked = [request(prompt, speculation=at_depth(depth) if depth else OFF) for prompt in prompts]
+    manner = {"max_num_seqs": rows, "max_num_batched_tokens": 256}
+    ours = run(build(target, tiny_drafter, **manner), asked)
+    theirs = run(Engine(target, tiny_drafter, config=options(**manner)), asked)
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+
+
+def test_without_a_drafter(build: Callable[..., Engine], target: Target, prompts: list[tuple[int, ...]]) -> None:
+    asked = [request(prompt) for prompt in prompts]
+    assert tokens_of(run(build(target, None), asked)) == tokens_of(run(Engine(target, config=options()), asked))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_sampling_among_greedy_ones(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any
+) -> None:
+    asked = [
+        request(prompt, seed=seed, speculation=at_depth(3), **({"sampling": sampling} if seed % 3 else {}))
+        for seed, prompt in enumerate(prompts)
+    ]
+    manner = options(max_num_batched_tokens=256)
+    ours = run(round_engine(target, tiny_drafter, manner), asked)
+    theirs = run(Engine(target, tiny_drafter, config=manner), asked)
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+
+
+def test_logprobs_ends_and_shortest_lengths(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = [
+        request(prompt, speculation=at_depth(4), logprobs=2, stop_ids=frozenset({5, 9}), min_new_tokens=6)
+        for prompt in prompts
+    ]
+    ours = run(build(target, tiny_drafter), asked)
+    theirs = run(Engine(target, tiny_drafter, config=options()), asked)
+    assert [(answer.tokens, answer.finished) for answer in ours] == [(a.tokens, a.finished) for a in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        assert [(x.token, x.rank) for x in a.logprobs] == [(x.token, x.rank) for x in b.logprobs]
+        assert [x.logprob for x in a.logprobs] == pytest.approx([x.logprob for x in b.logprobs], abs=1e-4)
+        assert [[t for t, _ in x.top] for x in a.logprobs] == [[t for t, _ in x.top] for x in b.logprobs]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prefix_cache": False}, {"max_num_batched_tokens": 9}, {"block_size": 1}, {"block_size": 64}], ids=str
+)
+def test_chunks_blocks_and_prefixes(
+    build: Callable[..., Engine],
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    changes: dict[str, Any],
+) -> None:
+    asked = [request(prompt, speculation=at_depth(4)) for prompt in [*prompts, *prompts]]
+    ours = run(build(target, tiny_drafter, **changes), asked)
+    assert tokens_of(ours) == tokens_of(run(Engine(target, tiny_drafter, config=options(**changes)), asked))
+
+
+def test_prefixes_found_later_are_right(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """What a request leaves in the prefix cache, the drafter's part included, serves the next one."""
+    engine, asked = build(target, tiny_drafter, max_num_seqs=3, max_num_batched_tokens=256), prompts[3:6]
+    first = run(engine, [request(prompt, speculation=at_depth(4)) for prompt in asked])
+    longer = [
+        request((*prompt, *answer.tokens), speculation=at_depth(4)) for prompt, answer in zip(asked, first, strict=True)
+    ]
+    ours = run(engine, longer)
+    assert all(answer.num_cached_tokens > len(prompt) for answer, prompt in zip(ours, asked, strict=True))
+    theirs = run(Engine(target, tiny_drafter, config=options(prefix_cache=False, max_num_batched_tokens=256)), longer)
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+
+
+def test_preempted_requests(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    per_block = Engine(target, tiny_drafter, config=options()).budget.bytes_per_block
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    engine = build(target, tiny_drafter, max_model_len=64, memory=30 * per_block)
+    preempted = set[int]()
+    tokens: dict[int, list[int]] = {}
+    for one in asked:
+        engine.submit(one)
+    while engine.busy:
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+        preempted |= {seq.key for seq in engine.scheduler.running if seq.preemptions}
+        engine.scheduler.check()
+    assert preempted
+    theirs = run(Engine(target, tiny_drafter, config=options()), asked)
+    assert [tuple(tokens[key]) for key in range(len(asked))] == tokens_of(theirs)
+
+
+def test_depths_that_change_and_requests_that_come_and_go(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """Plain steps gather states, deep ones follow shallow ones, users leave in the middle: nothing shows."""
+    asked = [request(prompt, max_new_tokens=60) for prompt in prompts]
+    expected = tokens_of(run(Engine(target, config=options()), asked))
+    engine = build(target, tiny_drafter, max_num_seqs=6, max_model_len=256)
+    tokens, depths = live_through(engine, prompts)
+    for key, made in tokens.items():
+        assert tuple(made) == expected[key][: len(made)]
+        assert len(made) == 60 or key in (2, 7)
+    assert sum(depth > 0 for row in depths.values() for depth in row) > 100
+
+
+def test_long_rests_are_caught_up_on(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """After many plain steps the drafter drafts as if it had read along: the ring is read before it is overwritten."""
+    asked = [request(prompt, max_new_tokens=90, speculation=Speculation()) for prompt in prompts[:4]]
+    accepted = []
+    for engine in (
+        build(target, tiny_drafter, max_model_len=256),
+        Engine(target, tiny_drafter, config=options(max_model_len=256)),
+    ):
+        steps = iter(range(10**6))
+        make_moody(engine, lambda steps=steps: 4 if next(steps) // 4 % 40 > 36 else 0)  # type: ignore[misc]
+        answers = run(engine, asked)
+        accepted.append(
+            sum(answer.stats.accepted for answer in answers) / sum(answer.stats.drafts for answer in answers)
+        )
+        assert tokens_of(answers) == tokens_of(run(Engine(target, config=options(max_model_len=256)), asked))
+    assert accepted[0] == pytest.approx(accepted[1], rel=0.3)
+
+
+def test_sampled_answers_are_those_of_no_drafts(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    def asked(speculation: Speculation) -> list[Request]:
+        return [
+            request(prompt, seed=seed, sampling=Sampling(temperature=1.0, top_p=0.9), speculation=speculation)
+            for seed, prompt in enumerate(prompts)
+        ]
+
+    engine = round_engine(target, tiny_drafter, options())
+    assert tokens_of(run(engine, asked(at_depth(5)))) == tokens_of(run(engine, asked(OFF)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_at_once(target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], seed: int) -> None:
+    """Requests of all kinds come, are cancelled, stop and are preempted while steps are in flight."""
+    chance = random.Random(seed)
+
+    def one(number: int) -> Request:
+        sampling = chance.choice([Sampling(), Sampling(), *SAMPLINGS])
+        return request(
+            chance.choice(prompts),
+            seed=number,
+            sampling=sampling,
+            max_new_tokens=chance.randint(1, 40),
+            speculation=chance.choice([OFF, at_depth(2), at_depth(5), Speculation()]),
+            stop_ids=frozenset(chance.sample(range(96), chance.choice([0, 3]))),
+            logprobs=chance.choice([None, None, 2]),
+        )
+
+    asked = [one(number) for number in range(24)]
+    expected = tokens_of(run(Engine(target, config=options(max_model_len=64)), [_plain(this) for this in asked]))
+    per_block = Engine(target, tiny_drafter, config=options()).budget.bytes_per_block
+    engine = round_engine(
+        target, tiny_drafter, options(max_num_seqs=5, max_model_len=64, memory=40 * per_block), LateQueue(seed, 0.3)
+    )
+    make_moody(engine, lambda: chance.choice([0, 0, 1, 3, 7]))
+    tokens: dict[int, list[int]] = {number: [] for number in range(len(asked))}
+    left, cancelled = list(asked), set[int]()
+    while left or engine.busy:
+        if left and chance.random() < 0.5:
+            engine.submit(left.pop(0))
+        for piece in engine.step():
+            tokens[piece.key] += piece.tokens
+        engine.scheduler.check()
+        if engine.scheduler.running and chance.random() < 0.02:
+            key = chance.choice(engine.scheduler.running).key
+            cancelled.add(key)
+            engine.cancel(key)
+    assert engine.block_manager.used == 0
+    for number, made in tokens.items():
+        if number in cancelled:
+            assert tuple(made) == expected[number][: len(made)]
+        else:
+            assert tuple(made) == expected[number]
+
+
+def _plain(one: Request) -> Request:
+    return replace(one, speculation=OFF, logprobs=None)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9)], ids=str)
+def test_bad_words(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    sampling: Sampling,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(test_bad_words_of, "fixed_engine", round_engine)
+    test_bad_words_of.test_they_do_not_come_and_drafts_do_not_matter(target, tiny_drafter, prompts, sampling)
+
+
+def test_grammars_among_others(
+    build: Callable[..., Engine],
+    letters: Target,  # noqa: F811
+    tiny_drafter: Drafter,
+    guidance: LlGuidance,  # noqa: F811
+) -> None:
+    """Masks are made while the step's passes run; rows without a grammar beside them are not touched."""
+    asked = grammar_requests(letters, guidance.json_schema(SHORT), (at_depth(1), at_depth(3), Speculation(), OFF))
+    free = [replace(one, grammar=None) for one in asked[:3]]
+    expected = Engine(letters, tiny_drafter, config=options()).generate([*asked, *free])
+    answers = build(letters, tiny_drafter).generate([*asked, *free])
+    assert tokens_of(answers) == tokens_of(expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_batched_tokens": 9}, {"max_num_seqs": 1}], ids=str)
+def test_logprobs_of_prompts_among_others(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(test_prompt_logprobs_of, "fixed_engine", round_engine)
+    test_prompt_logprobs_of.test_prompts_among_others(target, tiny_drafter, prompts, changes, captured=True)
+
+
+def test_drafters_come_and_go(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = [request(prompt, speculation=Speculation()) for prompt in prompts]
+    other = random_drafter(drafter_config(), seed=5).share_target(
+        target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
+    )
+    engine = build(target, tiny_drafter)
+    make_moody(engine, lambda: 3)
+    got = run_with_swaps(engine, asked, {2: other, 4: None, 6: tiny_drafter, 9: other})
+    assert got == tokens_of(run(Engine(target, config=options()), asked))
+
+
+def test_looks_for_drift_change_nothing(
+    build: Callable[..., Engine],
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drift_probe, "EVERY", 1)
+    engine = build(target, tiny_drafter, drift_share=0.9)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    expected = run(Engine(target, config=options()), [_plain(one) for one in asked])
+    assert tokens_of(run(engine, asked)) == tokens_of(expected)
+    assert engine.drift.checkups > 3
+
+
+def test_after_a_step_that_failed_others_are_served(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = build(target, tiny_drafter)
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    assert engine.rounds is not None
+    launch, launches = engine.rounds.runner.launch_round, 0
+
+    def fail(*given: Any, **how: Any) -> Any:
+        nonlocal launches
+        launches += 1
+        if launches == 4:
+            raise RuntimeError("out of memory")
+        return launch(*given, **how)
+
+    engine.rounds.runner.launch_round = fail  # type: ignore[method-assign]
+    for one in asked:
+        engine.submit(one)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _exhaust(engine)
+    while engine.scheduler.running:
+        for seq in engine.scheduler.running:
+            engine.cancel(seq.key)
+    engine.abandon_step()
+    engine.scheduler.check()
+    _exhaust(engine)
+    expected = run(Engine(target, config=options()), [_plain(one) for one in asked])
+    assert tokens_of(run(engine, asked)) == tokens_of(expected)
+
+
+def _exhaust(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+
+
+def test_a_step_is_in_flight_while_the_host_works(target: Target, tiny_drafter: Drafter) -> None:
+    """A late device runs a step only when the next one has been launched."""
+    queue = LateQueue()
+    engine = round_engine(target, tiny_drafter, options(), queue)
+    engine.submit(request((1, 2, 3), speculation=at_depth(3)))
+    assert engine.step() == [], "nothing has landed"
+    told = queue.told
+    assert queue.done < told
+    assert engine.step(), "the first token"
+    assert told <= queue.done < queue.told
