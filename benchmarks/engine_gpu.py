@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, both engines")
+    parser.add_argument("--async-scheduling", action="store_true", help="ours with a step in flight")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
     parser.add_argument("--vllm-memory", type=float, default=0.4, help="vLLM's share of the GPU's memory")
     parser.add_argument("--out", type=Path)
@@ -216,6 +217,7 @@ class OurEngine:
             max_model_len=arguments.prompt + arguments.new + 16,
             max_num_batched_tokens=max(8192, users * 8),
             graphs=not arguments.eager,
+            async_scheduling=arguments.async_scheduling,
             prefix_cache=False,
         )
         self.engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
@@ -261,7 +263,7 @@ class OurEngine:
 
     @property
     def _capture(self) -> TimedCapture | None:
-        capture = None if self.engine.graphs is None else self.engine.graphs.capture
+        capture = self.engine.capture
         return capture if isinstance(capture, TimedCapture) else None
 
     def parts(self) -> Json:
@@ -279,7 +281,8 @@ class OurEngine:
             "both_device_ms": capture.milliseconds("draft and verify") if capture is not None else 0.0,
             "verify_device_ms": capture.milliseconds("verify") if capture is not None else 0.0,
             "graphs": len(capture) if capture is not None else 0,
-            "graph_mebibytes": engine.graphs.bytes >> 20 if engine.graphs is not None else 0,
+            "sample_device_ms": capture.milliseconds("sample") if capture is not None else 0.0,
+            "graph_mebibytes": capture.bytes >> 20 if capture is not None else 0,
         }
 
 

@@ -9,12 +9,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.engine.engine import Engine
+from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 
 
@@ -25,12 +27,24 @@ class TossedEngine(Engine):
     """
 
     def __init__(self, *arguments: Any, length: float, depth: int, **options: Any) -> None:
-        super().__init__(*arguments, **options)
         self._chance, self._coin = chance_of(length, depth), random.Random(0)
+        super().__init__(*arguments, **options)
         self.seconds = {"launch": 0.0, "collect": 0.0, "all": 0.0}
         self.steps = 0
         if self.graphs is not None:
             self.graphs.capture = TimedCapture(device=self.target.device)
+
+    def use_rounds(self, capture: GraphCapture, queue: DeviceQueue, **options: Any) -> None:
+        """Toss on the device, where the host does not see it before the tokens have arrived."""
+        timed = TimedCapture(device=capture.device)
+        super().use_rounds(timed, queue, **{**options, "accept": partial(toss, chance=self._chance)})
+
+    @property
+    def capture(self) -> GraphCapture | None:
+        """Captured passes, of whatever kind of steps there are."""
+        if self.rounds is not None:
+            return self.rounds.runner.capture
+        return None if self.graphs is None else self.graphs.capture
 
     def step(self) -> Any:
         """Time steps that only decode, and capture nothing."""
@@ -47,7 +61,7 @@ class TossedEngine(Engine):
         return pieces
 
     def _graphs(self) -> int:
-        return 0 if self.graphs is None else len(self.graphs.capture)
+        return 0 if self.capture is None else len(self.capture)
 
     def _launch(self, *given: Any) -> Any:
         return self._timed("launch", super()._launch, *given)
@@ -81,7 +95,7 @@ class TimedCapture(GraphCapture):
     def get(
         self,
         kind: str,
-        bucket: tuple[int, ...],
+        bucket: tuple[object, ...],
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
         function: Function,
         keep: Tensor | None = None,
@@ -106,6 +120,16 @@ class TimedCapture(GraphCapture):
         torch.cuda.synchronize()
         times = [first.elapsed_time(last) for first, last in self.events[kind]]
         return statistics.median(times) if times else 0.0
+
+
+def toss(token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor, *, chance: float) -> tuple[Tensor, Tensor]:
+    """An `Accept` of the engine's rounds: how many of depth_R drafts are accepted, and the tokens with them."""
+    depth = drafts_RK.shape[1]
+    real_RK = torch.arange(depth, device=depth_R.device) < depth_R[:, None]
+    lucky_RK = torch.rand(drafts_RK.shape, device=depth_R.device) < chance
+    taken_RK = (real_RK & lucky_RK).cumprod(dim=-1)
+    drafted_RQ = torch.cat([torch.where(taken_RK > 0, drafts_RK, token_RQ[:, :depth]), token_RQ[:, depth:]], dim=1)
+    return taken_RK.sum(dim=-1), drafted_RQ
 
 
 def chance_of(length: float, depth: int) -> float:

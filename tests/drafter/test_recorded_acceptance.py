@@ -8,7 +8,7 @@ import pytest
 
 from eyas.drafter.recorded_acceptance import FILE, RecordedAcceptance, read_acceptance
 from eyas.engine.speculation.acceptance import Acceptance
-from eyas.engine.speculation.step_report import RoundOutcome
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.errors import UserError
 
 GOOD = {"version": 1, "source": "measured", "rounds": 100, "accepted_at": [80, 60, 30]}

@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol
 from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Candidates, Draft, Tree
+from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming, TargetTiming
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport, TargetTiming
+from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import VerifyResult, accepted_nodes, outcome_of
 from eyas.plan.shapes import CHAIN
 

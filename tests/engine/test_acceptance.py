@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import RoundOutcome
 
 TRUE = [0.8, 0.7, 0.6, 0.5]
 

@@ -18,10 +18,11 @@ from eyas.engine.proposer import Proposer
 from eyas.engine.runner.drafter import DrafterRunner, Tree
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.draft import Candidates, Draft
+from eyas.engine.speculation.observations import TargetTiming
 from eyas.engine.speculation.planner import Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
-from eyas.engine.speculation.step_report import StepReport, TargetTiming
+from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import VerifyResult, outcome_of
 from eyas.errors import UserError
 from eyas.plan.shapes import Plan, Shape

@@ -33,7 +33,8 @@ from engine.simulated import (
     serve,
 )
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
-from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
+from eyas.engine.speculation.observations import DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.step_report import StepReport
 
 MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
 WITH_HOSTS = {**MACHINES, "small on gpu": SMALL_ON_GPU, "slow host": SLOW_HOST, "fast gpu": SMALL_ON_FAST_GPU}
@@ -439,3 +440,24 @@ def test_it_runs_without_torch() -> None:
         "import sys, eyas.engine.speculation.controller; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_of_many_rounds_some_are_learnt_from_and_requests_take_turns() -> None:
+    controller = Controller()
+    seen = Counter[int]()
+    observe = controller.acceptance.observe
+
+    def watch(outcome: RoundOutcome, **how: object) -> None:
+        seen[outcome.key] += 1
+        observe(outcome, **how)  # type: ignore[arg-type]
+
+    controller.acceptance.observe = watch  # type: ignore[method-assign]
+    for _ in range(8):
+        choice = controller.choose(rows_of(256, "fixed", 3))
+        rounds = [RoundOutcome(key=key, drafted=3, accepted=2) for key in range(256)]
+        controller.observe(StepReport(choice=choice, rounds=rounds))
+        assert choice.under_way.rounds == 256
+        assert choice.under_way.accepted == 512
+    assert seen.total() == 8 * 64
+    assert set(seen) == set(range(256))
+    assert max(seen.values()) == 2

@@ -7,8 +7,8 @@ from math import inf
 import pytest
 
 from eyas.engine.speculation.cost_model import CostCurve, CostModel, bucket_of
+from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import DraftTiming
 
 
 def curve_of(times: dict[int, float]) -> CostCurve:

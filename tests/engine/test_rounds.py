@@ -309,9 +309,7 @@ def test_drafters_come_and_go(
     build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
 ) -> None:
     asked = [request(prompt, speculation=Speculation()) for prompt in prompts]
-    other = random_drafter(drafter_config(), seed=5).share_target(
-        target.model.get_input_embeddings().weight, target.model.get_output_embeddings().weight
-    )
+    other = random_drafter(drafter_config(), seed=5).to(target.device)
     engine = build(target, tiny_drafter)
     make_moody(engine, lambda: 3)
     got = run_with_swaps(engine, asked, {2: other, 4: None, 6: tiny_drafter, 9: other})
@@ -378,3 +376,18 @@ def test_a_step_is_in_flight_while_the_host_works(target: Target, tiny_drafter: 
     assert queue.done < told
     assert engine.step(), "the first token"
     assert told <= queue.done < queue.told
+
+
+@pytest.mark.parametrize("max_depth", [7, 5, 1])
+def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], max_depth: int
+) -> None:
+    engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=max_depth))
+    assert engine.rounds is not None
+    ahead = engine.capture_graphs()
+    assert ahead == len(engine.rounds.runner.capture) > 0
+    asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
+    chance = random.Random(5)
+    make_moody(engine, lambda: chance.randint(0, max_depth))
+    assert tokens_of(run(engine, asked)) == tokens_of(run(Engine(target, config=options()), asked))
+    assert len(engine.rounds.runner.capture) == ahead

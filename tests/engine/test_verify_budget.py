@@ -10,7 +10,7 @@ import torch
 
 from eyas.engine.runner.verify_budget import calibrated_chances, share_budget_on_device
 from eyas.engine.speculation.acceptance import Acceptance
-from eyas.engine.speculation.step_report import RoundOutcome
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.verify_budget import share_budget
 
 

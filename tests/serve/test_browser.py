@@ -19,7 +19,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from eyas.engine.speculation.step_report import RoundOutcome, StepReport
+from eyas.engine.speculation.observations import RoundOutcome
+from eyas.engine.speculation.step_report import StepReport
 from eyas.serve.transport.server import Server, listen, url_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

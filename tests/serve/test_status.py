@@ -10,8 +10,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import RoundOutcome, StepReport
+from eyas.engine.speculation.step_report import StepReport
 from eyas.serve.model_info import ServerLimits
 from eyas.serve.monitoring.status_history import SAMPLE_SECONDS, SAMPLES
 from eyas.serve.transport.server import Server

@@ -52,6 +52,8 @@ class TextStream:
         return text
 
     def _release(self, new: str) -> str:
+        if not self._stops:
+            return new
         text = self._held + new
         ends = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:

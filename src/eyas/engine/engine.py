@@ -43,7 +43,8 @@ from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.drift import DriftAlarm
-from eyas.engine.speculation.step_report import StepReport, TargetTiming
+from eyas.engine.speculation.observations import TargetTiming
+from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, states_of, verify
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
@@ -386,10 +387,11 @@ class Engine:
     @torch.inference_mode()
     def capture_graphs(self) -> int:
         """Capture the usual steps now instead of when they are first met; how many graphs there are."""
-        if self.graphs is None:
+        runner = self.graphs if self.rounds is None else self.rounds.runner
+        if runner is None:
             return 0
         started = self._clock()
-        captured = self.graphs.capture_graphs()
+        captured = runner.capture_graphs()
         self.proposer.rehearse()
         logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured

@@ -24,7 +24,8 @@ from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Draft, Tree
-from eyas.engine.speculation.step_report import CatchUpTiming, DraftTiming, StepReport
+from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming
+from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata, states_of
 
 StatesOf = Callable[[SequenceState], Tensor]

@@ -31,7 +31,8 @@ from eyas.engine.runner.sampling_needs import needs_mask
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
-from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
+from eyas.engine.speculation.observations import DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import sampling_metadata
 
 

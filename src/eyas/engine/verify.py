@@ -17,7 +17,7 @@ from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.sampler import SamplingMetadata, TokenLogprobs, choose
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import NO_DRAFT, Draft
-from eyas.engine.speculation.step_report import RoundOutcome
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.kernels.attention.metadata import AttentionRow
 
 

@@ -174,7 +174,7 @@ def sample(
     depth: int,
     mask_NV: Tensor | None = None,
 ) -> Tensor:
-    """What came of the round of each row, in one line of numbers (`Line` says which).
+    """What came of the round of each row, in one line of numbers (`RoundLine` says which).
 
     An answer that comes to its limit gets fewer tokens than were accepted.
     """
@@ -204,7 +204,7 @@ def _bits(reals: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class RoundLine:
     """Where the numbers of a row stand in what `sample` gives: counts of new tokens and of accepted drafts, then these.
 
     Real numbers are the bits of float64.

@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -29,14 +30,14 @@ from torch import Tensor
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner import passes, round_passes
-from eyas.engine.runner.cuda_graphs import CHUNKS, ROWS, TOKENS, USUAL_BLOCKS
+from eyas.engine.runner.cuda_graphs import CHUNK_ROWS, CHUNKS, ROWS, ROWS_AHEAD, TOKENS, USUAL_BLOCKS
 from eyas.engine.runner.device_queue import DeviceQueue, Mark
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
-from eyas.engine.runner.round_passes import Line, RoundDrafter, RoundTarget
+from eyas.engine.runner.round_passes import RoundDrafter, RoundLine, RoundTarget
 from eyas.engine.runner.round_state import RoundState
-from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
+from eyas.engine.runner.sampling_needs import NO_LOGPROBS, NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import LogprobsTensors, TokenLogprobs
 from eyas.engine.scheduler import ScheduledRow
@@ -45,25 +46,25 @@ READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "samp
 """Kinds of captured passes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RoundResult:
-    """What a round gave one request."""
+    """What a round gave one request; there are hundreds in a step."""
 
     row: ScheduledRow
     tokens: list[int]
     """New ones: accepted drafts and one of the target's own, unless the answer came to its limit before."""
     accepted: int
     """Drafts, also where the limit cut them off."""
-    drafts: list[int]
-    confidences: list[float]
-
+    drafts: Sequence[int] = ()
+    """As many as the pass has for a row; those behind the row's own mean nothing."""
+    confidences: Sequence[float] = ()
+    """Of the drafter in each."""
     logprobs: LogprobsTensors | None = None
-    """Of all tokens of the row, on the host, if the request asks for them."""
+    """Of all tokens of the row, on the host, if some request asks for them."""
 
     def told_logprobs(self, count: int) -> tuple[TokenLogprobs, ...] | None:
         """Of the first tokens, if the request asks for them."""
-        asked = self.row.seq.request.logprobs
-        if self.logprobs is None or asked is None:
+        if self.logprobs is None or (asked := self.row.seq.request.logprobs) is None:
             return None
         return tuple(LogprobsTensors(*(column[:count] for column in self.logprobs)).tell([asked] * count))
 
@@ -77,7 +78,7 @@ class LaunchedRound:
     """Whether it reads chunks of prompts."""
     bucket: int
     """Rows of the pass, real or not."""
-    line: Line
+    line: RoundLine
     """What comes of it: the drafts of a row, real or not, among it."""
     reads: int
     """States of a row that the drafter reads before it drafts."""
@@ -99,27 +100,22 @@ class LaunchedRound:
         assert self.landed is not None
         self.landed.wait()
         at, output = self.line, self.output
-        sure = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).tolist()
-        results = []
-        for number, (line, row, confidences) in enumerate(
-            zip(output[:, : at.sure].tolist(), self.rows, sure, strict=True)
-        ):
-            results.append(
-                RoundResult(
-                    row=row,
-                    tokens=line[2 : 2 + line[0]],
-                    accepted=line[1],
-                    drafts=line[at.drafts : at.drafts + row.drafts],
-                    confidences=confidences[: row.drafts],
-                    logprobs=None if row.seq.request.logprobs is None else self._logprobs(output[number]),
-                )
-            )
+        results = [
+            RoundResult(row=row, tokens=line[2 : 2 + line[0]], accepted=line[1])
+            for line, row in zip(output[:, : at.drafts].tolist(), self.rows, strict=True)
+        ]
+        if at.depth:
+            drafts = output[:, at.drafts : at.sure].tolist()
+            sure = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).tolist()
+            for result, made, confidences in zip(results, drafts, sure, strict=True):
+                result.drafts, result.confidences = made, confidences
+        if at.alternatives != NO_LOGPROBS:
+            for result, line in zip(results, output, strict=True):
+                result.logprobs = self._logprobs(line)
         return results
 
-    def _logprobs(self, line: Tensor) -> LogprobsTensors | None:
+    def _logprobs(self, line: Tensor) -> LogprobsTensors:
         at = self.line
-        if at.alternatives == NO_LOGPROBS:
-            return None
         token_Q, told_QC = line[at.tokens : at.drafts], line[at.logprobs :].view(1 + at.depth, -1)
         split = 2 + at.alternatives
         logprob_Q, top_logprob_QK = (x.contiguous().view(torch.float64) for x in (told_QC[:, 0], told_QC[:, split:]))
@@ -177,6 +173,7 @@ class RoundRunner:
         self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens = max_depth + 1, most_tokens
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
+        self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
         most_blocks = -(-max_model_len // cache.block_size)
         self._usual_blocks = min(USUAL_BLOCKS, 1 << (most_blocks - 1).bit_length())
         widest = self._usual_blocks
@@ -237,6 +234,26 @@ class RoundRunner:
         """Memory taken beside weights and blocks."""
         return self.capture.bytes + self._target.logits_SV.nbytes + self.state.bytes
 
+    @torch.inference_mode()
+    def capture_graphs(self) -> int:
+        """Capture chunks, and steps of not too many requests, of usual lengths; how many graphs there are then."""
+        blocks = self._usual_blocks
+        for tokens, rows in product(self._chunks, self._chunk_rows):
+            self._reading(tokens, rows, blocks)
+            self._sampling(rows, 0, NOTHING, masked=False)
+        depths = [0] if self._drafter is None else sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS})
+        for rows in (rows for rows in self._rows if rows <= ROWS_AHEAD):
+            if self._drafter is not None:
+                self._catching_up(rows, blocks)
+            for depth, needs in product(depths, (NOTHING, Needs(sampled=True))):
+                if rows * (1 + depth) > self._most_tokens:
+                    continue
+                self._verifying(rows, blocks, depth)
+                self._sampling(rows, depth, needs, masked=False)
+                for reads in {1 + depth, self._deepest} if depth else ():
+                    self._drafting(rows, blocks, reads, depth, needs)
+        return len(self.capture)
+
     # --- launching ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -256,13 +273,7 @@ class RoundRunner:
         # Before the rows are sent: to capture a pass is to run it, for nobody.
         catch_up = self._catching_up(bucket, blocks) if late else None
         draft = self._drafting(bucket, blocks, reads, depth, needs) if depth else None
-        verify = self._captured(
-            VERIFY,
-            (bucket, depth, blocks),
-            partial(
-                round_passes.verify, state=self.state, target=self._target, rows=bucket, depth=depth, blocks=blocks
-            ),
-        )
+        verify = self._verifying(bucket, blocks, depth)
         sample = self._sampling(bucket, depth, needs, masked=masked)
 
         began = self.queue.mark()
@@ -284,7 +295,7 @@ class RoundRunner:
             rows=rows,
             of_prompts=False,
             bucket=bucket,
-            line=Line(depth=depth, alternatives=needs.logprobs),
+            line=RoundLine(depth=depth, alternatives=needs.logprobs),
             reads=reads,
             caught_up=late,
             began=began,
@@ -296,11 +307,8 @@ class RoundRunner:
     @torch.inference_mode()
     def launch_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
         """Get chunks of prompts under way, all in one pass; behind those that end, a token is chosen."""
-        slots, bucket, blocks = (
-            [slot_of(row.seq) for row in rows],
-            self._row_bucket(len(rows)),
-            self._block_bucket(rows),
-        )
+        slots, blocks = [slot_of(row.seq) for row in rows], self._block_bucket(rows)
+        bucket = self._chunk_bucket(len(rows))
         needs = self._take_seats(rows)
         ids, behind, start = list[int](), list[int](), [0]
         for row in rows:
@@ -325,7 +333,7 @@ class RoundRunner:
             rows=rows,
             of_prompts=True,
             bucket=bucket,
-            line=Line(depth=0, alternatives=needs.logprobs),
+            line=RoundLine(depth=0, alternatives=needs.logprobs),
             reads=0,
             caught_up=False,
             began=began,
@@ -376,6 +384,12 @@ class RoundRunner:
             blocks=blocks,
         )
         return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
+
+    def _verifying(self, rows: int, blocks: int, depth: int) -> Callable[[], object]:
+        function = partial(
+            round_passes.verify, state=self.state, target=self._target, rows=rows, depth=depth, blocks=blocks
+        )
+        return self._captured(VERIFY, (rows, depth, blocks), function)
 
     def _sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
         """Logits to tokens. Not captured where few batches are alike."""
@@ -428,14 +442,16 @@ class RoundRunner:
 
     def _take_seats(self, rows: Sequence[ScheduledRow]) -> Needs:
         """Tell the device of requests that are new in their slots, and of new blocks; what all of them need."""
-        new = [row.seq for row in rows if not self._is_seated(row.seq)]
+        # All of this is done for every row of every step: it is lean before it is pretty.
+        seqs, owners = [row.seq for row in rows], self._owners
+        new = [seq for seq in seqs if owners[slot_of(seq)] != (seq.key, seq.preemptions)]
         for seq in new:
             self._take_seat(seq)
         if new:
             self.queue.run(self.sampling.admit([slot_of(seq) for seq in new], new))
-        for row in rows:
-            seq = row.seq
-            slot, settled = slot_of(seq), seq.target_length // self._target.cache.block_size
+        size = self._target.cache.block_size
+        for seq in seqs:
+            slot, settled = slot_of(seq), seq.target_length // size
             sent, blocks = self._blocks[slot], seq.blocks
             # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
             if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
@@ -443,7 +459,7 @@ class RoundRunner:
                 self.state.set_blocks(slot, first, blocks[first:])
                 sent[first:] = blocks[first:]
         self.state.send(self.queue)
-        return self.sampling.needs([row.seq for row in rows])
+        return self.sampling.needs(seqs)
 
     def _is_seated(self, seq: SequenceState) -> bool:
         return self._owners[slot_of(seq)] == (seq.key, seq.preemptions)
@@ -471,6 +487,10 @@ class RoundRunner:
     def _row_bucket(self, rows: int) -> int:
         bucket: int = self._rows[bisect_left(self._rows, rows)]
         return bucket if bucket <= self._most_tokens else rows
+
+    def _chunk_bucket(self, rows: int) -> int:
+        """Chunks of prompts that are read together with so many."""
+        return next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
 
     def _block_bucket(self, rows: Sequence[ScheduledRow]) -> int:
         blocks, needed = self._usual_blocks, max(len(row.seq.blocks) for row in rows)

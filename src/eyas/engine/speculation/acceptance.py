@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
-from eyas.engine.speculation.step_report import RoundOutcome
 
 
 @dataclass(slots=True)

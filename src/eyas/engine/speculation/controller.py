@@ -36,9 +36,10 @@ from eyas.engine.speculation.choice import Choice, StepUnderWay
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.exploration import Exploration
+from eyas.engine.speculation.observations import DraftTiming, RoundOutcome, TargetTiming
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import DraftTiming, RoundOutcome, StepReport, TargetTiming
+from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.speculation.verify_budget import share_budget
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
@@ -288,8 +289,10 @@ class Controller:
             self._observe_draft(step, report.draft)
         if report.target is not None:
             self._observe_target(step, report.target)
-        for outcome in report.rounds:
-            self._observe_round(step, outcome)
+        # Of many rounds, some teach as much as all; requests take turns.
+        every = -(-len(report.rounds) // POLICY.lessons_of_step)
+        for number, outcome in enumerate(report.rounds, self._steps):
+            self._observe_round(step, outcome, learns=number % every == 0)
         if report.seconds is not None and step is not None:
             self._observe_step(step, report.seconds)
         for key in report.ended:
@@ -311,13 +314,14 @@ class Controller:
         if step is not None:
             step.timed = True
 
-    def _observe_round(self, step: StepUnderWay | None, outcome: RoundOutcome) -> None:
-        verified, chance = step.withheld.get(outcome.key, (-1, 0.0)) if step else (-1, 0.0)
-        withheld = chance if outcome.drafted == verified else None
-        self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
+    def _observe_round(self, step: StepUnderWay | None, outcome: RoundOutcome, *, learns: bool) -> None:
         if step is not None:
             step.rounds += 1
             step.accepted += outcome.accepted
+        if learns:
+            verified, chance = step.withheld.get(outcome.key, (-1, 0.0)) if step else (-1, 0.0)
+            withheld = chance if outcome.drafted == verified else None
+            self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
 
     def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
         if step.timed:

@@ -28,8 +28,8 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf, sqrt
 
+from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import DraftTiming
 
 
 def bucket_of(count: int, per_octave: int = POLICY.target_buckets_per_octave) -> int:

@@ -28,6 +28,10 @@ class DepthPolicy:
     """Of the steps that draft, one in so many looks at further candidates, and so many do to begin with: noting `ranks`
     of them instead of one takes a few percent of a step."""
 
+    lessons_of_step: int = 64
+    """Rounds of a step that are learnt from, at most: with hundreds, learning would take the host longer than the rest
+    of the step."""
+
     # --- Plans: how long one is kept.
     plan_steps: int = 8
     """Steps that a plan serves at most, unless there is news meanwhile: a pass was timed of which nothing was known."""

@@ -1,0 +1,57 @@
+"""What is observed of a step: the time of its parts, and the fate of its drafts. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftTiming:
+    """What drafting took in a step."""
+
+    passes: int
+    """Of the drafter."""
+    tokens: int
+    """Of all of them together."""
+    seconds: float
+    first: tuple[int, float] | None = None
+    """Tokens of the first pass and its seconds; without, all passes are taken for alike."""
+    trees: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetTiming:
+    """What a target pass took, until its tokens were known."""
+
+    tokens: int
+    context: int
+    """Tokens that its rows attend to."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CatchUpTiming:
+    """What the drafter took to read what had waited while nothing was drafted.
+
+    It is time of this step, and a probe is charged for it. But it is no price of drafts: those that follow do not pay
+    it again, and the longer nothing is drafted the surer the next one would.
+    """
+
+    requests: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOutcome:
+    """The fate of a request's drafts."""
+
+    key: int
+    drafted: int
+    accepted: int
+    confidences: Sequence[float] = ()
+    """How sure the drafter was of its first candidates."""
+    ranks: Sequence[int] = ()
+    """For every accepted depth and the one after it which candidate of the drafter (1, 2, ...) was the target's token,
+    0 if none of those looked at. In a tree, where second candidates are accepted too, ranks alone tell how the first
+    ones fared."""
+    candidates: Sequence[Sequence[float]] = ()
+    """How sure the drafter was of each of these."""

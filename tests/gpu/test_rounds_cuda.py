@@ -1,0 +1,83 @@
+"""Rounds on a real device: captured and not, with a step in flight and without, they give what synchronous steps give.
+
+The tests are those of tests/engine/test_rounds.py, over engines on a GPU.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_engine import options
+from engine.test_rounds import (  # noqa: F401  tests and fixtures are used by name
+    test_after_a_step_that_failed_others_are_served,
+    test_chains_of_every_depth,
+    test_chunks_blocks_and_prefixes,
+    test_depths_that_change_and_requests_that_come_and_go,
+    test_drafters_come_and_go,
+    test_logprobs_ends_and_shortest_lengths,
+    test_long_rests_are_caught_up_on,
+    test_looks_for_drift_change_nothing,
+    test_preempted_requests,
+    test_prefixes_found_later_are_right,
+    test_without_a_drafter,
+)
+from eyas.drafter.model import Drafter
+from eyas.engine.engine import Engine
+from eyas.engine.runner.device_queue import CUDAStreamQueue
+from eyas.engine.runner.graph_capture import CapturedGraph, GraphCapture
+from eyas.target.model import Target
+from tiny import language
+
+pytestmark = pytest.mark.gpu
+
+
+class NeverCaptured(GraphCapture):
+    """The same functions, every operation launched by itself."""
+
+    def get(self, *_: Any) -> CapturedGraph | None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target) -> Target:
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
+    return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda(), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tiny_drafter(tiny_drafter: Drafter) -> Drafter:
+    return copy.deepcopy(tiny_drafter).cuda()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[tuple[int, ...]]:
+    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
+    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
+
+
+@pytest.fixture(params=["captured", "uncaptured", "synchronous"])
+def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    """How engines are made: by kind of steps."""
+
+    def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
+        if request.param == "captured":
+            engine = Engine(target, drafter, config=options(async_scheduling=True, **changes))
+        else:
+            engine = Engine(target, drafter, config=options(graphs=False, **changes))
+            captured = request.param == "synchronous"
+            capture = (GraphCapture if captured else NeverCaptured)(device=target.device)
+            engine.use_rounds(capture, CUDAStreamQueue(), synchronous=captured)
+        assert engine.rounds is not None
+        return engine
+
+    return made
