@@ -128,7 +128,7 @@ class RoundLoop:
         by_host = [row for row in rows if row.seq.lacks_prompt_logprobs]
         if by_host:
             self._read_on_host(by_host)
-            self._by_host &= {row.seq.key for row in by_host if row.seq.finished is None}
+            self._by_host -= {row.seq.key for row in by_host if not row.seq.lacks_prompt_logprobs}
             rows = [row for row in rows if row not in by_host]
             scheduled = replace(scheduled, rows=tuple(rows))
         if not rows:
@@ -137,7 +137,8 @@ class RoundLoop:
         for row in rows:
             (decoding if self.runner.decodes(row.seq) else reading).append(row)
         choice = self._proposer.chosen
-        step = StepInFlight(scheduled=scheduled, choice=choice, timed=choice is not None and not reading)
+        timed = choice is not None and not reading and not by_host
+        step = StepInFlight(scheduled=scheduled, choice=choice, timed=timed)
         self._scheduler.launched(scheduled)  # before any request can end
         if decoding:
             step.rounds.append(self.runner.launch_round(decoding, masked=_is_masked(decoding)))
@@ -170,7 +171,7 @@ class RoundLoop:
         mask_NV = torch.ones(waiting.bucket * width, self.runner.vocab_size, dtype=torch.bool)
         for number, (row, made) in enumerate(zip(waiting.rows, drafts, strict=True)):
             if row.samples and row.seq.finished is None and needs_mask(row.seq):
-                for depth in range(1 + row.drafts):
+                for depth in range(1 + min(row.drafts, waiting.line.depth)):
                     wanted = sampling_metadata(row.seq, made[:depth])
                     line_V = mask_NV[number * width + depth]
                     if wanted.mask_V is not None:
