@@ -10,7 +10,7 @@ import torch
 
 import engine.test_bad_words as test_bad_words_of
 import engine.test_prompt_logprobs as test_prompt_logprobs_of
-from engine.late_queue import LateQueue
+from engine.late_queue import ImmediateQueue, LateQueue
 from engine.test_cuda_graphs import Uncaptured, _dense_where_padded, live_through, make_moody  # noqa: F401
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from engine.test_grammar import SHORT, guidance, letters  # noqa: F401  fixtures are used by name
@@ -22,7 +22,7 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.device_queue import DeviceQueue, ImmediateQueue
+from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter

@@ -38,7 +38,7 @@ from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_passes import Accept
-from eyas.engine.runner.round_runner import RoundRunner, accept_equal
+from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
@@ -329,7 +329,7 @@ class Engine:
         queue: DeviceQueue,
         *,
         synchronous: bool = False,
-        accept: Accept = accept_equal,
+        accept: Accept | None = None,
     ) -> None:
         """Let rounds live on the device, one step in flight, captured as shapes are met."""
         config, most_rows = self.config, min(self.config.max_num_seqs, self.config.max_num_batched_tokens)

@@ -4,7 +4,6 @@ On CUDA that is the current stream. Everything that a round does to device memor
 one in its place that runs things as late as it may, and find whoever counts on their being done.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -54,26 +53,3 @@ class _EventMark:
     def seconds_since(self, earlier: "_EventMark") -> float:
         seconds: float = 1e-3 * earlier._event.elapsed_time(self._event)
         return seconds
-
-
-class ImmediateQueue:
-    """A device that has done what it is told when it is told: the processor itself."""
-
-    def run(self, function: Callable[[], object]) -> None:
-        """Run it."""
-        function()
-
-    def mark(self) -> Mark:
-        """Now."""
-        return _TimeMark()
-
-
-class _TimeMark:
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def wait(self) -> None:
-        """All before it is done."""
-
-    def seconds_since(self, earlier: "_TimeMark") -> float:
-        return self._at - earlier._at

@@ -158,7 +158,7 @@ def verify(
 
 Accept = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From the target's own tokens [R, Q], drafts [R, K] and how many of each row are real [R] to how many of them are
-accepted [R], and the tokens of the round [R, Q]."""
+accepted [R], and the tokens of the round [R, Q]: in place of the law, to measure at an acceptance of one's choice."""
 
 
 def sample(
@@ -168,7 +168,7 @@ def sample(
     state: RoundState,
     target: RoundTarget,
     sampling: SlotSampling,
-    accept: Accept,
+    accept: Accept | None,
     needs: Needs,
     rows: int,
     depth: int,
@@ -183,7 +183,11 @@ def sample(
     position_R = who.length_R + 1
     logits_NV = target.logits_SV[: rows * (1 + depth)]
     token_RQ = sampling.choose(logits_NV, who.slot_R, position_R, drafts_RK, needs, mask_NV)
-    accepted_R, token_RQ = accept(token_RQ, drafts_RK, state.depth_R[:rows])
+    depth_R = state.depth_R[:rows]
+    if accept is None:
+        accepted_R = sampling.accept(token_RQ, drafts_RK, depth_R)
+    else:
+        accepted_R, token_RQ = accept(token_RQ, drafts_RK, depth_R)
     new_R = torch.minimum(accepted_R + 1, who.room_R) * state.row_samples[:rows]
     offset_Q = torch.arange(1 + depth, device=new_R.device)
     place_RQ = who.in_ring(position_R[:, None] + offset_Q, offset_Q < new_R[:, None])

@@ -139,14 +139,6 @@ class LaunchedRound:
         return self.landed.seconds_since(self.began) - self.draft_seconds
 
 
-def accept_equal(token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor) -> tuple[Tensor, Tensor]:
-    """The law: a draft is accepted if it is the target's own token and all before it were."""
-    depth = drafts_RK.shape[1]
-    real_RK = torch.arange(depth, device=depth_R.device) < depth_R[:, None]
-    same_RK = (token_RQ[:, :depth] == drafts_RK) & real_RK
-    return same_RK.cumprod(dim=-1).sum(dim=-1), token_RQ
-
-
 class RoundRunner:
     """Rounds over the slots of a `RoundState`."""
 
@@ -166,7 +158,7 @@ class RoundRunner:
         vocab_size: int,
         dtype: torch.dtype,
         logits_dtype: torch.dtype,
-        accept: round_passes.Accept = accept_equal,
+        accept: round_passes.Accept | None = None,
     ) -> None:
         device = capture.device
         self.capture, self.queue, self.accept = capture, queue, accept
