@@ -26,6 +26,7 @@ from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.elementwise import Activation, FusedNorm
+from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.llama.block import FusedLlama, KVLayers
 
 
@@ -54,22 +55,13 @@ def _add_norm_kernel(
         if NORMS_Y:
             exact = more.to(tl.float32)
             scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + y_eps)
-            more = _weighted(more, scale, tl.load(y_weight + at, mask=inside, other=0.0), FINE)
+            more = weighted(more, scale, tl.load(y_weight + at, mask=inside, other=0.0), FINE)
         value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
         tl.store(x + token * SIZE + at, value, mask=inside)
     exact = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
-    normed = _weighted(value, scale, tl.load(weight + at, mask=inside, other=0.0), FINE)
+    normed = weighted(value, scale, tl.load(weight + at, mask=inside, other=0.0), FINE)
     tl.store(output + token * SIZE + at, normed, mask=inside)
-
-
-@triton.jit
-def _weighted(value, scale, weight, FINE: tl.constexpr):
-    """What a norm makes of numbers: scaled, and by the weight. Rounded before it, too, unless the weight is finer."""
-    scaled = value.to(tl.float32) * scale
-    if not FINE:
-        scaled = scaled.to(value.dtype).to(tl.float32)
-    return (scaled * weight.to(tl.float32)).to(value.dtype)
 
 
 @triton.jit
@@ -169,10 +161,10 @@ def _turn_heads(
             exact = rest.to(tl.float32)
             total += tl.sum(exact * exact, axis=1)
         scale = tl.rsqrt(total / SIZE + eps)[:, None]
-        a = _weighted(a, scale, tl.load(weight + place, mask=inside, other=0.0), FINE)
-        b = _weighted(b, scale, tl.load(weight + place + HALF, mask=inside, other=0.0), FINE)
+        a = weighted(a, scale, tl.load(weight + place, mask=inside, other=0.0), FINE)
+        b = weighted(b, scale, tl.load(weight + place + HALF, mask=inside, other=0.0), FINE)
         if REST:
-            rest = _weighted(rest, scale, tl.load(weight + place_rest, mask=inside_rest, other=0.0), FINE)
+            rest = weighted(rest, scale, tl.load(weight + place_rest, mask=inside_rest, other=0.0), FINE)
     new_a, new_b = _turned(a, b, cos_a, cos_b, sin_a, sin_b)
     tl.store(to + low[None, :], new_a, mask=inside)
     tl.store(to + HALF + low[None, :], new_b, mask=inside)
@@ -197,12 +189,7 @@ def _gate_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU:
     inside = at < SIZE
     gate = tl.load(gate_up + token * 2 * SIZE + at, mask=inside, other=0.0)
     up = tl.load(gate_up + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0)
-    exact = gate.to(tl.float32)
-    by = exact
-    if GELU:  # 0.5 x (1 + tanh(u)) is x / (1 + e^-2u)
-        by = exact * (1.5957691216057308 + 0.07135481627159 * exact * exact)
-    opened = (exact / (1.0 + tl.exp(-by))).to(gate.dtype).to(tl.float32)
-    tl.store(output + token * SIZE + at, (opened * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    tl.store(output + token * SIZE + at, gated(gate, up, GELU), mask=inside)
 
 
 class TritonLlama(FusedLlama):

@@ -1,0 +1,401 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Products of a few rows on a GPU, in one kernel with what stands before and behind them.
+
+A product of one to a few tokens takes as long as reading its weights, and a small one as long as its launch. So a
+program here reads some rows of the weight from end to end and nothing is summed among programs; what is cheap is done
+again by every program instead of in a launch of its own:
+
+    norm_linear    x + y, its norm, and the product of that
+    norm_gate_up   the same, and activation(gate) * up of two products
+    few_linear     the product alone
+
+Invariants: all programs read x and y, so x + y goes to other memory. A row's sums do not depend on the rows beside it,
+nor on the order in which programs run: the same numbers come out at every run.
+
+Kernels are launched dependently where the GPU can do that (compute capability 9): a program asks for its first weights
+before the kernel in front has ended, as they depend on nothing, and waits before it reads or writes anything else.
+
+Shapes: N rows, D inputs, E outputs, I gates.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from eyas.kernels.elementwise import Activation, FusedNorm
+from eyas.kernels.elementwise_triton import gated, weighted
+
+MOST_ROWS = 4
+"""Rows up to which these kernels are ahead of a general product."""
+PREFETCH_CHUNK = tl.constexpr(512)
+"""Bytes that one instruction asks for."""
+
+
+@triton.jit
+def _state(x, y, n, k, inside, SIZE: tl.constexpr, ADDS: tl.constexpr):
+    """Some of x + y [rows, k], rounded."""
+    at = n[:, None] * SIZE + k[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0, eviction_policy="evict_last")
+    if ADDS:
+        more = tl.load(y + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+    return value
+
+
+@triton.jit
+def _scale(
+    x,
+    y,
+    n,
+    eps,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """What the norm multiplies each row by."""
+    total = tl.zeros((ROWS_PADDED,), tl.float32)
+    for begin in tl.static_range(0, SIZE, BLOCK):
+        k = begin + tl.arange(0, BLOCK)
+        exact = _state(x, y, n, k, (n < ROWS)[:, None] & (k < SIZE)[None, :], SIZE, ADDS).to(tl.float32)
+        total += tl.sum(exact * exact, axis=1)
+    return tl.rsqrt(total / SIZE + eps)
+
+
+@triton.jit
+def _inputs(
+    x,
+    y,
+    norm_weight,
+    scale,
+    n,
+    k,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    FINE: tl.constexpr,
+):
+    """What the product reads of some inputs k [rows, k]."""
+    value = _state(x, y, n, k, (n < ROWS)[:, None] & (k < SIZE)[None, :], SIZE, ADDS)
+    if NORMS:
+        by = tl.load(norm_weight + k, mask=k < SIZE, other=0.0, eviction_policy="evict_last")
+        value = weighted(value, scale[:, None], by[None, :], FINE)
+    return value
+
+
+@triton.jit
+def _keep(
+    x,
+    y,
+    n,
+    x_out,
+    kept,
+    kept_row,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    KEEPS: tl.constexpr,
+):
+    """Write x + y where others look for it."""
+    if ADDS or KEEPS:
+        for begin in tl.static_range(0, SIZE, BLOCK):
+            k = begin + tl.arange(0, BLOCK)
+            inside = (n < ROWS)[:, None] & (k < SIZE)[None, :]
+            value = _state(x, y, n, k, inside, SIZE, ADDS)
+            if ADDS:
+                tl.store(x_out + n[:, None] * SIZE + k[None, :], value, mask=inside)
+            if KEEPS:
+                tl.store(kept + n[:, None] * kept_row + k[None, :], value, mask=inside)
+
+
+@triton.jit
+def _weights(rows, e, k, left, SIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile [e, k] of the weight; `left` rows of it there are."""
+    at = rows + e[:, None] * SIZE + k[None, :]
+    if EVEN_E and EVEN_K:
+        tile = tl.load(at, eviction_policy="evict_first")
+    elif EVEN_K:
+        tile = tl.load(at, mask=(e < left)[:, None], other=0.0, eviction_policy="evict_first")
+    else:
+        inside = (e < left)[:, None] & (k < SIZE)[None, :]
+        tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _prefetch(rows, left, SIZE: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS: tl.constexpr):
+    """Ask for the first CHUNKS chunks of every row, to the L2 cache."""
+    place = tl.arange(0, BLOCK_E * CHUNKS)
+    row = tl.minimum(place // CHUNKS, left - 1)
+    numbers = PREFETCH_CHUNK // (rows.dtype.element_ty.primitive_bitwidth // 8)
+    address = (rows + row * SIZE + (place % CHUNKS) * numbers).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _accumulated(acc, value, weight, DOT: tl.constexpr):
+    """The sums and one tile more: [rows, e] of a dot, or all products [rows, e, k] side by side, to be summed later."""
+    if DOT:
+        more = tl.dot(value, tl.trans(weight), acc, input_precision="ieee")
+    else:
+        more = acc + value.to(tl.float32)[:, None, :] * weight.to(tl.float32)[None, :, :]
+    return more
+
+
+@triton.jit
+def _finished(acc, bias, e, left, HAS_BIAS: tl.constexpr, DOT: tl.constexpr):
+    """The sums [rows, e], and the bias."""
+    if not DOT:
+        acc = tl.sum(acc, axis=2)
+    if HAS_BIAS:
+        acc += tl.load(bias + e, mask=e < left, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _few_rows_kernel(
+    x,
+    y,
+    norm_weight,
+    weight,
+    bias,
+    x_out,
+    kept,
+    output,
+    kept_row,
+    eps,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+    ADDS: tl.constexpr,
+    NORMS: tl.constexpr,
+    FINE: tl.constexpr,
+    KEEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATES: tl.constexpr,
+    GELU: tl.constexpr,
+    PREFETCHES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Outputs BLOCK_E of all rows. With GATES, of rows OUTPUTS of the weight and the OUTPUTS behind them."""
+    program = tl.program_id(0)
+    EVEN_E: tl.constexpr = OUTPUTS % BLOCK_E == 0
+    EVEN_K: tl.constexpr = SIZE % BLOCK_K == 0
+    e = tl.arange(0, BLOCK_E)
+    n = tl.arange(0, ROWS_PADDED)
+    k = tl.arange(0, BLOCK_K)
+    left = OUTPUTS - program * BLOCK_E
+    rows = weight + program.to(tl.int64) * BLOCK_E * SIZE
+    up_rows = rows + tl.full((), OUTPUTS, tl.int64) * SIZE
+    if PREFETCHES:
+        _prefetch(rows, left, SIZE, BLOCK_E, PREFETCHES)
+        if GATES:
+            _prefetch(up_rows, left, SIZE, BLOCK_E, PREFETCHES)
+    if SIZE <= BLOCK_K:  # a program's whole weights, before it waits
+        tile = _weights(rows, e, k, left, SIZE, EVEN_E, EVEN_K)
+        if GATES:
+            up_tile = _weights(up_rows, e, k, left, SIZE, EVEN_E, EVEN_K)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    scale = tl.full((ROWS_PADDED,), 1.0, tl.float32)
+    if NORMS:
+        scale = _scale(x, y, n, eps, ROWS, SIZE, ROWS_PADDED, BLOCK_X, ADDS)
+    if program == 0:
+        _keep(x, y, n, x_out, kept, kept_row, ROWS, SIZE, BLOCK_X, ADDS, KEEPS)
+
+    acc = tl.zeros((ROWS_PADDED, BLOCK_E) if DOT else (ROWS_PADDED, BLOCK_E, BLOCK_K), tl.float32)
+    up_acc = acc
+    if SIZE <= BLOCK_K:
+        value = _inputs(x, y, norm_weight, scale, n, k, ROWS, SIZE, ADDS, NORMS, FINE)
+        acc = _accumulated(acc, value, tile, DOT)
+        if GATES:
+            up_acc = _accumulated(up_acc, value, up_tile, DOT)
+    else:
+        for begin in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
+            at = begin + k
+            tile = _weights(rows, e, at, left, SIZE, EVEN_E, EVEN_K)
+            value = _inputs(x, y, norm_weight, scale, n, at, ROWS, SIZE, ADDS, NORMS, FINE)
+            acc = _accumulated(acc, value, tile, DOT)
+            if GATES:
+                up_tile = _weights(up_rows, e, at, left, SIZE, EVEN_E, EVEN_K)
+                up_acc = _accumulated(up_acc, value, up_tile, DOT)
+
+    first = program * BLOCK_E
+    result = _finished(acc, bias + first, e, left, HAS_BIAS, DOT).to(output.dtype.element_ty)
+    if GATES:
+        up = _finished(up_acc, bias + OUTPUTS + first, e, left, HAS_BIAS, DOT).to(output.dtype.element_ty)
+        result = gated(result, up, GELU)
+    at = n[:, None].to(tl.int64) * OUTPUTS + first + e[None, :]
+    tl.store(output + at, result, mask=(n < ROWS)[:, None] & (e < left)[None, :])
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a product is cut: a program's outputs, the inputs of one step, and what runs it."""
+
+    outputs: int
+    inputs: int
+    warps: int
+    stages: int = 1
+    """Steps whose weights are under way at once; 1 leaves that to other programs."""
+    dot: bool = False
+    """By tensor cores; otherwise by plain products."""
+    pads: bool = True
+    """Rows of a dot are filled up to 16."""
+    prefetch: int = 0
+    """Chunks of every row of the weight that are asked for before waiting."""
+
+
+def norm_linear(
+    x_ND: Tensor,
+    more_ND: Tensor | None,
+    norm: FusedNorm | None,
+    weight_ED: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    x_out_ND: Tensor | None = None,
+    kept_ND: Tensor | None = None,
+    out_NE: Tensor | None = None,
+    tiling: Tiling | None = None,
+    dependent: bool | None = None,
+) -> Tensor:
+    """The product [N, E] of the norm of x + more.
+
+    Where there is more, x + more goes to `x_out_ND`, which is not x; with `kept_ND`, whose rows may lie apart, a copy
+    of x + more, or of x, goes there.
+    """
+    if out_NE is None:
+        out_NE = x_ND.new_empty(len(x_ND), len(weight_ED))
+    _launch(x_ND, more_ND, norm, weight_ED, bias_E, x_out_ND, kept_ND, out_NE, None, tiling, dependent)
+    return out_NE
+
+
+def norm_gate_up(
+    x_ND: Tensor,
+    more_ND: Tensor | None,
+    norm: FusedNorm | None,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    activation: Activation,
+    *,
+    x_out_ND: Tensor | None = None,
+    kept_ND: Tensor | None = None,
+    out_NI: Tensor | None = None,
+    tiling: Tiling | None = None,
+    dependent: bool | None = None,
+) -> Tensor:
+    """activation(gate) * up [N, I] of the norm of x + more; gates are the first half of the weight's rows."""
+    if out_NI is None:
+        out_NI = x_ND.new_empty(len(x_ND), len(weight_ED) // 2)
+    _launch(x_ND, more_ND, norm, weight_ED, bias_E, x_out_ND, kept_ND, out_NI, activation, tiling, dependent)
+    return out_NI
+
+
+def few_linear(
+    x_ND: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    out_NE: Tensor | None = None,
+    tiling: Tiling | None = None,
+    dependent: bool | None = None,
+) -> Tensor:
+    """The product [N, E]."""
+    return norm_linear(*(x_ND, None, None, weight_ED, bias_E), out_NE=out_NE, tiling=tiling, dependent=dependent)
+
+
+def _launch(
+    x_ND: Tensor,
+    more_ND: Tensor | None,
+    norm: FusedNorm | None,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    x_out_ND: Tensor | None,
+    kept_ND: Tensor | None,
+    out_NE: Tensor,
+    activation: Activation | None,
+    tiling: Tiling | None,
+    dependent: bool | None,
+) -> None:
+    rows, size = x_ND.shape
+    outputs = out_NE.shape[1]
+    assert all(x.is_contiguous() for x in (x_ND, weight_ED, out_NE))
+    assert weight_ED.shape == (outputs * (1 if activation is None else 2), size)
+    assert more_ND is None or (more_ND.is_contiguous() and norm is not None and x_out_ND is not None)
+    assert x_out_ND is None or x_out_ND.data_ptr() != x_ND.data_ptr()
+    assert kept_ND is None or kept_ND.stride(1) == 1
+    tiling = tiling or tiling_for(rows, size, outputs, gates=activation is not None)
+    dependent = launches_dependently(x_ND.device) if dependent is None else dependent
+    padded = triton.next_power_of_2(rows)
+    if tiling.dot and tiling.pads:
+        padded = max(padded, 16)
+    prefetch = tiling.prefetch
+    if prefetch and (
+        not launches_dependently(x_ND.device)
+        or prefetch * PREFETCH_CHUNK.value > size * weight_ED.element_size()
+        or weight_ED.data_ptr() % 16
+        or size * weight_ED.element_size() % 16
+    ):
+        prefetch = 0
+    options = {"launch_pdl": True} if dependent else {}
+    _few_rows_kernel[(triton.cdiv(outputs, tiling.outputs),)](
+        *(x_ND, x_ND if more_ND is None else more_ND, x_ND if norm is None else norm.weight, weight_ED),
+        *(weight_ED if bias_E is None else bias_E, x_ND if x_out_ND is None else x_out_ND),
+        *(x_ND if kept_ND is None else kept_ND, out_NE, 0 if kept_ND is None else kept_ND.stride(0)),
+        0.0 if norm is None else norm.eps,
+        ROWS=rows,
+        SIZE=size,
+        OUTPUTS=outputs,
+        ROWS_PADDED=padded,
+        BLOCK_E=tiling.outputs,
+        BLOCK_K=tiling.inputs,
+        BLOCK_X=min(triton.next_power_of_2(size), max(512, 64 * 32 * tiling.warps // padded)),
+        STAGES=tiling.stages,
+        DOT=tiling.dot,
+        ADDS=more_ND is not None,
+        NORMS=norm is not None,
+        FINE=norm is not None and norm.weight.dtype != x_ND.dtype,
+        KEEPS=kept_ND is not None,
+        HAS_BIAS=bias_E is not None,
+        GATES=activation is not None,
+        GELU=activation is Activation.GELU_TANH,
+        PREFETCHES=prefetch,
+        DEPENDENT=dependent,
+        num_warps=tiling.warps,
+        **options,
+    )
+
+
+@cache
+def launches_dependently(device: torch.device) -> bool:
+    """Whether kernels may start before the one in front has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def tiling_for(rows: int, size: int, outputs: int, *, gates: bool) -> Tiling:
+    """How to cut a product; what measured best over shapes of small and large models."""
+    if size <= 2048:
+        return Tiling(outputs=4, inputs=triton.next_power_of_2(size), warps=4)
+    return Tiling(outputs=16, inputs=256, warps=4, stages=4, dot=True)
