@@ -5,7 +5,6 @@ Everything about forced acceptance is here; the benchmarks that use it see an en
 
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,53 +20,29 @@ from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCaptu
 
 
 class TossedEngine(Engine):
-    """Accepts drafts by a coin instead of by what the target said; times its parts.
+    """Accepts drafts by a coin instead of by what the target said.
 
-    The whole comparison has run by then, so a step costs what it costs with a drafter of that acceptance.
+    The whole comparison has run by then, so a step costs what it costs with a drafter of that acceptance. Where rounds
+    live on the device, it is tossed there, and the host does not see it before the tokens have arrived.
     """
 
     def __init__(self, *arguments: Any, length: float, depth: int, **options: Any) -> None:
         self._chance, self._coin = chance_of(length, depth), random.Random(0)
         super().__init__(*arguments, **options)
-        self.seconds = {"launch": 0.0, "collect": 0.0, "all": 0.0}
-        self.steps = 0
-        if self.graphs is not None:
-            self.graphs.capture = TimedCapture(device=self.target.device)
 
     def use_rounds(self, capture: GraphCapture, queue: DeviceQueue, **options: Any) -> None:
-        """Toss on the device, where the host does not see it before the tokens have arrived."""
-        timed = TimedCapture(device=capture.device)
+        """Toss on the device, and time what is captured."""
+        timed = TimedCapture(device=capture.device, enabled=capture.enabled)
         super().use_rounds(timed, queue, **{**options, "accept": partial(toss, chance=self._chance)})
 
     @property
-    def capture(self) -> GraphCapture | None:
-        """Captured passes, of whatever kind of steps there are."""
-        if self.rounds is not None:
-            return self.rounds.runner.capture
-        return None if self.graphs is None else self.graphs.capture
+    def capture(self) -> "TimedCapture | None":
+        """Captured passes, where there are rounds."""
+        capture = None if self.rounds is None else self.rounds.runner.capture
+        return capture if isinstance(capture, TimedCapture) else None
 
-    def step(self) -> Any:
-        """Time steps that only decode, and capture nothing."""
-        running = self.scheduler.running
-        decodes = not self.scheduler.waiting and all(seq.pending == 1 for seq in running)
-        before, started = dict(self.seconds), time.perf_counter()
-        graphs = self._graphs()
-        pieces = super().step()
-        if decodes and graphs == self._graphs():
-            self.steps += 1
-            self.seconds["all"] += time.perf_counter() - started
-        else:
-            self.seconds = before
-        return pieces
-
-    def _graphs(self) -> int:
-        return 0 if self.capture is None else len(self.capture)
-
-    def _launch(self, *given: Any) -> Any:
-        return self._timed("launch", super()._launch, *given)
-
-    def _collect(self, *given: Any) -> Any:
-        results, output = self._timed("collect", super()._collect, *given)
+    def _verify(self, *given: Any) -> Any:
+        results, output = super()._verify(*given)
         return [self._toss(result) if result.draft.tokens else result for result in results], output
 
     def _toss(self, result: Any) -> Any:
@@ -75,12 +50,6 @@ class TossedEngine(Engine):
         while accepted < len(drafts) and self._coin.random() < self._chance:
             accepted += 1
         return replace(result, nodes=list(range(accepted)), tokens=[*drafts[:accepted], result.tokens[-1]])
-
-    def _timed(self, part: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        started = time.perf_counter()
-        result = function(*arguments)
-        self.seconds[part] += time.perf_counter() - started
-        return result
 
 
 class TimedCapture(GraphCapture):
@@ -98,10 +67,9 @@ class TimedCapture(GraphCapture):
         bucket: tuple[object, ...],
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
         function: Function,
-        keep: Tensor | None = None,
     ) -> CapturedGraph | None:
         """The same, timed."""
-        graph = super().get(kind, bucket, shapes, function, keep)
+        graph = super().get(kind, bucket, shapes, function)
         if graph is None:
             return None
 

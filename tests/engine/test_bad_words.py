@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F401  the fixture is used by name
+from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
 from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -30,7 +30,7 @@ def test_they_do_not_come_and_drafts_do_not_matter(
     for one, answer, before in zip(asked, plain, free, strict=True):
         assert all(holds(before.tokens, word) for word in one["bad_words"])
         assert not any(holds(answer.tokens, word) for word in one["bad_words"])
-    for engine in (Engine(target, tiny_drafter, config=options()), fixed_engine(target, tiny_drafter, options())):
+    for engine in (Engine(target, tiny_drafter, config=options()), round_engine(target, tiny_drafter, options())):
         drafted = run(engine, [request(**one, speculation=at_depth(4)) for one in asked])
         assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
         assert sum(answer.stats.accepted for answer in drafted) > 0

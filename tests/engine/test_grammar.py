@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from chat_tokenizer import letter_tokenizer
+from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
 from engine.test_auto_trees import engine_with_trees
-from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F401
 from engine.test_engine import OFF, at_depth, options
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig
@@ -182,7 +182,7 @@ def test_recorded_steps_give_the_same_answer(letters: Target, tiny_drafter: Draf
     free = [replace(one, grammar=None) for one in asked]
     expected = Engine(letters, tiny_drafter, config=options()).generate([*asked, *free])
     for share in ([*asked, *free], asked[1:2], asked[1::3]):  # the last two are drafted and verified at once
-        answers = fixed_engine(letters, tiny_drafter, options()).generate(share)
+        answers = round_engine(letters, tiny_drafter, options()).generate(share)
         by_request = dict(zip([*asked, *free], expected, strict=True))
         assert [answer.tokens for answer in answers] == [by_request[one].tokens for one in share]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F401  the fixture is used by name
+from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
 from engine.test_engine import at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -48,7 +48,7 @@ def test_prompts_among_others(
         request(prompt, speculation=at_depth(3), max_new_tokens=6, prompt_logprobs=2 if number % 2 else None)
         for number, prompt in enumerate([*prompts, prompts[0][:1], prompts[-1]])
     ]
-    build = fixed_engine if captured else lambda *given: Engine(*given[:2], config=given[2])
+    build = round_engine if captured else lambda *given: Engine(*given[:2], config=given[2])
     outputs = run(build(target, tiny_drafter, options(**changes)), asked)
     plain = run(
         Engine(target, tiny_drafter, config=options()), [request(one.prompt, max_new_tokens=6) for one in asked]

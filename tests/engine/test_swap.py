@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.test_cuda_graphs import _dense_where_padded, fixed_engine  # noqa: F401
+from engine.round_engines import dense_where_padded, graphs_of, round_engine  # noqa: F401  the fixture is used by name
 from engine.test_engine import OFF, at_depth, options, request
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -96,13 +96,13 @@ def test_requests_under_way_go_on_as_if_nothing_had_happened(
 def test_recorded_steps_are_made_anew(
     target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request], expected: list[tuple[int, ...]]
 ) -> None:
-    engine = fixed_engine(target, tiny_drafter, options())
+    engine = round_engine(target, tiny_drafter, options())
     assert run_with_swaps(engine, asked, {3: other, 6: None, 9: tiny_drafter}) == expected
-    first = engine.graphs
-    assert first is not None
+    first = graphs_of(engine)
+    assert len(first) > 0
     engine.swap_drafter(other)
-    assert engine.graphs is not first
-    assert len(engine.graphs.capture) == 0  # type: ignore[union-attr]
+    assert graphs_of(engine) is not first
+    assert len(graphs_of(engine)) == 0
 
 
 def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]) -> None:
@@ -131,10 +131,10 @@ def test_a_drafter_that_does_not_fit_changes_nothing(
     reason: str,
 ) -> None:
     engine = Engine(target, tiny_drafter, config=options())
-    kept = engine.proposer, engine.controller, engine.graphs
+    kept = engine.proposer, engine.controller
     with pytest.raises(UserError, match=reason):
         engine.swap_drafter(wrong())
-    assert (engine.proposer, engine.controller, engine.graphs) == kept
+    assert (engine.proposer, engine.controller) == kept
     assert run_with_swaps(engine, asked, {}) == expected
 
 

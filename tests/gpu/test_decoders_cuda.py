@@ -83,7 +83,7 @@ def test_states_are_the_targets_own(
     dtype = torch.bfloat16 if half else torch.float32
     chosen = replace(target, model=copy.deepcopy(target.model).to(dtype))
     engine = Engine(chosen, copy.deepcopy(drafter).to(dtype), config=options(hidden_state_layers=LAYERS))
-    assert engine.graphs is None
+    assert engine.rounds is None
     asked = [request(prompt, speculation=at_depth(3) if i % 3 else OFF) for i, prompt in enumerate(prompts)]
     for one, answer in zip(asked, run(engine, asked), strict=True):
         ids = torch.tensor([[*one.prompt, *answer.tokens]])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.round_engines import graphs_of
 from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -62,10 +63,9 @@ def both(
 ) -> tuple[Engine, list[Any], list[Any]]:
     """Answers with and without graphs."""
     recorded = Engine(target, drafter, config=options(**changes))
-    assert recorded.graphs is not None
     ours = run(recorded, asked)
     theirs = run(Engine(target, drafter, config=options(**changes, graphs=False)), asked)
-    assert len(recorded.graphs.capture) > 0
+    assert len(graphs_of(recorded)) > 0
     return recorded, ours, theirs
 
 

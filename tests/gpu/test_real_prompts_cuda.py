@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.round_engines import graphs_of
 from eyas.drafter.checkpoint import load_drafter
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
@@ -141,7 +142,7 @@ def test_greedy_answers_part_from_transformers_at_ties_alone(
         (near_ties if margin < allowed else wrong).append(
             f"prompt {number}, token {at}: margin {margin:.2e} in float32, {in_own:.2e} in {dtype}; tie {allowed:.2e}"
         )
-    made = f"{len(engine.graphs.capture)} graphs" if engine.graphs is not None else "no graphs"
+    made = f"{len(graphs_of(engine))} graphs" if engine.rounds is not None else "no graphs"
     print(
         f"\n{dtype}, {name}, {made}: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} identical, "
         f"{len(near_ties)} differ at a near-tie, {len(wrong)} are wrong; "

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import engine.test_rounds as test_rounds
 from engine.test_engine import options
 from engine.test_rounds import (  # noqa: F401  tests and fixtures are used by name
     test_after_a_step_that_failed_others_are_served,
@@ -19,6 +20,7 @@ from engine.test_rounds import (  # noqa: F401  tests and fixtures are used by n
     test_chunks_blocks_and_prefixes,
     test_depths_that_change_and_requests_that_come_and_go,
     test_drafters_come_and_go,
+    test_drafters_of_two_layers,
     test_logprobs_ends_and_shortest_lengths,
     test_long_rests_are_caught_up_on,
     test_looks_for_drift_change_nothing,
@@ -27,20 +29,25 @@ from engine.test_rounds import (  # noqa: F401  tests and fixtures are used by n
     test_without_a_drafter,
 )
 from eyas.drafter.model import Drafter
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.runner.device_queue import CUDAStreamQueue
-from eyas.engine.runner.graph_capture import CapturedGraph, GraphCapture
 from eyas.target.model import Target
 from tiny import language
 
 pytestmark = pytest.mark.gpu
 
 
-class NeverCaptured(GraphCapture):
-    """The same functions, every operation launched by itself."""
+class HostEngine(Engine):
+    """Steps that the host takes part in, to compare with: an engine that keeps states has no others."""
 
-    def get(self, *_: Any) -> CapturedGraph | None:
-        return None
+    def __init__(self, *given: Any, config: EngineConfig) -> None:
+        super().__init__(*given, config=replace(config, hidden_state_layers=(0,)))
+        assert self.rounds is None
+
+
+@pytest.fixture(autouse=True)
+def _expected_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_rounds, "Engine", HostEngine)
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +77,8 @@ def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """How engines are made: by kind of steps."""
 
     def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
-        if request.param == "captured":
-            engine = Engine(target, drafter, config=options(async_scheduling=True, **changes))
-        else:
-            engine = Engine(target, drafter, config=options(graphs=False, **changes))
-            captured = request.param == "synchronous"
-            capture = (GraphCapture if captured else NeverCaptured)(device=target.device)
-            engine.use_rounds(capture, CUDAStreamQueue(), synchronous=captured)
+        kind = {"graphs": request.param != "uncaptured", "async_scheduling": request.param != "synchronous"}
+        engine = Engine(target, drafter, config=options(**kind, **changes))
         assert engine.rounds is not None
         return engine
 

@@ -193,6 +193,14 @@ def serve(
             rich_help_panel=MEMORY,
         ),
     ] = None,
+    async_scheduling: Annotated[
+        bool,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="On a GPU, launch every step before the tokens of the last one have arrived.",
+            rich_help_panel=OPERATION,
+        ),
+    ] = True,
     request_seconds: Annotated[
         float, typer.Option(help="The longest a request may take.", rich_help_panel=LIMITS)
     ] = 600.0,
@@ -280,6 +288,7 @@ def serve(
         memory=None if memory_gib is None else int(memory_gib * 2**30),
         gpu_memory_utilization=gpu_memory_utilization,
         max_depth=max(MAX_DEPTH, config.depth or 0),
+        async_scheduling=async_scheduling,
         capture_ahead=True,
     )
     chat_format = read_chat_format(

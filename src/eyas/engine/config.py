@@ -43,13 +43,13 @@ class EngineConfig:
     drafter_sinks: int = 4
     graphs: bool = True
     """On CUDA, capture passes as CUDA graphs and replay them; without, every operation is launched by itself."""
-    async_scheduling: bool = False
+    async_scheduling: bool = True
     """On CUDA, launch every step before the tokens of the one before it have arrived (`round_loop.py`)."""
     capture_ahead: bool = False
     """Capture the usual CUDA graphs before the first request, as servers do, instead of when they are first met."""
     hidden_state_layers: tuple[int, ...] | None = None
     """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
-    in the blocks beside keys and values. No CUDA graphs are captured then."""
+    in the blocks beside keys and values. The host takes part in every step then, and no CUDA graphs are captured."""
     drift_share: float = 0.005
     """Of the time of steps that draft, the part that looking for drift may take (`drift_probe.py`); 0: no drift
     alarm."""
@@ -71,12 +71,12 @@ class EngineConfig:
     @property
     def rounds(self) -> bool:
         """Whether steps may be rounds on the device: trees and states that are kept need the host."""
-        return self.graphs and self.tree is None and not self.hidden_state_layers
+        return self.tree is None and not self.hidden_state_layers
 
     @property
     def captures(self) -> bool:
         """Whether passes are captured as CUDA graphs, on a device that has them."""
-        return self.graphs and not self.hidden_state_layers
+        return self.graphs and self.rounds
 
 
 def choose_length(asked: int | None, target: Target) -> int:

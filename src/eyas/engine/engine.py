@@ -16,7 +16,7 @@ Shapes: M logits asked for, V vocabulary.
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -29,10 +29,9 @@ from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
-from eyas.engine.proposer import CollectedPass, NoProposer, Proposer, Proposes
+from eyas.engine.proposer import NoProposer, Proposer, Proposes
 from eyas.engine.request import FinishReason, Request, SequenceState
 from eyas.engine.round_loop import RoundLoop
-from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.device_queue import CUDAStreamQueue, DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
@@ -55,16 +54,6 @@ logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
 MOST_PROMPT_LOGITS = 2**24
 """Logits of prompt tokens that a step computes, 64 MiB in float32, for requests that ask for their logprobs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchedPass:
-    """A pass that is under way."""
-
-    rows: Sequence[ScheduledRow]
-    began: float
-    """When; drafting that the device does in one go with it included."""
-    wait: Callable[[], CollectedPass]
 
 
 class Engine:
@@ -109,12 +98,9 @@ class Engine:
         self.rounds: RoundLoop | None = None
         """Steps whose rounds live on the device; None where the host takes part in each."""
         self._take_drafter(drafter, self._new_cache())
-        if config.captures and target.device.type == "cuda" and has_triton():
-            capture = GraphCapture(device=target.device)
-            if config.async_scheduling and config.rounds:
-                self.use_rounds(capture, CUDAStreamQueue())
-            else:
-                self.use_graphs(capture)
+        if config.rounds and target.device.type == "cuda" and has_triton():
+            capture = GraphCapture(device=target.device, enabled=config.graphs)
+            self.use_rounds(capture, CUDAStreamQueue(), synchronous=not config.async_scheduling)
         if config.capture_ahead:
             self.capture_graphs()
 
@@ -237,11 +223,6 @@ class Engine:
         """Whether there is a drafter."""
         return isinstance(self.proposer, Proposer)
 
-    @property
-    def graphs(self) -> CUDAGraphRunner | None:
-        """Captured passes; None where all are eager."""
-        return self.runner.graphs
-
     def swap_drafter(self, drafter: Drafter | None) -> None:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
 
@@ -253,17 +234,13 @@ class Engine:
         if drafter is not None:
             require_fit(drafter, self.target)
             cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.config.block_size)
-        capture = None if self.graphs is None else self.graphs.capture
         rounds, self.rounds = self.rounds, None
-        self.runner.graphs = None  # its memory is free before more is taken
         self._take_drafter(drafter, cache)
         self.block_manager.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
         if rounds is not None:
             fresh = replace(rounds.runner.capture, bytes=0, refused=set(), _made={}, _pool=None)
             self.use_rounds(fresh, rounds.runner.queue, synchronous=rounds.synchronous, accept=rounds.runner.accept)
-        elif capture is not None:
-            self.use_graphs(replace(capture, bytes=0, refused=set(), _made={}, _pool=None))
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
@@ -299,29 +276,7 @@ class Engine:
     def _new_cache(self) -> KVCache:
         return KVCache(blocks=self.budget.blocks, block_size=self.config.block_size)
 
-    # --- CUDA graphs -------------------------------------------------------------------------------------------
-
-    def use_graphs(self, capture: GraphCapture) -> None:
-        """Run passes from CUDA graphs, captured as shapes are met."""
-        config, most_rows = self.config, min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        runner, proposer = self.runner, self.proposer
-        runner.graphs = CUDAGraphRunner(
-            lambda ids_N, metadata, keep_M: runner.run(ids_N, metadata, keep_M, runner.layer_ids),
-            runner.cache,
-            proposer.drafter if isinstance(proposer, Proposer) else None,
-            capture=capture,
-            max_num_seqs=most_rows,
-            most_tokens=min(config.max_num_batched_tokens, most_rows * (config.max_depth + 1)),
-            longest_chunk=config.max_num_batched_tokens,
-            most_blocks=-(-self.max_model_len // config.block_size),
-            max_depth=config.max_depth,
-            vocab_size=self.target.facts.vocab_size,
-            dtype=self.target.dtype,
-            logits_dtype=runner.logits_dtype,
-        )
-        if isinstance(proposer, Proposer):
-            proposer.graphs = runner.graphs
-        self.controller.runs_graphs()
+    # --- rounds on the device ----------------------------------------------------------------------------------
 
     def use_rounds(
         self,
@@ -370,7 +325,7 @@ class Engine:
         """Read prompts whose logprobs are asked for, apart from rounds; then let them decode in rounds."""
         assert self.rounds is not None
         report = StepReport()
-        results, output = self._collect(self._launch(rows, report), report)
+        results, output = self._verify(rows, report)
         for result in results:
             self._commit(result, output, report)
             seq = result.row.seq
@@ -387,11 +342,10 @@ class Engine:
     @torch.inference_mode()
     def capture_graphs(self) -> int:
         """Capture the usual steps now instead of when they are first met; how many graphs there are."""
-        runner = self.graphs if self.rounds is None else self.rounds.runner
-        if runner is None:
+        if self.rounds is None:
             return 0
         started = self._clock()
-        captured = runner.capture_graphs()
+        captured = self.rounds.runner.capture_graphs()
         self.proposer.rehearse()
         logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured
@@ -400,10 +354,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
-        """Go once through the algorithm; what it gave to whom.
-
-        With captured graphs, what a step gave is put into words during the next one, while the device is busy.
-        """
+        """Go once through the algorithm; what it gave to whom."""
         if self.rounds is not None:
             self.rounds.step()
             self._outputs.process()
@@ -413,21 +364,14 @@ class Engine:
         report.choice = self.proposer.chosen
         if scheduled.rows:
             self.proposer.probe_drift(scheduled.rows)
-            for rows in self.runner.passes(scheduled.rows):
-                launched = self._launch(rows, report)
-                self._process_last_step()
-                results, output = self._collect(launched, report)
-                for result in results:
-                    self._commit(result, output, report)
-                if output.of_chunks:
-                    for row in rows:
-                        self.proposer.note_chunk(row)
+            results, output = self._verify(scheduled.rows, report)
+            for result in results:
+                self._commit(result, output, report)
             if self._is_timed(scheduled.rows):
                 report.seconds = self._clock() - began
             self.controller.observe(report)
             self.proposer.catch_up(scheduled.rows)
-        if self.graphs is None or not self.scheduler.running:
-            self._outputs.process()
+        self._outputs.process()
         return self._outputs.take()
 
     def _schedule(self) -> SchedulerOutput:
@@ -438,36 +382,20 @@ class Engine:
             self.proposer.forget(seq.key, ended=False)
         return scheduled
 
-    def _launch(self, rows: Sequence[ScheduledRow], report: StepReport) -> LaunchedPass:
-        """Draft for rows and get a pass of the target under way that verifies it."""
-        began = self._clock()
-        proposal = self.proposer.propose(rows, report)
-        if proposal.launched is not None:
-            return LaunchedPass(rows=rows, began=began, wait=proposal.launched)
+    def _verify(self, rows: Sequence[ScheduledRow], report: StepReport) -> tuple[list[VerifyResult], TargetOutput]:
+        """Draft for rows and run the target over them; what it said, and what that means for each row."""
+        drafts = self.proposer.propose(rows, report)
         began = self._clock()
         states = any(self.proposer.follows(row.seq) for row in rows)
-        collect = self.runner.launch(rows, proposal.drafts, states=states)
-        return LaunchedPass(
-            rows=rows, began=began, wait=lambda: CollectedPass(drafts=proposal.drafts, output=collect())
-        )
-
-    def _process_last_step(self) -> None:
-        """What can wait until the device is busy, and is best done by then: the words and lessons of the last step."""
-        self._outputs.process()
-        if self.controller.thinks_later:
-            self.controller.think()
-
-    def _collect(self, launched: LaunchedPass, report: StepReport) -> tuple[list[VerifyResult], TargetOutput]:
-        """Wait for a pass; what the target said, and what that means for each row."""
-        rows, collected = launched.rows, launched.wait()
-        results = verify(rows, collected.drafts, collected.output)
+        output = self.runner.run_rows(rows, drafts, states=states)
+        results = verify(rows, drafts, output)
         if self._is_timed(rows):
             report.target = TargetTiming(
-                tokens=len(rows) + sum(len(draft.tokens) for draft in collected.drafts.values()),
+                tokens=len(rows) + sum(len(draft.tokens) for draft in drafts.values()),
                 context=sum(row.start for row in rows),
-                seconds=self._clock() - launched.began - collected.draft_seconds,
+                seconds=self._clock() - began,
             )
-        return results, collected.output
+        return results, output
 
     def _is_timed(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the controller learns of the time that these rows take: they decode, and it chose how."""

@@ -1,16 +1,18 @@
 """The drafting half of a step: what is asked of the drafter, for whom and by which means.
 
 draft_slots  how many tokens behind each request there should be room for, by the controller's choice
-propose      the drafter reads what the target has seen since, and drafts: chains or trees, captured or eager. Of what
-             it drafts, the controller keeps what is worth verifying, and grammars what they allow
+propose      the drafter reads what the target has seen since, and drafts: chains or trees. Of what it drafts, the
+             controller keeps what is worth verifying, and grammars what they allow
 settle       what the target said about the drafts of a row
 catch_up     what else the drafter reads, so that nobody waits for it later
+
+Where rounds live on the device (`round_loop.py`), it is asked for the choice alone.
 
 An engine without a drafter has a `NoProposer`, which proposes nothing.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
@@ -18,39 +20,17 @@ from torch import Tensor
 from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.cuda_graphs import CUDAGraphRunner, DraftSeconds
 from eyas.engine.runner.drafter import LUMP, DrafterRunner
 from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Draft, Tree
-from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming
+from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata, states_of
 
 StatesOf = Callable[[SequenceState], Tensor]
 """The states [T, X] of a request that wait for the drafter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectedPass:
-    """What came of a pass."""
-
-    drafts: Mapping[int, Draft]
-    """What it verified, by request; those without drafts are left out."""
-    output: TargetOutput
-    draft_seconds: float = 0.0
-    """What of its time was drafting."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """What the target is asked about."""
-
-    drafts: Mapping[int, Draft] = field(default_factory=dict)
-    """By request; those without drafts are left out."""
-    launched: Callable[[], CollectedPass] | None = None
-    """Waits for the pass, if a captured graph drafts and verifies in one go; `drafts` is empty then."""
 
 
 class Proposes(Protocol):
@@ -79,17 +59,14 @@ class Proposes(Protocol):
     def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
         """Take the fate of a chain of drafts, now that its tokens are committed."""
 
-    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
-        """Drafts for the rows of a pass, as far as they have room for some."""
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
+        """Drafts for the rows of a pass, by request, as far as they have room for some."""
 
     def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
         """Keep the states of what a row has read, the accepted drafts `nodes` included, until they are read."""
 
     def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
         """Take what the target said about a row's drafts, now that its tokens are committed."""
-
-    def note_chunk(self, row: ScheduledRow) -> None:
-        """A captured chunk of a prompt was read and committed."""
 
     def catch_up(self, rows: Sequence[ScheduledRow]) -> None:
         """Read what would make somebody wait later."""
@@ -125,18 +102,15 @@ class NoProposer:
     def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
         """There were no drafts."""
 
-    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Nothing."""
-        return Proposal()
+        return {}
 
     def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
         """None are needed."""
 
     def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
         """There were no drafts."""
-
-    def note_chunk(self, row: ScheduledRow) -> None:
-        """Nobody read along."""
 
     def catch_up(self, rows: Sequence[ScheduledRow]) -> None:
         """Nothing waits."""
@@ -163,8 +137,6 @@ class Proposer:
         clock: Callable[[], float],
     ) -> None:
         self.layer_ids, self.drafter, self.drift_probe = layer_ids, drafter, drift_probe
-        self.graphs: CUDAGraphRunner | None = None
-        """Captured passes, where there are any."""
         self.rounds = False
         """Whether chains are drafted and verified on the device in one go (`round_loop.py`)."""
         self._drafter, self._controller, self._scheduler = drafter, controller, scheduler
@@ -195,9 +167,8 @@ class Proposer:
         facts = [_facts(seq) for seq in decoding]
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._chosen_for, self._steps = keys, 1
-        # Nobody looks on the way while a captured chain is drafted.
-        unseen = self.rounds or (self.graphs is not None and self._forced_tree is None)
-        limits = choice.depths if unseen else choice.limits
+        # Nobody looks on the way while the device drafts.
+        limits = choice.depths if self.rounds else choice.limits
         slots = {}
         for seq, limit in zip(decoding, limits, strict=True):
             tree = self._tree(seq) if limit else None
@@ -229,70 +200,12 @@ class Proposer:
         draft = Draft(tokens=tuple(drafts), parents=tuple(range(-1, len(drafts) - 1)), confidences=())
         self.drift_probe.follow(seq, draft, accepted, ended=ended)
 
-    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Proposal:
-        """Drafts for the rows of a pass, as far as they have room for some.
-
-        If all of them only decode and nobody needs to look at the drafts first, a captured graph verifies them at once.
-        """
-        drafting = [row for row in rows if row.drafts]
-        if not drafting:
-            return Proposal()
-        shapes = self._shapes(drafting)
-        if self.graphs is not None and shapes is None:
-            proposal = None
-            if self._skip_pruning(rows) and self.graphs.drafts([row.seq for row in rows]):
-                proposal = self._launch_unpruned(rows, self.graphs, report)
-            proposal = proposal or self._propose_captured(drafting, self.graphs, report)
-            if proposal is not None:
-                return proposal
-        return self._propose_eagerly(drafting, shapes, report)
-
-    def _skip_pruning(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether nobody needs to look at drafts, and behind every row there could be some."""
-        choice = self._choice
-        return choice is not None and choice.skip_pruning and all(_can_draft(row) for row in rows)
-
-    def _launch_unpruned(
-        self, rows: Sequence[ScheduledRow], graphs: CUDAGraphRunner, report: StepReport
-    ) -> Proposal | None:
-        """Chains for all rows, verified at once. What a grammar forbids among them the target does not say."""
-        seqs, limits = [row.seq for row in rows], [row.drafts for row in rows]
-        late = self._stage_states(seqs, graphs, report)
-        reads = _unread(seqs)
-        launched = graphs.launch_draft_and_verify(seqs, limits)
-        if launched is None:
-            return None
-
-        def collect() -> CollectedPass:
-            drafts, spent, output = launched()
-            self._note_drafts(seqs, reads, limits, spent, report)
-            offered = {seq.key: draft for seq, draft in zip(seqs, drafts, strict=True) if draft.tokens}
-            return CollectedPass(drafts=offered, output=output, draft_seconds=late + spent.first + spent.further)
-
-        return Proposal(launched=collect)
-
-    def _propose_captured(
-        self, rows: Sequence[ScheduledRow], graphs: CUDAGraphRunner, report: StepReport
-    ) -> Proposal | None:
-        """Chains for rows that have room for drafts."""
-        seqs, limits = [row.seq for row in rows], [row.drafts for row in rows]
-        if not graphs.drafts(seqs):
-            return None
-        self._stage_states(seqs, graphs, report)
-        reads = _unread(seqs)
-        made = graphs.draft(seqs, limits)
-        if made is None:
-            return None
-        drafts, spent = made
-        self._note_drafts(seqs, reads, limits, spent, report)
-        assert self._choice is not None, "drafts have room by choice"
-        return Proposal(drafts=self._allowed(seqs, self._kept(self._choice, rows, drafts)))
-
-    def _propose_eagerly(
-        self, rows: Sequence[ScheduledRow], shapes: Sequence[Tree] | None, report: StepReport
-    ) -> Proposal:
-        """Chains, or trees of these shapes, for rows that have room for drafts, every operation launched by itself."""
-        seqs, keys = [row.seq for row in rows], [row.seq.key for row in rows]
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
+        """Chains or trees for the rows of a pass, as far as they have room for some."""
+        rows = [row for row in rows if row.drafts]
+        if not rows:
+            return {}
+        shapes, seqs, keys = self._shapes(rows), [row.seq for row in rows], [row.seq.key for row in rows]
         controller, started, reads = self._controller, self._clock(), _unread(seqs)
         choice = self._choice
         assert choice is not None, "drafts have room by choice"
@@ -323,44 +236,7 @@ class Proposer:
         report.draft = DraftTiming(
             passes=deepest, tokens=reads + deeper, seconds=seconds, first=first, trees=shapes is not None
         )
-        return Proposal(drafts=self._allowed(seqs, offered))
-
-    def _stage_states(self, seqs: Sequence[SequenceState], graphs: CUDAGraphRunner, report: StepReport) -> float:
-        """Let all that waits for the drafter lie where captured graphs read it; too much of it is read at once.
-
-        The seconds of that reading come back. They are told apart: taken for a part of every such pass, they would keep
-        drafts from paying for as long as all that is drafted are probes, each after a rest.
-        """
-        states, seconds = self._drafter.states, 0.0
-        unstaged = states.unstaged(seqs)
-        rested = [seq for seq in unstaged if _unread([seq]) > graphs.most_read]
-        if rested:
-            started = self._clock()
-            self.read(rested, but_last=True)
-            seconds = self._clock() - started
-            report.catch_up = CatchUpTiming(requests=len(rested), seconds=seconds)
-        if unstaged:
-            states.stage(unstaged)
-        return seconds
-
-    def _note_drafts(
-        self,
-        seqs: Sequence[SequenceState],
-        reads: int,
-        limits: Sequence[int],
-        spent: DraftSeconds,
-        report: StepReport,
-    ) -> None:
-        """Take note of a captured draft: all is read, and the device took so long."""
-        for seq in seqs:
-            self._scheduler.note_read(seq, seq.target_length)
-        deeper = sum(max(0, limit - 1) for limit in limits)
-        report.draft = DraftTiming(
-            passes=spent.passes,
-            tokens=reads + deeper,
-            seconds=spent.first + spent.further,
-            first=(reads, spent.first),
-        )
+        return self._allowed(seqs, offered)
 
     def _kept(self, choice: Choice, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> dict[int, Draft]:
         """Of each row's chain what the controller finds worth verifying."""
@@ -418,13 +294,6 @@ class Proposer:
         if ended:
             self.drift_probe.forget(key)
 
-    def note_chunk(self, row: ScheduledRow) -> None:
-        """Take note of a captured chunk: if nothing waited before it, the drafter has read all but its last state."""
-        seq = row.seq
-        if self._drafter.remembers and seq.finished is None and seq.speculates and seq.drafter_length == row.start:
-            self._drafter.states.keep_last(seq)
-            self._scheduler.note_read(seq, row.start + row.count - 1)
-
     def read(self, seqs: Sequence[SequenceState], *, but_last: bool = False) -> None:
         """Let the drafter read what waits for it, perhaps all but the last state."""
         self._drafter.read(seqs, but_last=but_last)
@@ -458,12 +327,6 @@ class Proposer:
         if tree is not None and auto and drift.firing:
             tree = replace(tree, depth=min(tree.depth, drift.deepest))
         return tree
-
-
-def _can_draft(row: ScheduledRow) -> bool:
-    """Whether a row only decodes, and the target has left states of it for the drafter to start from."""
-    seq = row.seq
-    return row.count == 1 and row.samples and seq.speculates and seq.drafter_length < seq.target_length
 
 
 def _unread(seqs: Sequence[SequenceState]) -> int:

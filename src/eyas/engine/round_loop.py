@@ -31,7 +31,7 @@ from eyas.engine.runner.sampling_needs import needs_mask
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
-from eyas.engine.speculation.observations import DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming, RoundOutcome, TargetTiming
 from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import sampling_metadata
 
@@ -236,6 +236,8 @@ class RoundLoop:
     def _note_times(self, launched: LaunchedRound, report: StepReport) -> None:
         rows = launched.rows
         drafts = sum(row.drafts for row in rows)
+        if launched.caught_up is not None:
+            report.catch_up = CatchUpTiming(requests=len(rows), seconds=launched.catch_up_seconds)
         if launched.line.depth:
             deeper = sum(max(0, row.drafts - 1) for row in rows)
             report.draft = DraftTiming(

@@ -30,14 +30,8 @@ class TargetOutput:
     """States for the drafter."""
     hidden_NX: Tensor | None = None
     """States that the engine was told to keep."""
-    largest_RQ: Tensor | None = None
-    """The most likely tokens, if the pass was a captured graph."""
-    stride: int = 0
-    """Then rows begin so far apart, among logits and states alike; else they follow one another."""
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """By the keys of requests that ask for them: of the prompt tokens behind those that the pass read."""
-    of_chunks: bool = False
-    """Whether these were captured chunks of prompts."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -114,30 +108,19 @@ def verify(rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], output: Ta
                 logits_at=first_m,
             )
         )
-        first_n += output.stride or row.count + len(draft.tokens)
-        first_m += output.stride or len(own)
+        first_n += row.count + len(draft.tokens)
+        first_m += len(own)
     return results
 
 
 def _own_tokens(offered: Sequence[tuple[ScheduledRow, Draft]], output: TargetOutput) -> list[int]:
     """The target's own tokens, each at the place of its logits."""
-    if output.largest_RQ is not None and all(_takes_most_likely(row.seq) for row, _ in offered):
-        largest: list[int] = output.largest_RQ.flatten().tolist()
-        return largest
-    metadata, places = list[SamplingMetadata](), list[int]()
-    for number, (row, draft) in enumerate(offered):
+    metadata = list[SamplingMetadata]()
+    for row, draft in offered:
         if row.samples:
             metadata += [sampling_metadata(row.seq, draft.tokens_to(node)) for node in range(-1, len(draft.tokens))]
-            places += range(number * output.stride, number * output.stride + 1 + len(draft.tokens))
-    if not metadata:
-        return []
-    logits_MV = output.logits_MV
-    if not output.stride:
-        chosen: list[int] = choose(logits_MV, metadata).tolist()
-        return chosen
-    token_M = choose(logits_MV[torch.tensor(places, device=logits_MV.device)], metadata)
-    at = dict(zip(places, token_M.tolist(), strict=True))
-    return [at.get(place, 0) for place in range(len(offered) * output.stride)]
+    chosen: list[int] = choose(output.logits_MV, metadata).tolist() if metadata else []
+    return chosen
 
 
 def accepted_nodes(draft: Draft, own: Sequence[int]) -> list[int]:
@@ -167,13 +150,6 @@ def accept_tree(parents: Sequence[int], drafts: Sequence[int], own: Sequence[int
         path.append(following)
         node = following
     return path
-
-
-def _takes_most_likely(seq: SequenceState) -> bool:
-    """Whether the largest logit is the answer, here and behind drafts."""
-    sampling = seq.request.sampling
-    shaped = sampling.shapes_logits or seq.matcher is not None or bool(seq.request.bad_words)
-    return not (sampling.temperature or shaped or seq.new_tokens < seq.request.min_new_tokens)
 
 
 def states_of(result: VerifyResult, nodes: Sequence[int], states_NX: Tensor) -> HiddenStates:

@@ -41,11 +41,6 @@ class Room:
         """The most tokens of a captured step."""
         return min(self.max_num_batched_tokens, self.recorded_rows * (self.max_depth + 1))
 
-    @property
-    def recorded_chunk(self) -> int:
-        """The most tokens of a prompt that are read at once by a recording."""
-        return min(self.max_num_batched_tokens, LONGEST_CHUNK)
-
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterShape:
@@ -112,9 +107,20 @@ def working_bytes(
 
 
 def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) -> int:
-    """The memory that captured steps share for logits, float32 at worst, and auxiliary states."""
-    tokens, brought = room.recorded_tokens, room.recorded_rows * (room.max_depth + 1)
-    return tokens * vocab_size * FLOAT32 + (tokens + brought + room.recorded_chunk) * states * element
+    """The memory that rounds on the device share: logits, float32 at worst, and a ring of auxiliary states by slot.
+
+    What else a slot holds, some numbers and a block table, is thousands of times less and not counted.
+    """
+    logits = max(room.recorded_tokens, room.recorded_rows) * vocab_size * FLOAT32
+    return logits + (room.recorded_rows + 1) * ring_length(room.max_depth) * states * element
+
+
+def ring_length(max_depth: int) -> int:
+    """Positions of a request whose states can wait for the drafter, when drafts are so deep at most.
+
+    A power of 2: twice what a pass of the deepest draft writes fits.
+    """
+    return 1 << (2 * max_depth + 2).bit_length()
 
 
 def footprint(

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from eyas.engine.runner.input_buffers import InputBuffers
-from eyas.engine.runner.passes import Mark, Numbers
 
 logger = logging.getLogger(__name__)
 
+Numbers = Mapping[str, Tensor]
+"""The tables of `InputBuffers` on the device."""
+Mark = Callable[[], None]
+"""To be called where a part ends: its time is taken there, on the device."""
 Function = Callable[[Numbers, Mark], Tensor]
 
 
@@ -35,6 +38,8 @@ class GraphCapture:
     """Runs functions of input buffers, captured if possible."""
 
     device: torch.device
+    enabled: bool = True
+    """Without, nothing is captured."""
     bytes: int = 0
     """Memory taken by capturing."""
     refused: set[str] = field(default_factory=set)
@@ -55,19 +60,18 @@ class GraphCapture:
         bucket: tuple[object, ...],
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
         function: Function,
-        keep: Tensor | None = None,
     ) -> CapturedGraph | None:
         """The graph of a bucket, made now if it was not yet; None if that fails.
 
-        Capturing runs the function once, on zeros, and leaves `keep` as it was.
+        Capturing runs the function once, on zeros.
         """
-        if kind in self.refused:
+        if not self.enabled or kind in self.refused:
             return None
         made = self._made.get((kind, *bucket))
         if made is None:
             inputs = InputBuffers(shapes(), self.device)
             try:
-                made = self._capture(inputs, function, keep)
+                made = self._capture(inputs, function)
             except Exception as error:  # whatever it is, decoding goes on
                 self.refused.add(kind)
                 reason = " ".join(str(error).split())[:300]
@@ -78,17 +82,14 @@ class GraphCapture:
             self._made[kind, *bucket] = made
         return made
 
-    def _capture(self, inputs: InputBuffers, function: Function, keep: Tensor | None) -> CapturedGraph:
+    def _capture(self, inputs: InputBuffers, function: Function) -> CapturedGraph:
         before = torch.cuda.memory_reserved(self.device)
         inputs.clear()
         # Once without capturing: kernels are compiled and libraries take their memory on first use.
         beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
-            kept = None if keep is None else keep.clone()
             function(inputs.device, lambda: None)
-            if keep is not None and kept is not None:
-                keep.copy_(kept)
         torch.cuda.current_stream(self.device).wait_stream(beside)
         graph, marks = torch.cuda.CUDAGraph(), list[Any]()
 

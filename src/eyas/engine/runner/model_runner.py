@@ -1,19 +1,17 @@
-"""Runs the target over what the scheduler has chosen: launches a pass, and hands back what waits for it.
+"""Runs the target: fused code where it is the block of `kernels/llama/`, and transformers' own code where it is not.
 
-There are three ways, and they say the same: captured graphs for chunks of prompts and for decoding, and eager passes
-for all else (long chunks, trees, passes above the token budget, machines without CUDA graphs). Eager passes run fused
-code where the target is the block of `kernels/llama/`, and transformers' own code where it is not.
+`run` takes a pass whose layout may lie on the device, as rounds have it (`round_passes.py`); `run_rows` what the
+scheduler has chosen, laid out by the host.
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated auxiliary states.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.cuda_graphs import CUDAGraphRunner
 from eyas.engine.runner.fused_target import fused_target
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
@@ -27,8 +25,6 @@ from eyas.target.model import Target
 
 LOGITS_AT_ONCE = 64
 """Rows of prompt logits that are reduced together, which bounds the memory of the reduction."""
-Collect = Callable[[], TargetOutput]
-"""Waits for a pass that is under way."""
 
 
 class ModelRunner:
@@ -39,9 +35,7 @@ class ModelRunner:
         self.layer_ids: tuple[int, ...] = ()
         """Whose states the drafter reads; those are kept of every pass that it follows."""
         self.kept_layer_ids: tuple[int, ...] = ()
-        """Whose states every pass gives besides, for whoever asked for them; such passes are eager."""
-        self.graphs: CUDAGraphRunner | None = None
-        """Captured passes; None where all are eager."""
+        """Whose states every pass over rows gives besides, for whoever asked for them."""
         self._target, self._device = target, target.device
         self._own = TargetRunner(target, cache)
         self._fused = fused_target(target)
@@ -51,33 +45,9 @@ class ModelRunner:
         """Of a pass; a model's own code may compute logits more finely than the rest."""
         return self._target.dtype if self._fused is not None else torch.float32
 
-    def passes(self, rows: Sequence[ScheduledRow]) -> list[Sequence[ScheduledRow]]:
-        """Which rows the target reads together: all of them, unless chunks of prompts have graphs of their own."""
-        if not rows:
-            return []
-        if self.graphs is None or all(row.count == 1 and not row.prompt_logits for row in rows):
-            return [rows]
-        passes, chunks, others = list[Sequence[ScheduledRow]](), list[ScheduledRow](), list[ScheduledRow]()
-        for row in rows:
-            if row.prompt_logits:
-                passes.append([row])
-            else:
-                (chunks if self.graphs.reads(row) else others).append(row)
-        return [*([others] if others else []), *passes, *self.graphs.read_together(chunks)]
-
-    def launch(self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], *, states: bool) -> Collect:
-        """Start one pass: logits behind every token that chooses and, if asked for, the states of all tokens."""
-        if self.graphs is not None and not any(row.prompt_logits for row in rows):
-            collect = self.graphs.launch_read(rows) if all(self.graphs.reads(row) for row in rows) else None
-            collect = collect or self.graphs.launch_verify(rows, [drafts.get(row.seq.key, NO_DRAFT) for row in rows])
-            if collect is not None:
-                return collect
-        output = self._run_eagerly(rows, drafts, self.layer_ids if states else ())
-        return lambda: output
-
-    def _run_eagerly(
-        self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], layer_ids: Sequence[int]
-    ) -> TargetOutput:
+    def run_rows(self, rows: Sequence[ScheduledRow], drafts: Mapping[int, Draft], *, states: bool) -> TargetOutput:
+        """Run one pass: logits behind every token that chooses and, if asked for, the states of all tokens."""
+        layer_ids = self.layer_ids if states else ()
         ids: list[int] = []
         keep: list[int] = []
         of_prompts: list[int] = []

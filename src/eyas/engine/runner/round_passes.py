@@ -25,12 +25,16 @@ from torch import Tensor
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.passes import Mark, Numbers, RunTarget
+from eyas.engine.runner.graph_capture import Mark, Numbers
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import compute_logprobs
 from eyas.kernels.attention.metadata import AttentionMetadata
+
+RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
+and auxiliary states [N, X]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
-from eyas.engine.runner import passes, round_passes
-from eyas.engine.runner.cuda_graphs import CHUNK_ROWS, CHUNKS, ROWS, ROWS_AHEAD, TOKENS, USUAL_BLOCKS
+from eyas.engine.runner import round_passes
+from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, ROWS_AHEAD, TOKENS, USUAL_BLOCKS
 from eyas.engine.runner.device_queue import DeviceQueue, Mark
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
@@ -82,9 +82,10 @@ class LaunchedRound:
     """What comes of it: the drafts of a row, real or not, among it."""
     reads: int
     """States of a row that the drafter reads before it drafts."""
-    caught_up: bool
-    """Whether the drafter read, before all else, what waited but for the last state."""
+    caught_up: Mark | None
+    """Where the drafter began to read what waited but for the last state, if it did so before all else."""
     began: Mark
+    """Behind that."""
     drafted: Mark | None
     """Where drafting ends, if there is any."""
     drafts_RK: Tensor | None
@@ -125,12 +126,17 @@ class LaunchedRound:
         """How far the drafter has read with a row before which the target had read so much."""
         if self.of_prompts:
             return before + row.count - row.samples
-        return before if self.line.depth else before - 1 if self.caught_up else 0
+        return before if self.line.depth else before - 1 if self.caught_up is not None else 0
 
     @property
     def draft_seconds(self) -> float:
         """Of the device, once collected."""
         return 0.0 if self.drafted is None else self.drafted.seconds_since(self.began)
+
+    @property
+    def catch_up_seconds(self) -> float:
+        """The same for what was read before all else: no price of drafts, since it is read once after a long rest."""
+        return 0.0 if self.caught_up is None else self.began.seconds_since(self.caught_up)
 
     @property
     def target_seconds(self) -> float:
@@ -144,7 +150,7 @@ class RoundRunner:
 
     def __init__(
         self,
-        run: passes.RunTarget,
+        run: round_passes.RunTarget,
         cache: KVCache,
         drafter: DrafterRunner | None,
         *,
@@ -268,10 +274,12 @@ class RoundRunner:
         verify = self._verifying(bucket, blocks, depth)
         sample = self._sampling(bucket, depth, needs, masked=masked)
 
-        began = self.queue.mark()
         self.state.send_rows(self.queue, slots, [min(row.drafts, depth) for row in rows], [1] * len(rows))
+        caught_up = None
         if catch_up is not None:
+            caught_up = self.queue.mark()
             self.queue.run(catch_up)
+        began = self.queue.mark()
         drafted = drafts_RK = None
         if draft is not None:
             self.queue.run(draft)
@@ -289,7 +297,7 @@ class RoundRunner:
             bucket=bucket,
             line=RoundLine(depth=depth, alternatives=needs.logprobs),
             reads=reads,
-            caught_up=late,
+            caught_up=caught_up,
             began=began,
             drafted=drafted,
             drafts_RK=drafts_RK,
@@ -327,7 +335,7 @@ class RoundRunner:
             bucket=bucket,
             line=RoundLine(depth=0, alternatives=needs.logprobs),
             reads=0,
-            caught_up=False,
+            caught_up=None,
             began=began,
             drafted=None,
             drafts_RK=None,

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from eyas.engine.runner.device_queue import DeviceQueue
+from eyas.plan.footprint import ring_length
 
 
 class RoundState:
@@ -37,7 +38,7 @@ class RoundState:
 
     def __init__(self, *, slots: int, blocks: int, max_depth: int, like_X: Tensor | None, device: torch.device) -> None:
         self.slots, self.nobody, self.blocks, self.max_depth = slots, slots, blocks, max_depth
-        self.ring = 1 << (2 * max_depth + 2).bit_length()
+        self.ring = ring_length(max_depth)
         self.device = device
         sizes = {"length": 1, "drafted": 1, "limit": 1, "follows": 1, "tokens": self.ring, "table": blocks}
         self._arena = torch.zeros((slots + 1) * sum(sizes.values()), dtype=torch.int64, device=device)
