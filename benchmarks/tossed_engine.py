@@ -8,7 +8,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ class TossedEngine(Engine):
     def use_rounds(self, capture: GraphCapture, queue: DeviceQueue, **options: Any) -> None:
         """Toss on the device, and time what is captured."""
         timed = TimedCapture(device=capture.device, enabled=capture.enabled)
-        super().use_rounds(timed, queue, **{**options, "accept": partial(toss, chance=self._chance)})
+        super().use_rounds(timed, queue, **{**options, "chance": self._chance})
 
     @property
     def capture(self) -> "TimedCapture | None":
@@ -88,16 +87,6 @@ class TimedCapture(GraphCapture):
         torch.cuda.synchronize()
         times = [first.elapsed_time(last) for first, last in self.events[kind]]
         return statistics.median(times) if times else 0.0
-
-
-def toss(token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor, *, chance: float) -> tuple[Tensor, Tensor]:
-    """An `Accept` of the engine's rounds: how many of depth_R drafts are accepted, and the tokens with them."""
-    depth = drafts_RK.shape[1]
-    real_RK = torch.arange(depth, device=depth_R.device) < depth_R[:, None]
-    lucky_RK = torch.rand(drafts_RK.shape, device=depth_R.device) < chance
-    taken_RK = (real_RK & lucky_RK).cumprod(dim=-1)
-    drafted_RQ = torch.cat([torch.where(taken_RK > 0, drafts_RK, token_RQ[:, :depth]), token_RQ[:, depth:]], dim=1)
-    return taken_RK.sum(dim=-1), drafted_RQ
 
 
 def chance_of(length: float, depth: int) -> float:

@@ -17,6 +17,7 @@ from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import choose, compute_logprobs, draw, log_probabilities
 from eyas.engine.speculation.draft import Draft
 from eyas.engine.verify import accepted_nodes, sampling_metadata
+from eyas.kernels.round_outcome import accepted_drafts
 from eyas.sampling import Sampling
 
 CPU = torch.device("cpu")
@@ -192,7 +193,7 @@ def test_rounds_of_drafts_and_acceptance_count_tokens_as_the_host_does(seed: int
         token_RQ = batch.choose(needs)
         assert torch.equal(token_RQ, batch.expected())
         depth_R = torch.tensor([chance.randint(0, 3) for _ in batch.seqs])
-        accepted_R = batch.sampling.accept(token_RQ, batch.drafts_RK, depth_R)
+        accepted_R = accepted_drafts(token_RQ, batch.drafts_RK, depth_R)
         batch.sampling.note(batch.slot_R, token_RQ, accepted_R + 1, needs)
         for row, seq in enumerate(batch.seqs):
             tokens = tuple(batch.drafts_RK[row, : depth_R[row]].tolist())
@@ -204,9 +205,8 @@ def test_rounds_of_drafts_and_acceptance_count_tokens_as_the_host_does(seed: int
 
 
 def test_without_drafts_nothing_is_accepted() -> None:
-    sampling = SlotSampling(2, 9, CPU)
     token_RQ, drafts_RK = torch.tensor([[4], [5]]), torch.empty(2, 0, dtype=torch.int64)
-    assert sampling.accept(token_RQ, drafts_RK, torch.zeros(2, dtype=torch.int64)).tolist() == [0, 0]
+    assert accepted_drafts(token_RQ, drafts_RK, torch.zeros(2, dtype=torch.int64)).tolist() == [0, 0]
 
 
 def test_a_request_that_comes_back_is_counted_by_its_tokens() -> None:
@@ -353,7 +353,7 @@ def whole_sample(sampling: SlotSampling, needs: Needs, device: torch.device, row
     sampling.choose(logits_NV, slot_R, numbers(rows), drafts_RK, needs, mask_NV)
     sampling.draw(logits_NV[:rows], slot_R, numbers(rows), numbers(97), needs)
     token_RQ = sampling.choose(logits_NV, slot_R, numbers(rows), drafts_RK, needs)
-    accepted_R = sampling.accept(token_RQ, drafts_RK, numbers(rows))
+    accepted_R = accepted_drafts(token_RQ, drafts_RK, numbers(rows))
     sampling.note(slot_R, token_RQ, accepted_R + 1, needs)
     compute_logprobs(logits_NV, token_RQ.flatten(), 20)
 

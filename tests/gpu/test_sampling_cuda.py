@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.test_slot_sampling import EVERYTHING, random_batch
 from eyas.kernels import noise, nucleus
+from eyas.kernels.round_outcome import accepted_drafts
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -71,7 +72,7 @@ def test_a_captured_sampler_follows_its_slots(everything: bool) -> None:
     def sample() -> None:
         logits_NV, slot_R, position_R, drafts_RK = inputs
         token_RQ = batch.sampling.choose(logits_NV, slot_R, position_R, drafts_RK, needs)
-        accepted_R = batch.sampling.accept(token_RQ, drafts_RK, torch.full_like(slot_R, 2))
+        accepted_R = accepted_drafts(token_RQ, drafts_RK, torch.full_like(slot_R, 2))
         outputs[:] = [token_RQ, accepted_R]
 
     beside = torch.cuda.Stream()
@@ -81,12 +82,13 @@ def test_a_captured_sampler_follows_its_slots(everything: bool) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sample()
+    of_graph = list(outputs)  # sampling again puts others in their place
     for turn in range(3):
         batch.seqs.reverse()
         batch.sampling.admit(batch.slots, batch.seqs)()
         inputs[0].copy_(3 * torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(turn)))
         inputs[2].copy_(batch.position_R)
         graph.replay()
-        captured = [x.clone() for x in outputs]
+        captured = [x.clone() for x in of_graph]
         sample()
         assert all(torch.equal(a, b) for a, b in zip(captured, outputs, strict=True))

@@ -36,7 +36,6 @@ from eyas.engine.runner.device_queue import CUDAStreamQueue, DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round_passes import Accept
 from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
@@ -240,7 +239,7 @@ class Engine:
         self.scheduler.begin_anew(drafter=drafter is not None)
         if rounds is not None:
             fresh = replace(rounds.runner.capture, bytes=0, refused=set(), _made={}, _pool=None)
-            self.use_rounds(fresh, rounds.runner.queue, synchronous=rounds.synchronous, accept=rounds.runner.accept)
+            self.use_rounds(fresh, rounds.runner.queue, synchronous=rounds.synchronous, chance=rounds.runner.chance)
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
@@ -284,9 +283,12 @@ class Engine:
         queue: DeviceQueue,
         *,
         synchronous: bool = False,
-        accept: Accept | None = None,
+        chance: float | None = None,
     ) -> None:
-        """Let rounds live on the device, one step in flight, captured as shapes are met."""
+        """Let rounds live on the device, one step in flight, captured as shapes are met.
+
+        With a chance, a coin accepts drafts instead of the law: to measure at an acceptance of one's choice.
+        """
         config, most_rows = self.config, min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         runner, proposer = self.runner, self.proposer
         rounds = RoundRunner(
@@ -303,7 +305,7 @@ class Engine:
             vocab_size=self.target.facts.vocab_size,
             dtype=self.target.dtype,
             logits_dtype=runner.logits_dtype,
-            accept=accept,
+            chance=chance,
         )
         if isinstance(proposer, Proposer):
             proposer.rounds = True

@@ -17,7 +17,7 @@ _PART = 4096
 
 
 @triton.jit
-def _mix(x):
+def mix(x):
     """SplitMix64's finaliser."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -37,9 +37,9 @@ def _first_kernel(p, logits, greedy, seed, position, token, score_of, first_of, 
         score = tl.load(p + row * SIZE + at, mask=inside, other=-1.0)
         if tl.max(score, axis=0) > 0:
             golden = tl.full((1,), 0x9E3779B97F4A7C15, tl.uint64)
-            key = _mix(tl.load(seed + row).to(tl.uint64) + golden)
-            key = _mix(key + tl.load(position + row).to(tl.uint64) * golden)
-            bits = _mix(key + tl.load(token + at, mask=inside, other=0).to(tl.uint64) * golden)
+            key = mix(tl.load(seed + row).to(tl.uint64) + golden)
+            key = mix(key + tl.load(position + row).to(tl.uint64) * golden)
+            bits = mix(key + tl.load(token + at, mask=inside, other=0).to(tl.uint64) * golden)
             # As in `noise.py`: 52 bits behind the exponent of 1. Then 1 - w = 2 - x - 2^-53, exactly.
             x = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
             time = -tl.log((2.0 - x) - 1.1102230246251565e-16)

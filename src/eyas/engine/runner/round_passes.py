@@ -31,6 +31,8 @@ from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import compute_logprobs
 from eyas.kernels.attention.metadata import AttentionMetadata
+from eyas.kernels.draft_choice import choose_drafts
+from eyas.kernels.round_outcome import settle
 
 RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None], tuple[Tensor, Tensor | None]]
 """Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
@@ -131,11 +133,11 @@ def draft(
             output = model.step(feedback_RD, token_R, layout.position_N, drafter.attend(layout))
             normed_RD, feedback_RD = output.normed, output.feedback
         logits_RW = model.logits(normed_RD)
-        # The newest token stands at position length: the target has not read it, so it has no slot yet.
-        index_R = sampling.draw(logits_RW, who.slot_R, who.length_R + 1 + at, drafter.token_W, needs)
-        token_R = drafter.token_W[index_R]
-        state.drafts_RK[:rows, at] = token_R
-        state.sure_RK[:rows, at] = logits_RW.softmax(dim=-1, dtype=torch.float32).gather(-1, index_R[:, None])[:, 0]
+        index_R = None
+        if needs.sampled:
+            # The newest token stands at position length: the target has not read it, so it has no slot yet.
+            index_R = sampling.draw(logits_RW, who.slot_R, who.length_R + 1 + at, drafter.token_W, needs)
+        token_R = choose_drafts(logits_RW, drafter.token_W, state.drafts_RK, state.sure_RK, at, index_R)
     state.depth_R[:rows] = limit_R
     state.drafted_S.index_copy_(0, who.slot_R, torch.where(live_R > 0, who.length_R, drafted_R))
     return state.drafts_RK[:rows, :depth]
@@ -160,11 +162,6 @@ def verify(
     return live_R
 
 
-Accept = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From the target's own tokens [R, Q], drafts [R, K] and how many of each row are real [R] to how many of them are
-accepted [R], and the tokens of the round [R, Q]: in place of the law, to measure at an acceptance of one's choice."""
-
-
 def sample(
     _: Numbers,
     __: Mark,
@@ -172,7 +169,7 @@ def sample(
     state: RoundState,
     target: RoundTarget,
     sampling: SlotSampling,
-    accept: Accept | None,
+    chance: Tensor | None,
     needs: Needs,
     rows: int,
     depth: int,
@@ -180,31 +177,23 @@ def sample(
 ) -> Tensor:
     """What came of the round of each row, in one line of numbers (`RoundLine` says which).
 
-    An answer that comes to its limit gets fewer tokens than were accepted.
+    An answer that comes to its limit gets fewer tokens than were accepted. With a chance, drafts are accepted by a
+    coin: to measure at an acceptance of one's choice.
     """
-    who = Rows(state, rows, 0)
-    drafts_RK = state.drafts_RK[:rows, :depth]
-    position_R = who.length_R + 1
+    slot_R, drafts_RK = state.row_slot[:rows], state.drafts_RK[:rows, :depth]
     logits_NV = target.logits_SV[: rows * (1 + depth)]
-    token_RQ = sampling.choose(logits_NV, who.slot_R, position_R, drafts_RK, needs, mask_NV)
-    depth_R = state.depth_R[:rows]
-    if accept is None:
-        accepted_R = sampling.accept(token_RQ, drafts_RK, depth_R)
+    if needs.greedy and mask_NV is None:
+        line_RC = settle(state, rows=rows, depth=depth, logits_NV=logits_NV, chance=chance)
     else:
-        accepted_R, token_RQ = accept(token_RQ, drafts_RK, depth_R)
-    new_R = torch.minimum(accepted_R + 1, who.room_R) * state.row_samples[:rows]
-    offset_Q = torch.arange(1 + depth, device=new_R.device)
-    place_RQ = who.in_ring(position_R[:, None] + offset_Q, offset_Q < new_R[:, None])
-    state.tokens_SL.flatten().index_copy_(0, place_RQ.flatten(), token_RQ.flatten())
-    state.length_S.index_copy_(0, who.slot_R, who.length_R + new_R)
-    sampling.note(who.slot_R, token_RQ, new_R, needs)
-    sure_RK = _bits(state.sure_RK[:rows, :depth])
-    parts = [new_R[:, None], accepted_R[:, None], token_RQ, drafts_RK, sure_RK]
-    if needs.logprobs != NO_LOGPROBS:
-        told = compute_logprobs(logits_NV, token_RQ.flatten(), needs.logprobs)
-        columns = (_bits(told.logprob_N)[:, None], told.rank_N[:, None], told.top_token_NK, _bits(told.top_logprob_NK))
-        parts.append(torch.cat(columns, dim=1).view(rows, -1))
-    return torch.cat(parts, dim=1)
+        token_RQ = sampling.choose(logits_NV, slot_R, state.length_S[slot_R] + 1, drafts_RK, needs, mask_NV)
+        line_RC = settle(state, rows=rows, depth=depth, token_RQ=token_RQ, chance=chance)
+    token_RQ = line_RC[:, 2 : 3 + depth]
+    sampling.note(slot_R, token_RQ, line_RC[:, 0], needs)
+    if needs.logprobs == NO_LOGPROBS:
+        return line_RC
+    told = compute_logprobs(logits_NV, token_RQ.flatten(), needs.logprobs)
+    columns = (_bits(told.logprob_N)[:, None], told.rank_N[:, None], told.top_token_NK, _bits(told.top_logprob_NK))
+    return torch.cat([line_RC, torch.cat(columns, dim=1).view(rows, -1)], dim=1)
 
 
 def _bits(reals: Tensor) -> Tensor:

@@ -164,10 +164,11 @@ class RoundRunner:
         vocab_size: int,
         dtype: torch.dtype,
         logits_dtype: torch.dtype,
-        accept: round_passes.Accept | None = None,
+        chance: float | None = None,
     ) -> None:
         device = capture.device
-        self.capture, self.queue, self.accept = capture, queue, accept
+        self.capture, self.queue, self.chance = capture, queue, chance
+        self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=device)
         self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens = max_depth + 1, most_tokens
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
@@ -398,7 +399,7 @@ class RoundRunner:
             state=self.state,
             target=self._target,
             sampling=self.sampling,
-            accept=self.accept,
+            chance=self._chance,
             needs=needs,
             rows=rows,
             depth=depth,

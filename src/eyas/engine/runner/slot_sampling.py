@@ -110,12 +110,6 @@ class SlotSampling:
         numbers = self._tables.numbers(slot_R)
         return sample(q_logits_RW.float()[:, None], numbers, position_R[:, None], token_W, needs)[:, 0]
 
-    def accept(self, token_RQ: Tensor, drafts_RK: Tensor, depth_R: Tensor) -> Tensor:
-        """How many leading drafts, of the first depth_R, are the target's own tokens [R]."""
-        depth = drafts_RK.shape[1]
-        same_RK = (token_RQ[:, :depth] == drafts_RK) & (self._index_V[:depth] < depth_R[:, None])
-        return same_RK.cumprod(dim=-1).sum(dim=-1)
-
     def note(self, slot_R: Tensor, token_RQ: Tensor, new_R: Tensor, needs: Needs) -> None:
         """The first new_R tokens of each row are now part of its output."""
         if needs.penalised:
