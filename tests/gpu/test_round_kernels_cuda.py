@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from eyas.engine.runner.round_state import RoundState
-from eyas.kernels import draft_choice, round_outcome
+from eyas.kernels import draft_choice, round_layout, round_outcome
+from eyas.kernels.attention.metadata import AttentionMetadata
+from eyas.kernels.round_layout import BlockShape
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -20,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def _torch_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (draft_choice, round_outcome):
+    for module in (draft_choice, round_layout, round_outcome):
         monkeypatch.setattr(module, "has_triton", lambda: False)
 
 
@@ -130,3 +132,65 @@ def test_what_is_undefined_wins_within_the_vocabulary() -> None:
     logits_NV[2] = -torch.inf
     logits_NV[3] = torch.inf
     assert settle_by_triton(state, rows=4, depth=0, logits_NV=logits_NV)[:, 2].tolist() == [0, 4999, 0, 0]
+
+
+def assert_same_chains(ours: AttentionMetadata, theirs: AttentionMetadata) -> None:
+    assert torch.equal(ours.position_N, theirs.position_N)
+    assert torch.equal(ours.slot_mapping_N, theirs.slot_mapping_N)
+    a, b = ours.tables, theirs.tables
+    assert (ours.block_size, a.query_lens, a.max_seq_len) == (theirs.block_size, b.query_lens, b.max_seq_len)
+    for name in ("context_lens_R", "seq_lens_R", "query_start_loc_R"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+        assert getattr(a, name).dtype == torch.int32
+    used_R = -(-b.seq_lens_R // ours.block_size)
+    seen_RP = torch.arange(b.block_table_RP.shape[1], device=DEVICE) < used_R[:, None]
+    assert a.block_table_RP.dtype == torch.int32
+    assert torch.equal(a.block_table_RP[seen_RP], b.block_table_RP[seen_RP])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("depth", range(8))
+def test_verification_is_laid_out_alike(seed: int, depth: int) -> None:
+    from eyas.kernels.round_layout_triton import lay_out_verify_by_triton
+
+    rows, max_depth = 1 if seed == 0 else 2 + seed, max(1, depth, seed)
+    ours = random_state(seed, rows=rows, max_depth=max_depth)
+    ours.depth_R.clamp_(max=depth)
+    theirs, shape = copy.deepcopy(ours), BlockShape(blocks=24 - seed % 2, block_size=4, null_slot=2000)
+    a = lay_out_verify_by_triton(ours, shape, rows=rows, depth=depth)
+    b = round_layout.lay_out_verify(theirs, shape, rows=rows, depth=depth)
+    assert_same_chains(a.tokens, b.tokens)
+    assert torch.equal(a.ids_N, b.ids_N)
+    assert torch.equal(a.place_N, b.place_N)
+    assert_same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("depth", "kept"), [(0, 1), *((depth, 0) for depth in range(1, 8))])
+def test_drafts_are_laid_out_alike(seed: int, depth: int, kept: int) -> None:
+    from eyas.kernels.round_layout_triton import lay_out_draft_by_triton
+
+    rows, max_depth = 1 if seed == 0 else 2 + seed, max(1, depth, seed)
+    ours = random_state(seed, rows=rows, max_depth=max_depth)
+    reads = ours.ring if kept else 1 + max_depth
+    theirs, shape = copy.deepcopy(ours), BlockShape(blocks=24 - seed % 2, block_size=4, null_slot=2000)
+    manner = {"rows": rows, "reads": reads, "depth": depth, "kept": kept}
+    a = lay_out_draft_by_triton(ours, shape, **manner)
+    b = round_layout.lay_out_draft(theirs, shape, **manner)
+    assert_same_chains(a.tokens, b.tokens)
+    for name in ("ids_N", "place_N", "last_R"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert len(a.deeper) == len(b.deeper) == max(0, depth - 1)
+    for one, other in zip(a.deeper, b.deeper, strict=True):
+        assert_same_chains(one, other)
+    assert_same_state(ours, theirs)
+
+
+def test_tables_of_long_contexts_are_copied_by_several_programs() -> None:
+    from eyas.kernels.round_layout_triton import lay_out_verify_by_triton
+
+    state = random_state(3, rows=3, max_depth=2, blocks=2500)
+    state.length_S[state.row_slot[0]], state.limit_S[state.row_slot[0]] = 9990, 20000
+    shape = BlockShape(blocks=2500, block_size=4, null_slot=9999)
+    a = lay_out_verify_by_triton(state, shape, rows=3, depth=2)
+    assert_same_chains(a.tokens, round_layout.lay_out_verify(state, shape, rows=3, depth=2).tokens)

@@ -9,8 +9,9 @@
 Nothing here looks at a number on the host. What the host knows when it launches a pass is which slots take part and how
 deep each may be drafted for at most; where they stand it may not know yet, since the round before is still running.
 
-Rows of nobody's slot, requests that have come to their limit, and tokens behind a row's live ones are written to the
-null block and to nobody's rings, and cost little. What comes out at their places means nothing.
+Where tokens come from and go to is for `kernels/round_layout.py` to say, what a round gives for
+`kernels/round_outcome.py`. Rows of nobody's slot, requests that have come to their limit, and tokens behind a row's
+live ones cost little; what comes out at their places means nothing.
 
 Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N tokens of a pass, C states of a row that are read, P blocks of a
 row, V vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring.
@@ -32,6 +33,7 @@ from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import compute_logprobs
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
+from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
 from eyas.kernels.round_outcome import settle
 
 RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -70,32 +72,6 @@ class RoundTarget:
     """Where its passes leave logits, for `sample`."""
 
 
-class Rows:
-    """Where the requests of a pass stand when it begins."""
-
-    def __init__(self, state: RoundState, rows: int, blocks: int) -> None:
-        self.state, self.count = state, rows
-        self.slot_R = slot_R = state.row_slot[:rows]
-        self.length_R = state.length_S[slot_R]
-        self.table_RP = state.table_SP[:, :blocks].index_select(0, slot_R).int()
-        self.room_R = (state.limit_S[slot_R] - self.length_R - 1).clamp(min=0)
-        """Tokens that may still be chosen."""
-
-    def lay_out(self, base_R: Tensor, live_R: Tensor, count: int, cache: KVCache) -> AttentionMetadata:
-        """Chains of `count` tokens from base_R on, the first live_R of which are real."""
-        base_R = torch.where(live_R > 0, base_R, 0).int()
-        size, null_slot = cache.block_size, cache.null_slot
-        return AttentionMetadata.padded(
-            self.table_RP, base_R, live_R.int(), count=count, block_size=size, null_slot=null_slot
-        )
-
-    def in_ring(self, position_RQ: Tensor, live_RQ: Tensor | None = None) -> Tensor:
-        """Where positions lie in a ring of all slots; what is not live lies with nobody."""
-        ring = self.state.ring
-        place_RQ = self.slot_R[:, None] * ring + position_RQ % ring
-        return place_RQ if live_RQ is None else torch.where(live_RQ, place_RQ, self.state.nobody * ring)
-
-
 def draft(
     _: Numbers,
     mark: Mark,
@@ -111,35 +87,24 @@ def draft(
 ) -> Tensor:
     """Read up to `reads` states of each row and draft up to `depth` tokens, which are left in `state`: [R, K]."""
     assert state.states_SLX is not None
-    who = Rows(state, rows, blocks)
-    drafted_R = state.drafted_S[who.slot_R]
-    follows_R = (who.room_R > 0) & (state.follows_S[who.slot_R] > 0)
-    live_R = torch.where(follows_R, who.length_R - drafted_R, 0)
-    limit_R = torch.where(live_R > 0, torch.minimum(state.row_depth[:rows], who.room_R - 1), 0)
-    position_RC = drafted_R[:, None] + torch.arange(reads, device=drafted_R.device)
-    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, who.in_ring(position_RC).flatten())
-    token_RC = state.tokens_SL.flatten()[who.in_ring(position_RC + 1)]
-    model, cache = drafter.model, drafter.cache
-    layout = who.lay_out(drafted_R, live_R, reads, cache)
-    output = model.step(
-        model.fuse(aux_NX.to(model.fc.weight.dtype)), token_RC.flatten(), layout.position_N, drafter.attend(layout)
-    )
-    last_R = torch.arange(rows, device=drafted_R.device) * reads + (live_R - 1).clamp(min=0)
-    normed_RD, feedback_RD = output.normed[last_R], output.feedback[last_R]
-    token_R = token_RC[:, 0]
+    model, shape = drafter.model, block_shape(drafter.cache, blocks)
+    layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=depth)
+    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, layout.place_N)
+    hidden_ND = model.fuse(aux_NX.to(model.fc.weight.dtype))
+    output = model.step(hidden_ND, layout.ids_N, layout.tokens.position_N, drafter.attend(layout.tokens))
+    normed_RD, feedback_RD = (x_ND.index_select(0, layout.last_R) for x_ND in (output.normed, output.feedback))
     for at in range(depth):
-        if at > 0:
-            layout = who.lay_out(who.length_R + at - 1, (limit_R > at).long(), 1, cache)
-            output = model.step(feedback_RD, token_R, layout.position_N, drafter.attend(layout))
-            normed_RD, feedback_RD = output.normed, output.feedback
         logits_RW = model.logits(normed_RD)
         index_R = None
         if needs.sampled:
+            slot_R = state.row_slot[:rows]
             # The newest token stands at position length: the target has not read it, so it has no slot yet.
-            index_R = sampling.draw(logits_RW, who.slot_R, who.length_R + 1 + at, drafter.token_W, needs)
+            index_R = sampling.draw(logits_RW, slot_R, state.length_S[slot_R] + 1 + at, drafter.token_W, needs)
         token_R = choose_drafts(logits_RW, drafter.token_W, state.drafts_RK, state.sure_RK, at, index_R)
-    state.depth_R[:rows] = limit_R
-    state.drafted_S.index_copy_(0, who.slot_R, torch.where(live_R > 0, who.length_R, drafted_R))
+        if at + 1 < depth:
+            tokens = layout.deeper[at]
+            output = model.step(feedback_RD, token_R, tokens.position_N, drafter.attend(tokens))
+            normed_RD, feedback_RD = output.normed, output.feedback
     return state.drafts_RK[:rows, :depth]
 
 
@@ -147,19 +112,12 @@ def verify(
     _: Numbers, __: Mark, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int
 ) -> Tensor:
     """The target over the newest token and the drafts; logits are left row by row, states in the ring."""
-    who = Rows(state, rows, blocks)
-    newest_R1 = state.tokens_SL.flatten()[who.in_ring(who.length_R[:, None])]
-    ids_RQ = torch.cat([newest_R1, state.drafts_RK[:rows, :depth]], dim=1)
-    drafts_R = state.depth_R[:rows] if depth else torch.zeros_like(who.length_R)
-    live_R = torch.where(who.room_R > 0, 1 + drafts_R, 0)
-    layout = who.lay_out(who.length_R, live_R, 1 + depth, target.cache)
-    logits_NV, aux_NX = target.run(ids_RQ.flatten(), layout, None)
+    layout = lay_out_verify(state, block_shape(target.cache, blocks), rows=rows, depth=depth)
+    logits_NV, aux_NX = target.run(layout.ids_N, layout.tokens, None)
     target.logits_SV[: len(logits_NV)].copy_(logits_NV)
     if state.states_SLX is not None and aux_NX is not None:
-        offset_Q = torch.arange(1 + depth, device=live_R.device)
-        place_RQ = who.in_ring(who.length_R[:, None] + offset_Q, offset_Q < live_R[:, None])
-        state.states_SLX.flatten(0, 1).index_copy_(0, place_RQ.flatten(), aux_NX.to(state.states_SLX.dtype))
-    return live_R
+        state.states_SLX.flatten(0, 1).index_copy_(0, layout.place_N, aux_NX.to(state.states_SLX.dtype))
+    return target.logits_SV[: len(logits_NV)]
 
 
 def sample(
@@ -254,7 +212,7 @@ def read(
     where rows begin, `base` [R], their first positions. A row that samples is left where a decoding one stands before
     its newest token is read.
     """
-    who = Rows(state, rows, blocks)
+    who = Rows(state, rows, block_shape(target.cache, blocks))
     ids_N, start_R, base_R = numbers["ids"], numbers["start"].int(), numbers["base"]
     samples_R, count_R = state.row_samples[:rows], start_R.diff().long()
 
@@ -288,13 +246,12 @@ def read(
 def catch_up(_: Numbers, __: Mark, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
     """Let the drafter read all that waits for rows but the last state."""
     assert state.states_SLX is not None
-    who, reads = Rows(state, rows, blocks), state.ring
-    drafted_R = state.drafted_S[who.slot_R]
-    follows_R = (who.room_R > 0) & (state.follows_S[who.slot_R] > 0)
-    live_R = torch.where(follows_R, who.length_R - 1 - drafted_R, 0).clamp(min=0)
-    position_RC = drafted_R[:, None] + torch.arange(reads, device=drafted_R.device)
-    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, who.in_ring(position_RC).flatten())
-    token_N = state.tokens_SL.flatten()[who.in_ring(position_RC + 1).flatten()]
-    drafter.read(aux_NX, token_N, who.lay_out(drafted_R, live_R, reads, drafter.cache))
-    state.drafted_S.index_copy_(0, who.slot_R, drafted_R + live_R)
-    return live_R
+    layout = lay_out_draft(state, block_shape(drafter.cache, blocks), rows=rows, reads=state.ring, depth=0, kept=1)
+    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, layout.place_N)
+    drafter.read(aux_NX, layout.ids_N, layout.tokens)
+    return layout.last_R
+
+
+def block_shape(cache: KVCache, blocks: int) -> BlockShape:
+    """Of rows with at most so many blocks."""
+    return BlockShape(blocks=blocks, block_size=cache.block_size, null_slot=cache.null_slot)
