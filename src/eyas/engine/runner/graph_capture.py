@@ -3,8 +3,10 @@
 All graphs share one pool of memory: what a replay leaves there holds until the next.
 """
 
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -97,7 +99,10 @@ class GraphCapture:
             marks.append(torch.cuda.Event(enable_timing=True, external=True))  # type: ignore[no-untyped-call]
             marks[-1].record()
 
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             output = function(inputs.device, mark)
         self._pool = self._pool or graph.pool()
         self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
@@ -109,3 +114,16 @@ class GraphCapture:
         return CapturedGraph(
             inputs=inputs, run=replay, seconds=lambda: [1e-3 * a.elapsed_time(b) for a, b in pairwise(marks)]
         )
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let Python collect no garbage: graphs and pinned memory of an engine that is gone, freed while a stream captures,
+    break the capture and every later use of pinned memory."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
