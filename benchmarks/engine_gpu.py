@@ -89,6 +89,7 @@ class Benchmark:
         self.drafter = random_drafter(arguments.shape, self.target)
         self.bandwidth = bandwidth(self.device)
         self._release()
+        gc.freeze()  # as `eyas serve` does: a collector that went through the libraries would hold up a step
         self.rows: list[Json] = []
         self.notes: list[str] = []
         self._say(f"memory gives {self.bandwidth / 1e12:.3f} TB/s")

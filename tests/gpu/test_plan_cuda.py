@@ -13,7 +13,7 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.plan.decoder import read_decoder
-from eyas.plan.footprint import Room, footprint
+from eyas.plan.footprint import Room, default_batched_tokens, footprint
 from eyas.plan.memory import Footprint
 from eyas.plan.quantisation import parse_quantisation
 from eyas.plan.resolve import usual_drafter
@@ -48,7 +48,8 @@ def drafted(layers: int) -> tuple[Engine, Footprint]:
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
     target = Target(facts=facts_of(config, "it"), model=model, tokenizer=tokenizer)
     drafter = drafter.to("cuda").share_target(target.embedding(), target.head())
-    room = Room(max_num_seqs=USERS, max_model_len=LENGTH)
+    tokens = default_batched_tokens(on_gpu=True, max_num_seqs=USERS)
+    room = Room(max_num_seqs=USERS, max_model_len=LENGTH, max_num_batched_tokens=tokens)
     planned = footprint(decoder, shape, parse_quantisation("bfloat16"), room=room, device="cuda")
     options = EngineConfig(max_num_seqs=USERS, max_model_len=LENGTH)
     engine = Engine(target, drafter, config=options)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WITHIN = 0.03
 OPTIONS = EngineConfig(max_num_seqs=3, max_model_len=256, memory=2**26)
-ROOM = Room(max_num_seqs=3, max_model_len=256)
+ROOM = Room(max_num_seqs=3, max_model_len=256, max_num_batched_tokens=512)
 
 
 class Ids:

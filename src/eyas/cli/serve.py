@@ -180,6 +180,14 @@ def serve(
         bool,
         typer.Option("--reasoning-content-alias", help="Hold reasoning as reasoning_content too.", rich_help_panel=API),
     ] = False,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of one pass of the target: newest tokens, drafts, and prompts in what is left.",
+            show_default="512 on a CPU; 2048, or 8 per --max-num-seqs, on a GPU",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
     memory_gib: Annotated[
         float | None,
         typer.Option(
@@ -285,6 +293,7 @@ def serve(
     options = EngineConfig(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
         memory=None if memory_gib is None else int(memory_gib * 2**30),
         gpu_memory_utilization=gpu_memory_utilization,
         max_depth=max(MAX_DEPTH, config.depth or 0),

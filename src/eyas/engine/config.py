@@ -11,7 +11,7 @@ from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
-from eyas.plan.footprint import CUDA_RUNTIME, Room, recorded_bytes, working_bytes
+from eyas.plan.footprint import CUDA_RUNTIME, Room, default_batched_tokens, recorded_bytes, working_bytes
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
 from eyas.target.model import Target
 
@@ -27,8 +27,9 @@ class EngineConfig:
     """Requests at the same time."""
     max_model_len: int | None = None
     """Tokens of prompt and answer; unless told, the target's context, but no more than 8192."""
-    max_num_batched_tokens: int = 512
-    """Tokens of one target pass: what decoding leaves of it, chunks of prompts may fill."""
+    max_num_batched_tokens: int | None = None
+    """Tokens of one target pass: what decoding leaves of it, chunks of prompts may fill. Unless told, 512 on a CPU; on
+    a GPU 2048, or 8 for each of `max_num_seqs` if that is more."""
     block_size: int = 16
     memory: int | None = None
     """Bytes for blocks; half of what is free unless told."""
@@ -65,8 +66,14 @@ class EngineConfig:
             if self.memory is not None:
                 raise UserError("memory and gpu_memory_utilization both say how much blocks may take; give one of them")
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_depth", 1), ("drafter_sinks", 0)):
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+
+    def batched_tokens(self, device: torch.device) -> int:
+        """Tokens of one target pass, as told or by default."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return default_batched_tokens(on_gpu=device.type == "cuda", max_num_seqs=self.max_num_seqs)
 
     @property
     def rounds(self) -> bool:
@@ -139,7 +146,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
         max_depth=options.max_depth,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=options.batched_tokens(target.device),
         block_size=options.block_size,
     )
     hidden = len(options.hidden_state_layers or ()) * config.hidden_size

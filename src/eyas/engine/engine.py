@@ -76,7 +76,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.block_manager,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.batched_tokens(target.device),
             max_model_len=self.max_model_len,
             max_prompt_logits=max(1, MOST_PROMPT_LOGITS // target.facts.vocab_size),
             drafter=drafter is not None,
@@ -289,8 +289,9 @@ class Engine:
 
         With a chance, a coin accepts drafts instead of the law: to measure at an acceptance of one's choice.
         """
-        config, most_rows = self.config, min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        runner, proposer = self.runner, self.proposer
+        config, runner, proposer = self.config, self.runner, self.proposer
+        batched_tokens = config.batched_tokens(self.target.device)
+        most_rows = min(config.max_num_seqs, batched_tokens)
         rounds = RoundRunner(
             lambda ids_N, metadata, keep_M: runner.run(ids_N, metadata, keep_M, runner.layer_ids),
             runner.cache,
@@ -298,8 +299,8 @@ class Engine:
             capture=capture,
             queue=queue,
             max_num_seqs=most_rows,
-            most_tokens=min(config.max_num_batched_tokens, most_rows * (config.max_depth + 1)),
-            longest_chunk=config.max_num_batched_tokens,
+            most_tokens=min(batched_tokens, most_rows * (config.max_depth + 1)),
+            longest_chunk=batched_tokens,
             max_model_len=self.max_model_len,
             max_depth=config.max_depth,
             vocab_size=self.target.facts.vocab_size,

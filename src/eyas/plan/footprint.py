@@ -21,14 +21,19 @@ LONGEST_CHUNK = 1024
 """Tokens of a prompt above which a chunk is not captured: there is more to compute than to launch."""
 
 
+def default_batched_tokens(*, on_gpu: bool, max_num_seqs: int) -> int:
+    """Tokens of one target pass unless told: a GPU reads long chunks as fast, and verifies 7 drafts of everybody."""
+    return max(2048, 8 * max_num_seqs) if on_gpu else 512
+
+
 @dataclass(frozen=True, kw_only=True)
 class Room:
     """What the engine is told about how much it takes on at once; the names are those of its options."""
 
     max_num_seqs: int
     max_model_len: int
+    max_num_batched_tokens: int
     max_depth: int = 7
-    max_num_batched_tokens: int = 512
     block_size: int = 16
 
     @property

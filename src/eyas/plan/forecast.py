@@ -7,7 +7,7 @@ from eyas.plan.acceptance import DEEPEST, AcceptanceProfile
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
 from eyas.plan.expect import Expected, auto_speedup, best_depth, expect
-from eyas.plan.footprint import DrafterShape, Room, footprint
+from eyas.plan.footprint import DrafterShape, Room, default_batched_tokens, footprint
 from eyas.plan.memory import BlockBudget, Footprint, blocks_of, longest, plan_blocks, size
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.roofline import Pair, Speed
@@ -48,7 +48,13 @@ class Deployment:
     @property
     def room(self) -> Room:
         """For the engine."""
-        return Room(max_num_seqs=self.users, max_model_len=self.context, max_depth=self.deepest)
+        on_gpu = self.card.device == "cuda"
+        return Room(
+            max_num_seqs=self.users,
+            max_model_len=self.context,
+            max_depth=self.deepest,
+            max_num_batched_tokens=default_batched_tokens(on_gpu=on_gpu, max_num_seqs=self.users),
+        )
 
     @property
     def pair(self) -> Pair:
