@@ -364,6 +364,10 @@ def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=max_depth))
     ahead = engine.capture_graphs()
     assert ahead == len(graphs_of(engine)) > 0
+    assert engine.rounds is not None
+    costs, shapes = engine.controller.costs, engine.rounds.runner.shapes
+    assert costs.verify.reaches(6 * (1 + shapes.depths_for(6)[-1])), "passes were rehearsed"
+    assert set(costs.chains) == set(shapes.depths)
     asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
     source = random.Random(5)
     make_moody(engine, lambda: source.randint(0, max_depth))

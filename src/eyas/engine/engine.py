@@ -321,6 +321,7 @@ class Engine:
             clock=self._clock,
         )
         self.controller.runs_graphs()
+        self.controller.captures(rounds.shapes)
         if not synchronous:
             self.controller.overlaps()
 
@@ -350,6 +351,9 @@ class Engine:
         started = self._clock()
         captured = self.rounds.runner.capture_graphs()
         self.proposer.rehearse()
+        if self.rounds is not None and self.drafts:
+            self.controller.rehearse(self.rounds.runner.rehearse())
+            captured = len(self.rounds.runner.capture)
         logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured
 

@@ -234,18 +234,18 @@ class RoundLoop:
             report.ended.append(seq.key)
 
     def _note_times(self, launched: LaunchedRound, report: StepReport) -> None:
-        rows = launched.rows
-        drafts = sum(row.drafts for row in rows)
+        rows, depth = len(launched.rows), launched.line.depth
         if launched.caught_up is not None:
-            report.catch_up = CatchUpTiming(requests=len(rows), seconds=launched.catch_up_seconds)
-        if launched.line.depth:
-            deeper = sum(max(0, row.drafts - 1) for row in rows)
+            report.catch_up = CatchUpTiming(requests=rows, seconds=launched.catch_up_seconds)
+        if depth:
             report.draft = DraftTiming(
-                passes=launched.line.depth, tokens=len(rows) * launched.reads + deeper, seconds=launched.draft_seconds
+                passes=depth,
+                tokens=launched.bucket * (launched.reads + depth - 1),
+                seconds=launched.draft_seconds,
+                rows=launched.bucket,
             )
-        report.target = TargetTiming(
-            tokens=len(rows) + drafts, context=sum(row.start for row in rows), seconds=launched.target_seconds
-        )
+        context = sum(row.start for row in launched.rows)
+        report.target = TargetTiming(tokens=launched.tokens, context=context, seconds=launched.target_seconds)
 
 
 def _is_masked(rows: Sequence[ScheduledRow]) -> bool:

@@ -96,6 +96,8 @@ class Plan:
     shape: Shape = CHAIN
     gain: float = 1.0
     """Its rate against that of plain decoding."""
+    budget: int | None = None
+    """Drafts that are verified of all that are made, where fewer are; which, their confidence tells."""
 
     @property
     def rate(self) -> float:

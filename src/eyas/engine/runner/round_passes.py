@@ -246,7 +246,9 @@ def read(
 def catch_up(_: Numbers, __: Mark, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
     """Let the drafter read all that waits for rows but the last state."""
     assert state.states_SLX is not None
-    layout = lay_out_draft(state, block_shape(drafter.cache, blocks), rows=rows, reads=state.ring, depth=0, kept=1)
+    layout = lay_out_draft(
+        state, block_shape(drafter.cache, blocks), rows=rows, reads=state.most_waiting, depth=0, kept=1
+    )
     aux_NX = state.states_SLX.flatten(0, 1).index_select(0, layout.place_N)
     drafter.read(aux_NX, layout.ids_N, layout.tokens)
     return layout.last_R

@@ -41,7 +41,11 @@ from eyas.engine.runner.sampling_needs import NO_LOGPROBS, NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import LogprobsTensors, TokenLogprobs
 from eyas.engine.scheduler import ScheduledRow
+from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.speculation.observations import Rehearsal
 
+REHEARSALS = 3
+"""Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
 """Kinds of captured passes."""
 
@@ -129,6 +133,11 @@ class LaunchedRound:
         return before if self.line.depth else before - 1 if self.caught_up is not None else 0
 
     @property
+    def tokens(self) -> int:
+        """Of the target's pass, real or not."""
+        return self.bucket * (1 + self.line.depth)
+
+    @property
     def draft_seconds(self) -> float:
         """Of the device, once collected."""
         return 0.0 if self.drafted is None else self.drafted.seconds_since(self.began)
@@ -142,7 +151,7 @@ class LaunchedRound:
     def target_seconds(self) -> float:
         """The same for the target's pass and the sampler."""
         assert self.landed is not None
-        return self.landed.seconds_since(self.began) - self.draft_seconds
+        return self.landed.seconds_since(self.drafted or self.began)
 
 
 class RoundRunner:
@@ -171,6 +180,11 @@ class RoundRunner:
         self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=device)
         self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens = max_depth + 1, most_tokens
+        self.shapes = CapturedShapes(
+            rows=self._rows,
+            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0})) if drafter else (),
+            most_tokens=most_tokens,
+        )
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
         most_blocks = -(-max_model_len // cache.block_size)
@@ -240,7 +254,7 @@ class RoundRunner:
         for tokens, rows in product(self._chunks, self._chunk_rows):
             self._reading(tokens, rows, blocks)
             self._sampling(rows, 0, NOTHING, masked=False)
-        depths = [0] if self._drafter is None else sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS})
+        depths = (0, *self.shapes.depths)
         for rows in (rows for rows in self._rows if rows <= ROWS_AHEAD):
             if self._drafter is not None:
                 self._catching_up(rows, blocks)
@@ -253,13 +267,46 @@ class RoundRunner:
                     self._drafting(rows, blocks, reads, depth, needs)
         return len(self.capture)
 
+    @torch.inference_mode()
+    def rehearse(self) -> Rehearsal:
+        """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
+        blocks, queue = self._usual_blocks, self.queue
+        ahead = [rows for rows in self._rows if rows <= ROWS_AHEAD]
+        verify, draft = dict[int, float](), {depth: dict[int, float]() for depth in self.shapes.depths}
+        catch_up = dict[int, float]()
+
+        def seconds(*passes: Callable[[], object]) -> float:
+            for one in passes:
+                queue.run(one)
+            began = queue.mark()
+            for one in passes * REHEARSALS:
+                queue.run(one)
+            ended = queue.mark()
+            ended.wait()
+            return ended.seconds_since(began) / REHEARSALS
+
+        for rows in sorted({*ahead[::2], ahead[-1]}):
+            for depth in (0, *self.shapes.depths_for(rows)):
+                sample = self._sampling(rows, depth, NOTHING, masked=False)
+                target = self._verifying(rows, blocks, depth)
+                drafter = self._drafting(rows, blocks, 1 + depth, depth, NOTHING) if depth else None
+                queue.run(self.state.blank_rows)
+                verify[rows * (1 + depth)] = seconds(target, partial(sample, None))
+                if drafter is not None:
+                    draft[depth][rows] = seconds(drafter)
+            if self._drafter is not None:
+                reading = self._catching_up(rows, blocks)
+                queue.run(self.state.blank_rows)
+                catch_up[rows] = seconds(reading)
+        return Rehearsal(verify=verify, draft=draft, catch_up=catch_up)
+
     # --- launching ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def launch_round(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
         """Get a round of requests that decode under way, with up to `row.drafts` drafts for each."""
         seqs, slots = [row.seq for row in rows], [slot_of(row.seq) for row in rows]
-        bucket, blocks = self._row_bucket(len(rows)), self._block_bucket(rows)
+        bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(rows)
         depth = self._depth_for(rows, bucket)
         needs = self._take_seats(rows)
         followed = [slot for slot, seq in zip(slots, seqs, strict=True) if self._drafter and seq.speculates]
@@ -479,15 +526,8 @@ class RoundRunner:
         deepest = max(row.drafts for row in rows)
         # What all ask for, or they would need other graphs towards their end.
         asked = [row.seq.request.speculation.depth for row in rows]
-        if deepest and all(asked):
-            depth = max(depth or 0 for depth in asked)
-        else:
-            depth = min(self._deepest, next((tokens for tokens in TOKENS if tokens > deepest), deepest + 1)) - 1
+        depth = max(depth or 0 for depth in asked) if deepest and all(asked) else self.shapes.depth_for(deepest)
         return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
-
-    def _row_bucket(self, rows: int) -> int:
-        bucket: int = self._rows[bisect_left(self._rows, rows)]
-        return bucket if bucket <= self._most_tokens else rows
 
     def _chunk_bucket(self, rows: int) -> int:
         """Chunks of prompts that are read together with so many."""

@@ -21,7 +21,9 @@ the drafter has changed, and the past is no guide.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import exp, log, sqrt
+from operator import mul
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
 from eyas.engine.speculation.observations import RoundOutcome
@@ -73,6 +75,9 @@ class Acceptance:
         self.latest: deque[float] = deque(maxlen=POLICY.latest_rounds)
         """Whether the first draft was accepted, for the latest rounds."""
         self.watch = Watch()
+        self._offered: deque[Sequence[float]] = deque(maxlen=POLICY.offered_rounds)
+        """How sure the drafter was of all drafts of the latest rounds, verified or not."""
+        self._kept: dict[int, list[float]] = {}
         self._depths = DecayedCounts(max_depth)
         if recorded:
             reached = POLICY.recorded_rounds  # of so many rounds, few get deep: what is said of there weighs less
@@ -113,6 +118,7 @@ class Acceptance:
         if confidences:
             self._sure.add(map(_bin, range(len(confidences)), confidences), outcomes)
             self._sure.fade(POLICY.acceptance_memory)
+            self._offered.append(confidences)
         self.siblings.observe(ranks, outcome.candidates)
         self.rounds += 1
         self.latest.append(outcomes[0])
@@ -129,7 +135,7 @@ class Acceptance:
 
     def refresh(self) -> None:
         """Bring the estimates up to date; between two calls they stand still, which keeps rounds cheap to count."""
-        self._by_depth, self._survivals, self._calibration = [], {}, []
+        self._by_depth, self._survivals, self._calibration, self._kept = [], {}, [], {}
 
     @property
     def by_depth(self) -> Sequence[float]:
@@ -182,6 +188,23 @@ class Acceptance:
                 at_zero = self._sure.rate(cell, 0.0, POLICY.confidence_bin_tries)
                 self._calibration.append((at_zero, self._sure.rate(cell, 1.0, POLICY.confidence_bin_tries) - at_zero))
         return self._calibration
+
+    def kept(self, depth: int, part: float) -> float:
+        """What the likeliest part of all drafts of chains gives, in parts of what all of them give.
+
+        From the confidences of the latest rounds. Until there are enough of that depth, shallow drafts are taken for
+        likelier than deep ones and otherwise for equal, which is least kind to few.
+        """
+        if depth not in self._kept:
+            chances = [self.chances_of(sure[:depth]) for sure in self._offered if len(sure) >= depth]
+            if len(chances) < POLICY.offered_fewest:
+                chances = [list(self.by_depth[:depth])]
+            survivals = sorted((survival for row in chances for survival in accumulate(row, mul)), reverse=True)
+            self._kept[depth] = [0.0, *accumulate(survivals)]
+        sums = self._kept[depth]
+        at = min(part, 1.0) * (len(sums) - 1)
+        below = min(int(at), len(sums) - 2)
+        return (sums[below] + (at - below) * (sums[below + 1] - sums[below])) / max(sums[-1], 1e-9)
 
     def of_nodes(self, parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
         """The chances that the nodes of a tree are accepted at all; siblings stand in the order of their rank."""

@@ -3,6 +3,7 @@
 Chains or trees: trees catch what the first candidate misses, and pay where further tokens of a pass are nearly free. To
 know what they would catch, the drafter's further candidates are looked at in some of the rounds that draft chains.
 
+    captured_plan.py     the same where passes come in captured shapes
     cost_model.py        what passes take on this machine, from the times of those that ran
     acceptance.py        how likely drafts are accepted, from the fate of those that were made
     plan/shapes.py       which drafts give the most tokens per second; none at all is always a candidate
@@ -32,11 +33,12 @@ from operator import mul
 from typing import Any
 
 from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.choice import Choice, StepUnderWay
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.exploration import Exploration
-from eyas.engine.speculation.observations import DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome, TargetTiming
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
@@ -87,6 +89,17 @@ class Controller:
         """Steps are CUDA graphs: no trees, since growing one asks the host at every depth, and thinking comes later."""
         self._trees, self._planner.trees, self.thinks_later = False, False, True
 
+    def captures(self, shapes: CapturedShapes) -> None:
+        """Passes have these shapes, and what is not used of one is paid all the same."""
+        self.costs.shapes = shapes
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:
+        """Start from what passes took in a rehearsal."""
+        self.costs.verify.rehearse(rehearsal.verify)
+        self.costs.debt.rehearse(rehearsal.catch_up)
+        for depth, seconds in rehearsal.draft.items():
+            self.costs.chain_of(depth).rehearse(seconds)
+
     # --- the choice --------------------------------------------------------------------------------------------
 
     def choose(self, rows: Sequence[RowFacts], *, after: int = 1) -> Choice:
@@ -114,14 +127,15 @@ class Controller:
             shape=shape,
             reason=self._reason,
             look=POLICY.ranks if any(depths) and self._looks_now(situation) else 1,
-            skip_pruning=self._skip_pruning(step, depths),
+            skip_pruning=self.costs.shapes is not None or self._skip_pruning(step, depths),
+            budget=None if step.plan is None else step.plan.budget,
             holds=1 if any(depths) or step.once else self._holds(situation),
             under_way=step,
         )
 
     def _holds(self, situation: Situation) -> int:
         """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
-        unsure = self.costs.verify.samples(situation.rows) < POLICY.sure_samples
+        unsure = self.costs.verify.samples(self.costs.plain_tokens(situation.rows)) < POLICY.sure_samples
         if any(situation.fixed.values()) or (situation.auto and unsure):
             return 1
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
@@ -155,12 +169,14 @@ class Controller:
         situation = step.situation
         if not situation.auto:
             return {}, CHAIN, "no request leaves its depth to the controller"
-        if not self.costs.verify.known:
+        if not self.costs.verify.tells_any:
             return {}, CHAIN, "plain: not enough steps have been timed yet"
         plan, reason = self._planner.plan(situation, self._steps, self.drift.deepest)
         if not plan.by_level:
             self._plain_at = self._steps
-            depths, why = self._probe(step) if not any(situation.fixed.values()) else ({}, "")
+            depths, why = dict[int, int](), ""
+            if not any(situation.fixed.values()):
+                depths, why = self._probe(step) if self.costs.shapes is None else self._probe_captured(step)
             return depths, CHAIN, why or reason
         if self._doubts_plain(situation, plan):
             self._plain_at, step.once = self._steps, True
@@ -173,7 +189,7 @@ class Controller:
 
     def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
         """Whether what speculation is compared with should be timed again."""
-        verify, tokens = self.costs.verify, situation.rows
+        verify, tokens = self.costs.verify, self.costs.plain_tokens(situation.rows)
         close = plan.gain < POLICY.close_gain and verify.samples(tokens) < POLICY.sure_samples
         return min(self._steps - self._plain_at, verify.age(tokens)) > (
             POLICY.plain_again_in_doubt if close else POLICY.plain_again_steps
@@ -207,13 +223,36 @@ class Controller:
                 return dict.fromkeys(step.bound, depth), reason
         return {}, ""
 
+    def _probe_captured(self, step: StepUnderWay) -> tuple[dict[int, int], str]:
+        """The same where passes are captured: to draft for all takes no longer than for one, and tells more."""
+        situation, costs = step.situation, self.costs
+        shapes = costs.shapes
+        assert shapes is not None
+        timed = any(curve.tells_any for curve in costs.chains.values())
+        depths = [depth for depth in shapes.depths_for(situation.rows) if depth <= self.drift.deepest]
+        if self._steps < self._probing_until or (timed and not self.probes.due(self._steps)) or not depths:
+            return {}, ""
+        prices, rows = self._planner.captured_prices(situation), costs.plain_tokens(situation.rows)
+        step.plain = prices.step(prices.verify(rows), False)
+        # Until drafts were timed, two deep: deeper ones may pay where shallow ones do not.
+        for depth in depths[:1] if timed else reversed(depths[:2]):
+            passes = prices.verify(rows * (1 + depth))
+            passes += prices.draft(depth) + self._debt(situation.auto) if timed else 0.0
+            step.with_probe = prices.step(passes, True)
+            if self.probes.affords(step.with_probe - step.plain, step.plain):
+                step.probe, step.bound = True, frozenset(row.key for row in situation.auto)
+                self._probing_until = self._steps + POLICY.plan_steps
+                what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
+                return dict.fromkeys(step.bound, depth), f"probe, {depth} deep for all requests on auto: to {what}"
+        return {}, ""
+
     def _debt(self, rows: Sequence[RowFacts]) -> float:
         """Expected seconds of reading for requests that have rested, of which more waits than a draft reads by the way.
 
         So a probe that has to wait for its account comes when a request has just begun.
         """
         rested = sum(row.pending > self.max_depth + 1 for row in rows)
-        return self.costs.debt.at(rested) if self.costs.debt.known else 0.0
+        return self.costs.debt.at(rested) if self.costs.debt.tells_any else 0.0
 
     def continue_drafting(
         self, choice: Choice, keys: Sequence[int], confidences: Sequence[Sequence[float]]
@@ -304,6 +343,9 @@ class Controller:
         self.costs.observe_draft(timing)
         if step is not None:
             step.drafted = True
+        if timing.rows is not None:
+            self._take_time(step, timing.seconds, self.costs.chain(timing.passes, timing.rows))
+            return
         reads = timing.tokens / timing.passes if timing.first is None else timing.first[0]
         price = self.costs.grow if timing.trees else self.costs.draft
         self._take_time(step, timing.seconds, price(timing.passes, reads, timing.tokens - reads))
@@ -319,8 +361,13 @@ class Controller:
             step.rounds += 1
             step.accepted += outcome.accepted
         if learns:
-            verified, chance = step.withheld.get(outcome.key, (-1, 0.0)) if step else (-1, 0.0)
-            withheld = chance if outcome.drafted == verified else None
+            withheld, verified = None, outcome.drafted
+            if self.costs.shapes is not None:  # the device has chosen what was verified of what was made
+                if verified < len(outcome.confidences):
+                    (withheld,) = self.acceptance.chances_of(outcome.confidences[verified : verified + 1], verified + 1)
+            elif step is not None and outcome.key in step.withheld:
+                at, chance = step.withheld[outcome.key]
+                withheld = chance if at == verified else None
             self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
 
     def _observe_step(self, step: StepUnderWay, seconds: float) -> None:

@@ -9,6 +9,9 @@
              all of the host's time, and a step takes whichever is longer
     debt     what the drafter reads beforehand for requests that have rested; no price of drafts, but a loss of probes
 
+Where passes come in captured shapes (`captured_plan.py`), counts are those of the shape, padding included, and drafting
+is timed as a whole: a curve for each depth, against rows.
+
 Time is no smooth function of tokens: kernels work in tiles and change with the shape. So no formula is fitted; a
 `Curve` keeps a typical time for each bucket of token counts, by these rules:
 
@@ -19,15 +22,18 @@ Time is no smooth function of tokens: kernels work in tiles and change with the 
     one bucket alone it is proportional to tokens, the assumption least kind to speculation, and so it is before the
     first, except for the drafter, to which flat is less kind
     a bucket that nobody visits is forgotten in the end: its neighbours are better witnesses of the machine as it is
+    times of a rehearsal, with nobody's rows and before any request, say what there is no time of yet: as much more or
+    less than rehearsed as passes of the nearest sizes took. They do not age: they tell the shape of the curve
 
 Invariant: a curve that knows no bucket says infinity, so nothing is chosen on the strength of an unknown cost.
 """
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, sqrt
 
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
 
@@ -55,6 +61,8 @@ class CostCurve:
         """Buckets with a typical time, in order."""
         self._expected: dict[int, float] = {}
         """By bucket: what all typical times say together, until one of them changes."""
+        self._rehearsed: list[tuple[int, float]] = []
+        """Counts and seconds, in order."""
         self._slope = Slope()
         self._slope_used = 0.0
         self._observations, self._refit_at = 0, POLICY.cost_refit_every
@@ -67,6 +75,15 @@ class CostCurve:
         return self._known
 
     @property
+    def tells_any(self) -> bool:
+        """Whether anything was measured or rehearsed."""
+        return bool(self._known or self._rehearsed)
+
+    @property
+    def _rehearsed_counts(self) -> list[int]:
+        return [count for count, _ in self._rehearsed]
+
+    @property
     def per_context_token(self) -> float:
         """Seconds that one more token of context takes."""
         return self._slope_used
@@ -77,7 +94,7 @@ class CostCurve:
 
     def reaches(self, count: int) -> bool:
         """Whether as many tokens have been timed."""
-        return bool(self._known) and count <= self._known[-1]
+        return any(counts and count <= counts[-1] for counts in (self._known, self._rehearsed_counts))
 
     def tells(self, count: int) -> bool:
         """Whether the time of such a pass would be more than a guess."""
@@ -92,6 +109,12 @@ class CostCurve:
     def age(self, count: int) -> int:
         """Observations since such a pass was last seen."""
         return self._observations - self._visited.get(self.bucket_of(count), 0)
+
+    def rehearse(self, seconds: Mapping[int, float]) -> None:
+        """Take the times of a rehearsal, by count."""
+        self._rehearsed = sorted((dict(self._rehearsed) | dict(seconds)).items())
+        self._expected = {}
+        self.news += 1
 
     def observe(self, count: int, seconds: float, context: int = 0) -> None:
         """Take the time of one pass."""
@@ -152,6 +175,9 @@ class CostCurve:
 
     def _guess(self, count: int) -> float:
         known, expected = self._known, self._expected
+        if self._rehearsed:
+            late = [(bucket, expected[bucket] - _through(self._rehearsed, bucket)) for bucket in known]
+            return max(0.0, _through(self._rehearsed, count) + (_level(late, count) if late else 0.0))
         if not known:
             return inf
         place = bisect_left(known, count)
@@ -180,6 +206,24 @@ class CostCurve:
         self._slope_used = self._slope.value
         for bucket in self._known:
             self._settle(bucket)
+
+
+def _level(points: Sequence[tuple[int, float]], count: int) -> float:
+    """Linear between points, level before the first and behind the last."""
+    place = bisect_left(points, (count, -inf))
+    if place == len(points) or place == 0:
+        return points[max(0, place - 1)][1]
+    (low, at_low), (high, at_high) = points[place - 1], points[place]
+    return at_low + (at_high - at_low) * (count - low) / (high - low)
+
+
+def _through(points: Sequence[tuple[int, float]], count: int) -> float:
+    """The same, but behind the last it goes on as between the last two; one alone is proportional to counts there."""
+    last, at_last = points[-1]
+    if count <= last:
+        return _level(points, count)
+    low, at_low = points[-2] if len(points) > 1 else (0, 0.0)
+    return at_last + max(0.0, at_last - at_low) * (count - last) / (last - low)
 
 
 class Slope:
@@ -230,7 +274,11 @@ class CostModel:
         drafts = self.first_draft, self.further_draft, self.pass_of_tree
         self.overlapped = False
         """Whether the host works on one step while the device runs the next."""
-        self._curves = (self.verify, *drafts, self.plain_rest, self.drafting_rest)
+        self.shapes: CapturedShapes | None = None
+        """Those of passes, where they are captured."""
+        self.chains: dict[int, CostCurve] = {}
+        """All passes of a draft against rows, by depth; where they are captured."""
+        self._curves = [self.verify, *drafts, self.plain_rest, self.drafting_rest]
 
     @property
     def news(self) -> int:
@@ -240,6 +288,9 @@ class CostModel:
     def observe_draft(self, timing: DraftTiming) -> None:
         """Take the time of a step's drafting."""
         passes, tokens, seconds = timing.passes, timing.tokens, timing.seconds
+        if timing.rows is not None:
+            self.chain_of(passes).observe(timing.rows, seconds)
+            return
         if timing.trees:
             self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
             return
@@ -250,6 +301,17 @@ class CostModel:
             self.further_draft.observe(
                 max(1, round((tokens - first_tokens) / further)), (seconds - first_seconds) / further
             )
+
+    def chain_of(self, depth: int) -> CostCurve:
+        """The curve of captured drafts of a depth."""
+        if depth not in self.chains:
+            self.chains[depth] = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
+            self._curves.append(self.chains[depth])
+        return self.chains[depth]
+
+    def plain_tokens(self, rows: int) -> int:
+        """Tokens of a pass without drafts."""
+        return rows if self.shapes is None else self.shapes.rows_for(rows)
 
     def observe_step(self, requests: int, seconds: float, *, passes: float, drafting: bool) -> None:
         """Take what a step took as a whole, `passes` being the seconds of its passes."""
@@ -276,6 +338,13 @@ class CostModel:
         if not passes:
             return 0.0
         return self.first_draft.at(max(1, round(first))) + self.further(passes - 1, further)
+
+    def chain(self, depth: int, rows: int) -> float:
+        """Expected seconds of a captured draft of all rows: as timed, or in line with other depths that were."""
+        if depth in self.chains and self.chains[depth].tells_any:
+            return self.chains[depth].at(rows)
+        timed = [(other, self.chains[other].at(rows)) for other in sorted(self.chains) if self.chains[other].tells_any]
+        return _through(timed, depth) if timed else inf
 
     def grow(self, passes: int, first: float, further: float) -> float:
         """The same where trees grow: what was timed, and never less than chains would take."""

@@ -1,6 +1,6 @@
 """What is observed of a step: the time of its parts, and the fate of its drafts. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -16,6 +16,8 @@ class DraftTiming:
     first: tuple[int, float] | None = None
     """Tokens of the first pass and its seconds; without, all passes are taken for alike."""
     trees: bool = False
+    rows: int | None = None
+    """Where a draft is captured: its rows, padding included. Then all passes are timed together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +25,7 @@ class TargetTiming:
     """What a target pass took, until its tokens were known."""
 
     tokens: int
+    """Where it is captured, padding included."""
     context: int
     """Tokens that its rows attend to."""
     seconds: float
@@ -38,6 +41,18 @@ class CatchUpTiming:
 
     requests: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """Seconds of captured passes that ran for nobody, before any request: by their tokens or rows, padding included."""
+
+    verify: Mapping[int, float]
+    """The target's passes and the sampler behind them, by tokens."""
+    draft: Mapping[int, Mapping[int, float]]
+    """The drafter's, by depth and rows."""
+    catch_up: Mapping[int, float]
+    """What it reads after a rest, by rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.captured_plan import CapturedPrices, plan_captured
 from eyas.engine.speculation.cost_model import CostModel, bucket_of
 from eyas.engine.speculation.plan_calibration import PlanCalibration
 from eyas.engine.speculation.policy import POLICY
@@ -71,6 +72,15 @@ class Planner:
             reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),
         )
 
+    def captured_prices(self, situation: Situation) -> CapturedPrices:
+        """The same where passes are captured."""
+        costs, rows, context = self._costs, situation.rows, situation.context
+        return CapturedPrices(
+            verify=lambda tokens: costs.verify.at(tokens, context),
+            draft=lambda depth: costs.chain(depth, costs.plain_tokens(rows)),
+            step=lambda passes, drafting: costs.step(rows, passes, drafting=drafting),
+        )
+
     def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
         """The best plan for such a batch that drafts no deeper, and the reason for it."""
         self._latest = situation, deepest
@@ -111,15 +121,23 @@ class Planner:
             fixed=[sum(depth >= at for depth in fixed) for at in range(1, acceptance.max_depth + 1)],
             fixed_tokens=sum(sum(acceptance.survivals(0)[:depth]) for depth in fixed),
         )
+        if self._costs.shapes is not None:
+            shapes, captured = self._costs.shapes, self.captured_prices(situation)
+            plain, best = plan_captured(batch, shapes, captured, acceptance.kept)
+            return self._compared(plain, best or plain)
         prices = self.prices(situation)
         plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
         if self.trees:
             tree = plan_tree(batch, prices, _chances(batch), acceptance.siblings.shares())
             worth = self.promises.of_trees / self.promises.of_chains
             plan = tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan
+        return self._compared(plain, plan)
+
+    def _compared(self, plain: Plan, plan: Plan) -> tuple[Plan, str]:
+        """The better of both, and why."""
         compared = (
             f"{plan.rate:.3g} tokens/s expected against {plain.rate:.3g} plain, "
-            f"{acceptance.by_depth[0]:.0%} of first drafts accepted"
+            f"{self._acceptance.by_depth[0]:.0%} of first drafts accepted"
         )
         if plan.rate > MARGIN * plain.rate:
             return replace(plan, gain=plan.rate / plain.rate), f"{_in_words(plan)}: {compared}"
@@ -141,4 +159,6 @@ def _in_words(plan: Plan) -> str:
     what = ""
     if plan.shape.kind == "tree":
         what = f" in trees {plan.shape.width} wide of at most {plan.shape.budget} tokens"
+    elif plan.budget is not None:
+        what = f", {plan.budget} drafts verified,"
     return f"{deep}{what} for {len(drafting)} of {len(depths)} requests"

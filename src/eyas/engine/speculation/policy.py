@@ -76,6 +76,9 @@ class DepthPolicy:
     """Depths that have a calibration of their own; deeper ones share the last."""
     confidence_bin_tries: float = 4.0
     """Drafts of a bin that weigh as much as the drafter's own word."""
+    offered_rounds: int = 64
+    offered_fewest: int = 16
+    """Rounds whose confidences tell what a part of all drafts would give, and how few are too few."""
     level_width: float = 0.25
     """Width of a level: requests whose log odds lie within it are taken for alike."""
     most_levels: int = 12

@@ -1,0 +1,116 @@
+"""The best depth and budget where passes come in captured shapes, all of which is paid, used or not. No torch.
+
+A step drafts equally deep for all requests on auto, since the drafter's pass is as wide for one row as for all. What it
+verifies is either every draft, padded to rows x (1 + depth) tokens, or a budget of them: a flat pass of fewer tokens,
+which the device fills with the drafts that are likeliest to survive (`runner/flat_verify.py`). There are few shapes, so
+all are priced.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from eyas.plan.shapes import Batch, Plan
+
+FLAT_FROM = 64
+"""Padded tokens above which there are flat passes: up to here a target's pass reads weights and little else, and takes
+as long with fewer tokens."""
+FLAT_PARTS = 4
+"""Flat passes have room for one, two, ... of so many equal parts of all drafts."""
+FLAT_TILE = 8
+"""And for a multiple of so many tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedShapes:
+    """The passes that there are."""
+
+    rows: tuple[int, ...]
+    """Ascending; a batch takes the next."""
+    depths: tuple[int, ...]
+    """Of drafts, ascending, from 1 on."""
+    most_tokens: int
+    """That a pass may have."""
+    flat: bool = False
+    """Whether there are flat passes."""
+
+    def rows_for(self, rows: int) -> int:
+        """Rows of a pass for so many requests."""
+        bucket = self.rows[min(bisect_left(self.rows, rows), len(self.rows) - 1)]
+        return bucket if rows <= bucket <= self.most_tokens else rows
+
+    def depth_for(self, depth: int) -> int:
+        """Drafts of each row in a pass for drafts that deep."""
+        return 0 if not depth else next((deeper for deeper in self.depths if deeper >= depth), depth)
+
+    def depths_for(self, rows: int) -> list[int]:
+        """Depths that so many requests may be drafted for."""
+        return [depth for depth in self.depths if self.rows_for(rows) * (1 + depth) <= self.most_tokens]
+
+    def flat_tokens(self, rows: int, depth: int) -> list[int]:
+        """Tokens of the flat passes for so many requests and drafts, all of them fewer than padded."""
+        bucket = self.rows_for(rows)
+        padded = bucket * (1 + depth)
+        if not self.flat or padded <= FLAT_FROM:
+            return []
+        parts = (bucket + -(-bucket * depth * part // FLAT_PARTS) for part in range(1, FLAT_PARTS))
+        tiled = {-(-tokens // FLAT_TILE) * FLAT_TILE for tokens in parts}
+        return sorted(tokens for tokens in tiled if tokens < padded)
+
+    def tokens_for(self, rows: int, depth: int, budget: int | None) -> int | None:
+        """Tokens of the flat pass that verifies so many drafts of all rows together; None: all of them, padded."""
+        if budget is None:
+            return None
+        return next((tokens for tokens in self.flat_tokens(rows, depth) if tokens >= rows + budget), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedPrices:
+    """Seconds of the parts of a step, for the batch at hand."""
+
+    verify: Callable[[int], float]
+    """The target's pass of so many tokens, those of nobody included."""
+    draft: Callable[[int], float]
+    """All passes of the drafter, for all rows, by depth."""
+    step: Callable[[float, bool], float]
+    """A whole step whose passes take so long, with drafts or without."""
+
+
+def plan_captured(
+    batch: Batch, shapes: CapturedShapes, prices: CapturedPrices, kept: Callable[[int, float], float]
+) -> tuple[Plan, Plan | None]:
+    """Plain decoding, and the best plan that drafts for requests on auto, if there is any.
+
+    `kept(depth, part)` is what the likeliest part of all drafts is expected to give, in parts of what all give. Where
+    some requests have a fixed depth, all drafts are verified.
+    """
+    rows, forced = shapes.rows_for(batch.rows), shapes.depth_for(sum(count > 0 for count in batch.fixed))
+    plain = Plan(
+        by_level={},
+        drafts=sum(batch.fixed),
+        tokens=batch.rows + batch.fixed_tokens,
+        seconds=prices.step(prices.verify(rows * (1 + forced)) + (prices.draft(forced) if forced else 0.0), forced > 0),
+    )
+    auto = sum(batch.levels.values())
+    deepest = min((len(survivals) for survivals in batch.survivals.values()), default=0)
+    best: Plan | None = None
+    for depth in shapes.depths_for(batch.rows):
+        if not auto or depth > deepest:
+            continue
+        gained = sum(count * sum(batch.survivals[level][:depth]) for level, count in batch.levels.items())
+        in_passes, drafting = max(depth, forced), prices.draft(max(depth, forced))
+        offers: list[tuple[int, int | None, float]] = [(rows * (1 + in_passes), None, gained)]
+        for tokens in shapes.flat_tokens(batch.rows, depth) if not forced else ():
+            verified = min(tokens - batch.rows, auto * depth)
+            offers.append((tokens, verified, gained * kept(depth, verified / (auto * depth))))
+        for tokens, budget, worth in offers:
+            plan = Plan(
+                by_level={level: [depth] * count for level, count in batch.levels.items()},
+                drafts=plain.drafts + (auto * depth if budget is None else budget),
+                tokens=plain.tokens + worth,
+                seconds=prices.step(prices.verify(tokens) + drafting, True),
+                budget=budget,
+            )
+            if best is None or plan.rate > best.rate:
+                best = plan
+    return plain, best

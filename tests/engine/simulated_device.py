@@ -1,0 +1,217 @@
+"""A device with a step in flight whose passes are captured, made of measured milliseconds: no models, a virtual clock.
+
+A step takes as long as the slower of host and device. It is chosen before the numbers of the step before it have
+arrived, and pays for all tokens of its shape, used or not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.observations import (
+    CatchUpTiming,
+    DraftTiming,
+    Rehearsal,
+    RoundOutcome,
+    TargetTiming,
+)
+from eyas.engine.speculation.step_report import StepReport
+
+MAX_DEPTH, MOST_WAITING = 7, 24
+SHAPES = CapturedShapes(
+    rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
+    depths=(1, 2, 3, 5, 7),
+    most_tokens=2048,
+    flat=True,
+)
+Points = tuple[tuple[int, float], ...]
+"""Counts and milliseconds."""
+
+
+def seconds_at(points: Points, count: int) -> float:
+    counts, milliseconds = zip(*points, strict=True)
+    slope = (milliseconds[-1] - milliseconds[-2]) / (counts[-1] - counts[-2])
+    beyond = max(0, count - counts[-1]) * slope
+    return 1e-3 * (float(np.interp(count, counts, milliseconds)) + beyond)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What passes take on it, and the host beside it."""
+
+    verify: Points
+    """With the sampler, by tokens, in the least context."""
+    per_row: float
+    """Milliseconds that the contexts of one row take."""
+    first: Points
+    """The drafter's first pass, by rows."""
+    further: Points
+    plain_host: Points
+    drafting_host: Points
+
+    def verify_seconds(self, tokens: int, rows: int) -> float:
+        return seconds_at(self.verify, tokens) + 1e-3 * self.per_row * rows
+
+    def draft_seconds(self, depth: int, rows: int) -> float:
+        return seconds_at(self.first, rows) + (depth - 1) * seconds_at(self.further, rows)
+
+    def catch_up_seconds(self, rows: int) -> float:
+        return 0.5 * seconds_at(self.first, rows) * (1 + rows / 64)
+
+    def host_seconds(self, rows: int, *, drafting: bool) -> float:
+        return seconds_at(self.drafting_host if drafting else self.plain_host, rows)
+
+    def rehearsal(self) -> Rehearsal:
+        """As timed with nobody's rows: no contexts are read."""
+        rows = (1, 4, 16, 64, 256)
+        return Rehearsal(
+            verify={r * (1 + d): self.verify_seconds(r * (1 + d), 0) for r in rows for d in (0, *SHAPES.depths)},
+            draft={depth: {r: self.draft_seconds(depth, r) for r in rows} for depth in SHAPES.depths},
+            catch_up={r: self.catch_up_seconds(r) for r in rows},
+        )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """One depth, whatever happens."""
+
+    depth: int
+
+
+@dataclass
+class Served:
+    """What came of it, step by step."""
+
+    tokens: list[int] = field(default_factory=lambda: [0])
+    seconds: list[float] = field(default_factory=lambda: [0.0])
+    depths: list[int] = field(default_factory=list)
+    budgets: list[int | None] = field(default_factory=list)
+
+    def rate(self, start: int = 0, end: int = -1) -> float:
+        return (self.tokens[end] - self.tokens[start]) / (self.seconds[end] - self.seconds[start])
+
+
+def serve_on(
+    policy: Controller | Fixed,
+    device: Device,
+    chances: Callable[[int], Any],
+    *,
+    users: int,
+    steps: int,
+    seed: int = 0,
+    spread: float = 0.25,
+    length: int = 250,
+    noise: float = 0.03,
+) -> Served:
+    """So many steps. `chances` are those of the drafts of every depth, by step; the drafter knows how each of its
+    drafts lies above or below them, and says so."""
+    source, run = np.random.default_rng(seed), Served()
+    controller = policy if isinstance(policy, Controller) else None
+    keys = list(range(users))
+    left = source.integers(length // 2, 3 * length // 2, size=users)
+    pending, late, choice, since, changed = np.ones(users, dtype=int), None, None, 0, False
+    bucket = SHAPES.rows_for(users)
+
+    def seen(seconds: float) -> float:
+        return seconds * float(source.lognormal(0, noise)) * (5.0 if source.random() < 0.01 else 1.0)
+
+    for step in range(steps):
+        chosen: Choice | None = None
+        depth, budget = (policy.depth, None) if isinstance(policy, Fixed) else (0, None)
+        if controller is not None:
+            if choice is None or changed or since >= choice.holds:
+                facts = [
+                    RowFacts(key=key, context=200, pending=int(waits)) for key, waits in zip(keys, pending, strict=True)
+                ]
+                choice = chosen = controller.choose(facts, after=max(1, since))
+                since, changed = 0, False
+            since += 1
+            depth, budget = max(choice.depths), choice.budget
+            if late is not None:  # the numbers of the step before arrive when this one is launched
+                controller.observe(late)
+                controller.think()
+        report, passes = StepReport(choice=chosen), 0.0
+        if pending.max() > (MAX_DEPTH + 1 if depth else MOST_WAITING - 1):
+            passes += device.catch_up_seconds(bucket)
+            report.catch_up = CatchUpTiming(requests=users, seconds=seen(passes))
+            pending[:] = 1
+        sure_RK = np.zeros((users, 0))
+        verified_R = accepted_R = np.zeros(users, dtype=int)
+        tokens = bucket
+        if depth:
+            drafting = device.draft_seconds(depth, bucket)
+            report.draft = DraftTiming(passes=depth, tokens=users, seconds=seen(drafting), rows=bucket)
+            passes += drafting
+            pending[:] = 0
+            mean_K = np.asarray(chances(step)[:depth])
+            away_K = np.minimum(np.minimum(mean_K, 1 - mean_K), spread)
+            sure_RK = mean_K + away_K * source.choice((-1.0, 1.0), size=(users, depth))
+            flat = SHAPES.tokens_for(users, depth, budget)
+            tokens = bucket * (1 + depth) if flat is None else flat
+            verified_R = np.full(users, depth)
+            if flat is not None:
+                order = np.argsort(-np.cumprod(sure_RK, axis=1), axis=None, kind="stable")
+                keeps = np.zeros(users * depth, dtype=int)
+                keeps[order[: flat - users]] = 1
+                verified_R = keeps.reshape(users, depth).sum(axis=1)
+            hits_RK = (source.random((users, depth)) < sure_RK) & (np.arange(depth) < verified_R[:, None])
+            accepted_R = np.cumprod(hits_RK, axis=1).sum(axis=1)
+        verifying = device.verify_seconds(tokens, users)
+        passes += verifying
+        seconds = max(passes, device.host_seconds(users, drafting=depth > 0))
+        if controller is not None:
+            if chosen is not None:
+                report.target = TargetTiming(tokens=tokens, context=200 * users, seconds=seen(verifying))
+                report.seconds = seen(seconds)
+            if depth:
+                report.rounds = [
+                    RoundOutcome(key=key, drafted=int(verified), accepted=int(accepted), confidences=sure)
+                    for key, verified, accepted, sure in zip(
+                        keys, verified_R, accepted_R, sure_RK.tolist(), strict=True
+                    )
+                ]
+            late = report
+        left -= 1 + accepted_R
+        pending += 1 + accepted_R
+        for place in np.flatnonzero(left <= 0):
+            report.ended.append(keys[place])
+            keys[place], pending[place] = max(keys) + 1, 1
+            left[place] = source.integers(length // 2, 3 * length // 2)
+            changed = True
+        run.tokens.append(run.tokens[-1] + int(users + accepted_R.sum()))
+        run.seconds.append(run.seconds[-1] + seconds)
+        run.depths.append(depth)
+        run.budgets.append(budget)
+    return run
+
+
+SMALL = Device(
+    verify=((1, 1.03), (4, 1.09), (64, 1.15), (256, 1.30), (1024, 1.78), (2048, 2.5)),
+    per_row=0.001,
+    first=((1, 0.28), (64, 0.33), (256, 0.43)),
+    further=((1, 0.18), (64, 0.205), (256, 0.26)),
+    plain_host=((1, 0.4), (64, 1.2), (256, 6.3)),
+    drafting_host=((1, 0.6), (64, 3.0), (256, 8.8)),
+)
+"""A 135M target on an H200, as its passes and its host were measured."""
+SMALL_WITH_LEAN_HOST = Device(
+    verify=SMALL.verify,
+    per_row=SMALL.per_row,
+    first=SMALL.first,
+    further=SMALL.further,
+    plain_host=((1, 0.3), (64, 0.6), (256, 1.5)),
+    drafting_host=((1, 0.4), (64, 0.9), (256, 2.0)),
+)
+LARGE = Device(
+    verify=((1, 4.74), (4, 4.83), (64, 5.55), (256, 8.1), (512, 14.3), (1024, 26.5), (2048, 52.0)),
+    per_row=0.006,
+    first=((1, 0.50), (64, 0.60), (256, 1.2)),
+    further=((1, 0.38), (64, 0.42), (256, 0.6)),
+    plain_host=((1, 0.4), (64, 1.2), (256, 6.3)),
+    drafting_host=((1, 0.6), (64, 3.0), (256, 8.8)),
+)
+"""The same of an 8B target."""

@@ -1,0 +1,179 @@
+"""Where passes are captured and a step is in flight: useless drafts cost nothing, and good ones gain."""
+
+from statistics import mean
+
+import pytest
+
+from engine.simulated_device import LARGE, SHAPES, SMALL, SMALL_WITH_LEAN_HOST, Device, Fixed, serve_on
+from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.captured_plan import CapturedPrices, CapturedShapes, plan_captured
+from eyas.engine.speculation.controller import Controller, RowFacts
+from eyas.engine.speculation.cost_model import CostCurve, CostModel
+from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome
+from eyas.plan.shapes import Batch
+
+GOOD, USELESS = [0.73, 0.71, 0.68, 0.66, 0.66, 0.66, 0.66], [0.0] * 7
+DEVICES = {"135M": SMALL, "135M, lean host": SMALL_WITH_LEAN_HOST, "8B": LARGE}
+
+
+def controller_on(device: Device, *, rehearsed: bool = True) -> Controller:
+    controller = Controller()
+    controller.runs_graphs()
+    controller.overlaps()
+    controller.captures(SHAPES)
+    if rehearsed:
+        controller.rehearse(device.rehearsal())
+    return controller
+
+
+@pytest.mark.parametrize("users", [1, 16, 64, 256])
+@pytest.mark.parametrize("name", ["135M, lean host", "8B"])
+def test_auto_comes_to_the_gain_of_the_best_depth_within_200_steps(name: str, users: int) -> None:
+    device = DEVICES[name]
+    steps = max(100, 800 // users)
+    fixed = [serve_on(Fixed(d), device, lambda _: GOOD, users=users, steps=steps).rate() for d in (0, *SHAPES.depths)]
+    plain, best = fixed[0], max(fixed)
+    runs = [
+        serve_on(controller_on(device), device, lambda _: GOOD, users=users, steps=200, seed=seed)
+        for seed in range(max(1, 8 // users))
+    ]
+    rate = mean(run.rate() for run in runs)
+    if best > 1.03 * plain:
+        assert rate > plain + 0.95 * (best - plain) - 0.03 * best, "from the first step on; 3 % for luck"
+    else:
+        assert rate > 0.98 * plain
+
+
+@pytest.mark.parametrize("rehearsed", [True, False], ids=["rehearsed", "unrehearsed"])
+@pytest.mark.parametrize("users", [1, 16, 64, 256])
+@pytest.mark.parametrize("name", ["135M, lean host", "8B"])
+def test_a_useless_drafter_costs_no_more_than_two_percent(name: str, users: int, rehearsed: bool) -> None:
+    device = DEVICES[name]
+    plain = serve_on(Fixed(0), device, lambda _: USELESS, users=users, steps=50).rate()
+    run = serve_on(controller_on(device, rehearsed=rehearsed), device, lambda _: USELESS, users=users, steps=300)
+    assert run.rate() > 0.98 * plain, "what it tries first included"
+    assert run.rate(100) > 0.99 * plain
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_one_user_starts_at_depth_after_a_rehearsal(name: str) -> None:
+    controller = controller_on(DEVICES[name])
+    choice = controller.choose([RowFacts(key=0, context=50)])
+    assert choice.depths[0] > 0, choice.reason
+
+
+def test_a_collapse_and_a_return_are_noticed() -> None:
+    def chances(step: int) -> list[float]:
+        return USELESS if 150 <= step < 400 else GOOD
+
+    plain = serve_on(Fixed(0), LARGE, lambda _: GOOD, users=16, steps=50).rate()
+    run = serve_on(controller_on(LARGE), LARGE, chances, users=16, steps=700)
+    assert run.rate(0, 150) > 1.6 * plain
+    assert run.rate(200, 400) > 0.98 * plain
+    assert run.rate(550) > 1.6 * plain
+
+
+def test_a_budget_is_shared_where_verifying_all_is_dear() -> None:
+    """Half of the drafts are nearly sure, and the device knows which."""
+    fixed = [serve_on(Fixed(d), LARGE, lambda _: [0.6] * 7, users=64, steps=150, spread=0.38).rate() for d in (1, 2, 3)]
+    run = serve_on(controller_on(LARGE), LARGE, lambda _: [0.6] * 7, users=64, steps=200, spread=0.38)
+    assert sum(budget is not None for budget in run.budgets[50:]) > 100
+    assert run.rate(50) > 1.005 * max(fixed)
+
+
+# --- shapes and plans ----------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_those_of_the_next_bucket() -> None:
+    shapes = CapturedShapes(rows=(1, 4, 64, 100), depths=(1, 3), most_tokens=256, flat=True)
+    assert [shapes.rows_for(rows) for rows in (1, 2, 64, 65, 100)] == [1, 4, 64, 100, 100]
+    assert [shapes.depth_for(depth) for depth in range(5)] == [0, 1, 3, 3, 4]
+    assert shapes.depths_for(60) == [1, 3]
+    assert shapes.depths_for(70) == [1], "400 tokens are too many"
+    assert shapes.flat_tokens(4, 3) == [], "16 tokens take as long as 4"
+    assert shapes.flat_tokens(60, 3) == [112, 160, 208]
+    assert shapes.tokens_for(60, 3, 50) == 112
+    assert shapes.tokens_for(60, 3, 53) == 160
+    assert shapes.tokens_for(60, 3, 150) is None
+    assert shapes.tokens_for(60, 3, None) is None
+
+
+def batch_of(rows: int, survivals: list[float], *, fixed: tuple[int, ...] = ()) -> Batch:
+    return Batch(
+        rows=rows,
+        levels={0: rows - len(fixed)},
+        survivals={0: survivals},
+        fixed=[sum(depth >= at for depth in fixed) for at in range(1, 8)],
+        fixed_tokens=0.0,
+    )
+
+
+def test_padding_is_paid_for() -> None:
+    shapes = CapturedShapes(rows=(64, 128), depths=(1,), most_tokens=1024, flat=True)
+    assert shapes.flat_tokens(65, 1) == [160, 192, 224]
+    prices = CapturedPrices(verify=lambda tokens: float(tokens), draft=lambda depth: 0.0, step=lambda passes, _: passes)
+    plain, best = plan_captured(batch_of(65, [0.9]), shapes, prices, lambda depth, part: part)
+    assert plain.seconds == 128
+    assert best is not None
+    assert best.seconds == 160, "a flat pass has room for all 65 drafts"
+    assert best.budget == 65
+
+
+def test_where_a_depth_is_fixed_all_drafts_are_verified() -> None:
+    shapes = CapturedShapes(rows=(64,), depths=(1, 3), most_tokens=1024, flat=True)
+    prices = CapturedPrices(verify=lambda tokens: float(tokens), draft=lambda depth: 9.0, step=lambda passes, _: passes)
+    plain, best = plan_captured(batch_of(64, [0.9] * 3, fixed=(2,)), shapes, prices, lambda depth, part: 1.0)
+    assert plain.seconds == 64 * 4 + 9.0, "as deep as the pass that holds it"
+    assert best is not None
+    assert best.budget is None
+    assert best.seconds == plain.seconds
+
+
+def test_what_a_part_of_the_drafts_gives_is_told_by_their_confidence() -> None:
+    acceptance = Acceptance(7)
+    assert acceptance.kept(2, 1.0) == pytest.approx(1.0)
+    assert acceptance.kept(2, 0.5) == pytest.approx(1 / (1 + 0.95 * 0.6)), "the shallow half"
+    for number in range(64):
+        sure = [0.99 if number % 2 else 0.01] * 2
+        acceptance.observe(RoundOutcome(key=0, drafted=2, accepted=2 * (number % 2), confidences=sure))
+    acceptance.refresh()
+    assert acceptance.kept(2, 0.5) > 0.95
+    assert acceptance.kept(2, 0.25) == pytest.approx(0.5, abs=0.05)
+
+
+# --- rehearsals ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rehearsal_is_believed_until_there_are_times_and_moved_by_them() -> None:
+    curve = CostCurve()
+    assert not curve.tells_any
+    curve.rehearse({1: 0.1, 64: 0.2, 256: 0.6})
+    assert curve.tells_any
+    assert curve.reaches(256)
+    assert curve.at(64) == pytest.approx(0.2)
+    assert curve.at(160) == pytest.approx(0.4)
+    assert curve.at(448) == pytest.approx(1.0), "as from 64 to 256"
+    for _ in range(3):
+        curve.observe(64, 0.3)
+    assert curve.at(64) == pytest.approx(0.3), "contexts are read in real passes"
+    assert curve.at(256) == pytest.approx(0.7)
+    for _ in range(3000):
+        curve.observe(1, 0.1)
+    assert curve.at(256) == pytest.approx(0.6, abs=0.11), "not forgotten with the times"
+
+
+def test_depths_that_were_never_timed_are_in_line_with_others() -> None:
+    costs = CostModel()
+    assert costs.chain(2, 16) == float("inf")
+    for depth, seconds in ((1, 1.0), (3, 2.0)):
+        for _ in range(3):
+            costs.observe_draft(DraftTiming(passes=depth, tokens=0, seconds=seconds, rows=16))
+    assert costs.chain(2, 16) == pytest.approx(1.5)
+    assert costs.chain(5, 16) == pytest.approx(3.0)
+
+
+def test_a_rehearsal_says_what_a_rest_costs() -> None:
+    controller = controller_on(LARGE, rehearsed=False)
+    controller.rehearse(Rehearsal(verify={1: 1.0}, draft={1: {1: 0.1}}, catch_up={1: 0.5, 64: 2.0}))
+    assert controller._debt([RowFacts(key=0, context=9, pending=20)]) == pytest.approx(0.5)
+    assert controller._debt([RowFacts(key=0, context=9, pending=2)]) == 0.0
