@@ -8,7 +8,10 @@ import torch
 
 from engine.test_engine import options, request
 from eyas.engine.engine import Engine
+from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.fused_target import fused_target
+from eyas.engine.runner.model_runner import ModelRunner
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
 from kernels.test_recognise import plain
 from tiny import Letters
@@ -35,3 +38,24 @@ def test_answers_are_transformers_own(block: str, packed: bool) -> None:
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert list(answer.tokens) == ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("block", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("keep", [None, [1, 4]])
+def test_logits_are_written_where_they_are_asked_for(block: str, packed: bool, keep: list[int] | None) -> None:
+    target = plain(block)
+    if packed:
+        pack_linears(target.model)
+    runner = ModelRunner(target, KVCache(blocks=2, block_size=16))
+    layout = AttentionMetadata.of(
+        [AttentionRow(blocks=(0, 1), base=0, count=5)], block_size=16, device=torch.device("cpu")
+    )
+    ids_N, keep_M = torch.arange(3, 8), None if keep is None else torch.tensor(keep)
+    with torch.inference_mode():
+        expected_MV, _ = runner.run(ids_N, layout, keep_M, ())
+        room_SV = torch.full((9, expected_MV.shape[1]), torch.nan, dtype=runner.logits_dtype)
+        logits_MV, _ = runner.run(ids_N, layout, keep_M, (), room_SV[: len(expected_MV)])
+    assert logits_MV.data_ptr() == room_SV.data_ptr(), "no copy"
+    assert torch.equal(logits_MV, expected_MV)
+    assert room_SV[len(expected_MV) :].isnan().all()

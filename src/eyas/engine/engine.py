@@ -293,7 +293,7 @@ class Engine:
         batched_tokens = config.batched_tokens(self.target.device)
         most_rows = min(config.max_num_seqs, batched_tokens)
         rounds = RoundRunner(
-            lambda ids_N, metadata, keep_M: runner.run(ids_N, metadata, keep_M, runner.layer_ids),
+            lambda ids_N, metadata, keep_M, out_MV: runner.run(ids_N, metadata, keep_M, runner.layer_ids, out_MV),
             runner.cache,
             proposer.drafter if isinstance(proposer, Proposer) else None,
             capture=capture,

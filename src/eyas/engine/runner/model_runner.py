@@ -73,11 +73,20 @@ class ModelRunner:
         return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX, hidden_NX=hidden_NX, prompt_logprobs=prompt_logprobs)
 
     def run(
-        self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None, layer_ids: Sequence[int]
+        self,
+        ids_N: Tensor,
+        metadata: AttentionMetadata,
+        keep_M: Tensor | None,
+        layer_ids: Sequence[int],
+        logits_out_MV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits behind the tokens `keep_M`, or all, and the states of these layers, if any."""
+        """Logits behind the tokens `keep_M`, or all, and the states of these layers, if any.
+
+        Logits are `logits_out_MV` where there is a fused pass; a model's own code has memory of its own.
+        """
         if self._fused is not None:
-            return self._fused.forward(ids_N, choose_backend(metadata), self.cache.layers, keep_M, layer_ids)
+            attention = choose_backend(metadata)
+            return self._fused.forward(ids_N, attention, self.cache.layers, keep_M, layer_ids, logits_out_MV)
         if not layer_ids:
             return self._own.forward(ids_N, metadata, keep_M), None
         with capture(self._target.model, layer_ids) as captured:

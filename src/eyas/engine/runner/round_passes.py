@@ -36,9 +36,9 @@ from eyas.kernels.draft_choice import choose_drafts
 from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
 from eyas.kernels.round_outcome import settle
 
-RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None], tuple[Tensor, Tensor | None]]
+RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 """Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
-and auxiliary states [N, X]."""
+and auxiliary states [N, X]. Logits are written to the last tensor where the target's code can."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,6 +70,14 @@ class RoundTarget:
     cache: KVCache
     logits_SV: Tensor
     """Where its passes leave logits, for `sample`."""
+
+    def leave_logits(self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None) -> Tensor | None:
+        """Run the tokens of a layout; gives their states, if somebody reads them."""
+        out_MV = self.logits_SV[: len(ids_N if keep_M is None else keep_M)]
+        logits_MV, aux_NX = self.run(ids_N, layout, keep_M, out_MV)
+        if logits_MV.data_ptr() != out_MV.data_ptr():
+            out_MV.copy_(logits_MV)
+        return aux_NX
 
 
 def draft(
@@ -113,11 +121,10 @@ def verify(
 ) -> Tensor:
     """The target over the newest token and the drafts; logits are left row by row, states in the ring."""
     layout = lay_out_verify(state, block_shape(target.cache, blocks), rows=rows, depth=depth)
-    logits_NV, aux_NX = target.run(layout.ids_N, layout.tokens, None)
-    target.logits_SV[: len(logits_NV)].copy_(logits_NV)
+    aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None)
     if state.states_SLX is not None and aux_NX is not None:
         state.states_SLX.flatten(0, 1).index_copy_(0, layout.place_N, aux_NX.to(state.states_SLX.dtype))
-    return target.logits_SV[: len(logits_NV)]
+    return layout.ids_N
 
 
 def sample(
@@ -229,8 +236,7 @@ def read(
         )
 
     last_R = (start_R[1:].long() - 1).clamp(min=0)
-    logits_RV, aux_NX = target.run(ids_N, lay_out(count_R, target.cache), last_R)
-    target.logits_SV[:rows].copy_(logits_RV)
+    aux_NX = target.leave_logits(ids_N, lay_out(count_R, target.cache), last_R)
     # Nobody's slot takes what rows of none say; its numbers mean nothing.
     end_R = base_R + count_R
     follows_R = state.follows_S[who.slot_R]

@@ -204,9 +204,9 @@ class FusedLlama:
         cos_TNR, sin_TNR = (x[0] if len(turns) == 1 else torch.cat(x) for x in zip(*turns, strict=True))
         return cos_TNR.contiguous(), sin_TNR.contiguous()
 
-    def _logits(self, normed_MD: Tensor) -> Tensor:
-        """[M, V]."""
-        logits_MV = self.head(normed_MD, None)
+    def _logits(self, normed_MD: Tensor, out_MV: Tensor | None) -> Tensor:
+        """[M, V], written where it is told, if it is."""
+        logits_MV = self.head(normed_MD, out_MV)
         if self.logit_softcap is not None:
             logits_MV.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits_MV
@@ -218,10 +218,12 @@ class FusedLlama:
         kv: KVLayers,
         keep_M: Tensor | None,
         aux_layer_ids: Sequence[int] = (),
+        logits_out_MV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [M, V] behind the tokens `keep_M`, or all, and the auxiliary states [N, X] of all.
 
-        State k is what layer k reads, and behind the last layer what the norm reads.
+        State k is what layer k reads, and behind the last layer what the norm reads. Logits are written to
+        `logits_out_MV`, if it is given.
         """
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
         cos_TNR, sin_TNR = self._turns(x_ND, attention.metadata.position_N)
@@ -229,7 +231,7 @@ class FusedLlama:
             self._run(x_ND, cos_TNR, sin_TNR, attention, kv, states)
         if keep_M is not None:
             x_ND = x_ND.index_select(0, keep_M)
-        return self._logits(self.norm(x_ND)), aux_NX
+        return self._logits(self.norm(x_ND), logits_out_MV), aux_NX
 
     def _run(
         self,

@@ -202,6 +202,7 @@ class TritonLlama(FusedLlama):
         kv: KVLayers,
         keep_M: Tensor | None,
         aux_layer_ids: Sequence[int] = (),
+        logits_out_MV: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `FusedLlama.forward`."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
@@ -236,7 +237,7 @@ class TritonLlama(FusedLlama):
             states[len(self.blocks)].copy_(x_ND)
         if keep_M is not None:
             normed_ND = normed_ND.index_select(0, keep_M)
-        return self._logits(normed_ND), aux_NX
+        return self._logits(normed_ND, logits_out_MV), aux_NX
 
 
 def _add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm) -> Tensor:
