@@ -70,7 +70,7 @@ def test_a_prompt_read_in_bulk_is_known_as_one_read_bit_by_bit(
 def test_nothing_but_keys_and_values_is_computed_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = random_drafter(drafter_config(fc_norm=True, norm_output=True)).eval()
     ran: list[int] = []
-    draft = DrafterRunner(drafter, KVCache(blocks=1, block_size=PAGE))._run
+    draft = DrafterRunner(drafter, KVCache(blocks=1, block_size=PAGE)).run
     step = type(draft).step
 
     def counted(self: object, hidden: Tensor, *rest: object) -> object:

@@ -38,7 +38,8 @@ class Rope(nn.Module):
         # and be cast with the rest.
         self._exact = rotary.inv_freq.float().clone()
         self.register_buffer("inverse_frequencies", self._exact, persistent=False)
-        self._scale = float(rotary.attention_scaling)
+        self.scale = float(rotary.attention_scaling)
+        """What cosines and sines are multiplied by."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rope":
         # Casting the model to bfloat16 must not round the frequencies: at position 4000 that turns every angle
@@ -51,7 +52,7 @@ class Rope(nn.Module):
         """Cosine and sine [..., 1, K] for positions [...]; the dim of size one spans the heads."""
         angles = positions[..., None].float() * self.inverse_frequencies
         angles = torch.cat([angles, angles], dim=-1)[..., None, :]
-        return (angles.cos() * self._scale).to(dtype), (angles.sin() * self._scale).to(dtype)
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.engine.runner.fused_drafter import fused_drafter, remember_in
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.sampler import SamplingMetadata, draw, draw_many
@@ -53,12 +53,13 @@ class DrafterRunner:
 
     def __init__(self, drafter: Drafter, cache: KVCache, *, window: int | None = None, sinks: int = 0) -> None:
         self.model, self.cache = drafter, cache
-        self._run = fused_drafter(drafter)
+        self.run = fused_drafter(drafter)
+        """What computes it."""
         self.remembers = len(drafter.layers) == 1
         """Whether of what is read, later tokens see only keys and values that need no other."""
         self.window, self.sinks = window, sinks
         self.token_W = drafter.vocab().target_ids_W
-        self._device, self._dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
+        self._device, self.dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
         self.states = HiddenStateBuffer()
         """What the target has read and this drafter has not."""
         self._normed_D: dict[int, Tensor] = {}
@@ -67,7 +68,7 @@ class DrafterRunner:
     def patience(self, requests: int) -> int:
         """States of each of so many requests that may wait."""
         config = self.model.config
-        size = config.num_aux_hidden_states * config.target_hidden_size * self._dtype.itemsize
+        size = config.num_aux_hidden_states * config.target_hidden_size * self.dtype.itemsize
         return max(LUMP, PATIENCE_BYTES // (size * max(1, requests)))
 
     def forget(self, key: int) -> None:
@@ -92,17 +93,17 @@ class DrafterRunner:
         aux_NX = torch.cat(aux) if len(aux) > 1 else aux[0]
         assert len(aux_NX) == len(tokens), "one state for every token but the newest"
         layout = self._lay_out(rows)
-        hidden_ND = self._run.fuse(aux_NX.to(self._dtype))
+        hidden_ND = self.run.fuse(aux_NX.to(self.dtype))
         token_N = integers(tokens, self._device)
         last = [end - 1 for end in accumulate(row.count for row in rows)]
         if self.remembers and (but_last or len(tokens) >= len(rows) + MANY):
-            self.cache.write(0, layout.slot_mapping_N, *self._run.remember(hidden_ND, token_N, layout.position_N))
+            remember_in(self.cache, self.run, layout, hidden_ND, token_N)
             if but_last:
                 return
             last_R = integers(last, self._device)
             hidden_ND, token_N, last = hidden_ND[last_R], token_N[last_R], list(range(len(rows)))
             layout = self._lay_out(AttentionRow(blocks=row.blocks, base=row.end - 1, count=1) for row in rows)
-        output = self._run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
+        output = self.run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
         for seq, place in zip(seqs, last, strict=True):
             self._normed_D[seq.key], self._feedback_D[seq.key] = output.normed[place], output.feedback[place]
 
@@ -144,10 +145,10 @@ class DrafterRunner:
                     for row in rows
                 )
                 token_R = integers([tokens[row][-1] for row in rows], self._device)
-                output = self._run.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
+                output = self.run.step(feedback_RD, token_R, layout.position_N, self.attention(layout))
                 normed_RD, feedback_RD = output.normed, output.feedback
             wanted = [sampling_metadata(seqs[row], tokens[row]) for row in rows]
-            logits_RW = self._run.logits(normed_RD)
+            logits_RW = self.run.logits(normed_RD)
             if look == 1:
                 drawn = draw(logits_RW, wanted, self.token_W)
                 firsts = list(zip(drawn.tokens, drawn.confidences, strict=True))
@@ -190,7 +191,7 @@ class DrafterRunner:
                 normed_RD = self._expand([growth for growth, nodes in grown if nodes])
             wanted = [sampling_metadata(growth.seq, growth.tokens_to(node)) for growth, node in parents]
             width = max(look, *(growth.shape.width for growth, _ in parents))
-            drawn = draw_many(self._run.logits(normed_RD), wanted, self.token_W, width)
+            drawn = draw_many(self.run.logits(normed_RD), wanted, self.token_W, width)
             for (growth, node), tokens, confidences in zip(parents, drawn.tokens, drawn.confidences, strict=True):
                 growth.add(node, Candidates(tuple(tokens), tuple(confidences)))
         return [growth.offered() for growth in growths]
@@ -207,7 +208,7 @@ class DrafterRunner:
             tokens += [growth.tokens[node] for node in nodes]
         layout = self._lay_out(rows)
         token_N = integers(tokens, self._device)
-        output = self._run.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
+        output = self.run.step(torch.stack(hidden), token_N, layout.position_N, self.attention(layout))
         places = iter(range(len(tokens)))
         for growth in growths:
             growth.feedback_D |= {node: output.feedback[next(places)] for node in growth.newest}

@@ -1,8 +1,9 @@
-"""The drafter's pass on a processor in as few operations as it takes; `drafter/model.py` says what is computed.
+"""The drafter's pass in as few operations as it takes; `drafter/model.py` says what is computed.
 
-A drafter's layer is so small that torch's operations around its products take longer than the products. So norms,
-rotation and gates are compiled steps here (`elementwise.py`), linears that read the same input are one product, and
-where these and the attention are compiled too a whole depth is one call (`eagle.py`).
+A drafter's layer is so small that torch's operations around its products take longer than the products. So linears that
+read the same input are one product. On a CPU, norms, rotation and gates are compiled steps here (`elementwise.py`), and
+where the products and the attention are compiled too a whole depth is one call (`eagle.py`). On a GPU they are kernels
+(`triton_drafter.py`).
 
 Invariant: a fused drafter that was handed out computes what its model computes, up to the order of sums. That rests
 on a trial, as it does for targets (`kernels/llama/trial.py`); where anything is unlike what is expected, the model
@@ -12,7 +13,8 @@ Shapes: N tokens, D drafter hidden, X concatenated auxiliary states, A auxiliary
 intermediate size, B = H + G query and key heads, K head dim, E outputs of a product.
 """
 
-from typing import Protocol
+import logging
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,14 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, FirstLayer, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
+from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
 from eyas.kernels.llama.block import Product, join, packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
 from eyas.kernels.llama.eagle import DraftLayer, RotaryTable, Surroundings
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
 """How far results may lie from the model's own, relative to their length; sums in another order lie nearer."""
@@ -48,8 +53,21 @@ class Drafts(Protocol):
         """Scores over the draft vocabulary."""
 
 
+@runtime_checkable
+class DraftsInPlace(Drafts, Protocol):
+    """What reads states where the target left them, and writes keys and values where they stay."""
+
+    def fuse_rows(self, aux_SX: Tensor, row_N: Tensor) -> Tensor:
+        """The depth-0 states of some rows of auxiliary states, which may be of another type."""
+
+    def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
+        """Put keys and values in their slots."""
+
+
 def fused_drafter(drafter: Drafter) -> Drafts:
     """The fused pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
+    if drafter.fc.weight.is_cuda:
+        return _by_kernels(drafter)
     elementwise = elementwise_for(drafter.norm.weight)
     if elementwise is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
         return drafter
@@ -57,28 +75,58 @@ def fused_drafter(drafter: Drafter) -> Drafts:
         return drafter  # they may be the target's, which compiled code would misread
     try:
         fused = _FusedDrafter(drafter, elementwise)
-    except _NotEagleError:
+    except NotEagleError:
         return drafter
     return fused if _is_right(fused, drafter) else drafter
 
 
-class _NotEagleError(Exception):
-    """A linear is neither plain nor packed."""
+def _by_kernels(drafter: Drafter) -> Drafts:
+    """On a GPU; why there is no fused pass is logged."""
+    if not has_triton():
+        return drafter
+    from eyas.engine.runner.triton_drafter import TritonDrafter, require_same  # torch for CPUs comes without triton
+
+    try:
+        fused = TritonDrafter(drafter)
+        require_same(fused, drafter)
+    except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+        logger.info(f"the drafter runs by its own code: {reason}")
+        return drafter
+    return fused
+
+
+def fuse_rows(drafter: Drafts, aux_SX: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """The depth-0 states of some rows of auxiliary states, for a drafter of this type."""
+    if isinstance(drafter, DraftsInPlace):
+        return drafter.fuse_rows(aux_SX, row_N)
+    return drafter.fuse(aux_SX.index_select(0, row_N).to(dtype))
+
+
+def remember_in(cache: KVCache, drafter: Drafts, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
+    """Let later tokens see these, where there is one layer."""
+    if isinstance(drafter, DraftsInPlace):
+        drafter.remember_in(cache, layout, hidden_ND, token_N)
+    else:
+        cache.write(0, layout.slot_mapping_N, *drafter.remember(hidden_ND, token_N, layout.position_N))
+
+
+class NotEagleError(Exception):
+    """A drafter has no fused pass; says why."""
 
 
 class _FusedDrafter:
     """One layer behind fused states, over the weights of a loaded drafter."""
 
     def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
-        config, layer = drafter.config, _first(drafter)
+        config, layer = drafter.config, first_layer(drafter)
         attention, mlp = layer.self_attn, layer.mlp
         self._model, self._config, self._elementwise = drafter, config, elementwise
         assert drafter.embed_tokens is not None
         self._embedding_VD = drafter.embed_tokens.weight.detach()
-        self._qkv = _product(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._kv = _product(attention.k_proj, attention.v_proj)
-        self._output, self._down = _product(attention.o_proj), _product(mlp.down_proj)
-        self._gate_up = _product(mlp.gate_proj, mlp.up_proj)
+        self._qkv = product_of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._kv = product_of(attention.k_proj, attention.v_proj)
+        self._output, self._down = product_of(attention.o_proj), product_of(mlp.down_proj)
+        self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
         self._turns = RotaryTable(drafter.rope)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
@@ -179,16 +227,20 @@ class _FusedDrafter:
         return self._elementwise.norm(x_ND, norm.weight, norm.eps, out_ND)
 
 
-def _first(drafter: Drafter) -> FirstLayer:
+def first_layer(drafter: Drafter) -> FirstLayer:
+    """The only layer of a drafter."""
+    if len(drafter.layers) > 1:
+        raise NotEagleError(f"it has {len(drafter.layers)} layers")
     layer = drafter.layers[0]
     assert isinstance(layer, FirstLayer)
     return layer
 
 
-def _product(*linears: nn.Module) -> Product:
+def product_of(*linears: nn.Module) -> Product:
+    """One product for linears that read the same."""
     product = join(linears)
     if product is None:
-        raise _NotEagleError
+        raise NotEagleError(f"its linears cannot be joined: {', '.join(sorted({type(x).__name__ for x in linears}))}")
     return product
 
 

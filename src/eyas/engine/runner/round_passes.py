@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in
 from eyas.engine.runner.graph_capture import Mark, Numbers
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
@@ -45,21 +45,25 @@ and auxiliary states [N, X]. Logits are written to the last tensor where the tar
 class RoundDrafter:
     """A drafter over its blocks."""
 
-    model: Drafter
+    run: Drafts
+    dtype: torch.dtype
     cache: KVCache
     attend: Callable[[AttentionMetadata], PagedAttention]
     token_W: Tensor
     remembers: bool
     """Whether later tokens see nothing of a token but keys and values that need no attention."""
 
-    def read(self, aux_NX: Tensor, token_N: Tensor, layout: AttentionMetadata) -> None:
+    def fuse(self, state: RoundState, place_N: Tensor) -> Tensor:
+        """The depth-0 states at some places of the ring."""
+        assert state.states_SLX is not None
+        return fuse_rows(self.run, state.states_SLX.flatten(0, 1), place_N, self.dtype)
+
+    def read(self, hidden_ND: Tensor, token_N: Tensor, layout: AttentionMetadata) -> None:
         """Let later tokens see these: a slot takes a state beside the token behind it."""
-        hidden_ND = self.model.fuse(aux_NX.to(self.model.fc.weight.dtype))
         if self.remembers:
-            keys, values = self.model.remember(hidden_ND, token_N, layout.position_N)
-            self.cache.write(0, layout.slot_mapping_N, keys, values)
+            remember_in(self.cache, self.run, layout, hidden_ND, token_N)
         else:
-            self.model.step(hidden_ND, token_N, layout.position_N, self.attend(layout))
+            self.run.step(hidden_ND, token_N, layout.position_N, self.attend(layout))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,15 +98,13 @@ def draft(
     blocks: int,
 ) -> Tensor:
     """Read up to `reads` states of each row and draft up to `depth` tokens, which are left in `state`: [R, K]."""
-    assert state.states_SLX is not None
-    model, shape = drafter.model, block_shape(drafter.cache, blocks)
+    run, shape = drafter.run, block_shape(drafter.cache, blocks)
     layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=depth)
-    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, layout.place_N)
-    hidden_ND = model.fuse(aux_NX.to(model.fc.weight.dtype))
-    output = model.step(hidden_ND, layout.ids_N, layout.tokens.position_N, drafter.attend(layout.tokens))
+    hidden_ND = drafter.fuse(state, layout.place_N)
+    output = run.step(hidden_ND, layout.ids_N, layout.tokens.position_N, drafter.attend(layout.tokens))
     normed_RD, feedback_RD = (x_ND.index_select(0, layout.last_R) for x_ND in (output.normed, output.feedback))
     for at in range(depth):
-        logits_RW = model.logits(normed_RD)
+        logits_RW = run.logits(normed_RD)
         index_R = None
         if needs.sampled:
             slot_R = state.row_slot[:rows]
@@ -111,7 +113,7 @@ def draft(
         token_R = choose_drafts(logits_RW, drafter.token_W, state.drafts_RK, state.sure_RK, at, index_R)
         if at + 1 < depth:
             tokens = layout.deeper[at]
-            output = model.step(feedback_RD, token_R, tokens.position_N, drafter.attend(tokens))
+            output = run.step(feedback_RD, token_R, tokens.position_N, drafter.attend(tokens))
             normed_RD, feedback_RD = output.normed, output.feedback
     return state.drafts_RK[:rows, :depth]
 
@@ -241,7 +243,8 @@ def read(
     end_R = base_R + count_R
     follows_R = state.follows_S[who.slot_R]
     if drafter is not None and state.states_SLX is not None and aux_NX is not None:
-        drafter.read(aux_NX, numbers["behind"], lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache))
+        layout = lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache)
+        drafter.read(drafter.run.fuse(aux_NX.to(drafter.dtype)), numbers["behind"], layout)
         place_R1 = who.in_ring((end_R - 1).clamp(min=0)[:, None])
         state.states_SLX.flatten(0, 1).index_copy_(0, place_R1[:, 0], aux_NX[last_R].to(state.states_SLX.dtype))
     state.length_S.index_copy_(0, who.slot_R, (end_R - samples_R).clamp(min=0))
@@ -251,12 +254,10 @@ def read(
 
 def catch_up(_: Numbers, __: Mark, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
     """Let the drafter read all that waits for rows but the last state."""
-    assert state.states_SLX is not None
     layout = lay_out_draft(
         state, block_shape(drafter.cache, blocks), rows=rows, reads=state.most_waiting, depth=0, kept=1
     )
-    aux_NX = state.states_SLX.flatten(0, 1).index_select(0, layout.place_N)
-    drafter.read(aux_NX, layout.ids_N, layout.tokens)
+    drafter.read(drafter.fuse(state, layout.place_N), layout.ids_N, layout.tokens)
     return layout.last_R
 
 

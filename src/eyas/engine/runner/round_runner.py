@@ -199,7 +199,8 @@ class RoundRunner:
             config = drafter.model.config
             like_X = torch.empty(config.num_aux_hidden_states * config.target_hidden_size, dtype=dtype, device=device)
             self._drafter = RoundDrafter(
-                model=drafter.model,
+                run=drafter.run,
+                dtype=drafter.dtype,
                 cache=drafter.cache,
                 attend=drafter.attention,
                 token_W=drafter.token_W,

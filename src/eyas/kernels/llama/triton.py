@@ -269,7 +269,10 @@ def _rotate(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Turn queries to `q_NHK`, keys to their slots, both normed first if they are, and copy values there."""
+    """Turn queries to `q_NHK`, keys to their slots, both normed first if they are, and copy values there.
+
+    There may be no queries, neither before the keys nor in `q_NHK`.
+    """
     tokens, heads, size = q_NHK.shape
     groups, half = keys.shape[0], cos_NR.shape[1] // 2
     rest = size - 2 * half
@@ -284,7 +287,7 @@ def _rotate(
         HALF_PADDED=triton.next_power_of_2(half),
         REST_PADDED=triton.next_power_of_2(max(rest, 1)),
         SIZE_PADDED=triton.next_power_of_2(size),
-        HEADS_PADDED=triton.next_power_of_2(heads),
+        HEADS_PADDED=triton.next_power_of_2(max(heads, 1)),
         GROUPS_PADDED=triton.next_power_of_2(groups),
         NORMS=norm is not None,
         FINE=norm is not None and norm.weight.dtype != qkv_NE.dtype,

@@ -1,0 +1,157 @@
+"""The drafter's pass on a GPU by kernels (`kernels/llama/eagle_triton.py`); `drafter/model.py` says what is computed.
+
+Keys and values go from the products to their slots in the cache, and states come from wherever the target left them:
+nothing is copied in between. All of it can be captured in CUDA graphs.
+
+Shapes: N tokens, S states that are kept, D drafter hidden, X concatenated auxiliary states, W draft vocabulary, G key
+heads, K head dim.
+"""
+
+from dataclasses import replace
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from eyas.drafter.attention import Attend, KeysAndValues
+from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
+from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.runner.attention import PagedAttention
+from eyas.engine.runner.fused_drafter import Drafts, NotEagleError, first_layer, product_of
+from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.elementwise import FusedNorm
+from eyas.kernels.llama import trial
+from eyas.kernels.llama.block import _merge
+from eyas.kernels.llama.cpu import LlamaSizes
+from eyas.kernels.llama.eagle_triton import TritonEagle
+
+TRIAL_BLOCK_SIZE = 16
+"""The usual one, so that the kernels which a trial compiles are those that serve."""
+
+
+class TritonDrafter:
+    """One layer behind fused states, over the weights of a loaded drafter, which must not be moved or cast any more."""
+
+    @torch.inference_mode(False)  # joined weights outlive the caller's mode
+    @torch.no_grad()
+    def __init__(self, drafter: Drafter) -> None:
+        config, layer = drafter.config, first_layer(drafter)
+        weights = list(drafter.parameters())
+        for what, found in (("devices", {x.device for x in weights}), ("types", {x.dtype for x in weights})):
+            if len(found) > 1:
+                raise NotEagleError(f"its weights are of several {what}: {', '.join(sorted(map(str, found)))}")
+        if weights[0].dtype not in trial.TOLERANCE:
+            raise NotEagleError(f"its weights are {weights[0].dtype}")
+        if drafter.embed_tokens is None:
+            raise NotEagleError("it has no embeddings")
+        attention, mlp = layer.self_attn, layer.mlp
+        self._model = drafter
+        self._eagle = TritonEagle(
+            input_norm=None if drafter.input_norm is None else _norm(drafter.input_norm),
+            states_norm=None if drafter.fc_norm is None else _norm(*drafter.fc_norm),
+            num_states=config.num_aux_hidden_states,
+            fc=product_of(drafter.fc),
+            embedding_VD=drafter.embed_tokens.weight.detach(),
+            token_norm=_norm(layer.input_layernorm),
+            hidden_norm=_norm(layer.hidden_norm),
+            normed_residual=config.norm_before_residual,
+            frequency=drafter.rope.inverse_frequencies,
+            turn_scale=drafter.rope.scale,
+            qkv=product_of(attention.q_proj, attention.k_proj, attention.v_proj),
+            kv=product_of(attention.k_proj, attention.v_proj),
+            output=product_of(attention.o_proj),
+            mlp_norm=_norm(layer.post_attention_layernorm),
+            gate_up=product_of(mlp.gate_proj, mlp.up_proj),
+            down=product_of(mlp.down_proj),
+            last_norm=_norm(drafter.norm),
+            sizes=LlamaSizes(
+                heads=config.num_attention_heads,
+                key_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+                rotary_dim=config.head_dim,
+                intermediate=config.intermediate_size,
+            ),
+        )
+        self._like_NGK = weights[0].new_empty(0, config.num_key_value_heads, config.head_dim)
+
+    def fuse(self, aux_X: Tensor) -> Tensor:
+        """Norm each auxiliary state where the drafter does, and combine them."""
+        return self._eagle.fuse(aux_X)
+
+    def fuse_rows(self, aux_SX: Tensor, row_N: Tensor) -> Tensor:
+        """The same for some rows of them, of any type."""
+        return self._eagle.fuse(aux_SX, row_N)
+
+    def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
+        """Run one depth; over anything but blocks it is the model's own."""
+        if not isinstance(attend, PagedAttention):
+            return self._model.step(hidden, token_ids, positions, attend)
+        kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
+        state_ND, normed_ND = self._eagle.run_depth(hidden, token_ids, positions, attend.backend, kv, attend.window)
+        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._model.config.norm_output else state_ND)
+
+    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
+        """Keys and values alone, for whoever keeps them elsewhere: as the model has them."""
+        return self._model.remember(hidden, token_ids, positions)
+
+    def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
+        """Put keys and values in their slots."""
+        kv = cache.memory(0, self._like_NGK, self._like_NGK)
+        self._eagle.remember(hidden_ND, token_N, layout.position_N, layout.slot_mapping_N, kv)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """As the model has them."""
+        return self._model.logits(normed)
+
+
+def _norm(*norms: nn.Module) -> FusedNorm:
+    """One norm, or several beside each other."""
+    ours = [norm for norm in norms if isinstance(norm, RMSNorm)]
+    if len(ours) < len(norms):
+        raise NotEagleError(f"its norms are {', '.join(sorted({type(norm).__name__ for norm in norms}))}")
+    return FusedNorm(_merge([norm.weight for norm in ours]), ours[0].eps)
+
+
+@torch.inference_mode()
+def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
+    """Try it: read some states, run a depth from others that lie across blocks, and one behind that.
+
+    Each is given the model's own numbers, as deep errors tell nothing that a single one does not. All of it once
+    more at the end of the context, where angles are large.
+    """
+    config, weight, errors = drafter.config, drafter.fc.weight, trial._Errors()
+    both: tuple[Drafts, Drafts] = fused, drafter
+    device, dtype = weight.device, weight.dtype
+    caches = [KVCache(blocks=2, block_size=TRIAL_BLOCK_SIZE) for _ in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    read, drafted = TRIAL_BLOCK_SIZE - 1, 3
+    counts = (read, drafted, 1)
+    rows = [AttentionRow(blocks=(1, 0), base=sum(counts[:i]), count=count) for i, count in enumerate(counts)]
+    for shift in (0, max(0, config.max_position_embeddings - sum(counts))):
+        layouts = [AttentionMetadata.of([row], block_size=TRIAL_BLOCK_SIZE, device=device) for row in rows]
+        layouts = [replace(layout, position_N=layout.position_N + shift) for layout in layouts]
+        width = config.num_aux_hidden_states * config.target_hidden_size
+        aux_NX = torch.randn(read + drafted, width, generator=generator).to(device, dtype)
+        token_N = torch.randint(config.vocab_size, (sum(counts),), generator=generator).to(device)
+        reads, drafts, last = torch.split(token_N, list(counts))
+        hidden_ND = drafter.fuse(aux_NX)
+        errors.add("fused states", 0, fused.fuse(aux_NX), hidden_ND)
+        row_N = torch.arange(read + drafted, device=device).flip(0)
+        errors.add("fused states", 0, fused.fuse_rows(aux_NX.flip(0), row_N), hidden_ND)
+
+        read_ND, hidden_ND = torch.split(hidden_ND, [read, drafted])
+        fused.remember_in(caches[0], layouts[0], read_ND, reads)
+        caches[1].write(0, layouts[0].slot_mapping_N, *drafter.remember(read_ND, reads, layouts[0].position_N))
+        for tokens, layout in ((drafts, layouts[1]), (last, layouts[2])):
+            ours, theirs = (
+                one.step(hidden_ND, tokens, layout.position_N, PagedAttention(cache, layout))
+                for one, cache in zip(both, caches, strict=True)
+            )
+            errors.add("states", 1, ours.feedback, theirs.feedback, before=hidden_ND)
+            errors.add("normed states", 1, ours.normed, theirs.normed)
+            hidden_ND = theirs.feedback[-1:]
+        slot_N = torch.cat([layout.slot_mapping_N for layout in layouts])
+        for mine, own in zip(caches[0].layers[0], caches[1].layers[0], strict=True):
+            mine_NE, own_NE = (x_GCK.index_select(1, slot_N).transpose(0, 1).flatten(1) for x_GCK in (mine, own))
+            errors.add("keys and values", 1, mine_NE, own_NE)
+    errors.judge("one depth", lambda _: sqrt(2) * trial.TOLERANCE[dtype], single=trial.UNSTABLE)
