@@ -6,6 +6,7 @@ Invariant: the pieces joined are the text of all tokens pushed, cut before the e
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 UNFINISHED = "\ufffd"
 
@@ -19,8 +20,11 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         *,
         include_stop: bool = False,
+        behind: Callable[[int, int], str] | None = None,
     ) -> None:
+        """`behind` may stand for `text_behind` with this `decode`, and remember what it said."""
         self._decode = decode
+        self._behind = behind or partial(text_behind, decode)
         self._stops, self._include_stop = tuple(stop_strings), include_stop
         self.stop_string: str | None = None
         """The one that ended the answer."""
@@ -28,6 +32,8 @@ class TextStream:
         # Tokens from _anchor to _shown are decoded again with each new one, because the text of a token may depend
         # on the one before it (a leading space, a character in several tokens); only what follows them is new.
         self._anchor, self._shown = 0, 0
+        self._last: int | None = None
+        """The one token that these are, if so, and nothing behind it is held back: the usual case, with a short way."""
         self._held = ""
         self.stopped = False
 
@@ -35,11 +41,20 @@ class TextStream:
         """Take one more token and return the text that can no longer change; nothing after a stop string."""
         assert not self.stopped, "the answer has ended"
         self._tokens.append(token)
+        if self._last is not None:
+            text = self._behind(self._last, token)
+            if not text:
+                self._last = None
+                return ""
+            self._last, self._anchor = token, self._shown
+            self._shown += 1
+            return self._release(text) if self._stops else text
         before = self._decode(tuple(self._tokens[self._anchor : self._shown]))
         text = self._decode(tuple(self._tokens[self._anchor :]))
         if text.endswith(UNFINISHED) or len(text) <= len(before):
             return ""
         self._anchor, self._shown = self._shown, len(self._tokens)
+        self._last = token if self._shown == self._anchor + 1 else None
         return self._release(text[len(before) :])
 
     def finish(self) -> str:
@@ -49,6 +64,7 @@ class TextStream:
         before = self._decode(tuple(self._tokens[self._anchor : self._shown]))
         text = self._held + self._decode(tuple(self._tokens[self._anchor :]))[len(before) :].rstrip(UNFINISHED)
         self._held, self._anchor, self._shown = "", len(self._tokens), len(self._tokens)
+        self._last = None
         return text
 
     def _release(self, new: str) -> str:
@@ -63,6 +79,12 @@ class TextStream:
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+
+def text_behind(decode: Callable[[tuple[int, ...]], str], last: int, token: int) -> str:
+    """The text of a token behind another; nothing, if it can still change."""
+    before, text = decode((last,)), decode((last, token))
+    return "" if text.endswith(UNFINISHED) else text[len(before) :]
 
 
 def _overlap(text: str, stop: str) -> int:

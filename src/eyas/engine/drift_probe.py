@@ -11,6 +11,7 @@ whether it happened.
 Shapes: T slots in blocks, N states that wait, D drafter hidden, X concatenated states, G key heads, K head dim.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -169,6 +170,20 @@ class DriftProbe:
             return
         if draft.tokens and draft.is_chain:
             self._alarm.observe_round(len(draft.tokens), accepted)
+        self._follow_open(seq, ended=ended)
+
+    def follow_chains(self, seqs: Sequence[SequenceState], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """The same for the chains of many requests, some of which may have ended with them."""
+        if not self._share:
+            return
+        for (made, taken), times in Counter(zip(drafted, accepted, strict=True)).items():
+            self._alarm.observe_round(made, taken, times)
+        if self._open:
+            for seq in seqs:
+                self._follow_open(seq, ended=seq.finished is not None)
+
+    def _follow_open(self, seq: SequenceState, *, ended: bool) -> None:
+        """What came of the drafts of a check-up."""
         if seq.key not in self._open:
             return
         first, drafts = self._open[seq.key]

@@ -320,6 +320,8 @@ class Engine:
             synchronous=synchronous,
             clock=self._clock,
         )
+        for seq in self.scheduler.requests:
+            self.rounds.submit(seq)
         self.controller.runs_graphs()
         self.controller.captures(rounds.shapes)
         if not synchronous:

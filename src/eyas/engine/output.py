@@ -4,14 +4,15 @@ Text takes the host time and decides nothing, except where a stop string ends an
 when it is committed and put into words later, for instance while a device is busy with the next step.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 
 from torch import Tensor
 
-from eyas.engine.detokenizer import TextStream
+from eyas.engine.detokenizer import TextStream, text_behind
 from eyas.engine.request import FinishReason, Request, SequenceState
 from eyas.engine.sampler import TokenLogprobs
 
@@ -19,14 +20,16 @@ KEPT_TEXTS = 2**16
 """Texts of a token or two, which is what streams decode, and the same ones again and again."""
 
 
-@dataclass(kw_only=True, slots=True)
+# Neither frozen nor keyword-only: a step makes one for each of hundreds of requests, and either doubles the time.
+@dataclass(slots=True)
 class OutputDelta:
-    """What one step gave one request. Not to be changed; to say so to Python would make it three times as dear."""
+    """What one step gave one request. Not to be changed once it is told."""
 
     key: int
     tokens: tuple[int, ...]
     texts: tuple[str, ...]
-    """For each token the text that can no longer change once it has come; often empty, never to be taken back."""
+    """For each token the text that can no longer change once it has come; often empty, never to be taken back. All
+    empty, if the request wants no text (`Request.detokenize`)."""
     depths: tuple[int, ...]
     """For each token the draft depth it was accepted from, or 0: the target's own."""
     drafted: int = 0
@@ -64,19 +67,20 @@ class SpecDecodeStats:
     """In how many drafts the token of each depth was accepted, depth 1 first."""
     tokens: int = 0
 
-    def count(self, *, drafted: int, accepted: int, tokens: int) -> None:
-        """Add one pass."""
-        self.passes += 1
-        self.tokens += tokens
-        if not drafted:
-            return
-        self.drafts += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        if accepted > len(self.accepted_at):
-            self.accepted_at += [0] * (accepted - len(self.accepted_at))
-        for depth in range(accepted):
-            self.accepted_at[depth] += 1
+    def count(self, drafted: int, accepted: int, tokens: int, times: int = 1) -> None:
+        """Add one pass, or so many alike."""
+        self.passes += times
+        self.tokens += times * tokens
+        if drafted:
+            self.drafts += times
+            self.drafted += times * drafted
+            if accepted:
+                self.accepted += times * accepted
+                at = self.accepted_at
+                if accepted > len(at):
+                    at += [0] * (accepted - len(at))
+                for depth in range(accepted):
+                    at[depth] += times
 
     @property
     def acceptance_length(self) -> float:
@@ -164,21 +168,15 @@ class StopCheck:
     """Where they were needed to tell whether the answer ends."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Note:
-    """What a request got in a step, before it is put into words."""
+@dataclass(slots=True)
+class _Answer:
+    """An answer under way."""
 
     key: int
-    stop: StopCheck
-    drafted: int
-    accepted: int
-    cached: int
-    logprobs: tuple[TokenLogprobs, ...] | None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None
-    hidden_TX: Tensor | None
-    stream: TextStream
+    stream: TextStream | None
+    """None if nobody wants its text."""
     include_stop: bool
-    stats: SpecDecodeStats
+    stats: SpecDecodeStats = field(default_factory=SpecDecodeStats)
 
 
 class OutputProcessor:
@@ -188,9 +186,13 @@ class OutputProcessor:
         self.stats = SpecDecodeStats()
         """Of all requests together."""
         self._decode = lru_cache(maxsize=KEPT_TEXTS)(decode)
-        self._streams: dict[int, TextStream] = {}
-        self._stats_by_key: dict[int, SpecDecodeStats] = {}
-        self._notes: list[_Note] = []
+        self._behind: dict[bool, Callable[[int, int], str]] = {
+            skip: lru_cache(maxsize=KEPT_TEXTS)(partial(text_behind, partial(self._decode_skipping, skip)))
+            for skip in (False, True)
+        }
+        self._answers: dict[int, _Answer] = {}
+        self._notes: list[tuple[_Answer, OutputDelta]] = []
+        """Pieces whose texts are not made yet, unless they were needed to tell whether the answer ends."""
         self._ready: list[OutputDelta] = []
 
     @property
@@ -200,26 +202,29 @@ class OutputProcessor:
 
     def open(self, key: int, request: Request) -> None:
         """Begin an answer."""
-        decode, skip = self._decode, request.skip_special_tokens
-        self._streams[key] = TextStream(
-            lambda tokens: decode(tokens, skip), request.stop_strings, include_stop=request.include_stop
-        )
-        self._stats_by_key[key] = SpecDecodeStats()
+        skip, stream = request.skip_special_tokens, None
+        if request.detokenize:
+            stream = TextStream(
+                partial(self._decode_skipping, skip),
+                request.stop_strings,
+                include_stop=request.include_stop,
+                behind=self._behind[skip],
+            )
+        self._answers[key] = _Answer(key, stream, request.include_stop)
 
     def close(self, key: int) -> None:
         """Let go of an answer that has ended; what was noted of it is still told."""
-        self._streams.pop(key, None)
-        self._stats_by_key.pop(key, None)
+        self._answers.pop(key, None)
 
     def drop(self, key: int) -> None:
         """Forget an answer that nobody wants any more."""
-        self._notes = [note for note in self._notes if note.key != key]
+        self._notes = [note for note in self._notes if note[0].key != key]
         self._ready = [piece for piece in self._ready if piece.key != key]
         self.close(key)
 
     def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request under way; the object goes on counting."""
-        return self._stats_by_key[key]
+        return self._answers[key].stats
 
     def check_stop(self, seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:
         """How many of these new tokens belong to the answer, which may come to `limit` tokens, and whether it ends."""
@@ -227,7 +232,8 @@ class OutputProcessor:
             return StopCheck(tokens=list(tokens[:1]), finished=FinishReason.ERROR)  # chosen without the grammar
         stop = _until_the_end(seq, tokens, limit)
         if seq.request.stop_strings:
-            stream = self._streams[seq.key]
+            stream = self._answers[seq.key].stream
+            assert stream is not None, "a request with stop strings has text"
             stop.texts, stop.finished = _words(stream, stop.tokens, stop.finished, seq.request.include_stop)
             stop.tokens = stop.tokens[: len(stop.texts)]
             stop.reason = stream.stop_string if stream.stopped else stop.reason
@@ -245,53 +251,71 @@ class OutputProcessor:
         hidden_TX: Tensor | None = None,
     ) -> None:
         """Take down what a request got of a step that verified so many drafts."""
-        self._notes.append(
-            _Note(
-                key=seq.key,
-                stop=stop,
-                drafted=drafted,
-                accepted=accepted,
-                cached=seq.num_cached_tokens or 0,
-                logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
-                hidden_TX=hidden_TX,
-                stream=self._streams[seq.key],
-                include_stop=seq.request.include_stop,
-                stats=self._stats_by_key[seq.key],
-            )
+        piece = self.add_tokens(seq, stop.tokens, drafted, accepted)
+        piece.texts = () if stop.texts is None else tuple(stop.texts)
+        piece.logprobs, piece.prompt_logprobs, piece.hidden_states = logprobs, prompt_logprobs, hidden_TX
+        piece.finished, piece.stop_reason = stop.finished, stop.reason
+
+    def add_tokens(self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int) -> OutputDelta:
+        """The same where the answer goes on and nothing but its tokens was asked for."""
+        answer = self._answers[seq.key]
+        piece = OutputDelta(
+            answer.key,
+            tuple(tokens),
+            (),
+            _depths(accepted, len(tokens)),
+            drafted,
+            accepted,
+            None,
+            None,
+            None,
+            None,
+            seq.num_cached_tokens or 0,
         )
+        self._notes.append((answer, piece))
+        return piece
 
     def process(self) -> None:
         """Put into words and count what was noted."""
-        for note in self._notes:
-            stop, count = note.stop, len(note.stop.tokens)
-            texts = stop.texts
-            if texts is None:
-                texts, _ = _words(note.stream, stop.tokens, stop.finished, note.include_stop)
-            for stats in (self.stats, note.stats):
-                stats.count(drafted=note.drafted, accepted=note.accepted, tokens=count)
-            self._ready.append(
-                OutputDelta(
-                    key=note.key,
-                    tokens=tuple(stop.tokens),
-                    texts=tuple(texts),
-                    depths=(*range(1, note.accepted + 1), 0)[:count],
-                    drafted=note.drafted,
-                    accepted=note.accepted,
-                    logprobs=note.logprobs,
-                    prompt_logprobs=note.prompt_logprobs,
-                    finished=stop.finished,
-                    stop_reason=stop.reason,
-                    num_cached_tokens=note.cached,
-                    hidden_states=note.hidden_TX,
-                )
-            )
+        for answer, piece in self._notes:
+            tokens, stream = piece.tokens, answer.stream
+            count = len(tokens)
+            if stream is None:
+                piece.texts = _no_texts(count)
+            elif not piece.texts and count:
+                if piece.finished is None:
+                    piece.texts = tuple([stream.push(token) for token in tokens])
+                else:
+                    piece.texts = tuple(_words(stream, tokens, piece.finished, answer.include_stop)[0])
+            answer.stats.count(piece.drafted, piece.accepted, count)
+            self._ready.append(piece)
+        self._count_all()
         self._notes = []
+
+    def _count_all(self) -> None:
+        """Count what was noted of all requests together, alike ones at once."""
+        kinds = Counter([(piece.drafted, piece.accepted, len(piece.tokens)) for _, piece in self._notes])
+        for (drafted, accepted, tokens), times in kinds.items():
+            self.stats.count(drafted, accepted, tokens, times)
+
+    def _decode_skipping(self, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
+        return self._decode(tokens, skip_special_tokens)
 
     def take(self) -> list[OutputDelta]:
         """Everything processed since the last time."""
         ready, self._ready = self._ready, []
         return ready
+
+
+@cache
+def _depths(accepted: int, count: int) -> tuple[int, ...]:
+    """Depths of the first tokens of a round that accepted so many drafts."""
+    return (*range(1, accepted + 1), 0)[:count]
+
+
+@cache
+def _no_texts(count: int) -> tuple[str, ...]:
+    return ("",) * count
 
 
 def _until_the_end(seq: SequenceState, tokens: Sequence[int], limit: int) -> StopCheck:

@@ -11,7 +11,7 @@ Where rounds live on the device (`round_loop.py`), it is asked for the choice al
 An engine without a drafter has a `NoProposer`, which proposes nothing.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -47,7 +47,7 @@ class Proposes(Protocol):
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
-    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+    def draft_slots(self, decoding: Iterable[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
 
     def drift_due(self) -> bool:
@@ -56,8 +56,8 @@ class Proposes(Protocol):
     def probe_drift(self, rows: Sequence[ScheduledRow], states_of: StatesOf | None = None) -> None:
         """Look at one of the rounds of a step, if it is time to. What waits is kept here, or told by `states_of`."""
 
-    def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
-        """Take the fate of a chain of drafts, now that its tokens are committed."""
+    def follow_drift(self, seqs: Sequence[SequenceState], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Take the fate of chains of drafts, now that their tokens are committed. Some requests may have ended."""
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Drafts for the rows of a pass, by request, as far as they have room for some."""
@@ -88,7 +88,7 @@ class NoProposer:
         """Nobody reads along."""
         return False
 
-    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+    def draft_slots(self, decoding: Iterable[SequenceState]) -> dict[int, int]:
         """No room for drafts."""
         return {}
 
@@ -99,7 +99,7 @@ class NoProposer:
     def probe_drift(self, rows: Sequence[ScheduledRow], states_of: StatesOf | None = None) -> None:
         """Nothing drifts."""
 
-    def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
+    def follow_drift(self, seqs: Sequence[SequenceState], drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """There were no drafts."""
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
@@ -155,9 +155,9 @@ class Proposer:
         """Whether the drafter reads along."""
         return seq.speculates
 
-    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+    def draft_slots(self, decoding: Iterable[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
-        self.chosen = None
+        self.chosen, decoding = None, list(decoding)
         if not decoding:
             return {}
         keys = [seq.key for seq in decoding]
@@ -171,7 +171,7 @@ class Proposer:
         limits = choice.depths if self.rounds else choice.limits
         slots = {}
         for seq, limit in zip(decoding, limits, strict=True):
-            tree = self._tree(seq) if limit else None
+            tree = self._tree(seq) if limit and not self.rounds else None
             slots[seq.key] = limit if tree is None else tree.slots
         self._drafting = sum(1 for limit in limits if limit)
         return slots
@@ -195,10 +195,9 @@ class Proposer:
             self._drafter.states.forget(seq.key)
             self._look_due = False
 
-    def follow_drift(self, seq: SequenceState, drafts: Sequence[int], accepted: int, *, ended: bool) -> None:
-        """Take the fate of a chain of drafts."""
-        draft = Draft(tokens=tuple(drafts), parents=tuple(range(-1, len(drafts) - 1)), confidences=())
-        self.drift_probe.follow(seq, draft, accepted, ended=ended)
+    def follow_drift(self, seqs: Sequence[SequenceState], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Take the fate of chains of drafts."""
+        self.drift_probe.follow_chains(seqs, drafted, accepted)
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Chains or trees for the rows of a pass, as far as they have room for some."""

@@ -58,6 +58,8 @@ class Request:
     """Token sequences that the answer does not have: the last token may not come behind the others."""
     include_stop: bool = False
     """Whether the text has the stop string or the stop token's text that ended it."""
+    detokenize: bool = True
+    """Whether text is made of the tokens; without, all texts are empty."""
     skip_special_tokens: bool = True
     """Whether the text leaves special tokens out."""
     seed: int = 0
@@ -85,6 +87,8 @@ class Request:
             raise UserError(
                 f"min_new_tokens is {self.min_new_tokens}, outside 0 to max_new_tokens {self.max_new_tokens}; lower it"
             )
+        if self.stop_strings and not self.detokenize:
+            raise UserError("stop strings are found in the text, and detokenize is off; drop one")
         if "" in self.stop_strings:
             raise UserError("a stop string is empty, which would stop every answer at once; drop it")
         if not -(2 ** (SEED_BITS - 1)) <= self.seed < 2 ** (SEED_BITS - 1):
@@ -141,6 +145,10 @@ class SequenceState:
     """Where both caches keep token i: in block number i // block_size of this list."""
     slot: int | None = None
     """Its place in buffers by request, as long as it runs; no other has the same until no launched step uses it."""
+    stay: int = -1
+    """Which stay among the running requests this is: no other has the same number, nor has its next one."""
+    table: int = -1
+    """Another number whenever its blocks change, and never the same as another request's."""
     flights: list[Flight] = field(default_factory=list)
     """What launched steps may do to it that are not committed yet, oldest first."""
     limit: int = field(init=False)
@@ -154,6 +162,10 @@ class SequenceState:
     """Of the prompt's tokens from the second on, as far as they were read; only if the request asks for them."""
     matcher: "GrammarMatcher | None" = field(init=False, default=None)
     """Its way through its grammar."""
+    speculates: bool = field(init=False)
+    """Whether the drafter follows it."""
+    is_ordinary: bool = field(init=False)
+    """Whether it is asked for nothing but tokens, up to a stop id or a length."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -161,6 +173,9 @@ class SequenceState:
         self.limit = len(request.prompt) + request.max_new_tokens
         if request.grammar is not None:
             self.matcher = request.grammar.matcher(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
+        self.speculates = request.speculation.mode != "off"
+        told = request.logprobs is not None or request.prompt_logprobs is not None
+        self.is_ordinary = not (request.stop_strings or told or self.matcher is not None)
 
     @property
     def turn(self) -> tuple[int, int]:
@@ -186,8 +201,3 @@ class SequenceState:
     def pending(self) -> int:
         """Tokens the target has not read yet. With 1 the request decodes, with more it reads (again, if preempted)."""
         return len(self.tokens) - self.target_length
-
-    @property
-    def speculates(self) -> bool:
-        """Whether the drafter follows it."""
-        return self.request.speculation.mode != "off"

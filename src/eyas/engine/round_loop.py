@@ -2,7 +2,8 @@
 
     launch   which requests take part and how deep is planned by bounds, since the step in flight may still give each of
              them one token or many; where they stand the device knows (`runner/round_state.py`)
-    land     the tokens of the step before: stop conditions, text, blocks, ended requests, lessons for the controller
+    land     the tokens of the step before: stop conditions, blocks, ended requests
+    learn    lessons for the controller, when nobody waits for the host; text follows (`engine.py`)
 
 What the host finds out late costs a row that computed in vain, and never shows: a request that ended with step n takes
 part in step n + 1 if that was launched, and what it gets there is dropped. Its blocks and its slot are given to others
@@ -11,6 +12,9 @@ only when that step has landed (`scheduler.py`).
 Some things need the host before tokens can be chosen. Where a grammar or bad words say what may come, the step's
 passes are launched as always, and its sampler when the tokens before are known and the masks are made; the device works
 meanwhile. Prompts whose logprobs are asked for, and looks for drift, wait for the step in flight.
+
+What is done for every row of every step decides how many users a device can serve: such code is lean before it is
+pretty, and rows to which nothing unusual happens take a short way.
 
 In `synchronous` mode every step lands at once. It is the oracle of the other: the same passes, with nothing in flight.
 
@@ -26,12 +30,12 @@ from torch import Tensor
 from eyas.engine.output import OutputProcessor
 from eyas.engine.proposer import Proposes
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.round_runner import LaunchedRound, RoundResult, RoundRunner
+from eyas.engine.runner.round_runner import LaunchedRound, RoundRunner
 from eyas.engine.runner.sampling_needs import needs_mask
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
-from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, DraftTiming, TargetTiming
 from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import sampling_metadata
 
@@ -68,17 +72,24 @@ class RoundLoop:
         self._read_on_host, self.synchronous, self._clock = read_on_host, synchronous, clock
         self._flight: StepInFlight | None = None
         self._landed_at: float | None = None
+        self._reports: list[StepReport] = []
+        """Of steps that have landed."""
         self._by_host: set[int] = set()
         """Requests that ask for the logprobs of their prompts."""
+        self._masked: set[int] = set()
+        """Those for which the host says what may come."""
 
     def submit(self, seq: SequenceState) -> None:
         """Take note of a request that came."""
         if seq.lacks_prompt_logprobs:
             self._by_host.add(seq.key)
+        if needs_mask(seq):
+            self._masked.add(seq.key)
 
     def forget(self, key: int) -> None:
-        """Take note of one that was cancelled."""
+        """Take note of one that left."""
         self._by_host.discard(key)
+        self._masked.discard(key)
 
     @property
     def busy(self) -> bool:
@@ -93,17 +104,23 @@ class RoundLoop:
             self._land(landing)
         if launched is None:
             self._landed_at = None
+            self._learn()
             return
         self._flight = None  # the step before has landed
         for waiting in launched.rounds:
             self._finish(waiting)
         self._flight = launched
         if self.synchronous:
-            self.land()
+            self._wait()
+        self._learn()
 
     @torch.inference_mode()
     def land(self) -> None:
         """Wait until nothing is in flight."""
+        self._wait()
+        self._learn()
+
+    def _wait(self) -> None:
         landing, self._flight = self._flight, None
         if landing is not None:
             self._land(landing)
@@ -112,7 +129,9 @@ class RoundLoop:
     def abandon(self) -> None:
         """Forget what is in flight, after a step has failed and its requests were cancelled."""
         self._flight = self._landed_at = None
+        self._reports.clear()
         self._by_host.clear()
+        self._masked.clear()
         self.runner.queue.mark().wait()
         self._scheduler.abandon()
 
@@ -120,12 +139,12 @@ class RoundLoop:
 
     def _launch(self) -> StepInFlight | None:
         if self._by_host or self._proposer.drift_due():
-            self.land()
+            self._wait()
         scheduled = self._scheduled()
         rows: Sequence[ScheduledRow] = scheduled.rows
         if self._flight is None:
             self._proposer.probe_drift(rows, self.runner.states_of)
-        by_host = [row for row in rows if row.seq.lacks_prompt_logprobs]
+        by_host = [row for row in rows if row.seq.lacks_prompt_logprobs] if self._by_host else []
         if by_host:
             self._read_on_host(by_host)
             self._by_host -= {row.seq.key for row in by_host if not row.seq.lacks_prompt_logprobs}
@@ -133,25 +152,23 @@ class RoundLoop:
             scheduled = replace(scheduled, rows=tuple(rows))
         if not rows:
             return None
-        decoding, reading = list[ScheduledRow](), list[ScheduledRow]()
-        for row in rows:
-            (decoding if self.runner.decodes(row.seq) else reading).append(row)
+        decoding, reading = self.runner.split(rows)
         choice = self._proposer.chosen
         timed = choice is not None and not reading and not by_host
         step = StepInFlight(scheduled=scheduled, choice=choice, timed=timed)
         self._scheduler.launched(scheduled)  # before any request can end
         if decoding:
-            step.rounds.append(self.runner.launch_round(decoding, masked=_is_masked(decoding)))
+            step.rounds.append(self.runner.launch_round(decoding, masked=self._is_masked(decoding)))
         if decoding and reading:
             self._finish(step.rounds[0])  # both leave their logits in the same memory
         if reading:
-            step.rounds.append(self.runner.launch_read(reading, masked=_is_masked(reading)))
+            step.rounds.append(self.runner.launch_read(reading, masked=self._is_masked(reading)))
         return step
 
     def _finish(self, waiting: LaunchedRound) -> None:
         """Launch the sampler of a round that waits for a mask."""
         if waiting.landed is None:
-            self.land()
+            self._wait()
             waiting.sample(self._mask(waiting))
 
     def _scheduled(self) -> SchedulerOutput:
@@ -179,59 +196,84 @@ class RoundLoop:
                     line_V[list(wanted.banned)] = False
         return mask_NV
 
+    def _is_masked(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether the host must say what may come behind some of these rows."""
+        return bool(self._masked) and any(row.samples and row.seq.key in self._masked for row in rows)
+
     # --- land --------------------------------------------------------------------------------------------------
 
     def _land(self, step: StepInFlight) -> None:
         report = StepReport(choice=step.choice)
         for launched in step.rounds:
-            for result in launched.collect():
-                self._commit(result, launched, report)
+            self._commit(launched, report)
             if step.timed:
                 self._note_times(launched, report)
+        for key in report.ended:
+            self.forget(key)
+            self._proposer.forget(key)
         self._scheduler.landed(step.scheduled)
         now = self._clock()
         if step.timed and self._landed_at is not None:
             report.seconds = now - self._landed_at
         self._landed_at = now
-        self._controller.observe(report)
-        self._controller.think()
+        self._reports.append(report)
 
-    def _commit(self, result: RoundResult, launched: LaunchedRound, report: StepReport) -> None:
-        """Write down what a request got, and let it go if that was its end."""
-        row, seq, scheduler = result.row, result.row.seq, self._scheduler
-        if seq.finished is not None:
-            return
-        before, room, begins = seq.target_length, seq.limit - len(seq.tokens), seq.new_tokens == 0
-        stop = self._outputs.check_stop(seq, result.tokens, seq.limit)
-        scheduler.commit(seq, read=row.count + max(0, len(stop.tokens) - 1), new_tokens=stop.tokens)
-        if self._proposer.follows(seq):
-            scheduler.note_read(seq, max(seq.drafter_length, launched.drafter_read(row, before)))
-        if not row.samples:
-            return
-        drafted = max(0, min(row.drafts, launched.line.depth, room - 1))
-        self._outputs.add(
-            seq,
-            stop,
-            drafted=drafted,
-            accepted=result.accepted,
-            logprobs=result.told_logprobs(len(stop.tokens)),
-            prompt_logprobs=tuple(seq.prompt_logprobs) if begins and seq.request.prompt_logprobs is not None else None,
-        )
-        if drafted:
-            report.rounds.append(
-                RoundOutcome(
-                    key=seq.key,
-                    drafted=drafted,
-                    accepted=result.accepted,
-                    confidences=result.confidences[:drafted],
-                )
+    def _learn(self) -> None:
+        """Let the controller take in what landed."""
+        reports, self._reports = self._reports, []
+        for report in reports:
+            self._controller.observe(report)
+        if reports:
+            self._controller.think()
+
+    def _commit(self, launched: LaunchedRound, report: StepReport) -> None:
+        """Write down what requests got, and let those go whose end that was."""
+        results, scheduler, outputs = launched.collect(), self._scheduler, self._outputs
+        depth, reads, follows = launched.line.depth, launched.drafter_reads, self._proposer.follows
+        seqs, numbers = list[SequenceState](), list[int]()
+        drafted, accepted = list[int](), list[int]()
+        columns = zip(launched.rows, results.tokens, results.accepted, strict=True)
+        for number, (row, tokens, taken) in enumerate(columns):
+            seq = row.seq
+            if seq.finished is not None:
+                continue
+            room = seq.limit - len(seq.tokens)
+            offered = max(0, min(row.drafts, depth, room - 1)) if depth else 0
+            drafter_length = launched.drafter_read(row, seq.target_length) if reads and follows(seq) else 0
+            if seq.is_ordinary and 0 < len(tokens) < room and seq.request.stop_ids.isdisjoint(tokens):
+                scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
+                outputs.add_tokens(seq, tokens, offered, taken)
+            else:
+                begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens, seq.limit)
+                scheduler.commit(seq, row.count + max(0, len(stop.tokens) - 1), stop.tokens, drafter_length)
+                if row.samples:
+                    told = begins and seq.request.prompt_logprobs is not None
+                    outputs.add(
+                        seq,
+                        stop,
+                        drafted=offered,
+                        accepted=taken,
+                        logprobs=launched.logprobs(number, len(stop.tokens)),
+                        prompt_logprobs=tuple(seq.prompt_logprobs) if told else None,
+                    )
+                if stop.finished is not None:
+                    scheduler.finish(seq, stop.finished)
+                    outputs.close(seq.key)
+                    report.ended.append(seq.key)
+            if offered:
+                seqs.append(seq)
+                numbers.append(number)
+                drafted.append(offered)
+                accepted.append(taken)
+        if seqs:
+            sure = results.confidences
+            report.chains = ChainOutcomes(
+                keys=[seq.key for seq in seqs],
+                drafted=drafted,
+                accepted=accepted,
+                confidences=lambda at: sure[numbers[at]][: drafted[at]],
             )
-            self._proposer.follow_drift(seq, result.drafts[:drafted], result.accepted, ended=stop.finished is not None)
-        if stop.finished is not None:
-            scheduler.finish(seq, stop.finished)
-            self._outputs.close(seq.key)
-            self._proposer.forget(seq.key)
-            report.ended.append(seq.key)
+            self._proposer.follow_drift(seqs, drafted, accepted)
 
     def _note_times(self, launched: LaunchedRound, report: StepReport) -> None:
         rows, depth = len(launched.rows), launched.line.depth
@@ -244,10 +286,5 @@ class RoundLoop:
                 seconds=launched.draft_seconds,
                 rows=launched.bucket,
             )
-        context = sum(row.start for row in launched.rows)
+        context = sum([row.start for row in launched.rows])
         report.target = TargetTiming(tokens=launched.tokens, context=context, seconds=launched.target_seconds)
-
-
-def _is_masked(rows: Sequence[ScheduledRow]) -> bool:
-    """Whether the host must say what may come behind some of these rows."""
-    return any(row.samples and needs_mask(row.seq) for row in rows)

@@ -25,9 +25,10 @@ no block or slot is given to another while a launched step may write it.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from itertools import count as count_up
 
 from eyas.engine.flight import LaunchedSteps, flight_of
 from eyas.engine.kv_cache.block_manager import BlockManager
@@ -35,8 +36,8 @@ from eyas.engine.request import FinishReason, SequenceState
 from eyas.errors import UserError
 
 
-# Not frozen: a step makes one for each of hundreds of requests, and that would take three times as long.
-@dataclass(eq=False, slots=True, kw_only=True)
+# Neither frozen nor keyword-only: a step makes one for each of hundreds of requests, and either takes twice as long.
+@dataclass(eq=False, slots=True)
 class ScheduledRow:
     """One request's part in a step."""
 
@@ -113,11 +114,18 @@ class Scheduler:
         self._running: list[SequenceState] = []
         self._waiting: list[SequenceState] = []
         self._latest_arrival: int | None = None
+        self._numbers = count_up()
+        """Of stays and of block tables."""
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
         return len(self._waiting)
+
+    @property
+    def requests(self) -> list[SequenceState]:
+        """All that have not ended."""
+        return list(self._lives.values())
 
     @property
     def running(self) -> list[SequenceState]:
@@ -130,9 +138,9 @@ class Scheduler:
         return len(self._steps)
 
     @property
-    def decoding(self) -> list[SequenceState]:
+    def decoding(self) -> Iterator[SequenceState]:
         """Running requests with one token to read next, as far as is known, whatever steps under way choose."""
-        return [seq for seq in self._running if _decodes(seq)]
+        return filter(_decodes, self._running)
 
     def limit(self, seq: SequenceState) -> int:
         """The most tokens a request can come to, prompt included; with them it must be finished."""
@@ -212,10 +220,12 @@ class Scheduler:
 
         left = self._budget - len(decoding)
         prompts_want = bool(reading or (self._waiting and self._slots))
-        useful = [min(wanted_drafts.get(seq.key, 0), seq.limit - fewest - 1) for seq, _, fewest, _ in decoding]
-        assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit has no row"
-        drafts = _share(useful, left // 2 if prompts_want else left)
-        left -= sum(drafts)
+        drafts = [0] * len(decoding)
+        if wanted_drafts:
+            useful = [min(wanted_drafts.get(seq.key, 0), seq.limit - fewest - 1) for seq, _, fewest, _ in decoding]
+            assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit has no row"
+            drafts = _share(useful, left // 2 if prompts_want else left)
+            left -= sum(drafts)
 
         prefill: list[ScheduledRow] = []
         readers = chain(reading, () if preempted else iter(self._admit, None))
@@ -232,12 +242,11 @@ class Scheduler:
                 )
                 left -= count
 
-        rows = [
-            ScheduledRow(
-                seq=seq, start=start, count=1, drafts=self._seat_drafts(seq, most, n) if n else 0, samples=True
-            )
-            for (seq, start, _, most), n in zip(decoding, drafts, strict=True)
-        ]
+        rows = []
+        for (seq, start, _, most), n in zip(decoding, drafts, strict=True):
+            if n and most + n > len(seq.blocks) * size:
+                n = self._seat_drafts(seq, most, n)
+            rows.append(ScheduledRow(seq, start, 1, n, True))
         return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
 
     def launched(self, output: SchedulerOutput) -> None:
@@ -258,11 +267,11 @@ class Scheduler:
         for step in list(self._steps):
             self.landed(step)
 
-    def commit(self, seq: SequenceState, *, read: int, new_tokens: Sequence[int]) -> None:
+    def commit(self, seq: SequenceState, read: int, new_tokens: Sequence[int], drafter_length: int = 0) -> None:
         """Take note of a step: tokens read, accepted drafts among them, and tokens chosen, which are one more.
 
-        Of launched steps it is the oldest that is not committed. Nothing happens to a request that was cancelled
-        during the step.
+        `drafter_length` is how far the drafter has read, if that is more than before. Of launched steps it is the
+        oldest that is not committed. Nothing happens to a request that was cancelled during the step.
         """
         if seq.finished is not None:
             return
@@ -278,12 +287,15 @@ class Scheduler:
         assert len(tokens) <= seq.limit, f"request {seq.key} has {len(tokens)} tokens"
         if length // size > before // size:
             self._register(seq, range(before // size, length // size))
+        if drafter_length > seq.drafter_length:
+            self.note_read(seq, drafter_length)
         # The next step, if it is under way, may write all that was reserved: of an answer that stops among accepted
         # drafts, the device is further on than its tokens tell.
         if not flights and len(seq.blocks) * size >= len(tokens) + size:
             needed = self._block_manager.blocks_for(len(tokens))
             self._block_manager.release(seq.blocks[needed:])
             del seq.blocks[needed:]
+            seq.table = next(self._numbers)
 
     def note_read(self, seq: SequenceState, drafter_length: int) -> None:
         """Take note of how far the drafter has read."""
@@ -366,7 +378,7 @@ class Scheduler:
             seq.num_cached_tokens = seq.target_length
         seated = self._extend(seq, len(seq.tokens))
         assert seated, "match() said that the blocks are there"
-        seq.slot = self._slots.pop()
+        seq.slot, seq.stay, seq.table = self._slots.pop(), next(self._numbers), next(self._numbers)
         insort(self._running, self._waiting.pop(0), key=_turn)
         return seq, seq.target_length, len(seq.tokens), len(seq.tokens)
 
@@ -380,6 +392,7 @@ class Scheduler:
             if blocks is None:
                 return False
             seq.blocks += blocks
+            seq.table = next(self._numbers)
         return True
 
     def _send_back(self) -> None:

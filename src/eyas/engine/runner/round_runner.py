@@ -24,7 +24,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
@@ -48,29 +50,21 @@ REHEARSALS = 3
 """Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
 """Kinds of captured passes."""
+NOBODY = -1
+"""The number of no stay and of no block table."""
+Integers = NDArray[np.int64]
 
 
-@dataclass(kw_only=True, slots=True)
-class RoundResult:
-    """What a round gave one request; there are hundreds in a step."""
+@dataclass(kw_only=True, eq=False)
+class RoundResults:
+    """What a round gave its requests, by columns: there may be hundreds of rows."""
 
-    row: ScheduledRow
-    tokens: list[int]
+    tokens: list[list[int]]
     """New ones: accepted drafts and one of the target's own, unless the answer came to its limit before."""
-    accepted: int
+    accepted: list[int]
     """Drafts, also where the limit cut them off."""
-    drafts: Sequence[int] = ()
-    """As many as the pass has for a row; those behind the row's own mean nothing."""
-    confidences: Sequence[float] = ()
-    """Of the drafter in each."""
-    logprobs: LogprobsTensors | None = None
-    """Of all tokens of the row, on the host, if some request asks for them."""
-
-    def told_logprobs(self, count: int) -> tuple[TokenLogprobs, ...] | None:
-        """Of the first tokens, if the request asks for them."""
-        if self.logprobs is None or (asked := self.row.seq.request.logprobs) is None:
-            return None
-        return tuple(LogprobsTensors(*(column[:count] for column in self.logprobs)).tell([asked] * count))
+    confidences: list[list[float]]
+    """Of the drafter in each of as many drafts as the pass has for a row; those behind the row's own mean nothing."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -99,38 +93,41 @@ class LaunchedRound:
     output: Tensor | None = None
     landed: Mark | None = None
 
-    def collect(self) -> list[RoundResult]:
+    def collect(self) -> RoundResults:
         """Wait for it."""
         assert self.output is not None, "to be sampled first"
         assert self.landed is not None
         self.landed.wait()
         at, output = self.line, self.output
-        results = [
-            RoundResult(row=row, tokens=line[2 : 2 + line[0]], accepted=line[1])
-            for line, row in zip(output[:, : at.drafts].tolist(), self.rows, strict=True)
-        ]
-        if at.depth:
-            drafts = output[:, at.drafts : at.sure].tolist()
-            sure = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).tolist()
-            for result, made, confidences in zip(results, drafts, sure, strict=True):
-                result.drafts, result.confidences = made, confidences
-        if at.alternatives != NO_LOGPROBS:
-            for result, line in zip(results, output, strict=True):
-                result.logprobs = self._logprobs(line)
-        return results
+        lines = output[:, : at.drafts].tolist()
+        sure = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).tolist() if at.depth else []
+        return RoundResults(
+            tokens=[line[2 : 2 + line[0]] for line in lines], accepted=[line[1] for line in lines], confidences=sure
+        )
 
-    def _logprobs(self, line: Tensor) -> LogprobsTensors:
-        at = self.line
+    def logprobs(self, number: int, count: int) -> tuple[TokenLogprobs, ...] | None:
+        """Of the first tokens of a row, if its request asks for them."""
+        at, asked = self.line, self.rows[number].seq.request.logprobs
+        if at.alternatives == NO_LOGPROBS or asked is None:
+            return None
+        assert self.output is not None
+        line = self.output[number]
         token_Q, told_QC = line[at.tokens : at.drafts], line[at.logprobs :].view(1 + at.depth, -1)
         split = 2 + at.alternatives
         logprob_Q, top_logprob_QK = (x.contiguous().view(torch.float64) for x in (told_QC[:, 0], told_QC[:, split:]))
-        return LogprobsTensors(token_Q, logprob_Q, told_QC[:, 1], told_QC[:, 2:split], top_logprob_QK)
+        columns = token_Q, logprob_Q, told_QC[:, 1], told_QC[:, 2:split], top_logprob_QK
+        return tuple(LogprobsTensors(*(column[:count] for column in columns)).tell([asked] * count))
+
+    @property
+    def drafter_reads(self) -> bool:
+        """Whether the drafter reads, of requests that it follows."""
+        return self.of_prompts or self.caught_up is not None or self.line.depth > 0
 
     def drafter_read(self, row: ScheduledRow, before: int) -> int:
-        """How far the drafter has read with a row before which the target had read so much."""
+        """How far it has read then with a row before which the target had read so much."""
         if self.of_prompts:
             return before + row.count - row.samples
-        return before if self.line.depth else before - 1 if self.caught_up is not None else 0
+        return before if self.line.depth else before - 1
 
     @property
     def tokens(self) -> int:
@@ -208,16 +205,27 @@ class RoundRunner:
             )
         self.state = RoundState(slots=max_num_seqs, blocks=widest, max_depth=max_depth, like_X=like_X, device=device)
         self.sampling = SlotSampling(max_num_seqs, vocab_size, device)
-        self._owners: list[tuple[int, int] | None] = [None] * max_num_seqs
+        self._stays = [NOBODY] * max_num_seqs
+        """Who sits where, by the numbers of their stays (`SequenceState.stay`)."""
+        self._tables = [NOBODY] * max_num_seqs
+        """Whose blocks the device has (`SequenceState.table`): where that is the same, nothing needs a look."""
         self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
         """Block tables as the device has them, by slot."""
-        self._waiting = [0] * max_num_seqs
-        self._decoding = [False] * max_num_seqs
+        self._decoding = [NOBODY] * max_num_seqs
+        """Stays whose prompts are read."""
+        self._block_counts, self._waiting, self._follows, self._asked = np.zeros((4, max_num_seqs), dtype=np.int64)
+        """By slot: blocks, states that may wait for the drafter, whether it follows, and the depth asked for."""
+        self._kept_needs: tuple[list[int], Needs] = [], NOTHING
         self.vocab_size = vocab_size
 
     def decodes(self, seq: SequenceState) -> bool:
         """Whether a request's prompt is read, or will be by what was launched: the device has its newest token."""
-        return self._is_seated(seq) and self._decoding[slot_of(seq)]
+        return self._decoding[slot_of(seq)] == seq.stay
+
+    def split(self, rows: Sequence[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
+        """Rows that decode, and those that read."""
+        decoding = [row for row in rows if self.decodes(row.seq)]
+        return decoding, [] if len(decoding) == len(rows) else [row for row in rows if not self.decodes(row.seq)]
 
     def states_of(self, seq: SequenceState) -> Tensor:
         """The states [T, X] that wait for the drafter; nothing may be in flight."""
@@ -236,7 +244,7 @@ class RoundRunner:
         waiting = range(seq.drafter_length if aux_TX is not None else seq.target_length, seq.target_length)
         for position in (*waiting, seq.target_length):
             state.set("tokens", slot, seq.tokens[position], at=position % state.ring)
-        self._waiting[slot], self._decoding[slot] = len(waiting), True
+        self._waiting[slot], self._decoding[slot] = len(waiting), seq.stay
         state.send(self.queue)
         if aux_TX is not None:
             assert state.states_SLX is not None
@@ -306,12 +314,13 @@ class RoundRunner:
     @torch.inference_mode()
     def launch_round(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
         """Get a round of requests that decode under way, with up to `row.drafts` drafts for each."""
-        seqs, slots = [row.seq for row in rows], [slot_of(row.seq) for row in rows]
-        bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(rows)
-        depth = self._depth_for(rows, bucket)
-        needs = self._take_seats(rows)
-        followed = [slot for slot, seq in zip(slots, seqs, strict=True) if self._drafter and seq.speculates]
-        waiting, reads = max((self._waiting[slot] for slot in followed), default=0), 1 + depth
+        slots, drafts_R = [slot_of(row.seq) for row in rows], np.array([row.drafts for row in rows])
+        needs = self._take_seats(rows, slots)
+        slot_R = np.array(slots)
+        bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(slot_R)
+        depth = self._depth_for(slot_R, drafts_R, bucket)
+        drafts_R = drafts_R.clip(max=depth)
+        waiting, reads = int((self._waiting * self._follows)[slot_R].max()), 1 + depth
         if depth and waiting > reads:
             reads = self._deepest
         late = waiting > reads if depth else waiting + 1 > self.state.most_waiting
@@ -323,7 +332,7 @@ class RoundRunner:
         verify = self._verifying(bucket, blocks, depth)
         sample = self._sampling(bucket, depth, needs, masked=masked)
 
-        self.state.send_rows(self.queue, slots, [min(row.drafts, depth) for row in rows], [1] * len(rows))
+        self.state.send_rows(self.queue, slot_R, drafts_R, 1)
         caught_up = None
         if catch_up is not None:
             caught_up = self.queue.mark()
@@ -337,9 +346,8 @@ class RoundRunner:
             )
             drafted = self.queue.mark()
         self.queue.run(verify)
-        for row, slot in zip(rows, slots, strict=True):
-            known = 0 if depth else 1 if late else self._waiting[slot]
-            self._waiting[slot] = known + 1 + min(row.drafts, depth)
+        known = 0 if depth else 1 if late else self._waiting[slot_R]
+        self._waiting[slot_R] = known + 1 + drafts_R
         launched = LaunchedRound(
             rows=rows,
             of_prompts=False,
@@ -356,9 +364,9 @@ class RoundRunner:
     @torch.inference_mode()
     def launch_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
         """Get chunks of prompts under way, all in one pass; behind those that end, a token is chosen."""
-        slots, blocks = [slot_of(row.seq) for row in rows], self._block_bucket(rows)
-        bucket = self._chunk_bucket(len(rows))
-        needs = self._take_seats(rows)
+        slots = [slot_of(row.seq) for row in rows]
+        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        bucket, blocks = self._chunk_bucket(len(rows)), self._block_bucket(slot_R)
         ids, behind, start = list[int](), list[int](), [0]
         for row in rows:
             tokens, end = row.seq.tokens, row.start + row.count
@@ -374,10 +382,10 @@ class RoundRunner:
 
         began = self.queue.mark()
         self.queue.run(inputs.staged())
-        self.state.send_rows(self.queue, slots, [0] * len(rows), [int(row.samples) for row in rows])
+        self.state.send_rows(self.queue, slot_R, 0, [row.samples for row in rows])
         self.queue.run(read)
         for slot, row in zip(slots, rows, strict=True):
-            self._waiting[slot], self._decoding[slot] = 1, row.samples
+            self._waiting[slot], self._decoding[slot] = 1, row.seq.stay if row.samples else NOBODY
         launched = LaunchedRound(
             rows=rows,
             of_prompts=True,
@@ -489,53 +497,58 @@ class RoundRunner:
 
     # --- seats -------------------------------------------------------------------------------------------------
 
-    def _take_seats(self, rows: Sequence[ScheduledRow]) -> Needs:
+    def _take_seats(self, rows: Sequence[ScheduledRow], slots: list[int]) -> Needs:
         """Tell the device of requests that are new in their slots, and of new blocks; what all of them need."""
-        # All of this is done for every row of every step: it is lean before it is pretty.
-        seqs, owners = [row.seq for row in rows], self._owners
-        new = [seq for seq in seqs if owners[slot_of(seq)] != (seq.key, seq.preemptions)]
+        tables, kept_slots = self._tables, self._kept_needs[0]
+        changed = [row.seq for row, slot in zip(rows, slots, strict=True) if tables[slot] != row.seq.table]
+        new = [seq for seq in changed if self._stays[slot_of(seq)] != seq.stay]
         for seq in new:
             self._take_seat(seq)
         if new:
             self.queue.run(self.sampling.admit([slot_of(seq) for seq in new], new))
-        size = self._target.cache.block_size
-        for seq in seqs:
-            slot, settled = slot_of(seq), seq.target_length // size
-            sent, blocks = self._blocks[slot], seq.blocks
-            # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
-            if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
-                first = min(settled, len(sent))
-                self.state.set_blocks(slot, first, blocks[first:])
-                sent[first:] = blocks[first:]
+        for seq in changed:
+            self._send_blocks(seq)
         self.state.send(self.queue)
-        return self.sampling.needs(seqs)
+        # The same requests need the same, until one has the length before which it may not stop.
+        if new or slots != kept_slots or self._kept_needs[1].early:
+            self._kept_needs = slots, self.sampling.needs([row.seq for row in rows])
+        return self._kept_needs[1]
 
-    def _is_seated(self, seq: SequenceState) -> bool:
-        return self._owners[slot_of(seq)] == (seq.key, seq.preemptions)
+    def _send_blocks(self, seq: SequenceState) -> None:
+        slot, settled = slot_of(seq), seq.target_length // self._target.cache.block_size
+        sent, blocks = self._blocks[slot], seq.blocks
+        # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
+        if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
+            first = min(settled, len(sent))
+            self.state.set_blocks(slot, first, blocks[first:])
+            sent[first:] = blocks[first:]
+        self._tables[slot], self._block_counts[slot] = seq.table, len(blocks)
 
     def _take_seat(self, seq: SequenceState) -> None:
         slot = slot_of(seq)
-        self._owners[slot], self._blocks[slot] = (seq.key, seq.preemptions), []
-        self._waiting[slot], self._decoding[slot] = 0, False
+        self._stays[slot], self._tables[slot], self._blocks[slot] = seq.stay, NOBODY, []
+        follows = self._drafter is not None and seq.speculates
+        self._waiting[slot], self._decoding[slot], self._follows[slot] = 0, NOBODY, follows
+        self._asked[slot] = seq.request.speculation.depth or 0
+        self._kept_needs = [], NOTHING
         self.state.set("limit", slot, seq.limit)
-        self.state.set("follows", slot, int(self._drafter is not None and seq.speculates))
+        self.state.set("follows", slot, int(follows))
 
     # --- buckets -----------------------------------------------------------------------------------------------
 
-    def _depth_for(self, rows: Sequence[ScheduledRow], bucket: int) -> int:
+    def _depth_for(self, slot_R: Integers, drafts_R: Integers, bucket: int) -> int:
         """Drafts of a row that are captured together with the deepest of these; fewer if they outnumber the logits."""
-        deepest = max(row.drafts for row in rows)
+        deepest, asked_R = int(drafts_R.max()), self._asked[slot_R]
         # What all ask for, or they would need other graphs towards their end.
-        asked = [row.seq.request.speculation.depth for row in rows]
-        depth = max(depth or 0 for depth in asked) if deepest and all(asked) else self.shapes.depth_for(deepest)
+        depth = int(asked_R.max()) if deepest and asked_R.all() else self.shapes.depth_for(deepest)
         return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
 
     def _chunk_bucket(self, rows: int) -> int:
         """Chunks of prompts that are read together with so many."""
         return next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
 
-    def _block_bucket(self, rows: Sequence[ScheduledRow]) -> int:
-        blocks, needed = self._usual_blocks, max(len(row.seq.blocks) for row in rows)
+    def _block_bucket(self, slot_R: Integers) -> int:
+        blocks, needed = self._usual_blocks, int(self._block_counts[slot_R].max())
         while blocks < needed:
             blocks *= 4
         return blocks

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from eyas.engine.runner.device_queue import DeviceQueue
@@ -100,13 +101,11 @@ class RoundState:
 
         queue.run(change)
 
-    def send_rows(
-        self, queue: DeviceQueue, slots: Sequence[int], depths: Sequence[int], samples: Sequence[int]
-    ) -> None:
-        """The rows of the next pass; those behind them are nobody's."""
-        numbers = np.zeros(self._rows_3R.shape, dtype=np.int64)
+    def send_rows(self, queue: DeviceQueue, slots: NDArray[np.int64], depths: ArrayLike, samples: ArrayLike) -> None:
+        """The rows of the next pass; those behind them are nobody's. One number may stand for all rows'."""
+        numbers, rows = np.zeros(self._rows_3R.shape, dtype=np.int64), len(slots)
         numbers[0] = self.nobody
-        numbers[:, : len(slots)] = slots, depths, samples
+        numbers[0, :rows], numbers[1, :rows], numbers[2, :rows] = slots, depths, samples
         sent_3R = to_send(numbers, self.device)
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
 

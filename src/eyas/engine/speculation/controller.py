@@ -329,9 +329,13 @@ class Controller:
         if report.target is not None:
             self._observe_target(step, report.target)
         # Of many rounds, some teach as much as all; requests take turns.
-        every = -(-len(report.rounds) // POLICY.lessons_of_step)
-        for number, outcome in enumerate(report.rounds, self._steps):
-            self._observe_round(step, outcome, learns=number % every == 0)
+        rounds = report.rounds if report.chains is None else report.chains
+        every = max(1, -(-len(rounds) // POLICY.lessons_of_step))
+        for number in range(-self._steps % every, len(rounds), every):
+            self._observe_round(step, rounds[number])
+        if step is not None:
+            step.rounds += len(rounds)
+            step.accepted += report.accepted
         if report.seconds is not None and step is not None:
             self._observe_step(step, report.seconds)
         for key in report.ended:
@@ -356,19 +360,15 @@ class Controller:
         if step is not None:
             step.timed = True
 
-    def _observe_round(self, step: StepUnderWay | None, outcome: RoundOutcome, *, learns: bool) -> None:
-        if step is not None:
-            step.rounds += 1
-            step.accepted += outcome.accepted
-        if learns:
-            withheld, verified = None, outcome.drafted
-            if self.costs.shapes is not None:  # the device has chosen what was verified of what was made
-                if verified < len(outcome.confidences):
-                    (withheld,) = self.acceptance.chances_of(outcome.confidences[verified : verified + 1], verified + 1)
-            elif step is not None and outcome.key in step.withheld:
-                at, chance = step.withheld[outcome.key]
-                withheld = chance if at == verified else None
-            self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
+    def _observe_round(self, step: StepUnderWay | None, outcome: RoundOutcome) -> None:
+        withheld, verified = None, outcome.drafted
+        if self.costs.shapes is not None:  # the device has chosen what was verified of what was made
+            if verified < len(outcome.confidences):
+                (withheld,) = self.acceptance.chances_of(outcome.confidences[verified : verified + 1], verified + 1)
+        elif step is not None and outcome.key in step.withheld:
+            at, chance = step.withheld[outcome.key]
+            withheld = chance if at == verified else None
+        self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
 
     def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
         if step.timed:

@@ -103,13 +103,17 @@ class DriftAlarm:
         self.growth = _around(value, error)
         self._judge()
 
-    def observe_round(self, drafted: int, accepted: int) -> None:
-        """Take the fate of a chain. Of the drafts behind the first refused one nothing is known."""
+    def observe_round(self, drafted: int, accepted: int, times: int = 1) -> None:
+        """Take the fate of a chain, or of so many alike. Of drafts behind the first refused one nothing is known."""
+        # A try adds one and lets what was there fade by 1 / memory, so many times.
+        memory, kept = POLICY.drift_memory, (1 - 1 / POLICY.drift_memory) ** times
         for index in range(min(drafted, accepted + 1)):
-            self._tries[index] += 1 - self._tries[index] / POLICY.drift_memory
-            self._hits[index] += (index < accepted) - self._hits[index] / POLICY.drift_memory
-        self._rounds += 1
-        if self._rounds % POLICY.drift_check_every == 0:
+            self._tries[index] = memory + (self._tries[index] - memory) * kept
+            hits = memory if index < accepted else 0
+            self._hits[index] = hits + (self._hits[index] - hits) * kept
+        every, before = POLICY.drift_check_every, self._rounds
+        self._rounds += times
+        if self._rounds // every > before // every:
             self._judge()
 
     # --- what it means -----------------------------------------------------------------------------------------

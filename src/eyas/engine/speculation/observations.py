@@ -1,6 +1,6 @@
 """What is observed of a step: the time of its parts, and the fate of its drafts. No torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -70,3 +70,27 @@ class RoundOutcome:
     ones fared."""
     candidates: Sequence[Sequence[float]] = ()
     """How sure the drafter was of each of these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainOutcomes:
+    """The fate of all chains of a step, by columns: of hundreds of rounds, only those that somebody asks for are put
+    together.
+    """
+
+    keys: Sequence[int]
+    drafted: Sequence[int]
+    accepted: Sequence[int]
+    confidences: Callable[[int], Sequence[float]]
+    """How sure the drafter was of the drafts of a round, by its number."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, number: int) -> RoundOutcome:
+        return RoundOutcome(
+            key=self.keys[number],
+            drafted=self.drafted[number],
+            accepted=self.accepted[number],
+            confidences=self.confidences(number),
+        )

@@ -7,7 +7,7 @@ step was like one that was timed before.
 from dataclasses import dataclass, field
 
 from eyas.engine.speculation.choice import Choice
-from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, DraftTiming, RoundOutcome, TargetTiming
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,8 +20,17 @@ class StepReport:
     draft: DraftTiming | None = None
     target: TargetTiming | None = None
     rounds: list[RoundOutcome] = field(default_factory=list)
+    """Of requests that were drafted for, one by one."""
+    chains: ChainOutcomes | None = None
+    """The same in one go, where rounds live on the device; `rounds` is empty then."""
     seconds: float | None = None
     """Of the whole step, if it only decoded: beside its passes the host has work of its own. Where steps overlap, from
     one collected step to the next."""
     ended: list[int] = field(default_factory=list)
     """Requests that ended with it."""
+
+    @property
+    def accepted(self) -> int:
+        """Drafts of all requests together."""
+        chains = self.chains
+        return sum(chains.accepted) if chains is not None else sum(outcome.accepted for outcome in self.rounds)
