@@ -169,7 +169,7 @@ class StopCheck:
 
 
 @dataclass(slots=True)
-class _Answer:
+class _OpenAnswer:
     """An answer under way."""
 
     key: int
@@ -190,8 +190,8 @@ class OutputProcessor:
             skip: lru_cache(maxsize=KEPT_TEXTS)(partial(text_behind, partial(self._decode_skipping, skip)))
             for skip in (False, True)
         }
-        self._answers: dict[int, _Answer] = {}
-        self._notes: list[tuple[_Answer, OutputDelta]] = []
+        self._answers: dict[int, _OpenAnswer] = {}
+        self._notes: list[tuple[_OpenAnswer, OutputDelta]] = []
         """Pieces whose texts are not made yet, unless they were needed to tell whether the answer ends."""
         self._ready: list[OutputDelta] = []
 
@@ -210,7 +210,7 @@ class OutputProcessor:
                 include_stop=request.include_stop,
                 behind=self._behind[skip],
             )
-        self._answers[key] = _Answer(key, stream, request.include_stop)
+        self._answers[key] = _OpenAnswer(key, stream, request.include_stop)
 
     def close(self, key: int) -> None:
         """Let go of an answer that has ended; what was noted of it is still told."""
