@@ -26,23 +26,23 @@ def made(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape) * scale).to(DEVICE, dtype)
 
 
-TILINGS = [(4, 1024, False, True), (8, 64, False, True), (16, 64, True, True), (32, 128, True, False)]
+TILINGS = [(4, 1024, False), (8, 64, False), (16, 64, True), (32, 128, True)]
 
 
-@pytest.mark.parametrize(("outputs", "inputs", "dot", "pads"), TILINGS)
+@pytest.mark.parametrize(("outputs", "inputs", "dot"), TILINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     ("rows", "size", "width", "biased", "adds", "fine"),
     [(1, 576, 36, False, True, False), (3, 80, 24, True, True, True), (4, 200, 33, True, False, False)],
 )
 def test_products_with_norm_and_gates(
-    outputs: int, inputs: int, dot: bool, pads: bool, dtype: torch.dtype, rows: int, size: int, width: int,
+    outputs: int, inputs: int, dot: bool, dtype: torch.dtype, rows: int, size: int, width: int,
     biased: bool, adds: bool, fine: bool,
 ) -> None:  # fmt: skip
     from eyas.kernels.linear.few_rows_triton import Tiling, few_linear, norm_gate_up, norm_linear
 
     torch.manual_seed(0)
-    tiling = Tiling(outputs=outputs, inputs=inputs, warps=4, stages=2, dot=dot, pads=pads)
+    tiling = Tiling(outputs=outputs, inputs=inputs, warps=4, stages=2, dot=dot)
     x, more = made(rows, size, dtype=dtype), made(rows, size, dtype=dtype) if adds else None
     norm = FusedNorm(torch.rand(size, device=DEVICE).add(0.5).to(torch.float32 if fine else dtype), 1e-5)
     weight = made(2 * width, size, dtype=dtype, scale=size**-0.5)

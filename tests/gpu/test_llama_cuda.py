@@ -3,7 +3,7 @@
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eyas.engine.runner.fused_target import fused_target, recognised, require_same
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.llama.block import FusedLlama
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from kernels.test_recognise import zeros
@@ -55,17 +56,25 @@ def target(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) 
     return Target(facts=facts_of(model.config, family), model=model, tokenizer=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
+EVERY = pytest.mark.parametrize(
     ("family", "heads", "groups", "size"),
     [*((family, 9, 3, 16) for family in FAMILIES if family != "phi3"), ("phi3", 9, 3, 8), ("llama", 4, 4, 24)],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
+CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, HALF: {"rtol": 0.02, "atol": 0.06}}
+
+
+def by_kernels(lean: FusedLlama) -> Any:
     from eyas.kernels.llama.triton import TritonLlama
 
+    return TritonLlama(**{part.name: getattr(lean, part.name) for part in fields(lean)})
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> None:
     made = target(family, dtype, heads, groups, size)
     lean = recognised(made)
-    fused = TritonLlama(**{part.name: getattr(lean, part.name) for part in fields(lean)})
+    fused = by_kernels(lean)
     require_same(fused, made)
     caches = [zeros(lean, blocks=8, block_size=4) for _ in range(2)]
     rows = [AttentionRow(blocks=(2, 0, 3), base=0, count=9), AttentionRow(blocks=(5, 1), base=0, count=2)]
@@ -76,14 +85,68 @@ def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads:
             one.forward(ids, choose_backend(layout), cache, None, (0, 1, 2))
             for one, cache in zip((fused, lean), caches, strict=True)
         )
-    close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.06}
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, **close)
+        torch.testing.assert_close(mine, other, **CLOSE[dtype])
     for layer in range(2):
         for mine, other in zip(*(cache[layer] for cache in caches), strict=True):
-            torch.testing.assert_close(mine, other, **close)
+            torch.testing.assert_close(mine, other, **CLOSE[dtype])
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_passes_of_few_tokens_are_the_plain_ones(
+    family: str, dtype: torch.dtype, heads: int, groups: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eyas.kernels.linear import few_rows_triton
+
+    if DEVICE.type == "cpu":  # the interpreter takes its time for every program
+        tiling = few_rows_triton.Tiling(outputs=128, inputs=128, warps=4)
+        monkeypatch.setattr(few_rows_triton, "tiling_for", lambda *_, **__: tiling)
+    made = target(family, dtype, heads, groups, size)
+    lean = recognised(made)
+    fused = by_kernels(lean).with_few_rows()
+    require_same(fused, made)
+    caches = [zeros(lean, blocks=8, block_size=4) for _ in range(2)]
+    base = 0
+    for tokens in range(1, fused.few_rows + 1):
+        rows = [AttentionRow(blocks=(2, 0, 3), base=base, count=tokens)]
+        layout = AttentionMetadata.of(rows, block_size=4, device=DEVICE)
+        ids = 7 * base + torch.arange(tokens, device=DEVICE)
+        with torch.inference_mode():
+            ours, theirs = (
+                one.forward(ids, choose_backend(layout), cache, None, (2, 0))
+                for one, cache in zip((fused, lean), caches, strict=True)
+            )
+            again = fused.forward(ids, choose_backend(layout), caches[0], None, (2, 0))
+        for mine, other, same in zip(ours, theirs, again, strict=True):
+            torch.testing.assert_close(mine, other, **CLOSE[dtype])
+            assert torch.equal(mine, same)
+        base += tokens
+
+
+def test_products_that_are_not_plain_run_by_the_general_pass() -> None:
+    lean = recognised(target("llama", HALF, 9, 3, 16))
+    odd = replace(lean.blocks[0], down=lambda x, out: lean.blocks[0].down(x, out))
+    assert by_kernels(replace(lean, blocks=[odd])).with_few_rows() is None
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="only there kernels are chosen")
 def test_it_is_chosen_on_cuda() -> None:
-    assert type(fused_target(target("llama", HALF, 9, 3, 16))).__name__ == "TritonLlama"
+    chosen = fused_target(target("llama", HALF, 9, 3, 16))
+    assert chosen is not None
+    assert (type(chosen).__name__, chosen.few_rows > 0) == ("TritonLlama", True)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only there kernels are chosen")
+def test_kernels_of_few_tokens_that_fail_their_trial_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from eyas.kernels.llama import triton
+
+    few_linear = triton.few_linear
+    monkeypatch.setattr(triton, "few_linear", lambda *given: few_linear(*given).mul_(1.5))
+    with caplog.at_level("INFO"):
+        chosen = fused_target(target("llama", HALF, 9, 3, 16))
+    assert chosen is not None
+    assert (type(chosen).__name__, chosen.few_rows) == ("TritonLlama", 0)
+    assert "without kernels of its own for few tokens" in caplog.text

@@ -221,9 +221,8 @@ def test_joined_weights_take_the_place_of_their_parts() -> None:
     assert len(storages) == 1
     for lean in (first, second):
         qkv: Any = lean.blocks[1].qkv
-        bias, weight = qkv.args
-        assert weight.data_ptr() == attention.q_proj.weight.data_ptr()
-        assert bias.data_ptr() == attention.q_proj.bias.data_ptr()
+        assert qkv.weight_ED.data_ptr() == attention.q_proj.weight.data_ptr()
+        assert qkv.bias_E.data_ptr() == attention.q_proj.bias.data_ptr()
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 

@@ -31,11 +31,16 @@ def fused_target(target: Target) -> FusedLlama | None:
             from eyas.kernels.llama.triton import TritonLlama  # torch for CPUs comes without triton
 
             by_kernels = TritonLlama(**{part.name: getattr(fused, part.name) for part in fields(fused)})
-            try:
-                require_same(by_kernels, target)
-                return by_kernels
-            except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
-                logger.info(f"{target.facts.source} runs without kernels of its own between its products: {reason}")
+            for tried, without in (
+                (by_kernels.with_few_rows(), "for few tokens"),
+                (by_kernels, "between its products"),
+            ):
+                try:
+                    if tried is not None:
+                        require_same(tried, target)
+                        return tried
+                except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+                    logger.info(f"{target.facts.source} runs without kernels of its own {without}: {reason}")
         require_same(fused, target)
     except (NotLlamaError, UserError) as reason:
         logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")

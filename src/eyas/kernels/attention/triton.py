@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, BlockTables
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 
 MOST_SPLITS = 64
 LEAST_KEYS_PER_SPLIT = 128
@@ -80,12 +81,15 @@ def _attend_kernel(
     RAGGED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """A tile of one row's queries, one key head, one share of the keys.
 
     Answers go to output [N, H, E]; if keys are split, to output [S, R * W, H, E], and the logarithm (base 2) of what
     they were divided by to weight [S, R * W, H].
     """
+    begin_dependent(DEPENDENT, EARLY)
     if RAGGED:
         row, tile = tl.load(tile_of + 2 * tl.program_id(0)), tl.load(tile_of + 2 * tl.program_id(0) + 1)
     else:
@@ -197,8 +201,11 @@ def _merge_kernel(
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The answer of one token and head from those of all splits."""
+    begin_dependent(DEPENDENT, EARLY)
     line, head = tl.program_id(0), tl.program_id(1)
     row, place = line // width, line % width
     first = tl.load(start_of + row)
@@ -274,6 +281,7 @@ class TritonBackend(AttentionBackend):
             assert window is not None
             self._tree_masks[window] = _mask_within(tables, window, self.sinks)
         tree_mask_N = self._tree_masks[window]
+        options = dependent_launch(q_NHK.device, early=len(q_NHK) <= 16 and heads * value_size <= 2048)
         for launch in self._launches:
             lines, block, warps = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
             tiles = triton.cdiv(launch.most * shared, lines)
@@ -310,11 +318,12 @@ class TritonBackend(AttentionBackend):
                 CAPPED=softcap is not None,
                 num_warps=warps,
                 num_stages=2,
+                **options,
             )
             if splits > 1:
                 sizes = {"HEADS": heads, "VALUE_DIM": value_size, "VALUE_PADDED": value_padded}
                 _merge_kernel[rows * launch.most, heads](
-                    answer, weight, output_NHE, self._start_of, *bounds, SPLITS=splits, **sizes
+                    answer, weight, output_NHE, self._start_of, *bounds, SPLITS=splits, **sizes, **options
                 )
         return output_NHE
 

@@ -12,27 +12,26 @@ again by every program instead of in a launch of its own:
 Invariants: all programs read x and y, so x + y goes to other memory. A row's sums do not depend on the rows beside it,
 nor on the order in which programs run: the same numbers come out at every run.
 
-Kernels are launched dependently where the GPU can do that (compute capability 9): a program asks for its first weights
-before the kernel in front has ended, as they depend on nothing, and waits before it reads or writes anything else.
+Kernels are launched dependently (`dependent_launch_triton.py`): a program asks for its first weights before the kernel
+in front has ended, as no kernel writes them.
 
 Shapes: N rows, D inputs, E outputs, I gates.
 """
 
 from dataclasses import dataclass
-from functools import cache
 
-import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 
 MOST_ROWS = 4
 """Rows up to which these kernels are ahead of a general product."""
-PREFETCH_CHUNK = tl.constexpr(512)
-"""Bytes that one instruction asks for."""
+SMALL_BYTES = 8 << 20
+"""Weights up to which a product is a matter of latency, not of bandwidth."""
 
 
 @triton.jit
@@ -130,23 +129,6 @@ def _weights(rows, e, k, left, SIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_K:
 
 
 @triton.jit
-def _prefetch(rows, left, SIZE: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS: tl.constexpr):
-    """Ask for the first CHUNKS chunks of every row, to the L2 cache."""
-    place = tl.arange(0, BLOCK_E * CHUNKS)
-    row = tl.minimum(place // CHUNKS, left - 1)
-    numbers = PREFETCH_CHUNK // (rows.dtype.element_ty.primitive_bitwidth // 8)
-    address = (rows + row * SIZE + (place % CHUNKS) * numbers).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _accumulated(acc, value, weight, DOT: tl.constexpr):
     """The sums and one tile more: [rows, e] of a dot, or all products [rows, e, k] side by side, to be summed later."""
     if DOT:
@@ -194,8 +176,8 @@ def _few_rows_kernel(
     HAS_BIAS: tl.constexpr,
     GATES: tl.constexpr,
     GELU: tl.constexpr,
-    PREFETCHES: tl.constexpr,
     DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Outputs BLOCK_E of all rows. With GATES, of rows OUTPUTS of the weight and the OUTPUTS behind them."""
     program = tl.program_id(0)
@@ -207,17 +189,11 @@ def _few_rows_kernel(
     left = OUTPUTS - program * BLOCK_E
     rows = weight + program.to(tl.int64) * BLOCK_E * SIZE
     up_rows = rows + tl.full((), OUTPUTS, tl.int64) * SIZE
-    if PREFETCHES:
-        _prefetch(rows, left, SIZE, BLOCK_E, PREFETCHES)
-        if GATES:
-            _prefetch(up_rows, left, SIZE, BLOCK_E, PREFETCHES)
     if SIZE <= BLOCK_K:  # a program's whole weights, before it waits
         tile = _weights(rows, e, k, left, SIZE, EVEN_E, EVEN_K)
         if GATES:
             up_tile = _weights(up_rows, e, k, left, SIZE, EVEN_E, EVEN_K)
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    begin_dependent(DEPENDENT, EARLY)
 
     scale = tl.full((ROWS_PADDED,), 1.0, tl.float32)
     if NORMS:
@@ -262,10 +238,6 @@ class Tiling:
     """Steps whose weights are under way at once; 1 leaves that to other programs."""
     dot: bool = False
     """By tensor cores; otherwise by plain products."""
-    pads: bool = True
-    """Rows of a dot are filled up to 16."""
-    prefetch: int = 0
-    """Chunks of every row of the weight that are asked for before waiting."""
 
 
 def norm_linear(
@@ -279,7 +251,6 @@ def norm_linear(
     kept_ND: Tensor | None = None,
     out_NE: Tensor | None = None,
     tiling: Tiling | None = None,
-    dependent: bool | None = None,
 ) -> Tensor:
     """The product [N, E] of the norm of x + more.
 
@@ -288,7 +259,7 @@ def norm_linear(
     """
     if out_NE is None:
         out_NE = x_ND.new_empty(len(x_ND), len(weight_ED))
-    _launch(x_ND, more_ND, norm, weight_ED, bias_E, x_out_ND, kept_ND, out_NE, None, tiling, dependent)
+    _launch(x_ND, more_ND, norm, weight_ED, bias_E, x_out_ND, kept_ND, out_NE, None, tiling)
     return out_NE
 
 
@@ -304,12 +275,11 @@ def norm_gate_up(
     kept_ND: Tensor | None = None,
     out_NI: Tensor | None = None,
     tiling: Tiling | None = None,
-    dependent: bool | None = None,
 ) -> Tensor:
     """activation(gate) * up [N, I] of the norm of x + more; gates are the first half of the weight's rows."""
     if out_NI is None:
         out_NI = x_ND.new_empty(len(x_ND), len(weight_ED) // 2)
-    _launch(x_ND, more_ND, norm, weight_ED, bias_E, x_out_ND, kept_ND, out_NI, activation, tiling, dependent)
+    _launch(x_ND, more_ND, norm, weight_ED, bias_E, x_out_ND, kept_ND, out_NI, activation, tiling)
     return out_NI
 
 
@@ -320,10 +290,9 @@ def few_linear(
     *,
     out_NE: Tensor | None = None,
     tiling: Tiling | None = None,
-    dependent: bool | None = None,
 ) -> Tensor:
     """The product [N, E]."""
-    return norm_linear(*(x_ND, None, None, weight_ED, bias_E), out_NE=out_NE, tiling=tiling, dependent=dependent)
+    return norm_linear(*(x_ND, None, None, weight_ED, bias_E), out_NE=out_NE, tiling=tiling)
 
 
 def _launch(
@@ -337,7 +306,6 @@ def _launch(
     out_NE: Tensor,
     activation: Activation | None,
     tiling: Tiling | None,
-    dependent: bool | None,
 ) -> None:
     rows, size = x_ND.shape
     outputs = out_NE.shape[1]
@@ -346,20 +314,10 @@ def _launch(
     assert more_ND is None or (more_ND.is_contiguous() and norm is not None and x_out_ND is not None)
     assert x_out_ND is None or x_out_ND.data_ptr() != x_ND.data_ptr()
     assert kept_ND is None or kept_ND.stride(1) == 1
-    tiling = tiling or tiling_for(rows, size, outputs, gates=activation is not None)
-    dependent = launches_dependently(x_ND.device) if dependent is None else dependent
+    small = weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES
+    if tiling is None:
+        tiling = tiling_for(rows, size, outputs, small=small, norms=norm is not None, gates=activation is not None)
     padded = triton.next_power_of_2(rows)
-    if tiling.dot and tiling.pads:
-        padded = max(padded, 16)
-    prefetch = tiling.prefetch
-    if prefetch and (
-        not launches_dependently(x_ND.device)
-        or prefetch * PREFETCH_CHUNK.value > size * weight_ED.element_size()
-        or weight_ED.data_ptr() % 16
-        or size * weight_ED.element_size() % 16
-    ):
-        prefetch = 0
-    options = {"launch_pdl": True} if dependent else {}
     _few_rows_kernel[(triton.cdiv(outputs, tiling.outputs),)](
         *(x_ND, x_ND if more_ND is None else more_ND, x_ND if norm is None else norm.weight, weight_ED),
         *(weight_ED if bias_E is None else bias_E, x_ND if x_out_ND is None else x_out_ND),
@@ -381,21 +339,41 @@ def _launch(
         HAS_BIAS=bias_E is not None,
         GATES=activation is not None,
         GELU=activation is Activation.GELU_TANH,
-        PREFETCHES=prefetch,
-        DEPENDENT=dependent,
         num_warps=tiling.warps,
-        **options,
+        **dependent_launch(x_ND.device, early=small),
     )
 
 
-@cache
-def launches_dependently(device: torch.device) -> bool:
-    """Whether kernels may start before the one in front has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+def fuses_norm(rows: int, size: int) -> bool:
+    """Whether every program may norm the rows again; above that a kernel of its own for it is faster."""
+    return rows * size <= 4096
 
 
-def tiling_for(rows: int, size: int, outputs: int, *, gates: bool) -> Tiling:
-    """How to cut a product; what measured best over shapes of small and large models."""
-    if size <= 2048:
-        return Tiling(outputs=4, inputs=triton.next_power_of_2(size), warps=4)
-    return Tiling(outputs=16, inputs=256, warps=4, stages=4, dot=True)
+def is_faster(weight_ED: Tensor) -> bool:
+    """Whether it pays for this weight: not if it is large and its rows are short, as in the head of a small model."""
+    return weight_ED.shape[1] >= 2048 or weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES
+
+
+def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, gates: bool) -> Tiling:
+    """How to cut a product: what was fastest on an H200 over the shapes of models with 135M and 8B weights.
+
+    A small one: as many programs as it takes to have its weights under way at once, each with whole rows. A large one:
+    so many weights under way that memory is busy, and about as many programs as processors hold at a time.
+    """
+    whole = triton.next_power_of_2(size)
+    if small and size <= 2048:
+        if gates and rows > 1:
+            return Tiling(outputs=16, inputs=min(256, max(16, whole)), warps=4, stages=3, dot=True)
+        if norms and rows > 2:
+            return Tiling(outputs=16, inputs=max(16, whole), warps=8, dot=True)
+        return Tiling(outputs=4 if rows <= 2 or whole <= 1024 else 2, inputs=whole, warps=4)
+    inputs = min(256, max(16, whole))
+    if gates:
+        if rows == 1:
+            return Tiling(outputs=8, inputs=min(1024, whole), warps=4, stages=3)
+        return Tiling(outputs=16, inputs=inputs, warps=2, stages=5, dot=True)
+    if outputs < 1536:
+        return Tiling(outputs=4, inputs=min(1024, whole), warps=4, stages=4)
+    if outputs <= 4224:
+        return Tiling(outputs=16, inputs=inputs, warps=2, stages=5, dot=True)
+    return Tiling(outputs=32, inputs=inputs, warps=4, stages=4, dot=True)

@@ -20,7 +20,6 @@ concatenated auxiliary states.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -54,22 +53,31 @@ def join(linears: Sequence[Any]) -> Product | None:
         return None if packed is None else PackedProduct(packed)
     if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
         return None
-    weight_DE = _merge([linear.weight for linear in linears]).t()
-    if linears[0].bias is None:
-        return partial(_product, weight_DE)
-    return partial(_product_plus, _merge([linear.bias for linear in linears]), weight_DE)
-
-
-def _product(weight_DE: Tensor, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-    return torch.mm(x_ND, weight_DE, out=out_NE)
-
-
-def _product_plus(bias_E: Tensor, weight_DE: Tensor, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-    return torch.addmm(bias_E, x_ND, weight_DE, out=out_NE)
+    bias_E = None if linears[0].bias is None else _merge([linear.bias for linear in linears])
+    return PlainProduct(_merge([linear.weight for linear in linears]).t(), bias_E)
 
 
 class NotLlamaError(Exception):
     """A model is not this block; says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlainProduct:
+    """The product of plain linears."""
+
+    weight_DE: Tensor
+    bias_E: Tensor | None
+
+    def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `Product`."""
+        if self.bias_E is None:
+            return torch.mm(x_ND, self.weight_DE, out=out_NE)
+        return torch.addmm(self.bias_E, x_ND, self.weight_DE, out=out_NE)
+
+    @property
+    def weight_ED(self) -> Tensor:
+        """As the linear has it."""
+        return self.weight_DE.t()
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,6 +194,8 @@ class FusedLlama:
     sizes: LlamaSizes
     layers: Layers | None = None
     """All blocks in one call, where every step of theirs is compiled."""
+    few_rows: int = 0
+    """Passes of up to so many tokens run by kernels of their own; the trial has some of every length then."""
 
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""

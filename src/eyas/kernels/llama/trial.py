@@ -26,7 +26,7 @@ from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.llama.block import DecoderLayer, FusedLlama, KVLayers, NotLlamaError, in_one_call
 
-BLOCKS, BLOCK_SIZE = 4, 4
+BLOCKS, BLOCK_SIZE = 5, 4
 """What the passes of a trial are laid out for."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """How far most tokens' states may lie from the model's own behind the embedding, relative to their length; behind k
@@ -47,22 +47,30 @@ It remembers keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE."
 def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings: int | None) -> None:
     """Refuse a fused pass that is not the model's own: two chunks of one request, then three tokens beside another's.
 
+    Where short passes run by kernels of their own, one, three and four tokens follow.
     Most of them read what an earlier pass has cached, so that layers which mix up their caches are off for most.
     All of it once more at the end of the context: what models do to far positions (other rotations, scores that
     grow) does not show at the beginning. Where a token lies and what it sees is not told by its position.
     """
-    one, other = (2, 0, 3), (1,)
-    passes = (
+    one, other = (2, 0, 3, 4), (1,)
+    passes = [
         [AttentionRow(blocks=one, base=0, count=2)],
         [AttentionRow(blocks=one, base=2, count=5)],
         [AttentionRow(blocks=one, base=7, count=3), AttentionRow(blocks=other, base=0, count=2)],
-    )
+    ]
+    if fused.few_rows:
+        passes += [
+            [AttentionRow(blocks=one, base=10, count=1)],
+            [AttentionRow(blocks=one, base=11, count=2), AttentionRow(blocks=other, base=2, count=1)],
+            [AttentionRow(blocks=one, base=13, count=3), AttentionRow(blocks=other, base=3, count=1)],
+        ]
+    length = max(row.base + row.count for rows in passes for row in rows)
     device, depth = fused.embedding_VD.device, len(fused.blocks)
     singles, head = [_of_blocks(fused, [block]) for block in fused.blocks], _of_blocks(fused, [])
     kv, alone_kv = ({layer: _keys_and_values(fused) for layer in range(depth)} for _ in range(2))
     alone, together = _Errors(), _Errors()
     generator = torch.Generator().manual_seed(0)
-    for shift in (0, max(0, (max_position_embeddings or 0) - 10)):
+    for shift in (0, max(0, (max_position_embeddings or 0) - length)):
         for rows in passes:
             metadata = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=device)
             metadata = replace(metadata, position_N=metadata.position_N + shift)

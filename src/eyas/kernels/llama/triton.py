@@ -9,6 +9,9 @@ to a number between two products is done in one kernel:
                        cache, values are copied there
     gate               activation(gate) * up
 
+For very few tokens the products, too, are kernels of ours, and add, norm and gate are parts of them
+(`kernels/linear/few_rows_triton.py`), where the weights are plain.
+
 Invariant, as in `block.py`: every number is rounded where transformers rounds it. Whether that holds is tried before
 a model is served so (`trial.py`).
 
@@ -17,7 +20,9 @@ heads, K head dim, R numbers of a head that are rotated, T rotations, E outputs 
 states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -25,9 +30,11 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
-from eyas.kernels.llama.block import FusedLlama, KVLayers
+from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, is_faster, norm_gate_up, norm_linear
+from eyas.kernels.llama.block import FusedLlama, KVLayers, PlainProduct, Product
 
 
 @triton.jit
@@ -44,8 +51,11 @@ def _add_norm_kernel(
     ADDS: tl.constexpr,
     NORMS_Y: tl.constexpr,
     FINE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token: x += y, in place, and its norm."""
+    begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
     inside = at < SIZE
@@ -91,8 +101,11 @@ def _rotate_kernel(
     GROUPS_PADDED: tl.constexpr,
     NORMS: tl.constexpr,
     FINE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One token: its queries turned, its key turned and its value to their slot."""
+    begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + token)
     low = tl.arange(0, HALF_PADDED)
@@ -182,8 +195,17 @@ def _turned(a, b, cos_a, cos_b, sin_a, sin_b):
 
 
 @triton.jit
-def _gate_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _gate_kernel(
+    gate_up,
+    output,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """Some of one token's gates."""
+    begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < SIZE
@@ -206,16 +228,38 @@ class TritonLlama(FusedLlama):
     ) -> tuple[Tensor, Tensor | None]:
         """As `FusedLlama.forward`."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
-        tokens = len(x_ND)
+        turns = list(zip(*self._turns(x_ND, attention.metadata.position_N), strict=True))
+        run = self._run_few if 0 < len(x_ND) <= self.few_rows else self._run_blocks
+        x_ND, more_ND = run(x_ND, turns, attention, kv, states)
+        normed_ND = _add_norm(x_ND, more_ND, self.blocks[-1].mlp_output_norm if self.blocks else None, self.norm)
+        if len(self.blocks) in states:
+            states[len(self.blocks)].copy_(x_ND)
+        if keep_M is not None:
+            normed_ND = normed_ND.index_select(0, keep_M)
+        return self._logits(normed_ND, logits_out_MV), aux_NX
 
-        sizes = self.sizes
+    def with_few_rows(self) -> Self | None:
+        """The same with kernels of their own for passes of few tokens; None where a product is none of theirs."""
+        products = [x for block in self.blocks for x in (block.qkv, block.output, block.gate_up, block.down)]
+        if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
+            return None
+        head = FewRowsProduct(self.head) if isinstance(self.head, PlainProduct) else self.head
+        return replace(self, few_rows=MOST_ROWS, head=head)
+
+    def _run_blocks(
+        self,
+        x_ND: Tensor,
+        turns: Sequence[tuple[Tensor, Tensor]],
+        attention: AttentionBackend,
+        kv: KVLayers,
+        states: Mapping[int, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Take x through all blocks; what the last adds is not added yet."""
+        tokens, sizes, slot_N = len(x_ND), self.sizes, attention.metadata.slot_mapping_N
         qkv_NE = x_ND.new_empty(tokens, (sizes.heads + 2 * sizes.key_heads) * sizes.head_dim)
         q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
         gate_up = x_ND.new_empty(tokens, 2 * sizes.intermediate)
         gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
-        metadata = attention.metadata
-        turns = list(zip(*self._turns(x_ND, metadata.position_N), strict=True))
-
         more_ND: Tensor | None = None
         more_norm: FusedNorm | None = None
         for layer, block in enumerate(self.blocks):
@@ -223,21 +267,79 @@ class TritonLlama(FusedLlama):
             if layer in states:
                 states[layer].copy_(x_ND)
             block.qkv(normed_ND, qkv_NE)
-            keys, values = kv[layer]
-            _rotate(qkv_NE, *turns[block.rotation], metadata.slot_mapping_N, block.qk_norm, q_NHK, keys, values)
-            mixed_NHK = attention.attend(q_NHK, keys, values, block.scale, block.softcap, block.window)
+            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, *kv[layer])
+            mixed_NHK = attention.attend(q_NHK, *kv[layer], block.scale, block.softcap, block.window)
             more_ND = block.output(mixed_NHK.reshape(tokens, -1), None)
             normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
             block.gate_up(normed_ND, gate_up)
             _gate(gate_up, block.activation, gated_NI)
             more_ND, more_norm = block.down(gated_NI, None), block.mlp_output_norm
+        return x_ND, more_ND
 
-        normed_ND = _add_norm(x_ND, more_ND, more_norm, self.norm)
-        if len(self.blocks) in states:
-            states[len(self.blocks)].copy_(x_ND)
-        if keep_M is not None:
-            normed_ND = normed_ND.index_select(0, keep_M)
-        return self._logits(normed_ND, logits_out_MV), aux_NX
+    def _run_few(
+        self,
+        x_ND: Tensor,
+        turns: Sequence[tuple[Tensor, Tensor]],
+        attention: AttentionBackend,
+        kv: KVLayers,
+        states: Mapping[int, Tensor],
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `_run_blocks`, for a few tokens."""
+        tokens, sizes, slot_N = len(x_ND), self.sizes, attention.metadata.slot_mapping_N
+        q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
+        spare_ND = torch.empty_like(x_ND)  # x + more goes to the one of two that x is not in
+
+        def prepared(
+            more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm, kept_ND: Tensor | None
+        ) -> tuple[Tensor, Tensor | None, FusedNorm | None, Tensor | None]:
+            """What a product reads and does to it first. What is normed before it is added is not for its kernel."""
+            if more_norm is None and fuses_norm(*x_ND.shape):
+                return x_ND, more_ND, norm, kept_ND
+            normed_ND = _add_norm(x_ND, more_ND, more_norm, norm)
+            if kept_ND is not None:
+                kept_ND.copy_(x_ND)
+            return normed_ND, None, None, None
+
+        more_ND: Tensor | None = None
+        more_norm: FusedNorm | None = None
+        for layer, block in enumerate(self.blocks):
+            read_ND, add_ND, norm, kept_ND = prepared(more_ND, more_norm, block.attention_norm, states.get(layer))
+            qkv_NE = norm_linear(read_ND, add_ND, norm, *_plain(block.qkv), x_out_ND=spare_ND, kept_ND=kept_ND)
+            if add_ND is not None:
+                x_ND, spare_ND = spare_ND, x_ND
+            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, *kv[layer])
+            mixed_NHK = attention.attend(q_NHK, *kv[layer], block.scale, block.softcap, block.window)
+            more_ND = few_linear(mixed_NHK.reshape(tokens, -1), *_plain(block.output))
+            read_ND, add_ND, norm, _ = prepared(more_ND, block.attention_output_norm, block.mlp_norm, None)
+            gated_NI = norm_gate_up(
+                *(read_ND, add_ND, norm, *_plain(block.gate_up), block.activation), x_out_ND=spare_ND
+            )
+            if add_ND is not None:
+                x_ND, spare_ND = spare_ND, x_ND
+            more_ND, more_norm = few_linear(gated_NI, *_plain(block.down)), block.mlp_output_norm
+        return x_ND, more_ND
+
+
+@dataclass(frozen=True, eq=False)
+class FewRowsProduct:
+    """The product of plain linears, by the kernel for few rows where that is the faster one."""
+
+    plain: PlainProduct
+
+    def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `Product`."""
+        weight_ED = self.plain.weight_ED
+        if not 0 < len(x_ND) <= MOST_ROWS or not is_faster(weight_ED):
+            return self.plain(x_ND, out_NE)
+        if not (x_ND.is_contiguous() and weight_ED.is_contiguous() and (out_NE is None or out_NE.is_contiguous())):
+            return self.plain(x_ND, out_NE)
+        return few_linear(x_ND, weight_ED, self.plain.bias_E, out_NE=out_NE)
+
+
+def _plain(product: Product) -> tuple[Tensor, Tensor | None]:
+    """The weight [E, D] and bias [E] of a plain product."""
+    assert isinstance(product, PlainProduct)
+    return product.weight_ED, product.bias_E
 
 
 def _add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm) -> Tensor:
@@ -255,6 +357,7 @@ def _add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None,
         NORMS_Y=more_norm is not None,
         FINE=norm.weight.dtype != x_ND.dtype,
         num_warps=4 if padded <= 2048 else 8,
+        **dependent_launch(x_ND.device),
     )
     return output_ND
 
@@ -292,11 +395,13 @@ def _rotate(
         NORMS=norm is not None,
         FINE=norm is not None and norm.weight.dtype != qkv_NE.dtype,
         num_warps=4,
+        **dependent_launch(q_NHK.device, early=tokens <= 16),
     )
 
 
 def _gate(gate_up: Tensor, activation: Activation, gated_NI: Tensor) -> None:
     """Let through what the gates open."""
     tokens, size = gated_NI.shape
-    gelu = activation is Activation.GELU_TANH
-    _gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, gated_NI, SIZE=size, BLOCK=1024, GELU=gelu, num_warps=4)
+    sizes = {"SIZE": size, "BLOCK": 1024, "GELU": activation is Activation.GELU_TANH}
+    options = dependent_launch(gated_NI.device)
+    _gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, gated_NI, **sizes, num_warps=4, **options)
