@@ -75,6 +75,19 @@ def test_chains_of_every_depth(
     assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
 
 
+@pytest.mark.parametrize(("chance", "accepted"), [(0.0, 0), (1.0, 3)])
+def test_a_coin_may_accept_instead_of_the_law(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], chance: float, accepted: int
+) -> None:
+    """Benchmarks measure so, at an acceptance of their choice."""
+    engine = Engine(target, tiny_drafter, config=options())
+    engine.use_rounds(Uncaptured(device=torch.device("cpu")), LateQueue(), chance=chance)
+    asked = [request(prompt, speculation=at_depth(3), max_new_tokens=13) for prompt in prompts[:3]]
+    for answer in run(engine, asked):
+        # The first token is the prompt's; then come rounds of drafts and one of the target's own.
+        assert list(answer.depths) == [0, *([*range(1, accepted + 1), 0] * 12)][:13]
+
+
 def test_without_a_drafter(build: Callable[..., Engine], target: Target, prompts: list[tuple[int, ...]]) -> None:
     asked = [request(prompt) for prompt in prompts]
     assert tokens_of(run(build(target, None), asked)) == tokens_of(run(Engine(target, config=options()), asked))
