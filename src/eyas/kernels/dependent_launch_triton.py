@@ -30,8 +30,8 @@ def begin_dependent(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
 
 @cache
 def launches_dependently(device: torch.device) -> bool:
-    """Whether the GPU can do that."""
-    if device.type != "cuda" or torch.version.cuda is None:
+    """Whether the GPU can do that, and this Triton."""
+    if device.type != "cuda" or torch.version.cuda is None or not hasattr(tl.extra.cuda, "gdc_wait"):
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
 
