@@ -19,7 +19,7 @@ from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner import fused_drafter as choice
 from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in
+from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in, step_for
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.llama.block import NotLlamaError
 from eyas.kernels.llama.trial import TOLERANCE, UNSTABLE
@@ -63,12 +63,14 @@ def drafter_of(dtype: torch.dtype = torch.float32, **changes: Any) -> Drafter:
     return drafter.to(DEVICE, dtype)
 
 
-def by_kernels(drafter: Drafter) -> Drafts:
+def by_kernels(drafter: Drafter, *, few: bool = False) -> Drafts:
     from eyas.engine.runner.triton_drafter import TritonDrafter, require_same
 
     fused = TritonDrafter(drafter)
-    require_same(fused, drafter)
-    return fused
+    made = fused.with_few_rows() if few else fused
+    assert made is not None
+    require_same(made, drafter)
+    return made
 
 
 def layout(base: list[int], live: list[int], count: int, cache: KVCache) -> AttentionMetadata:
@@ -111,6 +113,10 @@ def drafted(
         output = run.step(hidden_ND, token_N[: ROWS * tokens], metadata.position_N, attend)
         normed_ND, feedback_ND = note(output.normed), note(output.feedback)
         note(run.logits(normed_ND))
+        last_R = torch.arange(tokens - 1, ROWS * tokens, tokens, device=DEVICE)
+        last = step_for(run, hidden_ND, token_N[: ROWS * tokens], metadata.position_N, attend, last_R)
+        note(last.normed)
+        note(last.feedback)
         hidden_ND, token_N = feedback_ND[-ROWS:], token_N.flip(0)
     for x_GCK in cache.layers[0]:
         note(x_GCK[:, : cache.null_slot].transpose(0, 1).flatten(1))
@@ -134,6 +140,13 @@ def assert_alike(drafter: Drafter, run: Drafts, **options: int) -> None:
 def test_every_kind_of_drafter_drafts_as_its_model(variant: str, dtype: torch.dtype) -> None:
     drafter = drafter_of(dtype, **VARIANTS[variant])
     assert_alike(drafter, by_kernels(drafter))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+@pytest.mark.parametrize("variant", ["eagle 3", "all norms", "biases"])
+def test_a_few_tokens_have_products_of_their_own(variant: str, dtype: torch.dtype) -> None:
+    drafter = drafter_of(dtype, **VARIANTS[variant])
+    assert_alike(drafter, by_kernels(drafter, few=True))
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2)])
@@ -216,6 +229,20 @@ def test_a_kernel_that_computes_wrongly_is_found_out(
     with caplog.at_level(logging.INFO, logger="eyas"):
         assert choice._by_kernels(drafter) is drafter
     assert "the drafter runs by its own code: a trial of one depth" in caplog.text
+
+
+def test_without_the_products_of_few_tokens_the_other_kernels_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from eyas.kernels.llama import eagle_triton
+
+    right = eagle_triton.few_linear
+    monkeypatch.setattr(eagle_triton, "few_linear", lambda *given: right(*given) * 1.05)
+    drafter = drafter_of()
+    with caplog.at_level(logging.INFO, logger="eyas"):
+        assert type(choice._by_kernels(drafter)).__name__ == "TritonDrafter"
+    assert "the drafter runs without kernels of its own for few tokens: a trial of one depth" in caplog.text
+    assert "by its own code" not in caplog.text
 
 
 def test_other_drafters_run_by_the_model_itself(caplog: pytest.LogCaptureFixture) -> None:

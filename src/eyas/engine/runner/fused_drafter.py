@@ -9,8 +9,9 @@ Invariant: a fused drafter that was handed out computes what its model computes,
 on a trial, as it does for targets (`kernels/llama/trial.py`); where anything is unlike what is expected, the model
 itself runs.
 
-Shapes: N tokens, D drafter hidden, X concatenated auxiliary states, A auxiliary states, W draft vocabulary, I
-intermediate size, B = H + G query and key heads, K head dim, E outputs of a product.
+Shapes: N tokens, M of them whose outcome is asked for, S states that are kept, D drafter hidden, X concatenated
+auxiliary states, A auxiliary states, W draft vocabulary, I intermediate size, B = H + G query and key heads, K head
+dim, E outputs of a product.
 """
 
 import logging
@@ -55,10 +56,16 @@ class Drafts(Protocol):
 
 @runtime_checkable
 class DraftsInPlace(Drafts, Protocol):
-    """What reads states where the target left them, and writes keys and values where they stay."""
+    """What reads states where the target left them, writes keys and values where they stay, and computes what is asked
+    for."""
 
     def fuse_rows(self, aux_SX: Tensor, row_N: Tensor) -> Tensor:
         """The depth-0 states of some rows of auxiliary states, which may be of another type."""
+
+    def step_for(
+        self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor
+    ) -> DepthOutput:
+        """One depth of all tokens, for the outcome of some."""
 
     def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
         """Put keys and values in their slots."""
@@ -88,8 +95,15 @@ def _by_kernels(drafter: Drafter) -> Drafts:
 
     try:
         fused = TritonDrafter(drafter)
+        few = fused.with_few_rows()
+        try:
+            if few is not None:
+                require_same(few, drafter)
+                return few
+        except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+            logger.info(f"the drafter runs without kernels of its own for few tokens: {reason}")
         require_same(fused, drafter)
-    except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+    except Exception as reason:
         logger.info(f"the drafter runs by its own code: {reason}")
         return drafter
     return fused
@@ -100,6 +114,17 @@ def fuse_rows(drafter: Drafts, aux_SX: Tensor, row_N: Tensor, dtype: torch.dtype
     if isinstance(drafter, DraftsInPlace):
         return drafter.fuse_rows(aux_SX, row_N)
     return drafter.fuse(aux_SX.index_select(0, row_N).to(dtype))
+
+
+def step_for(
+    drafter: Drafts, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor
+) -> DepthOutput:
+    """One depth of all tokens, for the outcome of some: what nobody asks for need not be computed."""
+    if isinstance(drafter, DraftsInPlace):
+        return drafter.step_for(hidden_ND, token_N, position_N, attend, keep_M)
+    output = drafter.step(hidden_ND, token_N, position_N, attend)
+    normed_MD, feedback_MD = (x_ND.index_select(0, keep_M) for x_ND in (output.normed, output.feedback))
+    return DepthOutput(normed=normed_MD, feedback=feedback_MD)
 
 
 def remember_in(cache: KVCache, drafter: Drafts, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:

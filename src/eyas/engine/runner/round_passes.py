@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in
+from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in, step_for
 from eyas.engine.runner.graph_capture import Mark, Numbers
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
@@ -101,8 +101,9 @@ def draft(
     run, shape = drafter.run, block_shape(drafter.cache, blocks)
     layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=depth)
     hidden_ND = drafter.fuse(state, layout.place_N)
-    output = run.step(hidden_ND, layout.ids_N, layout.tokens.position_N, drafter.attend(layout.tokens))
-    normed_RD, feedback_RD = (x_ND.index_select(0, layout.last_R) for x_ND in (output.normed, output.feedback))
+    tokens = layout.tokens
+    output = step_for(run, hidden_ND, layout.ids_N, tokens.position_N, drafter.attend(tokens), layout.last_R)
+    normed_RD, feedback_RD = output.normed, output.feedback
     for at in range(depth):
         logits_RW = run.logits(normed_RD)
         index_R = None

@@ -3,10 +3,11 @@
 Keys and values go from the products to their slots in the cache, and states come from wherever the target left them:
 nothing is copied in between. All of it can be captured in CUDA graphs.
 
-Shapes: N tokens, S states that are kept, D drafter hidden, X concatenated auxiliary states, W draft vocabulary, G key
-heads, K head dim.
+Shapes: N tokens, M of them whose outcome is asked for, S states that are kept, D drafter hidden, X concatenated
+auxiliary states, W draft vocabulary, G key heads, K head dim.
 """
 
+from copy import copy
 from dataclasses import replace
 from math import sqrt
 
@@ -74,6 +75,14 @@ class TritonDrafter:
         )
         self._like_NGK = weights[0].new_empty(0, config.num_key_value_heads, config.head_dim)
 
+    def with_few_rows(self) -> "TritonDrafter | None":
+        """The same with products of their own for few tokens, where its weights are for them."""
+        eagle, other = self._eagle.with_few_rows(), copy(self)
+        if eagle is None:
+            return None
+        other._eagle = eagle
+        return other
+
     def fuse(self, aux_X: Tensor) -> Tensor:
         """Norm each auxiliary state where the drafter does, and combine them."""
         return self._eagle.fuse(aux_X)
@@ -86,9 +95,27 @@ class TritonDrafter:
         """Run one depth; over anything but blocks it is the model's own."""
         if not isinstance(attend, PagedAttention):
             return self._model.step(hidden, token_ids, positions, attend)
+        return self._run_depth(hidden, token_ids, positions, attend)
+
+    def step_for(
+        self, hidden_ND: Tensor, token_N: Tensor, position_N: Tensor, attend: PagedAttention, keep_M: Tensor
+    ) -> DepthOutput:
+        """The same for the outcome of some tokens; later ones see all."""
+        return self._run_depth(hidden_ND, token_N, position_N, attend, keep_M)
+
+    def _run_depth(
+        self,
+        hidden_ND: Tensor,
+        token_N: Tensor,
+        position_N: Tensor,
+        attend: PagedAttention,
+        keep_M: Tensor | None = None,
+    ) -> DepthOutput:
         kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
-        state_ND, normed_ND = self._eagle.run_depth(hidden, token_ids, positions, attend.backend, kv, attend.window)
-        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._model.config.norm_output else state_ND)
+        state_MD, normed_MD = self._eagle.run_depth(
+            hidden_ND, token_N, position_N, attend.backend, kv, attend.window, keep_M
+        )
+        return DepthOutput(normed=normed_MD, feedback=normed_MD if self._model.config.norm_output else state_MD)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
         """Keys and values alone, for whoever keeps them elsewhere: as the model has them."""
@@ -114,42 +141,45 @@ def _norm(*norms: nn.Module) -> FusedNorm:
 
 @torch.inference_mode()
 def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
-    """Try it: read some states, run a depth from others that lie across blocks, and one behind that.
+    """Try it: read some states, run a depth from others that lie across blocks, and some behind that.
 
-    Each is given the model's own numbers, as deep errors tell nothing that a single one does not. All of it once
-    more at the end of the context, where angles are large.
+    Each is given the model's own numbers, as deep errors tell nothing that a single one does not. There are many tokens
+    and few. All of it once more at the end of the context, where angles are large.
     """
     config, weight, errors = drafter.config, drafter.fc.weight, trial._Errors()
     both: tuple[Drafts, Drafts] = fused, drafter
     device, dtype = weight.device, weight.dtype
     caches = [KVCache(blocks=2, block_size=TRIAL_BLOCK_SIZE) for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
-    read, drafted = TRIAL_BLOCK_SIZE - 1, 3
-    counts = (read, drafted, 1)
+    read, drafted = TRIAL_BLOCK_SIZE - 1, 6
+    counts = (read, drafted, 4, 3, 1)
     rows = [AttentionRow(blocks=(1, 0), base=sum(counts[:i]), count=count) for i, count in enumerate(counts)]
     for shift in (0, max(0, config.max_position_embeddings - sum(counts))):
         layouts = [AttentionMetadata.of([row], block_size=TRIAL_BLOCK_SIZE, device=device) for row in rows]
         layouts = [replace(layout, position_N=layout.position_N + shift) for layout in layouts]
         width = config.num_aux_hidden_states * config.target_hidden_size
         aux_NX = torch.randn(read + drafted, width, generator=generator).to(device, dtype)
-        token_N = torch.randint(config.vocab_size, (sum(counts),), generator=generator).to(device)
-        reads, drafts, last = torch.split(token_N, list(counts))
+        reads, *several = torch.split(
+            torch.randint(config.vocab_size, (sum(counts),), generator=generator).to(device), list(counts)
+        )
         hidden_ND = drafter.fuse(aux_NX)
         errors.add("fused states", 0, fused.fuse(aux_NX), hidden_ND)
-        row_N = torch.arange(read + drafted, device=device).flip(0)
-        errors.add("fused states", 0, fused.fuse_rows(aux_NX.flip(0), row_N), hidden_ND)
+        for count in (read + drafted, 1, 3):
+            row_N = torch.arange(count, device=device)
+            errors.add("fused states", 0, fused.fuse_rows(aux_NX.flip(0), len(aux_NX) - 1 - row_N), hidden_ND[:count])
 
         read_ND, hidden_ND = torch.split(hidden_ND, [read, drafted])
         fused.remember_in(caches[0], layouts[0], read_ND, reads)
         caches[1].write(0, layouts[0].slot_mapping_N, *drafter.remember(read_ND, reads, layouts[0].position_N))
-        for tokens, layout in ((drafts, layouts[1]), (last, layouts[2])):
+        for token_N, layout in zip(several, layouts[1:], strict=True):
+            hidden_ND = hidden_ND[-len(token_N) :]
             ours, theirs = (
-                one.step(hidden_ND, tokens, layout.position_N, PagedAttention(cache, layout))
+                one.step(hidden_ND, token_N, layout.position_N, PagedAttention(cache, layout))
                 for one, cache in zip(both, caches, strict=True)
             )
             errors.add("states", 1, ours.feedback, theirs.feedback, before=hidden_ND)
             errors.add("normed states", 1, ours.normed, theirs.normed)
-            hidden_ND = theirs.feedback[-1:]
+            hidden_ND = theirs.feedback
         slot_N = torch.cat([layout.slot_mapping_N for layout in layouts])
         for mine, own in zip(caches[0].layers[0], caches[1].layers[0], strict=True):
             mine_NE, own_NE = (x_GCK.index_select(1, slot_N).transpose(0, 1).flatten(1) for x_GCK in (mine, own))

@@ -8,15 +8,20 @@ are two kernels more:
     begin         the normed embedding of a token and the normed state side by side; the state that the layer adds to;
                   cosines and sines of the position
 
+For very few tokens the products are kernels of ours, too, and add, norm and gate are parts of them
+(`kernels/linear/few_rows_triton.py`), where the weights are plain.
+
 Invariant, as in `triton.py`: every number is rounded where the drafter's own code rounds it (`drafter/model.py`).
 Nothing here looks at a number on the host, so all of it can be captured.
 
-Shapes: N tokens of a pass, S states that are kept, V vocabulary, D drafter hidden, A auxiliary states, X all of them
-side by side, H query heads, G key heads, C slots of the cache, K head dim, E inputs or outputs of a product.
+Shapes: N tokens of a pass, M of them whose outcome is asked for, S states that are kept, V vocabulary, D drafter
+hidden, A auxiliary states, X all of them side by side, H query heads, G key heads, C slots of the cache, K head dim, E
+inputs or outputs of a product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
@@ -24,9 +29,10 @@ from torch import Tensor
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
-from eyas.kernels.llama.block import Product
+from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, norm_gate_up
+from eyas.kernels.llama.block import PlainProduct, Product
 from eyas.kernels.llama.cpu import LlamaSizes
-from eyas.kernels.llama.triton import _add_norm, _gate, _rotate
+from eyas.kernels.llama.triton import _add_norm, _gate, _plain, _rotate
 
 
 @triton.jit
@@ -139,6 +145,15 @@ class TritonEagle:
     down: Product
     last_norm: FusedNorm
     sizes: LlamaSizes
+    few_rows: int = 0
+    """Passes of up to so many tokens have products of their own."""
+
+    def with_few_rows(self) -> "TritonEagle | None":
+        """The same with products of their own for few tokens; None where a weight is none for them."""
+        products = (self.fc, self.qkv, self.kv, self.output, self.gate_up, self.down)
+        if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
+            return None
+        return replace(self, few_rows=MOST_ROWS)
 
     def fuse(self, aux_SX: Tensor, row_N: Tensor | None = None) -> Tensor:
         """The depth-0 states [N, D] of all auxiliary states, or of some rows of them; they may be of another type."""
@@ -148,7 +163,7 @@ class TritonEagle:
             aux_SX, row_N = self._normed_states(aux_SX, row_N, self.states_norm, self.num_states), None
         if row_N is not None:
             aux_SX = aux_SX.index_select(0, row_N)
-        return self.fc(aux_SX.to(self.embedding_VD.dtype), None)
+        return self._product(self.fc, aux_SX.to(self.embedding_VD.dtype))
 
     def run_depth(
         self,
@@ -158,20 +173,31 @@ class TritonEagle:
         attention: AttentionBackend,
         kv: tuple[Tensor, Tensor],
         window: int | None,
+        keep_M: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The state behind the layer, and the same normed; keys and values [G, C, K] are written to their slots."""
-        sizes, tokens = self.sizes, len(hidden_ND)
+        """The state behind the layer, and the same normed, of all tokens or those kept.
+
+        Keys and values [G, C, K] of all are written to their slots.
+        """
+        sizes = self.sizes
         both_NE, x_ND, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
-        qkv_NE = self.qkv(both_NE, None)
-        q_NHK = x_ND.new_empty(tokens, sizes.heads, sizes.head_dim)
+        qkv_NE = self._product(self.qkv, both_NE)
+        q_NHK = x_ND.new_empty(len(x_ND), sizes.heads, sizes.head_dim)
         _rotate(qkv_NE, cos_NK, sin_NK, attention.metadata.slot_mapping_N, None, q_NHK, *kv)
-        mixed_NHK = attention.attend(q_NHK, *kv, sizes.head_dim**-0.5, None, window)
-        more_ND = self.output(mixed_NHK.reshape(tokens, -1), None)
-        normed_ND = _add_norm(x_ND, more_ND, None, self.mlp_norm)
-        gate_up = self.gate_up(normed_ND, None)
-        gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
-        _gate(gate_up, Activation.SILU, gated_NI)
-        normed_ND = _add_norm(x_ND, self.down(gated_NI, None), None, self.last_norm)
+        mixed_NE = attention.attend(q_NHK, *kv, sizes.head_dim**-0.5, None, window).flatten(1)
+        if keep_M is not None:
+            mixed_NE, x_ND = mixed_NE.index_select(0, keep_M), x_ND.index_select(0, keep_M)
+        tokens, more_ND = len(mixed_NE), self._product(self.output, mixed_NE)
+        if tokens <= self.few_rows:
+            before_ND, x_ND = x_ND, torch.empty_like(x_ND)
+            gated_NI = norm_gate_up(
+                *(before_ND, more_ND, self.mlp_norm, *_plain(self.gate_up), Activation.SILU), x_out_ND=x_ND
+            )
+        else:
+            gate_up = self.gate_up(_add_norm(x_ND, more_ND, None, self.mlp_norm), None)
+            gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
+            _gate(gate_up, Activation.SILU, gated_NI)
+        normed_ND = _add_norm(x_ND, self._product(self.down, gated_NI), None, self.last_norm)
         return x_ND, normed_ND
 
     def remember(
@@ -184,9 +210,14 @@ class TritonEagle:
     ) -> None:
         """Write keys and values [G, C, K] alone to their slots."""
         both_NE, _, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
-        kv_NE = self.kv(both_NE, None)
+        kv_NE = self._product(self.kv, both_NE)
         no_queries = kv_NE.new_empty(len(kv_NE), 0, self.sizes.head_dim)
         _rotate(kv_NE, cos_NK, sin_NK, slot_mapping_N, None, no_queries, *kv)
+
+    def _product(self, product: Product, x_NE: Tensor) -> Tensor:
+        if len(x_NE) <= self.few_rows:
+            return few_linear(x_NE.contiguous(), *_plain(product))
+        return product(x_NE, None)
 
     def _normed_states(self, aux_SX: Tensor, row_N: Tensor | None, norm: FusedNorm, count: int) -> Tensor:
         """Norm each of `count` parts of rows; of all if none are named."""
