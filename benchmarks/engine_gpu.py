@@ -232,6 +232,7 @@ class OurEngine:
                 max_new_tokens=self._new,
                 speculation=self._speculation,
                 seed=user,
+                detokenize=False,  # as vLLM is asked
             )
             for user, prompt in enumerate(prompts)
         ]

@@ -293,6 +293,7 @@ class _RequestMaker:
             stop_strings=(params.stop,) if isinstance(params.stop, str) else tuple(params.stop),
             bad_words=bad_word_tokens(params.bad_words, self._target.tokenizer),
             include_stop=params.include_stop_str_in_output,
+            detokenize=params.detokenize,
             skip_special_tokens=params.skip_special_tokens,
             seed=params.seed,
             logprobs=params.logprobs,

@@ -42,6 +42,8 @@ class SamplingParams:
     """Texts that the answer does not have, by their tokens."""
     include_stop_str_in_output: bool = False
     """Whether the text has the stop string, or the text of the stop token, that ended it."""
+    detokenize: bool = True
+    """Whether text is made of the tokens; without, all texts are empty, and an answer takes the host less time."""
     skip_special_tokens: bool = True
     """Whether the text leaves special tokens out."""
     ignore_eos: bool = False

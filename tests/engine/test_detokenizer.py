@@ -60,3 +60,29 @@ def test_pieces_equal_the_text_cut_at_the_earliest_stop_string(seed: int) -> Non
         assert text == whole[: min(at for stop in stops if (at := whole.find(stop)) >= 0)]
     else:
         assert text == whole.rstrip("\ufffd")
+
+
+def test_the_short_way_behind_one_token_says_what_the_long_one_says() -> None:
+    chance, met = random.Random(3), 0
+
+    class LongWay(TextStream):
+        @property
+        def _last(self) -> int | None:
+            return None
+
+        @_last.setter
+        def _last(self, token: int | None) -> None:
+            nonlocal met
+            met += token is not None
+
+    for _ in range(300):
+        stops = chance.choice([(), ("STOP",), ("a.", "world")])
+        short, long = TextStream(decode, stops), LongWay(decode, stops)
+        for _ in range(chance.randrange(1, 30)):
+            token = chance.randrange(len(WORDS))
+            assert short.push(token) == long.push(token)
+            assert short.stopped == long.stopped
+            if short.stopped:
+                break
+        assert short.finish() == long.finish()
+    assert met > 300, "the short way is the usual one"

@@ -152,3 +152,15 @@ def test_the_report_is_json_from_the_beginning() -> None:
     assert empty["growth"] == {"value": None, "low": None, "high": None}
     show(alarm, 0.0, 2)
     json.dumps(alarm.report().as_json(), allow_nan=False)
+
+
+def test_rounds_alike_may_be_told_at_once() -> None:
+    one_by_one, at_once = DriftAlarm(DEPTH), DriftAlarm(DEPTH)
+    for accepted, times in ((3, 40), (0, 25), (DEPTH, 7), (1, 200)):
+        for _ in range(times):
+            one_by_one.observe_round(DEPTH, accepted)
+        at_once.observe_round(DEPTH, accepted, times)
+    assert at_once.report().acceptance == pytest.approx(one_by_one.report().acceptance)
+    assert [at_once.fading(depth).low for depth in range(2, DEPTH + 1)] == pytest.approx(
+        [one_by_one.fading(depth).low for depth in range(2, DEPTH + 1)]
+    )

@@ -29,6 +29,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import round_runner
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.errors import UserError
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
@@ -91,6 +92,33 @@ def test_a_coin_may_accept_instead_of_the_law(
 def test_without_a_drafter(build: Callable[..., Engine], target: Target, prompts: list[tuple[int, ...]]) -> None:
     asked = [request(prompt) for prompt in prompts]
     assert tokens_of(run(build(target, None), asked)) == tokens_of(run(Engine(target, config=options()), asked))
+
+
+def test_texts_that_nobody_wants_are_not_made(
+    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = [request(prompt, speculation=at_depth(3), detokenize=bool(n % 2)) for n, prompt in enumerate(prompts)]
+    ours = run(build(target, tiny_drafter), asked)
+    theirs = run(Engine(target, tiny_drafter, config=options()), [replace(one, detokenize=True) for one in asked])
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert [answer.text for answer in ours] == [a.text if n % 2 else "" for n, a in enumerate(theirs)]
+    with pytest.raises(UserError, match="detokenize"):
+        request(prompts[0], stop_strings=("x",), detokenize=False)
+
+
+def test_what_needs_a_mask_needs_it_with_another_drafter_too(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    usual = run(Engine(target, config=options()), [request(prompt) for prompt in prompts[:3]])
+    # Words that each answer would have after the swap: only a mask keeps them out.
+    asked = [
+        request(prompt, bad_words=(answer.tokens[6:8],), speculation=at_depth(2))
+        for prompt, answer in zip(prompts, usual, strict=False)
+    ]
+    expected = tokens_of(run(Engine(target, config=options()), [replace(one, speculation=OFF) for one in asked]))
+    assert expected != tokens_of(usual)
+    engine = round_engine(target, tiny_drafter, options())
+    assert run_with_swaps(engine, asked, {2: random_drafter(drafter_config(), seed=5)}) == expected
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)

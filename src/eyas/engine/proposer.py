@@ -335,10 +335,5 @@ def _unread(seqs: Sequence[SequenceState]) -> int:
 
 def _facts(seq: SequenceState) -> RowFacts:
     speculation = seq.request.speculation
-    return RowFacts(
-        key=seq.key,
-        context=len(seq.tokens),
-        mode=speculation.mode,
-        depth=speculation.depth,
-        pending=seq.target_length - seq.drafter_length,
-    )
+    pending = seq.target_length - seq.drafter_length
+    return RowFacts(seq.key, len(seq.tokens), speculation.mode, speculation.depth, pending)

@@ -288,7 +288,10 @@ class Scheduler:
         if length // size > before // size:
             self._register(seq, range(before // size, length // size))
         if drafter_length > seq.drafter_length:
-            self.note_read(seq, drafter_length)
+            assert drafter_length <= length, f"drafter at {drafter_length}"
+            full, seq.drafter_length = seq.drafter_length // size, drafter_length
+            if drafter_length // size > full:
+                self._register(seq, range(full, drafter_length // size))
         # The next step, if it is under way, may write all that was reserved: of an answer that stops among accepted
         # drafts, the device is further on than its tokens tell.
         if not flights and len(seq.blocks) * size >= len(tokens) + size:

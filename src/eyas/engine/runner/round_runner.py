@@ -211,7 +211,7 @@ class RoundRunner:
         """Whose blocks the device has (`SequenceState.table`): where that is the same, nothing needs a look."""
         self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
         """Block tables as the device has them, by slot."""
-        self._decoding = [NOBODY] * max_num_seqs
+        self._decoding: set[int] = set()
         """Stays whose prompts are read."""
         self._block_counts, self._waiting, self._follows, self._asked = np.zeros((4, max_num_seqs), dtype=np.int64)
         """By slot: blocks, states that may wait for the drafter, whether it follows, and the depth asked for."""
@@ -220,11 +220,11 @@ class RoundRunner:
 
     def decodes(self, seq: SequenceState) -> bool:
         """Whether a request's prompt is read, or will be by what was launched: the device has its newest token."""
-        return self._decoding[slot_of(seq)] == seq.stay
+        return seq.stay in self._decoding
 
     def split(self, rows: Sequence[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
         """Rows that decode, and those that read."""
-        decoding = [row for row in rows if self.decodes(row.seq)]
+        decoding = [row for row in rows if row.seq.stay in self._decoding]
         return decoding, [] if len(decoding) == len(rows) else [row for row in rows if not self.decodes(row.seq)]
 
     def states_of(self, seq: SequenceState) -> Tensor:
@@ -244,7 +244,8 @@ class RoundRunner:
         waiting = range(seq.drafter_length if aux_TX is not None else seq.target_length, seq.target_length)
         for position in (*waiting, seq.target_length):
             state.set("tokens", slot, seq.tokens[position], at=position % state.ring)
-        self._waiting[slot], self._decoding[slot] = len(waiting), seq.stay
+        self._waiting[slot] = len(waiting)
+        self._decoding.add(seq.stay)
         state.send(self.queue)
         if aux_TX is not None:
             assert state.states_SLX is not None
@@ -385,7 +386,9 @@ class RoundRunner:
         self.state.send_rows(self.queue, slot_R, 0, [row.samples for row in rows])
         self.queue.run(read)
         for slot, row in zip(slots, rows, strict=True):
-            self._waiting[slot], self._decoding[slot] = 1, row.seq.stay if row.samples else NOBODY
+            self._waiting[slot] = 1
+            if row.samples:
+                self._decoding.add(row.seq.stay)
         launched = LaunchedRound(
             rows=rows,
             of_prompts=True,
@@ -526,9 +529,10 @@ class RoundRunner:
 
     def _take_seat(self, seq: SequenceState) -> None:
         slot = slot_of(seq)
+        self._decoding.discard(self._stays[slot])
         self._stays[slot], self._tables[slot], self._blocks[slot] = seq.stay, NOBODY, []
         follows = self._drafter is not None and seq.speculates
-        self._waiting[slot], self._decoding[slot], self._follows[slot] = 0, NOBODY, follows
+        self._waiting[slot], self._follows[slot] = 0, follows
         self._asked[slot] = seq.request.speculation.depth or 0
         self._kept_needs = [], NOTHING
         self.state.set("limit", slot, seq.limit)

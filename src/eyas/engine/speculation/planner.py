@@ -19,7 +19,8 @@ from eyas.engine.speculation.policy import POLICY
 from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# Not frozen, and each equal to itself alone: a step that drafts makes one for each of hundreds of requests.
+@dataclass(eq=False, slots=True)
 class RowFacts:
     """What the choice needs to know about one decoding request."""
 
