@@ -22,7 +22,7 @@ from eyas.engine.runner.fused_drafter import Drafts, NotEagleError, first_layer,
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.llama import trial
-from eyas.kernels.llama.block import _merge
+from eyas.kernels.llama.block import merge
 from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.eagle_triton import TritonEagle
 
@@ -136,7 +136,7 @@ def _norm(*norms: nn.Module) -> FusedNorm:
     ours = [norm for norm in norms if isinstance(norm, RMSNorm)]
     if len(ours) < len(norms):
         raise NotEagleError(f"its norms are {', '.join(sorted({type(norm).__name__ for norm in norms}))}")
-    return FusedNorm(_merge([norm.weight for norm in ours]), ours[0].eps)
+    return FusedNorm(merge([norm.weight for norm in ours]), ours[0].eps)
 
 
 @torch.inference_mode()
@@ -146,7 +146,7 @@ def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
     Each is given the model's own numbers, as deep errors tell nothing that a single one does not. There are many tokens
     and few. All of it once more at the end of the context, where angles are large.
     """
-    config, weight, errors = drafter.config, drafter.fc.weight, trial._Errors()
+    config, weight, errors = drafter.config, drafter.fc.weight, trial.Errors()
     both: tuple[Drafts, Drafts] = fused, drafter
     device, dtype = weight.device, weight.dtype
     caches = [KVCache(blocks=2, block_size=TRIAL_BLOCK_SIZE) for _ in range(2)]

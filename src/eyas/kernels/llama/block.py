@@ -53,8 +53,8 @@ def join(linears: Sequence[Any]) -> Product | None:
         return None if packed is None else PackedProduct(packed)
     if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
         return None
-    bias_E = None if linears[0].bias is None else _merge([linear.bias for linear in linears])
-    return PlainProduct(_merge([linear.weight for linear in linears]).t(), bias_E)
+    bias_E = None if linears[0].bias is None else merge([linear.bias for linear in linears])
+    return PlainProduct(merge([linear.weight for linear in linears]).t(), bias_E)
 
 
 class NotLlamaError(Exception):
@@ -91,7 +91,7 @@ class PackedProduct:
         return self.packed.kernel.linear(x_ND, self.packed, out_NE)
 
 
-def _merge(parts: Sequence[Tensor]) -> Tensor:
+def merge(parts: Sequence[Tensor]) -> Tensor:
     """The parts as one tensor whose views they are from now on; nothing is moved if they are already."""
     first, ends = parts[0], list(accumulate((len(part) for part in parts), initial=0))
     if len(parts) == 1:

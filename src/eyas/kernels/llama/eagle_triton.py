@@ -27,6 +27,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, norm_gate_up
@@ -47,8 +48,11 @@ def _norm_states_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     INDEXED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One of the states of one token, each with its own weight."""
+    begin_dependent(DEPENDENT, EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = token
     if INDEXED:
@@ -82,8 +86,11 @@ def _begin_kernel(
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     NORMED_STATE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One part of what one token begins with: its embedding, its state, its position."""
+    begin_dependent(DEPENDENT, EARLY)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, PADDED)
     inside = at < SIZE
@@ -232,6 +239,7 @@ class TritonEagle:
             PADDED=padded,
             INDEXED=row_N is not None,
             num_warps=_warps(padded),
+            **dependent_launch(aux_SX.device),
         )
         return normed_NX
 
@@ -252,6 +260,7 @@ class TritonEagle:
             HALF_PADDED=triton.next_power_of_2(half),
             NORMED_STATE=self.normed_residual,
             num_warps=_warps(padded),
+            **dependent_launch(hidden_ND.device),
         )
         return both_NE, x_ND, cos_NK, sin_NK
 

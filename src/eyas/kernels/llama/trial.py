@@ -68,7 +68,7 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
     device, depth = fused.embedding_VD.device, len(fused.blocks)
     singles, head = [_of_blocks(fused, [block]) for block in fused.blocks], _of_blocks(fused, [])
     kv, alone_kv = ({layer: _keys_and_values(fused) for layer in range(depth)} for _ in range(2))
-    alone, together = _Errors(), _Errors()
+    alone, together = Errors(), Errors()
     generator = torch.Generator().manual_seed(0)
     for shift in (0, max(0, (max_position_embeddings or 0) - length)):
         for rows in passes:
@@ -120,7 +120,7 @@ def _states(
     return logits, aux_NX.chunk(len(ids), dim=-1)
 
 
-class _Errors:
+class Errors:
     """How far each token of a trial lies from the model's own, behind every layer."""
 
     def __init__(self) -> None:
