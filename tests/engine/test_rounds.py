@@ -3,6 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import round_runner
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.engine.speculation import captured_plan
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 from eyas.target.model import Target
@@ -374,6 +377,92 @@ def test_after_a_step_that_failed_others_are_served(
 def _exhaust(engine: Engine) -> None:
     while engine.busy:
         engine.step()
+
+
+def verify_budgets(engine: Engine, monkeypatch: pytest.MonkeyPatch, source: random.Random) -> None:
+    """From now on all draft equally deep, and of that a budget is verified."""
+    monkeypatch.setattr(captured_plan, "FLAT_FROM", 0)
+    depth = 0
+
+    def mood() -> int:
+        return depth
+
+    make_moody(engine, mood)
+    moody = engine.controller.choose
+
+    def choose(rows: Sequence[Any], **how: Any) -> Any:
+        nonlocal depth
+        depth = source.choice([0, 1, 2, 3, 5, 7])
+        return replace(moody(rows, **how), budget=source.randint(0, depth * len(rows)))
+
+    engine.controller.choose = choose  # type: ignore[method-assign, assignment]
+
+
+def test_a_budget_of_drafts_changes_no_answer(
+    build: Callable[..., Engine],
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: Any,
+) -> None:
+    """The device chooses which drafts are verified: of greedy and sampled requests, with logprobs, to their ends."""
+    asked = [
+        request(
+            prompt,
+            seed=seed,
+            max_new_tokens=25 + seed,
+            speculation=Speculation(),
+            sampling=Sampling(temperature=0.8 * (seed % 2)),
+            logprobs=None if seed % 3 else 1,
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    engine = build(target, tiny_drafter, max_num_seqs=5, max_model_len=128)
+    verify_budgets(engine, monkeypatch, random.Random(3))
+    ours = run(engine, asked)
+    expected = run(Engine(target, config=options(max_model_len=128)), [_plain(one) for one in asked])
+    assert tokens_of(ours) == tokens_of(expected)
+    assert sum(answer.stats.accepted for answer in ours) > 20
+    flat = [key for key in graphs_of(engine)._made if key[0] == "verify a budget"]
+    assert len(flat) > 5
+    kept = [len(outcome) for outcome in engine.controller.acceptance._offered]
+    assert max(kept) == 7, "of all drafts that were made the controller learns"
+    assert all(0 <= sure <= 1 for outcome in engine.controller.acceptance._offered for sure in outcome)
+
+
+def test_a_budget_goes_to_the_drafts_that_are_likeliest_to_survive(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured_plan, "FLAT_FROM", 0)
+    engine = round_engine(target, tiny_drafter, options(max_num_seqs=4, max_model_len=128), ImmediateQueue())
+    assert engine.rounds is not None
+    make_moody(engine, lambda: 3)
+    moody, launch = engine.controller.choose, engine.rounds.runner.launch_round
+    monkeypatch.setattr(engine.controller, "choose", lambda rows, **how: replace(moody(rows, **how), budget=len(rows)))
+    chances_of, seen = engine.controller.acceptance.chances_of, 0
+
+    def watch(rows: Sequence[Any], **how: Any) -> Any:
+        nonlocal seen
+        launched = launch(rows, **how)
+        # Near their ends the device knows of fewer drafts than were asked for.
+        has_room = all(row.seq.limit - len(row.seq.tokens) > 10 for row in rows)
+        if launched.flat_tokens is not None and len(rows) == 4 and has_room:
+            results = launched.collect()
+            assert results.verified is not None
+            survivals = [
+                list(accumulate(chances_of(sure[: min(row.drafts, 3)]), mul))
+                for row, sure in zip(rows, results.confidences, strict=True)
+            ]
+            kept = [s for row, verified in zip(survivals, results.verified, strict=True) for s in row[:verified]]
+            left = [s for row, verified in zip(survivals, results.verified, strict=True) for s in row[verified:]]
+            assert 4 + len(kept) <= launched.flat_tokens
+            assert not kept or not left or min(kept) >= max(left) - 1e-6
+            seen += len(kept) > 0 and len(left) > 0
+        return launched
+
+    engine.rounds.runner.launch_round = watch  # type: ignore[method-assign]
+    run(engine, [request(prompt, max_new_tokens=60, speculation=Speculation()) for prompt in prompts[:4]])
+    assert seen > 3
 
 
 def test_a_step_is_in_flight_while_the_host_works(target: Target, tiny_drafter: Drafter) -> None:

@@ -116,10 +116,12 @@ def test_padded_rows_answer_live_tokens_and_stay_finite() -> None:
     torch.testing.assert_close(ours[real], theirs, rtol=1e-4, atol=1e-5)
 
 
-def ragged(table: Tensor, base: Tensor, start: Tensor, count: int, live: Tensor | None = None) -> AttentionMetadata:
+def ragged(
+    table: Tensor, base: Tensor, start: Tensor, count: int, live: Tensor | None = None, longest: int | None = None
+) -> AttentionMetadata:
     null_slot = BLOCKS * BLOCK_SIZE
     return AttentionMetadata.ragged(
-        table, base, start, count=count, live_R=live, block_size=BLOCK_SIZE, null_slot=null_slot
+        table, base, start, count=count, live_R=live, block_size=BLOCK_SIZE, null_slot=null_slot, longest=longest
     )
 
 
@@ -139,8 +141,9 @@ RAGGED = {
 @pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("bounded", [False, True])
 def test_ragged_rows_answer_live_tokens_and_stay_finite(
-    rows: tuple[tuple[int, ...], tuple[int, ...], int], law: Law, heads: int, dtype: torch.dtype
+    rows: tuple[tuple[int, ...], tuple[int, ...], int], law: Law, heads: int, dtype: torch.dtype, bounded: bool
 ) -> None:
     bases, counts, count = rows
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +154,9 @@ def test_ragged_rows_answer_live_tokens_and_stay_finite(
     table = torch.randperm(BLOCKS, generator=generator)[: 12 * len(bases)].view(-1, 12).int()
     start = torch.tensor([0, *counts]).cumsum(0).int()
     base = torch.tensor(bases, dtype=torch.int32)
-    ours = layer.attend(ragged(*(x.to(DEVICE) for x in (table, base, start)), count), new, law, by_triton)
+    longest = max(counts) + 1 if bounded else None
+    numbers = [x.to(DEVICE) for x in (table, base, start)]
+    ours = layer.attend(ragged(*numbers, count, longest=longest), new, law, by_triton)
     assert ours.isfinite().all()
     asked = [
         AttentionRow(blocks=blocks, base=b, count=n)

@@ -158,7 +158,12 @@ class RoundLoop:
         step = StepInFlight(scheduled=scheduled, choice=choice, timed=timed)
         self._scheduler.launched(scheduled)  # before any request can end
         if decoding:
-            step.rounds.append(self.runner.launch_round(decoding, masked=self._is_masked(decoding)))
+            budget = None if choice is None else choice.budget
+            calibration = () if budget is None else self._controller.acceptance.calibration()
+            masked = self._is_masked(decoding)
+            step.rounds.append(
+                self.runner.launch_round(decoding, masked=masked, budget=budget, calibration=calibration)
+            )
         if decoding and reading:
             self._finish(step.rounds[0])  # both leave their logits in the same memory
         if reading:
@@ -231,14 +236,15 @@ class RoundLoop:
         results, scheduler, outputs = launched.collect(), self._scheduler, self._outputs
         depth, reads, follows = launched.line.depth, launched.drafter_reads, self._proposer.follows
         seqs, numbers = list[SequenceState](), list[int]()
-        drafted, accepted = list[int](), list[int]()
+        made, drafted, accepted = list[int](), list[int](), list[int]()
         columns = zip(launched.rows, results.tokens, results.accepted, strict=True)
         for number, (row, tokens, taken) in enumerate(columns):
             seq = row.seq
             if seq.finished is not None:
                 continue
             room = seq.limit - len(seq.tokens)
-            offered = max(0, min(row.drafts, depth, room - 1)) if depth else 0
+            of_drafter = max(0, min(row.drafts, depth, room - 1)) if depth else 0
+            offered = of_drafter if results.verified is None else min(of_drafter, results.verified[number])
             drafter_length = launched.drafter_read(row, seq.target_length) if reads and follows(seq) else 0
             if seq.is_ordinary and 0 < len(tokens) < room and seq.request.stop_ids.isdisjoint(tokens):
                 scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
@@ -260,9 +266,10 @@ class RoundLoop:
                     scheduler.finish(seq, stop.finished)
                     outputs.close(seq.key)
                     report.ended.append(seq.key)
-            if offered:
+            if of_drafter:
                 seqs.append(seq)
                 numbers.append(number)
+                made.append(of_drafter)
                 drafted.append(offered)
                 accepted.append(taken)
         if seqs:
@@ -271,7 +278,7 @@ class RoundLoop:
                 keys=[seq.key for seq in seqs],
                 drafted=drafted,
                 accepted=accepted,
-                confidences=lambda at: sure[numbers[at]][: drafted[at]],
+                confidences=lambda at: sure[numbers[at]][: made[at]],
             )
             self._proposer.follow_drift(seqs, drafted, accepted)
 

@@ -7,7 +7,8 @@ buckets of shapes, as they are met or ahead:
     rows     rounded up to one of ROWS
     depth    the deepest draft of any row, so that there are as many tokens as one of TOKENS
     blocks   of the longest row, in USUAL_BLOCKS or that times powers of 4
-    tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured
+    tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured. Of a verification that
+             has a budget, as `captured_plan.py` has them
 
 The host keeps bounds: `_waiting` has the most states that may wait for the drafter, by slot. Before they could outgrow
 the ring, or what a draft reads, the drafter reads them in a pass of its own (`catch_up`).
@@ -35,6 +36,7 @@ from eyas.engine.runner import round_passes
 from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, ROWS_AHEAD, TOKENS, USUAL_BLOCKS
 from eyas.engine.runner.device_queue import DeviceQueue, Mark
 from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.flat_verify import verify_flat
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
 from eyas.engine.runner.round_passes import RoundDrafter, RoundLine, RoundTarget
@@ -49,6 +51,7 @@ from eyas.engine.speculation.observations import Rehearsal
 REHEARSALS = 3
 """Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
+VERIFY_FLAT = "verify a budget"
 """Kinds of captured passes."""
 NOBODY = -1
 """The number of no stay and of no block table."""
@@ -65,6 +68,8 @@ class RoundResults:
     """Drafts, also where the limit cut them off."""
     confidences: list[list[float]]
     """Of the drafter in each of as many drafts as the pass has for a row; those behind the row's own mean nothing."""
+    verified: list[int] | None = None
+    """Drafts that were, if not all: the device has chosen."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,6 +91,8 @@ class LaunchedRound:
     """Behind that."""
     drafted: Mark | None
     """Where drafting ends, if there is any."""
+    flat_tokens: int | None
+    """Of the target's pass, if it verifies a budget of drafts; otherwise rows are padded."""
     drafts_RK: Tensor | None
     """Drafts on their way to the host, there with that mark, where the host makes a mask of what may come."""
     sample: Callable[[Tensor | None], None] = field(init=False)
@@ -100,9 +107,15 @@ class LaunchedRound:
         self.landed.wait()
         at, output = self.line, self.output
         lines = output[:, : at.drafts].tolist()
-        sure = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).tolist() if at.depth else []
+        sure_RK, verified = output[:, at.sure : at.logprobs].contiguous().view(torch.float64), None
+        if self.flat_tokens is not None:
+            verified = (sure_RK >= 0).sum(dim=1).tolist()
+            sure_RK = torch.where(sure_RK >= 0, sure_RK, -1 - sure_RK)
         return RoundResults(
-            tokens=[line[2 : 2 + line[0]] for line in lines], accepted=[line[1] for line in lines], confidences=sure
+            tokens=[line[2 : 2 + line[0]] for line in lines],
+            accepted=[line[1] for line in lines],
+            confidences=sure_RK.tolist() if at.depth else [],
+            verified=verified,
         )
 
     def logprobs(self, number: int, count: int) -> tuple[TokenLogprobs, ...] | None:
@@ -132,7 +145,7 @@ class LaunchedRound:
     @property
     def tokens(self) -> int:
         """Of the target's pass, real or not."""
-        return self.bucket * (1 + self.line.depth)
+        return self.bucket * (1 + self.line.depth) if self.flat_tokens is None else self.flat_tokens
 
     @property
     def draft_seconds(self) -> float:
@@ -181,7 +194,10 @@ class RoundRunner:
             rows=self._rows,
             depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0})) if drafter else (),
             most_tokens=most_tokens,
+            flat=True,
         )
+        self._calibration: Sequence[tuple[float, float]] = ()
+        """As the device has it."""
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
         most_blocks = -(-max_model_len // cache.block_size)
@@ -189,7 +205,8 @@ class RoundRunner:
         widest = self._usual_blocks
         while widest < most_blocks:
             widest *= 4
-        logits_SV = torch.empty(max(most_tokens, max_num_seqs), vocab_size, dtype=logits_dtype, device=device)
+        # One more row is nobody's, and all are finite: where only some drafts are verified, old ones are sampled from.
+        logits_SV = torch.zeros(max(most_tokens, max_num_seqs) + 1, vocab_size, dtype=logits_dtype, device=device)
         self._target = RoundTarget(run=run, cache=cache, logits_SV=logits_SV)
         like_X, self._drafter = None, None
         if drafter is not None:
@@ -313,8 +330,19 @@ class RoundRunner:
     # --- launching ---------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch_round(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
-        """Get a round of requests that decode under way, with up to `row.drafts` drafts for each."""
+    def launch_round(
+        self,
+        rows: Sequence[ScheduledRow],
+        *,
+        masked: bool = False,
+        budget: int | None = None,
+        calibration: Sequence[tuple[float, float]] = (),
+    ) -> LaunchedRound:
+        """Get a round of requests that decode under way, with up to `row.drafts` drafts for each.
+
+        With a budget, so many drafts of all together are verified, or a few more: those that are likeliest to survive,
+        given what the drafter's confidence is worth (`Acceptance.calibration`).
+        """
         slots, drafts_R = [slot_of(row.seq) for row in rows], np.array([row.drafts for row in rows])
         needs = self._take_seats(rows, slots)
         slot_R = np.array(slots)
@@ -330,9 +358,13 @@ class RoundRunner:
         # Before the rows are sent: to capture a pass is to run it, for nobody.
         catch_up = self._catching_up(bucket, blocks) if late else None
         draft = self._drafting(bucket, blocks, reads, depth, needs) if depth else None
-        verify = self._verifying(bucket, blocks, depth)
+        flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
+        verify = self._verifying(bucket, blocks, depth, flat_tokens)
         sample = self._sampling(bucket, depth, needs, masked=masked)
 
+        if flat_tokens is not None and calibration is not self._calibration:
+            self._calibration = calibration
+            self.state.send_calibration(self.queue, calibration)
         self.state.send_rows(self.queue, slot_R, drafts_R, 1)
         caught_up = None
         if catch_up is not None:
@@ -358,6 +390,7 @@ class RoundRunner:
             caught_up=caught_up,
             began=began,
             drafted=drafted,
+            flat_tokens=flat_tokens,
             drafts_RK=drafts_RK,
         )
         return self._launched(launched, sample, masked=masked)
@@ -398,6 +431,7 @@ class RoundRunner:
             caught_up=None,
             began=began,
             drafted=None,
+            flat_tokens=None,
             drafts_RK=None,
         )
         return self._launched(launched, sample, masked=masked)
@@ -445,11 +479,22 @@ class RoundRunner:
         )
         return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
 
-    def _verifying(self, rows: int, blocks: int, depth: int) -> Callable[[], object]:
-        function = partial(
-            round_passes.verify, state=self.state, target=self._target, rows=rows, depth=depth, blocks=blocks
+    def _verifying(self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None) -> Callable[[], object]:
+        if flat_tokens is None:
+            function = partial(
+                round_passes.verify, state=self.state, target=self._target, rows=rows, depth=depth, blocks=blocks
+            )
+            return self._captured(VERIFY, (rows, depth, blocks), function)
+        flat = partial(
+            verify_flat,
+            state=self.state,
+            target=self._target,
+            rows=rows,
+            depth=depth,
+            tokens=flat_tokens,
+            blocks=blocks,
         )
-        return self._captured(VERIFY, (rows, depth, blocks), function)
+        return self._captured(VERIFY_FLAT, (rows, depth, flat_tokens, blocks), flat)
 
     def _sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
         """Logits to tokens. Not captured where few batches are alike."""

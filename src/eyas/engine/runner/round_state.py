@@ -18,12 +18,14 @@ The host writes single numbers (`set`, sent together by `send`) where it knows b
 come, and for blocks. All else is computed by passes (`round_passes.py`).
 
 `row_slot`, `row_depth` and `row_samples` are the rows of the pass that is launched next; `drafts`, `sure` and `depth`
-what its draft leaves for its verification. All of them are by row, not by slot.
+what its draft leaves for its verification. All of them are by row, not by slot. `calibration` says what the drafter's
+confidence is worth (`verify_budget.py`).
 
 Shapes: S slots and one, R rows, P blocks of a request, X concatenated auxiliary states, K deepest draft.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from eyas.engine.runner.device_queue import DeviceQueue
+from eyas.engine.speculation.policy import POLICY
 from eyas.plan.footprint import ring_length
 
 
@@ -62,6 +65,9 @@ class RoundState:
         self.drafts_RK = torch.zeros(slots, max_depth, dtype=torch.int64, device=device)
         self.sure_RK = torch.zeros(slots, max_depth, dtype=torch.float32, device=device)
         self.depth_R = torch.zeros(slots, dtype=torch.int64, device=device)
+        # Lines of the drafter's own word until the host knows better.
+        cells = POLICY.calibrated_depths * POLICY.confidence_bins
+        self.calibration_C2 = torch.tensor([[0.0, 1.0]], device=device).repeat(cells, 1)
         self._changes: dict[int, int] = {}
 
     @property
@@ -109,13 +115,18 @@ class RoundState:
         sent_3R = to_send(numbers, self.device)
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
 
+    def send_calibration(self, queue: DeviceQueue, calibration: Sequence[tuple[float, float]]) -> None:
+        """What confidence is worth from the next pass on."""
+        sent_C2 = to_send(np.array(calibration, dtype=np.float32), self.device)
+        queue.run(lambda: self.calibration_C2.copy_(sent_C2, non_blocking=True))
+
     def blank_rows(self) -> None:
         """Nobody takes part: for a pass that is run to be captured."""
         self.row_slot.fill_(self.nobody)
         self.row_samples.zero_()
 
 
-def to_send(numbers: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", device: torch.device) -> Tensor:
+def to_send(numbers: "np.ndarray[tuple[int, ...], np.dtype[Any]]", device: torch.device) -> Tensor:
     """Numbers of the host where a copy to the device can take them without the host waiting for it.
 
     Memory of its own each time: what was sent before may not have been read yet. Torch keeps pinned memory until then.

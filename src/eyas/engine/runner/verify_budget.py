@@ -1,9 +1,9 @@
 """`speculation/verify_budget.py` on a device: from the drafter's confidence to depths, without a number on the host.
 
-The host writes two small tensors now and then: the calibration of confidence (`Acceptance.calibration`) and what
-verifying 0, 1, 2, ... drafts costs in tokens. Both may be rewritten between replays of a captured graph.
+The host writes one small tensor now and then, the calibration of confidence (`Acceptance.calibration`), and chooses the
+budget by the shape of the pass that it launches.
 
-Shapes: R rows, K depths, C cells of the calibration, N = R * K + 1 numbers of drafts.
+Shapes: R rows, K depths, C cells of the calibration, M = K * R drafts.
 """
 
 import torch
@@ -21,27 +21,17 @@ def calibrated_chances(confidence_RK: Tensor, calibration_C2: Tensor) -> Tensor:
     return line_RK2[..., 0] + line_RK2[..., 1] * confidence_RK
 
 
-def share_budget_on_device(chance_RK: Tensor, most_R: Tensor, price_N: Tensor, bound_R: Tensor) -> Tensor:
-    """depth_R: drafts of each row to verify, of the `most_R` that it has; rows that are bound keep all of theirs.
+def share_budget_on_device(chance_RK: Tensor, most_R: Tensor, budget: Tensor) -> Tensor:
+    """depth_R: drafts of each row to verify, of the `most_R` that it has, so that there are `budget` of all or fewer.
 
-    `price_N` does not fall. Padding has `most_R` 0.
+    Padding has `most_R` 0.
     """
     rows, depths = chance_RK.shape
-    device = chance_RK.device
-    offered_RK = torch.arange(depths, device=device) < most_R[:, None]
-    survival_RK = chance_RK.double().cumprod(dim=1)
-    # Bound drafts sort before all others and those that were not made behind them; neither is worth anything.
-    order_RK = survival_RK.masked_fill(bound_R[:, None], 2.0).masked_fill(~offered_RK, -1.0)
+    offered_RK = torch.arange(depths, device=chance_RK.device) < most_R[:, None]
+    # No draft is likelier than those that lead to it.
+    survival_RK = chance_RK.double().clamp(0, 1).cumprod(dim=1).masked_fill(~offered_RK, -1.0)
     # By depth and then by row: a stable sort then takes the shallower of equals first.
-    sorted_M, place_M = order_RK.T.flatten().sort(descending=True, stable=True)
-    worth_M = torch.where((sorted_M > 1.5) | (sorted_M < 0), 0.0, sorted_M)
-    net_N = torch.cat([worth_M.new_zeros(1), worth_M.cumsum(0)]) - price_N[: rows * depths + 1].double()
-    number_N = torch.arange(rows * depths + 1, device=device)
-    possible_N = (number_N >= (sorted_M > 1.5).sum()) & (number_N <= (sorted_M >= 0).sum())
-    net_N = net_N.masked_fill(~possible_N, -torch.inf)
-    # The fewest drafts of those that are best; with an infinite price everywhere, what is bound.
-    last = number_N[-1]
-    count = torch.where((net_N == net_N.max()) & possible_N, number_N, last).min()
-    kept_M = torch.zeros(rows * depths, dtype=torch.long, device=device)
-    kept_M = kept_M.scatter(0, place_M, (number_N[:-1] < count).long())
-    return kept_M.view(depths, rows).sum(dim=0)
+    sorted_M, place_M = survival_RK.T.flatten().sort(descending=True, stable=True)
+    number_M = torch.arange(rows * depths, device=chance_RK.device)
+    kept_M = ((number_M < budget) & (sorted_M >= 0)).long()
+    return torch.zeros_like(kept_M).scatter(0, place_M, kept_M).view(depths, rows).sum(dim=0)

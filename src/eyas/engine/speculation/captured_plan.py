@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from eyas.plan.shapes import Batch, Plan
+from eyas.plan.shapes import MARGIN, Batch, Plan
 
 FLAT_FROM = 64
 """Padded tokens above which there are flat passes: up to here a target's pass reads weights and little else, and takes
@@ -93,7 +93,8 @@ def plan_captured(
     )
     auto = sum(batch.levels.values())
     deepest = min((len(survivals) for survivals in batch.survivals.values()), default=0)
-    best: Plan | None = None
+    padded: Plan | None = None
+    flat: Plan | None = None
     for depth in shapes.depths_for(batch.rows):
         if not auto or depth > deepest:
             continue
@@ -111,6 +112,10 @@ def plan_captured(
                 seconds=prices.step(prices.verify(tokens) + drafting, True),
                 budget=budget,
             )
-            if best is None or plan.rate > best.rate:
-                best = plan
-    return plain, best
+            if budget is None and (padded is None or plan.rate > padded.rate):
+                padded = plan
+            elif budget is not None and (flat is None or plan.rate > flat.rate):
+                flat = plan
+    # Every flat shape is one more to capture: for little gain it is not worth that.
+    worth_it = flat is not None and padded is not None and flat.rate > MARGIN * padded.rate
+    return plain, flat if worth_it else padded

@@ -83,7 +83,7 @@ class Controller:
 
     def overlaps(self) -> None:
         """Steps overlap: passes are timed on the device, and a step takes as long as the slower of it and the host."""
-        self.costs.overlapped = True
+        self.costs.overlap()
 
     def runs_graphs(self) -> None:
         """Steps are CUDA graphs: no trees, since growing one asks the host at every depth, and thinking comes later."""
@@ -239,7 +239,9 @@ class Controller:
             passes = prices.verify(rows * (1 + depth))
             passes += prices.draft(depth) + self._debt(situation.auto) if timed else 0.0
             step.with_probe = prices.step(passes, True)
-            if self.probes.affords(step.with_probe - step.plain, step.plain):
+            # No more is ever charged: what says that a probe is dearer may be an outlier that only a probe can correct.
+            loss = min(step.with_probe - step.plain, POLICY.probe_most_loss * step.plain)
+            if self.probes.affords(loss, step.plain):
                 step.probe, step.bound = True, frozenset(row.key for row in situation.auto)
                 self._probing_until = self._steps + POLICY.plan_steps
                 what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"

@@ -68,6 +68,8 @@ class CostCurve:
         self._observations, self._refit_at = 0, POLICY.cost_refit_every
         self.news = 0
         """Buckets that became known so far."""
+        self.below = 2
+        """The typical time has one of so many parts of all times below it: 2 is the median."""
 
     @property
     def known(self) -> Sequence[int]:
@@ -195,7 +197,7 @@ class CostCurve:
 
     def _settle(self, bucket: int) -> None:
         times = sorted(seconds - self._slope_used * context for _, seconds, context in self._times[bucket])
-        self._typical[bucket] = max(0.0, times[(len(times) - 1) // 2])
+        self._typical[bucket] = max(0.0, times[(len(times) - 1) // self.below])
         self._expected = {}
 
     def _refit(self) -> None:
@@ -280,6 +282,14 @@ class CostModel:
         """All passes of a draft against rows, by depth; where they are captured."""
         self._curves = [self.verify, *drafts, self.plain_rest, self.drafting_rest]
 
+    def overlap(self) -> None:
+        """The host works on one step while the device runs the next.
+
+        Only steps that wait for the host tell its time, and those in which something else was late do, too.
+        """
+        self.overlapped = True
+        self.plain_rest.below = self.drafting_rest.below = 4
+
     @property
     def news(self) -> int:
         """How often something became known of which there was only a guess."""
@@ -320,7 +330,7 @@ class CostModel:
             curve.observe(requests, max(0.0, seconds - passes))
         elif seconds > POLICY.host_bound * passes:
             curve.observe(requests, seconds)  # the device has waited for the host
-        elif curve.known and curve.at(requests) > passes:
+        elif curve.samples(requests) and (not curve.known or curve.at(requests) > passes):
             curve.observe(requests, passes)  # the host had waited, so that it takes no longer than this
 
     def step(self, requests: int, passes: float, *, drafting: bool) -> float:

@@ -96,6 +96,8 @@ class BlockTables:
     do."""
     max_seq_len: int
     """No row has more slots; may be above the truth."""
+    longest: int | None = None
+    """Where only the device knows new tokens of rows: no row has more, if that is few."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +176,14 @@ class AttentionMetadata:
         block_size: int,
         null_slot: int,
         live_R: Tensor | None = None,
+        longest: int | None = None,
     ) -> "AttentionMetadata":
         """Lay out chains of any length, `count` tokens with the padding behind them, without leaving the device.
 
         Row r has the tokens query_start_loc_R[r] up to query_start_loc_R[r + 1] (int32 [R + 1], from 0 on); it may have
         none. The first live_R of them are real, or all. Tokens behind the last row are not. As for `padded`, all of
         it can be captured, and a token that is not real is written to `null_slot` and computes something finite.
+        `longest` says that no row has more tokens, where they are as few as drafts are.
         """
         blocks, device = block_table_RP.shape[1], block_table_RP.device
         rows = len(context_lens_R)
@@ -201,6 +205,7 @@ class AttentionMetadata:
             tree_mask_N=None,
             query_lens=None,
             max_seq_len=blocks * block_size,
+            longest=longest,
         )
         return cls(
             block_size=block_size,

@@ -5,8 +5,9 @@ Decoding is bound by reading keys and values, so each is read once: all queries 
 tile of the kernel (Q * F lines, padded to a power of 2). One long request alone would keep few processors busy, so
 its keys are split among several programs, and a second kernel merges their partial answers. Rows with more new tokens
 than a tree may hold are prompts being read: there are queries enough, in tiles of their own, and nothing is split.
-Where only the device knows how long rows are, so are all of them, and a table made on the device says which tile is
-whose: N tokens in R rows have no more than N * F / lines + R tiles, and programs without one leave at once.
+Where only the device knows how long rows are, and no bound is told, so are all of them, and a table made on the device
+says which tile is whose: N tokens in R rows have no more than N * F / lines + R tiles, and programs without one leave
+at once.
 
 Everything that changes from step to step is read from device memory; grids depend on shapes and bounds alone, so the
 kernels can be captured in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
@@ -243,7 +244,12 @@ class TritonBackend(AttentionBackend):
         self._tables = tables = metadata.tables
         self._start_of, self._end_of = tables.query_start_loc_R, tables.seq_lens_R
         self._launches = []
-        if tables.query_lens is None:
+        self._ragged = tables.query_lens is None and (tables.longest is None or tables.longest > TREE_BITS)
+        """Whether rows may be as long as prompts, and only the device knows."""
+        if tables.query_lens is None and not self._ragged:
+            assert tables.longest is not None
+            self._launches.append(_Launch(fewest=1, most=tables.longest, tree=False, split=True))
+        elif tables.query_lens is None:
             # The tokens behind the last row are one more, which sees nothing.
             tokens = len(metadata.position_N)
             self._start_of = functional.pad(tables.query_start_loc_R, (0, 1), value=tokens)
@@ -276,7 +282,9 @@ class TritonBackend(AttentionBackend):
         key_padded, value_padded = (max(16, triton.next_power_of_2(dim)) for dim in (size, value_size))
         if q_NHK.stride(2) != 1:
             q_NHK = q_NHK.contiguous()
-        output_NHE = q_NHK.new_empty(len(q_NHK), heads, value_size)
+        # Tokens behind the last row are in no tile unless they are a row of their own.
+        new = q_NHK.new_zeros if tables.query_lens is None and not self._ragged else q_NHK.new_empty
+        output_NHE = new(len(q_NHK), heads, value_size)
         if window not in self._tree_masks:
             assert window is not None
             self._tree_masks[window] = _mask_within(tables, window, self.sinks)
@@ -286,7 +294,7 @@ class TritonBackend(AttentionBackend):
             lines, block, warps = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
             tiles = triton.cdiv(launch.most * shared, lines)
             programs, tile_of = rows * tiles, self._start_of
-            if tables.query_lens is None:
+            if self._ragged:
                 tile_of = self._tiles_of(shared, lines)
                 programs = len(tile_of)
             splits = _splits(programs * groups, tables.max_seq_len, q_NHK.device) if launch.split else 1
@@ -313,7 +321,7 @@ class TritonBackend(AttentionBackend):
                 BLOCK=block,
                 SPLIT=splits > 1,
                 TREE=launch.tree,
-                RAGGED=tables.query_lens is None,
+                RAGGED=self._ragged,
                 WINDOWED=window is not None,
                 CAPPED=softcap is not None,
                 num_warps=warps,
