@@ -588,8 +588,8 @@ class RoundRunner:
     def _depth_for(self, slot_R: Integers, drafts_R: Integers, bucket: int) -> int:
         """Drafts of a row that are captured together with the deepest of these; fewer if they outnumber the logits."""
         deepest, asked_R = int(drafts_R.max()), self._asked[slot_R]
-        # What all ask for, or they would need other graphs towards their end.
-        depth = int(asked_R.max()) if deepest and asked_R.all() else self.shapes.depth_for(deepest)
+        # What all ask for, or they would need other graphs towards their end, also for the last token.
+        depth = int(asked_R.max()) if asked_R.all() else self.shapes.depth_for(deepest)
         return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
 
     def _chunk_bucket(self, rows: int) -> int:

@@ -42,6 +42,21 @@ Rotary = Callable[..., tuple[Tensor, Tensor]]
 """Cosines and sines [1, N, R] like a tensor, of `position_ids` [1, N]: a model's own module."""
 
 
+@dataclass(frozen=True, eq=False)
+class StaticRotary:
+    """A model's own module for one of its rotations, whose angles are position times frequency wherever it is."""
+
+    module: Rotary
+    frequency_F: Tensor
+    """Radians from one position to the next: float32 [R / 2]."""
+    scale: float
+    """What cosines and sines are multiplied by."""
+
+    def __call__(self, like: Tensor, *, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Rotary`."""
+        return self.module(like, position_ids=position_ids)
+
+
 def join(linears: Sequence[Any]) -> Product | None:
     """One product for linears that read the same input; their outputs lie side by side, in their order.
 

@@ -19,12 +19,23 @@ from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.elementwise import Activation, FusedNorm
-from eyas.kernels.llama.block import DecoderLayer, FusedLlama, NotLlamaError, Product, Rotary, in_one_call, join
+from eyas.kernels.llama.block import (
+    DecoderLayer,
+    FusedLlama,
+    NotLlamaError,
+    Product,
+    Rotary,
+    StaticRotary,
+    in_one_call,
+    join,
+)
 from eyas.kernels.llama.cpu import LlamaSizes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """How far what a norm gives may lie from what is expected of it, relative to its length."""
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""transformers' names of rotations whose frequencies do not depend on how long a sequence is."""
 
 
 @torch.inference_mode(False)  # joined weights outlive the caller's mode
@@ -97,12 +108,35 @@ def _rotations(decoder: Any, config: Any) -> tuple[list[Rotary], list[int]]:
     """The rotations of a model, and which of them each layer has."""
     rotary, layers = decoder.rotary_emb, len(decoder.layers)
     if "layer_type" not in inspect.signature(rotary.forward).parameters:
-        return [rotary], [0] * layers
+        return [_rotation(rotary, rotary, getattr(rotary, "rope_type", None))], [0] * layers
     kind_of = getattr(config, "layer_types", None) or ()
     if len(kind_of) != layers:
         raise NotLlamaError(f"it rotates layers by their type, and has {len(kind_of)} types for {layers} layers")
     kinds = list(dict.fromkeys(kind_of))
-    return [partial(rotary, layer_type=kind) for kind in kinds], [kinds.index(kind) for kind in kind_of]
+    rope_types = getattr(rotary, "rope_type", None)
+    rotations = [
+        _rotation(
+            partial(rotary, layer_type=kind),
+            rotary,
+            rope_types.get(kind) if isinstance(rope_types, dict) else None,
+            f"{kind}_",
+        )
+        for kind in kinds
+    ]
+    return rotations, [kinds.index(kind) for kind in kind_of]
+
+
+def _rotation(call: Rotary, module: nn.Module, rope_type: object, prefix: str = "") -> Rotary:
+    """One rotation. Its angles are told where they do not depend on how long a sequence is."""
+    frequency_F = getattr(module, f"{prefix}inv_freq", None)
+    scale = getattr(module, f"{prefix}attention_scaling", None)
+    if (
+        rope_type not in STATIC_ROPE_TYPES
+        or not isinstance(frequency_F, torch.Tensor)
+        or not isinstance(scale, float | int)
+    ):
+        return call
+    return StaticRotary(call, frequency_F.float(), float(scale))
 
 
 def _is_in(module: nn.Module, *names: str) -> bool:

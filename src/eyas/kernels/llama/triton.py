@@ -34,7 +34,7 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, is_faster, norm_gate_up, norm_linear
-from eyas.kernels.llama.block import FusedLlama, KVLayers, PlainProduct, Product
+from eyas.kernels.llama.block import FusedLlama, KVLayers, PlainProduct, Product, StaticRotary
 
 
 @triton.jit
@@ -214,6 +214,22 @@ def _gate_kernel(
     tl.store(output + token * SIZE + at, gated(gate, up, GELU), mask=inside)
 
 
+@triton.jit
+def _turns_kernel(position_of, frequency, cos, sin, scale, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """Cosines and sines of one token's position, each half of a head the same."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, HALF_PADDED)
+    inside = at < HALF
+    angle = tl.load(position_of + token).to(tl.float32) * tl.load(frequency + at, mask=inside, other=0.0)
+    to = token * 2 * HALF + at
+    cosine = (tl.cos(angle) * scale).to(cos.dtype.element_ty)
+    sine = (tl.sin(angle) * scale).to(sin.dtype.element_ty)
+    tl.store(cos + to, cosine, mask=inside)
+    tl.store(cos + to + HALF, cosine, mask=inside)
+    tl.store(sin + to, sine, mask=inside)
+    tl.store(sin + to + HALF, sine, mask=inside)
+
+
 class TritonLlama(FusedLlama):
     """The fused pass by these kernels."""
 
@@ -228,7 +244,7 @@ class TritonLlama(FusedLlama):
     ) -> tuple[Tensor, Tensor | None]:
         """As `FusedLlama.forward`."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
-        turns = list(zip(*self._turns(x_ND, attention.metadata.position_N), strict=True))
+        turns = self._turns_of(x_ND, attention.metadata.position_N)
         run = self._run_few if 0 < len(x_ND) <= self.few_rows else self._run_blocks
         x_ND, more_ND = run(x_ND, turns, attention, kv, states)
         normed_ND = _add_norm(x_ND, more_ND, self.blocks[-1].mlp_output_norm if self.blocks else None, self.norm)
@@ -237,6 +253,24 @@ class TritonLlama(FusedLlama):
         if keep_M is not None:
             normed_ND = normed_ND.index_select(0, keep_M)
         return self._logits(normed_ND, logits_out_MV), aux_NX
+
+    def _turns_of(self, x_ND: Tensor, position_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Cosines and sines [N, R] of every rotation: in one launch where a module of its own would take ten."""
+        turns = []
+        for rotary in self.rotations:
+            if isinstance(rotary, StaticRotary):
+                half = len(rotary.frequency_F)
+                cos_NR, sin_NR = x_ND.new_empty(2, len(x_ND), 2 * half)
+                _turns_kernel[(len(x_ND),)](
+                    *(position_N, rotary.frequency_F, cos_NR, sin_NR, rotary.scale),
+                    HALF=half,
+                    HALF_PADDED=triton.next_power_of_2(half),
+                    num_warps=1,
+                )
+            else:
+                cos_NR, sin_NR = (x_1NR[0].contiguous() for x_1NR in rotary(x_ND, position_ids=position_N[None]))
+            turns.append((cos_NR, sin_NR))
+        return turns
 
     def with_few_rows(self) -> Self | None:
         """The same with kernels of their own for passes of few tokens; None where a product is none of theirs."""
