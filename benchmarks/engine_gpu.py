@@ -218,6 +218,7 @@ class OurEngine:
             prefix_cache=False,
         )
         self.engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
+        self.engine.proposer.rehearse()  # as `eyas serve` does: the first look for drift takes much longer than others
         self._speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
         self._sampling, self._new = Sampling(temperature=arguments.temperature), arguments.new
         self._before = (0, 0)

@@ -273,7 +273,7 @@ def test_the_costs_are_told_what_really_ran(
     drafter = engine.proposer.drafter
     read: list[int] = []
     passes: list[int] = []
-    fuse, step = drafter._run.fuse, drafter._run.step
+    fuse, step = drafter.run.fuse, drafter.run.step
 
     def fused(aux: Any) -> Any:
         read.append(len(aux))
@@ -292,11 +292,11 @@ def test_the_costs_are_told_what_really_ran(
             assert (draft.passes, draft.tokens) == ran, "the first pass reads what was fused"
             told.append((draft.passes, draft.tokens, draft.trees))
 
-    launch = engine._launch
-    monkeypatch.setattr(drafter._run, "fuse", fused)
-    monkeypatch.setattr(drafter._run, "step", counted)
+    verify = engine._verify
+    monkeypatch.setattr(drafter.run, "fuse", fused)
+    monkeypatch.setattr(drafter.run, "step", counted)
     monkeypatch.setattr(engine.controller, "observe", observe)
-    monkeypatch.setattr(engine, "_launch", lambda *given: (read.clear(), passes.clear(), launch(*given))[2])
+    monkeypatch.setattr(engine, "_verify", lambda *given: (read.clear(), passes.clear(), verify(*given))[2])
     run(engine, [request(prompt) for prompt in prompts])
     assert len(told) > 20
     assert all(trees for _, _, trees in told)

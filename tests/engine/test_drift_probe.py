@@ -88,12 +88,14 @@ class Served:
             return
         commit = engine.rounds._commit
 
-        def note(result: Any, *given: Any) -> None:
-            seq = result.row.seq
-            drafts = min(result.row.drafts, seq.limit - len(seq.tokens) - 1)
-            if drafts > 0:
-                self.drafts[tuple(seq.tokens)] = chain_of(result.drafts[:drafts])
-            commit(result, *given)
+        def note(launched: Any, *given: Any) -> None:
+            launched.landed.wait()
+            made = launched.output[:, launched.line.drafts : launched.line.sure].tolist()
+            for row, tokens in zip(launched.rows, made, strict=True):
+                drafts = min(row.drafts, row.seq.limit - len(row.seq.tokens) - 1)
+                if row.seq.finished is None and drafts > 0:
+                    self.drafts[tuple(row.seq.tokens)] = chain_of(tokens[:drafts])
+            commit(launched, *given)
 
         engine.rounds._commit = note  # type: ignore[method-assign]
 

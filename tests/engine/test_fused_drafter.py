@@ -7,7 +7,8 @@ import torch
 
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
-from eyas.engine.runner.fused_drafter import Drafts, fused_drafter
+from eyas.engine.runner.drafts import Drafts
+from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.kernels.elementwise import Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
 from tiny import drafter_config, random_drafter

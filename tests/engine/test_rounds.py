@@ -508,11 +508,13 @@ def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     assert Engine(target, config=options()).capture_graphs() == 0, "without a GPU there is nothing to capture"
 
 
-def test_steps_of_very_many_rows_are_captured_when_they_are_met(target: Target, tiny_drafter: Drafter) -> None:
-    engine = round_engine(target, tiny_drafter, options(max_num_seqs=200, max_model_len=64))
+def test_steps_of_very_many_rows_are_captured_ahead_for_shallow_drafts(target: Target, tiny_drafter: Drafter) -> None:
+    engine = round_engine(target, tiny_drafter, options(max_num_seqs=100, max_model_len=64, max_num_batched_tokens=800))
     engine.capture_graphs()
-    rows = {int(str(key[1])) for key in graphs_of(engine)._made if key[0] == "verify"}
-    assert rows == {1, 2, 4, 8, 16, 24, 32, 48, 64}
+    shapes = {(int(str(key[1])), int(str(key[2]))) for key in graphs_of(engine)._made if key[0] == "verify"}
+    assert {rows for rows, _ in shapes} == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100}
+    assert {depth for rows, depth in shapes if rows == 64} == {0, 1, 2, 3, 5, 7}
+    assert {depth for rows, depth in shapes if rows == 100} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("usual", [512, 2])

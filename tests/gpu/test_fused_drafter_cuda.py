@@ -19,7 +19,7 @@ from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner import fused_drafter as choice
 from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in, step_for
+from eyas.engine.runner.drafts import Drafts, fuse_rows, remember_in, step_for
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.llama.block import NotLlamaError
 from eyas.kernels.llama.trial import TOLERANCE, UNSTABLE

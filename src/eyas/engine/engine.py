@@ -323,7 +323,8 @@ class Engine:
         for seq in self.scheduler.requests:
             self.rounds.submit(seq)
         self.controller.runs_graphs()
-        self.controller.captures(rounds.shapes)
+        # Flat passes come in many shapes: where they are not captured ahead, each would hold up a step when it is met.
+        self.controller.captures(replace(rounds.shapes, flat=False))
         if not synchronous:
             self.controller.overlaps()
 
@@ -352,6 +353,7 @@ class Engine:
             return 0
         started = self._clock()
         captured = self.rounds.runner.capture_graphs()
+        self.controller.captures(self.rounds.runner.shapes)
         self.proposer.rehearse()
         if self.rounds is not None and self.drafts:
             self.controller.rehearse(self.rounds.runner.rehearse())

@@ -17,8 +17,8 @@ from eyas.plan.quantisation import Quantisation
 CUDA_RUNTIME = 640 * 2**20
 """What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
 FLOAT32 = 4
-LONGEST_CHUNK = 1024
-"""Tokens of a prompt above which a chunk is not captured: there is more to compute than to launch."""
+LONGEST_CHUNK = 8192
+"""Tokens of prompts above which a pass over them is not captured: there is more to compute than to launch."""
 
 
 def default_batched_tokens(*, on_gpu: bool, max_num_seqs: int) -> int:
@@ -116,7 +116,7 @@ def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) ->
 
     What else a slot holds, some numbers and a block table, is thousands of times less and not counted.
     """
-    logits = max(room.recorded_tokens, room.recorded_rows) * vocab_size * FLOAT32
+    logits = (max(room.recorded_tokens, room.recorded_rows) + 1) * vocab_size * FLOAT32
     return logits + (room.recorded_rows + 1) * ring_length(room.max_depth) * states * element
 
 

@@ -9,9 +9,7 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16)
 one."""
 USUAL_BLOCKS = 512
 """Of a request: 8,192 tokens in blocks of 16. A table costs what is read by it, so most engines have one width."""
-ROWS_AHEAD = 64
-"""Steps of more rows are captured when they are met: there are many of them, and each takes time and memory."""
-CHUNKS = (32, 64, 128, 256, 512, LONGEST_CHUNK)
+CHUNKS = (32, 64, 128, 256, 512, 1024, 2048, 4096, LONGEST_CHUNK)
 """Tokens of prompts that are read together."""
-CHUNK_ROWS = (1, 8, 64)
+CHUNK_ROWS = (1, 8, 64, 256, 1024)
 """Prompts that are read together."""

@@ -25,7 +25,8 @@ from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.fused_drafter import fused_drafter, remember_in
+from eyas.engine.runner.drafts import remember_in
+from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.sampler import SamplingMetadata, draw, draw_many

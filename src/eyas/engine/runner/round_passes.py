@@ -25,7 +25,7 @@ from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.fused_drafter import Drafts, fuse_rows, remember_in, step_for
+from eyas.engine.runner.drafts import Drafts, fuse_rows, remember_in, step_for
 from eyas.engine.runner.graph_capture import Mark, Numbers
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs

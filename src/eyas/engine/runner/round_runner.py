@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner import round_passes
-from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, ROWS_AHEAD, TOKENS, USUAL_BLOCKS
+from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS, USUAL_BLOCKS
 from eyas.engine.runner.device_queue import DeviceQueue, Mark
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.flat_verify import verify_flat
@@ -276,19 +276,21 @@ class RoundRunner:
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
-        """Capture chunks, and steps of not too many requests, of usual lengths; how many graphs there are then."""
+        """Capture chunks and steps of usual lengths; how many graphs there are then."""
         blocks = self._usual_blocks
-        for tokens, rows in product(self._chunks, self._chunk_rows):
-            self._reading(tokens, rows, blocks)
-            self._sampling(rows, 0, NOTHING, masked=False)
-        depths = (0, *self.shapes.depths)
-        for rows in (rows for rows in self._rows if rows <= ROWS_AHEAD):
+        for tokens in self._chunks:
+            for fewer, rows in pairwise((0, *self._chunk_rows)):
+                if fewer < tokens:  # or the smaller bucket has a row for every token
+                    self._reading(tokens, rows, blocks)
+                    self._sampling(rows, 0, NOTHING, masked=False)
+        for rows in self._rows:
             if self._drafter is not None:
                 self._catching_up(rows, blocks)
-            for depth, needs in product(depths, (NOTHING, Needs(sampled=True))):
-                if rows * (1 + depth) > self._most_tokens:
+            for depth, needs in product((0, *self.shapes.depths_for(rows)), (NOTHING, Needs(sampled=True))):
+                if rows > self._most_tokens:
                     continue
-                self._verifying(rows, blocks, depth)
+                for flat_tokens in (None, *self.shapes.flat_tokens(rows, depth)):
+                    self._verifying(rows, blocks, depth, flat_tokens)
                 self._sampling(rows, depth, needs, masked=False)
                 for reads in {1 + depth, self._deepest} if depth else ():
                     self._drafting(rows, blocks, reads, depth, needs)
@@ -298,7 +300,6 @@ class RoundRunner:
     def rehearse(self) -> Rehearsal:
         """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
         blocks, queue = self._usual_blocks, self.queue
-        ahead = [rows for rows in self._rows if rows <= ROWS_AHEAD]
         verify, draft = dict[int, float](), {depth: dict[int, float]() for depth in self.shapes.depths}
         catch_up = dict[int, float]()
 
@@ -312,7 +313,7 @@ class RoundRunner:
             ended.wait()
             return ended.seconds_since(began) / REHEARSALS
 
-        for rows in sorted({*ahead[::2], ahead[-1]}):
+        for rows in sorted({*self._rows[::2], self._rows[-1]}):
             for depth in (0, *self.shapes.depths_for(rows)):
                 sample = self._sampling(rows, depth, NOTHING, masked=False)
                 target = self._verifying(rows, blocks, depth)

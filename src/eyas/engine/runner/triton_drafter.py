@@ -18,7 +18,7 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.fused_drafter import Drafts, NotEagleError, first_layer, product_of
+from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, product_of
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.llama import trial

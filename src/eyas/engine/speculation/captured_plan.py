@@ -21,6 +21,12 @@ FLAT_TILE = 8
 """And for a multiple of so many tokens."""
 
 
+DEEP_ROWS = 64
+"""Requests up to which all depths are considered; more of them fill a pass with fewer drafts of each."""
+SHALLOW = 3
+"""The deepest draft for more of them, so that there are not too many shapes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapturedShapes:
     """The passes that there are."""
@@ -45,7 +51,9 @@ class CapturedShapes:
 
     def depths_for(self, rows: int) -> list[int]:
         """Depths that so many requests may be drafted for."""
-        return [depth for depth in self.depths if self.rows_for(rows) * (1 + depth) <= self.most_tokens]
+        bucket = self.rows_for(rows)
+        deepest = SHALLOW if bucket > DEEP_ROWS else self.depths[-1] if self.depths else 0
+        return [depth for depth in self.depths if depth <= deepest and bucket * (1 + depth) <= self.most_tokens]
 
     def flat_tokens(self, rows: int, depth: int) -> list[int]:
         """Tokens of the flat passes for so many requests and drafts, all of them fewer than padded."""

@@ -32,6 +32,8 @@ MOST_ROWS = 4
 """Rows up to which these kernels are ahead of a general product."""
 SMALL_BYTES = 8 << 20
 """Weights up to which a product is a matter of latency, not of bandwidth."""
+FEW_OUTPUTS = 4224
+"""Outputs up to which 16 at a time make no more programs than an H200 holds at a time."""
 
 
 @triton.jit
@@ -349,9 +351,18 @@ def fuses_norm(rows: int, size: int) -> bool:
     return rows * size <= 4096
 
 
-def is_faster(weight_ED: Tensor) -> bool:
-    """Whether it pays for this weight: not if it is large and its rows are short, as in the head of a small model."""
-    return weight_ED.shape[1] >= 2048 or weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES
+def most_rows(weight_ED: Tensor) -> int:
+    """Rows up to which `few_linear` is ahead of a general product; what was so on an H200 at the sizes of `tiling_for`.
+
+    Not at all if the weight is large and its rows are short, as in the head of a small model. Products of large weights
+    with few outputs are split along their inputs by a general product, which costs a launch to sum them up.
+    """
+    outputs, size = weight_ED.shape
+    if weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES:
+        return MOST_ROWS
+    if size < 2048:
+        return 0
+    return 16 if outputs <= FEW_OUTPUTS else 8 if outputs <= 2 * FEW_OUTPUTS else MOST_ROWS
 
 
 def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, gates: bool) -> Tiling:
@@ -374,6 +385,6 @@ def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, 
         return Tiling(outputs=16, inputs=inputs, warps=2, stages=5, dot=True)
     if outputs < 1536:
         return Tiling(outputs=4, inputs=min(1024, whole), warps=4, stages=4)
-    if outputs <= 4224:
+    if outputs <= FEW_OUTPUTS:
         return Tiling(outputs=16, inputs=inputs, warps=2, stages=5, dot=True)
     return Tiling(outputs=32, inputs=inputs, warps=4, stages=4, dot=True)

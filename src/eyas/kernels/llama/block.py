@@ -214,7 +214,7 @@ class FusedLlama:
 
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
-        x_ND = functional.embedding(ids_N, self.embedding_VD)
+        x_ND = self._embed(ids_N)
         if self.embedding_scale is not None:
             x_ND *= self.embedding_scale
         if not aux_layer_ids:
@@ -222,6 +222,10 @@ class FusedLlama:
         tokens, width = x_ND.shape
         aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width)
         return x_ND, aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
+
+    def _embed(self, ids_N: Tensor) -> Tensor:
+        """Embeddings [N, D]."""
+        return functional.embedding(ids_N, self.embedding_VD)
 
     def _turns(self, x_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, N, R] of every rotation."""

@@ -33,7 +33,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
-from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, is_faster, norm_gate_up, norm_linear
+from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
 from eyas.kernels.llama.block import FusedLlama, KVLayers, PlainProduct, Product, StaticRotary
 
 
@@ -215,6 +215,15 @@ def _gate_kernel(
 
 
 @triton.jit
+def _embed_kernel(token_of, embedding, output, row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Some of one token's embedding. Torch's own gather of up to 16 rows goes through them one after the other."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(embedding + tl.load(token_of + token) * row + at, mask=at < SIZE, other=0.0)
+    tl.store(output + token * SIZE + at, value, mask=at < SIZE)
+
+
+@triton.jit
 def _turns_kernel(position_of, frequency, cos, sin, scale, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
     """Cosines and sines of one token's position, each half of a head the same."""
     token = tl.program_id(0).to(tl.int64)
@@ -254,6 +263,17 @@ class TritonLlama(FusedLlama):
             normed_ND = normed_ND.index_select(0, keep_M)
         return self._logits(normed_ND, logits_out_MV), aux_NX
 
+    def _embed(self, ids_N: Tensor) -> Tensor:
+        """Embeddings [N, D]."""
+        embedding_VD, size = self.embedding_VD, self.embedding_VD.shape[1]
+        x_ND = embedding_VD.new_empty(len(ids_N), size)
+        block = min(1024, triton.next_power_of_2(size))
+        if len(ids_N):
+            _embed_kernel[(len(ids_N), triton.cdiv(size, block))](
+                *(ids_N, embedding_VD, x_ND, embedding_VD.stride(0)), SIZE=size, BLOCK=block, num_warps=4
+            )
+        return x_ND
+
     def _turns_of(self, x_ND: Tensor, position_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosines and sines [N, R] of every rotation: in one launch where a module of its own would take ten."""
         turns = []
@@ -277,8 +297,7 @@ class TritonLlama(FusedLlama):
         products = [x for block in self.blocks for x in (block.qkv, block.output, block.gate_up, block.down)]
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
-        head = FewRowsProduct(self.head) if isinstance(self.head, PlainProduct) else self.head
-        return replace(self, few_rows=MOST_ROWS, head=head)
+        return replace(self, few_rows=MOST_ROWS, head=FewRowsProduct(self.head))
 
     def _run_blocks(
         self,
@@ -300,15 +319,19 @@ class TritonLlama(FusedLlama):
             normed_ND = _add_norm(x_ND, more_ND, more_norm, block.attention_norm)
             if layer in states:
                 states[layer].copy_(x_ND)
-            block.qkv(normed_ND, qkv_NE)
+            self._product(block.qkv, normed_ND, qkv_NE)
             _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, *kv[layer])
             mixed_NHK = attention.attend(q_NHK, *kv[layer], block.scale, block.softcap, block.window)
-            more_ND = block.output(mixed_NHK.reshape(tokens, -1), None)
+            more_ND = self._product(block.output, mixed_NHK.reshape(tokens, -1))
             normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
             block.gate_up(normed_ND, gate_up)
             _gate(gate_up, block.activation, gated_NI)
-            more_ND, more_norm = block.down(gated_NI, None), block.mlp_output_norm
+            more_ND, more_norm = self._product(block.down, gated_NI), block.mlp_output_norm
         return x_ND, more_ND
+
+    def _product(self, product: Product, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `Product`, by the kernel for few rows where that is the faster one."""
+        return FewRowsProduct(product)(x_ND, out_NE) if self.few_rows else product(x_ND, out_NE)
 
     def _run_few(
         self,
@@ -356,18 +379,19 @@ class TritonLlama(FusedLlama):
 
 @dataclass(frozen=True, eq=False)
 class FewRowsProduct:
-    """The product of plain linears, by the kernel for few rows where that is the faster one."""
+    """A product, by the kernel for few rows where it is of plain linears and that is the faster one."""
 
-    plain: PlainProduct
+    product: Product
 
     def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
         """As `Product`."""
-        weight_ED = self.plain.weight_ED
-        if not 0 < len(x_ND) <= MOST_ROWS or not is_faster(weight_ED):
-            return self.plain(x_ND, out_NE)
-        if not (x_ND.is_contiguous() and weight_ED.is_contiguous() and (out_NE is None or out_NE.is_contiguous())):
-            return self.plain(x_ND, out_NE)
-        return few_linear(x_ND, weight_ED, self.plain.bias_E, out_NE=out_NE)
+        if not isinstance(self.product, PlainProduct):
+            return self.product(x_ND, out_NE)
+        weight_ED, bias_E = self.product.weight_ED, self.product.bias_E
+        contiguous = all(x.is_contiguous() for x in (x_ND, weight_ED, out_NE) if x is not None)
+        if not contiguous or not 0 < len(x_ND) <= most_rows(weight_ED):
+            return self.product(x_ND, out_NE)
+        return few_linear(x_ND, weight_ED, bias_E, out_NE=out_NE)
 
 
 def _plain(product: Product) -> tuple[Tensor, Tensor | None]:
