@@ -1,5 +1,7 @@
 """Speculation on the default target. Its drafter is random here: nothing but the rule keeps the output right."""
 
+import random
+
 import pytest
 
 from default_drafter import default_drafter_config
@@ -59,3 +61,13 @@ def test_plain_sampling_repeats_by_seed(default_target: Target) -> None:
         generate_plainly(default_target, ids, sampling=hot, max_new_tokens=5, seed=seed) for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+@pytest.mark.default
+def test_short_calls_are_decoded_as_all_others(default_target: Target) -> None:
+    decode, chance = default_target.decoder(), random.Random(2)
+    assert decode is not default_target.decode, "the lean way"
+    for _ in range(2000):
+        ids = tuple(chance.randrange(default_target.facts.vocab_size) for _ in range(chance.choice([1, 2, 5])))
+        for skip in (True, False):
+            assert decode(ids, skip) == default_target.decode(ids, skip)

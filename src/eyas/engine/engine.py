@@ -92,7 +92,7 @@ class Engine:
                 device=target.device,
             )
             self.runner.kept_layer_ids = kept
-        self._outputs = OutputProcessor(target.decode)
+        self._outputs = OutputProcessor(target.decoder())
         self._keys = 0
         self.rounds: RoundLoop | None = None
         """Steps whose rounds live on the device; None where the host takes part in each."""

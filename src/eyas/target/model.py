@@ -24,6 +24,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -201,6 +202,20 @@ class Target:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of new tokens, without special ones unless they are asked for."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def decoder(self) -> Callable[[Sequence[int], bool], str]:
+        """`decode` for very many short calls: the tokenizer's own code alone, where all around it changes nothing."""
+        tokenizer, base = self.tokenizer, PreTrainedTokenizerFast
+        lean = (
+            isinstance(tokenizer, base)
+            and type(tokenizer).decode is base.decode
+            and type(tokenizer)._decode is base._decode
+            and not tokenizer.clean_up_tokenization_spaces
+        )
+        if not lean:
+            return self.decode
+        decode = tokenizer.backend_tokenizer.decode
+        return lambda ids, skip_special_tokens: decode(ids, skip_special_tokens=skip_special_tokens)
 
     def stop_ids(self) -> frozenset[int]:
         """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""

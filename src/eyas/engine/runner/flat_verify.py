@@ -13,7 +13,7 @@ Shapes: R rows, K drafts of a row, N tokens of the pass, V vocabulary.
 import torch
 from torch import Tensor
 
-from eyas.engine.runner.graph_capture import Mark, Numbers
+from eyas.engine.runner.graph_capture import Numbers
 from eyas.engine.runner.round_passes import RoundTarget
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.verify_budget import calibrated_chances, share_budget_on_device
@@ -22,7 +22,6 @@ from eyas.kernels.attention.metadata import AttentionMetadata
 
 def verify_flat(
     _: Numbers,
-    __: Mark,
     *,
     state: RoundState,
     target: RoundTarget,

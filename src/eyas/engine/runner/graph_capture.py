@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,19 +19,15 @@ logger = logging.getLogger(__name__)
 
 Numbers = Mapping[str, Tensor]
 """The tables of `InputBuffers` on the device."""
-Mark = Callable[[], None]
-"""To be called where a part ends: its time is taken there, on the device."""
-Function = Callable[[Numbers, Mark], Tensor]
+Function = Callable[[Numbers], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedGraph:
-    """A function of a inputs."""
+    """A function of inputs."""
 
     inputs: InputBuffers
     run: Callable[[], Tensor]
-    seconds: Callable[[], list[float]]
-    """What the parts of the last run took, from mark to mark; to be asked when its output is on the host."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,19 +86,11 @@ class GraphCapture:
         beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(beside):
-            function(inputs.device, lambda: None)
+            function(inputs.device)
         torch.cuda.current_stream(self.device).wait_stream(beside)
-        graph, marks = torch.cuda.CUDAGraph(), list[Any]()
-
-        def mark() -> None:
-            marks.append(torch.cuda.Event(enable_timing=True, external=True))  # type: ignore[no-untyped-call]
-            marks[-1].record()
-
-        with (
-            _no_collection(),
-            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            output = function(inputs.device, mark)
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            output = function(inputs.device)
         self._pool = self._pool or graph.pool()
         self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
 
@@ -111,9 +98,7 @@ class GraphCapture:
             graph.replay()
             return output
 
-        return CapturedGraph(
-            inputs=inputs, run=replay, seconds=lambda: [1e-3 * a.elapsed_time(b) for a, b in pairwise(marks)]
-        )
+        return CapturedGraph(inputs=inputs, run=replay)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch import Tensor
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.drafts import Drafts, fuse_rows, remember_in, step_for
-from eyas.engine.runner.graph_capture import Mark, Numbers
+from eyas.engine.runner.graph_capture import Numbers
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
@@ -86,7 +86,6 @@ class RoundTarget:
 
 def draft(
     _: Numbers,
-    mark: Mark,
     *,
     state: RoundState,
     drafter: RoundDrafter,
@@ -119,9 +118,7 @@ def draft(
     return state.drafts_RK[:rows, :depth]
 
 
-def verify(
-    _: Numbers, __: Mark, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int
-) -> Tensor:
+def verify(_: Numbers, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int) -> Tensor:
     """The target over the newest token and the drafts; logits are left row by row, states in the ring."""
     layout = lay_out_verify(state, block_shape(target.cache, blocks), rows=rows, depth=depth)
     aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None)
@@ -132,7 +129,6 @@ def verify(
 
 def sample(
     _: Numbers,
-    __: Mark,
     *,
     state: RoundState,
     target: RoundTarget,
@@ -208,7 +204,6 @@ class RoundLine:
 
 def read(
     numbers: Numbers,
-    _: Mark,
     *,
     state: RoundState,
     target: RoundTarget,
@@ -253,7 +248,7 @@ def read(
     return last_R
 
 
-def catch_up(_: Numbers, __: Mark, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
+def catch_up(_: Numbers, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
     """Let the drafter read all that waits for rows but the last state."""
     layout = lay_out_draft(
         state, block_shape(drafter.cache, blocks), rows=rows, reads=state.most_waiting, depth=0, kept=1

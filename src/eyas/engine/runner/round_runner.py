@@ -512,7 +512,7 @@ class RoundRunner:
         if masked or needs.shaped:
             device = self.capture.device
             return lambda mask_NV: function(
-                {}, _no_mark, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
+                {}, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
             )
         captured = self._captured(SAMPLE, (rows, depth, needs), function)
         return lambda _: captured()
@@ -530,12 +530,12 @@ class RoundRunner:
             if graph is not None:
                 return graph.inputs, graph.run
         inputs = InputBuffers(shapes, self.capture.device)
-        return inputs, lambda: function(inputs.device, _no_mark)
+        return inputs, lambda: function(inputs.device)
 
     def _captured(self, kind: str, bucket: tuple[object, ...], function: Function) -> Callable[[], Tensor]:
         """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
         graph = self._graph(kind, bucket, function, {})
-        return graph.run if graph is not None else lambda: function({}, _no_mark)
+        return graph.run if graph is not None else lambda: function({})
 
     def _graph(
         self, kind: str, bucket: tuple[object, ...], function: Function, shapes: Mapping[str, tuple[int, ...]]
@@ -608,7 +608,3 @@ def slot_of(seq: SequenceState) -> int:
     """The slot of a request that runs."""
     assert seq.slot is not None, f"request {seq.key} has no slot"
     return seq.slot
-
-
-def _no_mark() -> None:
-    """Where nobody takes the time inside a pass."""

@@ -61,8 +61,6 @@ class Choice:
     reason: str
     look: int = 1
     """Candidates to note for every draft; 1: the draft alone."""
-    skip_pruning: bool = False
-    """Whether drafts may be verified without a look at them: what that could withhold is not worth the time."""
     budget: int | None = None
     """Drafts of all requests on auto together that are verified, where passes are captured; None: all."""
     holds: int = 1

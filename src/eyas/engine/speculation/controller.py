@@ -127,7 +127,6 @@ class Controller:
             shape=shape,
             reason=self._reason,
             look=POLICY.ranks if any(depths) and self._looks_now(situation) else 1,
-            skip_pruning=self.costs.shapes is not None or self._skip_pruning(step, depths),
             budget=None if step.plan is None else step.plan.budget,
             holds=1 if any(depths) or step.once else self._holds(situation),
             under_way=step,
@@ -141,19 +140,6 @@ class Controller:
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
             return POLICY.plan_steps
         return min(POLICY.plan_steps, self.probes.steps_left(self._steps))
-
-    def _skip_pruning(self, step: StepUnderWay, depths: Sequence[int]) -> bool:
-        """Whether to withhold drafts that turn out unlikely would save less than it takes to look at them.
-
-        At most those are withheld that will not be accepted. A look lets the device wait for the host once more, and
-        the host write down a pass once more, as for a plain step.
-        """
-        if step.plan is None:
-            return all(depths)  # a probe of some leaves the others alone
-        verify, situation = self.costs.verify, step.situation
-        tokens, accepted = situation.rows + step.plan.drafts, round(step.plan.tokens) - situation.rows
-        saved = verify.at(tokens, situation.context) - verify.at(situation.rows + accepted, situation.context)
-        return saved <= self.costs.rest(situation.rows, drafting=False)
 
     def _looks_now(self, situation: Situation) -> bool:
         """Whether this step, which drafts, is one of those that note further candidates."""
