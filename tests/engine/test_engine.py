@@ -417,3 +417,26 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
     run(engine, [request(prompt, max_new_tokens=100) for prompt in prompts[:6]])
     assert len(reads) == 0 if patient else 1 <= len(reads) <= 3
     assert max(reads, default=0) == (0 if patient else 6)
+
+
+def test_a_rehearsal_tells_what_steps_take_and_leaves_nothing_else(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(target, tiny_drafter, config=options())
+    assert engine.capture_graphs() == 0
+    costs, report = engine.controller.costs, engine.controller.report()
+    assert {1, 2, 4, 8} <= set(costs.verify.known)
+    assert costs.first_draft.known
+    assert costs.further_draft.known
+    assert report["rounds"] == 0, "of acceptance nothing"
+    assert engine.stats.passes == 0
+    assert engine.block_manager.used == 0
+    assert not engine.busy
+    asked = [request(prompt, speculation=Speculation()) for prompt in prompts]
+    fresh = Engine(target, tiny_drafter, config=options())
+    assert [answer.tokens for answer in run(engine, asked)] == [answer.tokens for answer in run(fresh, asked)]
+    engine.submit(request(prompts[0]))
+    engine.step()
+    before = engine.controller
+    engine.capture_graphs()
+    assert engine.controller is before, "not while somebody is served"

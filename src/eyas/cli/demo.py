@@ -72,6 +72,7 @@ def demo(
     # Without the prefix cache: the second answer to a prompt must not profit from the first.
     options = EngineConfig(max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False)
     engine = Engine(loaded, model, config=options)
+    engine.capture_graphs()
     _both(engine, "Hello! Who are you?", speculation, max_tokens=32)  # later ones find done what this one pays for
     rows = [_both(engine, prompt, speculation, max_tokens=max_tokens) for prompt in prompts or PROMPTS]
     whole = _figures(rows)

@@ -30,7 +30,7 @@ from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
 from eyas.engine.proposer import NoProposer, Proposer, Proposes
-from eyas.engine.request import FinishReason, Request, SequenceState
+from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.engine.round_loop import RoundLoop
 from eyas.engine.runner.device_queue import CUDAStreamQueue, DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
@@ -40,17 +40,22 @@ from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
+from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.observations import TargetTiming
 from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, states_of, verify
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
+from eyas.sampling import Sampling
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
 
 logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
+REHEARSED_PROMPT = (0,) * 16
+REHEARSED_STEPS = 4
+"""Of each depth: the first of a size tells nothing, since it takes longer than the others."""
 MOST_PROMPT_LOGITS = 2**24
 """Logits of prompt tokens that a step computes, 64 MiB in float32, for requests that ask for their logprobs."""
 
@@ -243,22 +248,29 @@ class Engine:
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
+        config, runner = self.config, None
+        if drafter is not None:
+            runner = DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
+        self._begin_to_learn(runner)
+
+    def _begin_to_learn(self, runner: DrafterRunner | None, costs: CostModel | None = None) -> None:
+        """Draft by this one, of which nothing is known, but perhaps what passes take."""
         config = self.config
         self.drift = DriftAlarm(config.max_depth)
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
-        recorded = None if drafter is None else drafter.recorded_acceptance
+        recorded = None if runner is None else runner.model.recorded_acceptance
         self.controller = Controller(
             max_depth=config.max_depth,
             drift=self.drift,
             trees=True,
             recorded=() if recorded is None else recorded.by_depth(),
+            costs=costs,
         )
         self.proposer: Proposes = NoProposer()
         self.runner.layer_ids = ()
-        if drafter is None:
+        if runner is None:
             return
-        layer_ids = drafter.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
-        runner = DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
+        layer_ids = runner.model.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
         self.proposer = Proposer(
             runner,
             self.controller,
@@ -348,8 +360,9 @@ class Engine:
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
-        """Capture the usual steps now instead of when they are first met; how many graphs there are."""
+        """Capture and time the usual steps now instead of when they are first met; how many graphs there are."""
         if self.rounds is None:
+            self._rehearse()
             return 0
         started = self._clock()
         captured = self.rounds.runner.capture_graphs()
@@ -360,6 +373,30 @@ class Engine:
             captured = len(self.rounds.runner.capture)
         logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured
+
+    def _rehearse(self) -> None:
+        """Time steps for a request that nobody made, so that the first choice of a depth is an informed one."""
+        if not isinstance(self.proposer, Proposer) or self.scheduler.requests:
+            return
+        outputs, self._outputs = self._outputs, OutputProcessor(self.target.decoder())
+        longest = self.max_model_len - len(REHEARSED_PROMPT)
+        depths = sorted({min(depth, self.config.max_depth) for depth in (0, 1, 3, 7)})
+        for depth in depths if longest > 0 else ():
+            # On auto, steps are plain as long as no time is known, and each is timed.
+            speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation()
+            request = Request(
+                prompt=REHEARSED_PROMPT,
+                sampling=Sampling(),
+                max_new_tokens=min(longest, REHEARSED_STEPS * (1 + depth)),
+                speculation=speculation,
+            )
+            key = self.submit(request)
+            for _ in range(1 + REHEARSED_STEPS):
+                self.step()
+            self.cancel(key)
+        self._outputs = outputs
+        # All else that was learnt is of what nobody asked.
+        self._begin_to_learn(self.proposer.drafter, self.controller.costs)
 
     # --- the step ----------------------------------------------------------------------------------------------
 

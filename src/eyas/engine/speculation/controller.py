@@ -58,12 +58,17 @@ class Controller:
         trees: bool = False,
         drift: DriftAlarm | None = None,
         recorded: Sequence[float] = (),
+        costs: CostModel | None = None,
     ) -> None:
-        """`recorded` is the drafter's acceptance by depth, as far as somebody has measured or estimated it."""
+        """`recorded` is the drafter's acceptance by depth, as far as somebody has measured or estimated it.
+
+        `costs` is what passes take, if they have been timed.
+        """
         assert max_depth >= 1
         self.max_depth = max_depth
         self.drift = drift or DriftAlarm(max_depth)
-        self.costs, self.acceptance, self.probes = CostModel(), Acceptance(max_depth, recorded), Exploration()
+        self.costs, self.probes = costs or CostModel(), Exploration()
+        self.acceptance = Acceptance(max_depth, recorded)
         self._planner = Planner(self.costs, self.acceptance, trees=trees)
         self.thinks_later = False
         """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
