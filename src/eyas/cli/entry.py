@@ -1,18 +1,28 @@
 """What the console script calls: Ctrl-C is one line and exit code 130 from the first import on."""
 
+import os
 import signal
 import sys
+from types import FrameType
 
 
 def main() -> None:
     """Run the command line."""
-    try:
-        from eyas.cli.app import main as run
-        from eyas.cli.streams import keep_writing
+    # Raised within an import, an interruption could be swallowed there. Nothing is lost yet, so it ends the process.
+    before = signal.signal(signal.SIGINT, _end)
+    from eyas.cli.app import main as run
+    from eyas.cli.streams import keep_writing
 
+    signal.signal(signal.SIGINT, before)
+    try:
         keep_writing()
         run()
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not interrupt this
         print("eyas: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    print("eyas: interrupted", file=sys.stderr, flush=True)
+    os._exit(130)
