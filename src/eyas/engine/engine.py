@@ -1,10 +1,11 @@
-"""The engine: many requests, one target, one drafter. A step is schedule, launch, collect, commit.
+"""The engine: many requests, one target, one drafter. A step is schedule, verify, commit.
 
     schedule  which requests take part, with how many tokens, and how deep each is drafted for
-    launch    the drafter proposes tokens, and a pass of the target over all rows gets under way: chunks of prompts,
-              newest tokens, drafts
-    collect   the target's own token at every position; drafts that equal it are accepted
+    verify    the drafter proposes tokens, and the target reads all rows in a pass: chunks of prompts, newest tokens,
+              drafts; its own token at every position, and drafts that equal it are accepted
     commit    tokens, blocks, text; ended requests leave
+
+On a GPU a step is the same, and the next one is launched before its tokens have arrived (`round_loop.py`).
 
 The law: a request's token at position t is a function of the target's distribution there and of the request's own
 noise at t (`sampler.py`). Drafts, depths, the batch around it and preemptions change when it is computed, never
