@@ -166,7 +166,7 @@ def test_answers_and_drafts_are_the_same_with_and_without(
 ) -> None:
     asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts]
     ours = run(engine_of(target, tiny_drafter, recorded=recorded), asked)
-    assert len(seen) > 4
+    assert len(seen) > (4 if recorded else 8), "its clock is read less often by rounds"
     watched = len(seen)
     theirs = run(engine_of(target, tiny_drafter, recorded=recorded, drift_share=0.0), asked)
     assert len(seen) == watched, "share 0 is off"

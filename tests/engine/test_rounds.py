@@ -341,7 +341,8 @@ def test_looks_for_drift_change_nothing(
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
     expected = run(Engine(target, config=options()), [_plain(one) for one in asked])
     assert tokens_of(run(engine, asked)) == tokens_of(expected)
-    assert engine.drift.checkups > 0
+    # On a GPU the first look compiles kernels, and takes the share of many others.
+    assert engine.drift.checkups > (0 if target.device.type == "cuda" else 3)
 
 
 def test_after_a_step_that_failed_others_are_served(

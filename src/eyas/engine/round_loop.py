@@ -30,7 +30,8 @@ from torch import Tensor
 from eyas.engine.output import OutputProcessor
 from eyas.engine.proposer import Proposes
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.round_runner import LaunchedRound, RoundRunner
+from eyas.engine.runner.launched_round import LaunchedRound
+from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.runner.sampling_needs import needs_mask
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.choice import Choice
