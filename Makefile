@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed zero-tax arrivals spec-bench soak attack http-overhead \
+.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead \
 	drafters clean
 
 demo: $(READY)
@@ -65,6 +65,11 @@ SPEED_OPTIONS ?=
 gpu-speed: $(READY)
 	$(BIN)/python benchmarks/engine_gpu.py --shape 135m --length 2.5 --out gpu-speed-135m.json $(WITH_VLLM) $(SPEED_OPTIONS)
 	$(BIN)/python benchmarks/engine_gpu.py --shape 8b --length 3.0 --out gpu-speed-8b.json $(WITH_VLLM) $(SPEED_OPTIONS)
+
+# How an 8B-shaped target decodes behind contexts of up to 128k tokens, and in which memory: needs a large GPU.
+LONG_OPTIONS ?=
+long-context: $(READY)
+	$(BIN)/python benchmarks/long_context.py --shape 8b --out long-context.json $(LONG_OPTIONS)
 
 # The engine on real prompts, with and without speculation: PROMPTS=file.jsonl, DRAFTER=folder if not the shipped one.
 engine-speed: $(READY)

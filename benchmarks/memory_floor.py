@@ -47,13 +47,21 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step_bytes(target: Target, drafter: Drafter | None, *, users: int, context: float, depth: int) -> int:
+def step_bytes(
+    target: Target,
+    drafter: Drafter | None,
+    *,
+    users: int,
+    context: float,
+    depth: int,
+    drafter_context: float | None = None,
+) -> int:
     """Bytes that a step reads: every weight once in a pass, and keys and values of all users.
 
     With drafts that is one pass of the target and `depth` of the drafter, of which only the first reads the target's
-    states. Activations are left out: they stay in caches.
+    states. The drafter may see less of a context than the target does. Activations are left out: they stay in caches.
     """
-    model = target.model
+    model, seen = target.model, context if drafter_context is None else min(context, drafter_context)
     read = weight_bytes(model) + int(users * context * _kv_bytes_of(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight.data_ptr() != head.weight.data_ptr():
@@ -61,7 +69,7 @@ def step_bytes(target: Target, drafter: Drafter | None, *, users: int, context: 
     if drafter is not None and depth:
         own, first = weight_bytes(drafter, beside=model), drafter.fc.weight.nbytes
         token = kv_bytes_per_token(drafter.config, str(drafter.fc.weight.dtype).removeprefix("torch."))
-        read += first + depth * (own - first + int(users * context * token))
+        read += first + depth * (own - first + int(users * seen * token))
     return read
 
 

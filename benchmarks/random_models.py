@@ -41,13 +41,29 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 LONGEST = 8192
+"""Tokens of a context, unless told: what rotations are made for without scaling."""
 
 
-def llama_config(shape: str) -> LlamaConfig:
-    """A Llama of this shape."""
+def rope_parameters(longest: int) -> dict[str, Any]:
+    """How positions are turned; for contexts above LONGEST scaled as Llama 3.1 does it."""
+    if longest <= LONGEST:
+        return {"rope_type": "default", "rope_theta": 10000.0}
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LONGEST,
+    }
+
+
+def llama_config(shape: str, longest: int = LONGEST) -> LlamaConfig:
+    """A Llama of this shape, for contexts of so many tokens."""
     return LlamaConfig(
         **SHAPES[shape],
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=longest,
+        rope_parameters=rope_parameters(longest),
         tie_word_embeddings=shape != "8b",
         bos_token_id=0,
         eos_token_id=1,
@@ -55,21 +71,21 @@ def llama_config(shape: str) -> LlamaConfig:
     )
 
 
-def random_target(shape: str, dtype: torch.dtype, device: torch.device) -> Target:
+def random_target(shape: str, dtype: torch.dtype, device: torch.device, longest: int = LONGEST) -> Target:
     """A Llama of this shape that knows nothing."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model = LlamaForCausalLM(llama_config(shape)).eval().requires_grad_(False)
+            model = LlamaForCausalLM(llama_config(shape, longest)).eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
     return Target(facts=facts_of(model.config, shape), model=model, tokenizer=tokenizer)
 
 
-def drafter_config(shape: str, aux_layer_ids: tuple[int, ...]) -> DrafterConfig:
-    """One layer of the target's shape."""
+def drafter_config(shape: str, aux_layer_ids: tuple[int, ...], longest: int = LONGEST) -> DrafterConfig:
+    """One layer of the target's shape, with its rotation."""
     sizes = SHAPES[shape]
     return DrafterConfig(
         vocab_size=sizes["vocab_size"],
@@ -81,7 +97,8 @@ def drafter_config(shape: str, aux_layer_ids: tuple[int, ...]) -> DrafterConfig:
         num_key_value_heads=sizes["num_key_value_heads"],
         head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         aux_layer_ids=aux_layer_ids,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=longest,
+        rope_parameters=rope_parameters(longest),
         fc_norm=True,
         norm_output=True,
     )
@@ -89,17 +106,20 @@ def drafter_config(shape: str, aux_layer_ids: tuple[int, ...]) -> DrafterConfig:
 
 def random_drafter(shape: str, target: Target) -> Drafter:
     """An EAGLE-3.1 drafter for a random target."""
-    config = drafter_config(shape, target.facts.default_aux_layer_ids())
+    longest = target.facts.max_position_embeddings or LONGEST
+    config = drafter_config(shape, target.facts.default_aux_layer_ids(), longest)
     with target.device:
         drafter = Drafter(config, own_head=True).to(target.device, target.dtype).eval().requires_grad_(False)
     return drafter.share_target(target.embedding(), target.head())
 
 
-def write_configs(shape: str, aux_layer_ids: tuple[int, ...], dtype: str, folder: Path) -> tuple[Path, Path]:
+def write_configs(
+    shape: str, aux_layer_ids: tuple[int, ...], dtype: str, folder: Path, longest: int = LONGEST
+) -> tuple[Path, Path]:
     """The target's and the drafter's folder for vLLM, which invents the weights itself: each a config.json alone."""
     target, drafter = folder / f"{shape}-target", folder / f"{shape}-drafter"
-    own = llama_config(shape).to_dict() | {"dtype": dtype, "torch_dtype": dtype}
-    small = LAYOUTS["vllm"].write_config(drafter_config(shape, aux_layer_ids), {})
+    own = llama_config(shape, longest).to_dict() | {"dtype": dtype, "torch_dtype": dtype}
+    small = LAYOUTS["vllm"].write_config(drafter_config(shape, aux_layer_ids, longest), {})
     for place, config in ((target, own), (drafter, {**small, "dtype": dtype, "torch_dtype": dtype})):
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.json").write_text(json.dumps(config))
