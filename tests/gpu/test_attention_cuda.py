@@ -5,6 +5,7 @@ The first half also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, w
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -85,6 +86,30 @@ def test_long_contexts_are_split_and_merged(
     new = draw(count + 1, heads, size), draw(count + 1, groups, size), draw(count + 1, groups, value_size)
     ours, theirs = (layer.attend(rows, new, law, backend) for backend in (by_triton, DenseBackend))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_keys_beyond_what_32_bits_count_are_found() -> None:
+    """The last of three heads begins 2^31 numbers behind the first: a cache of millions of tokens."""
+    groups, size, block, stride = 3, 16, 16, 2**30 + 64
+    numbers = 2 * stride + 8 * block * size
+    if DEVICE.type == "cuda":
+        memory = torch.empty(numbers, dtype=torch.float16, device=DEVICE)
+    else:  # the system hands out zeros when they are first touched, and nearly none are
+        memory = torch.from_numpy(np.zeros(numbers, dtype=np.float16))
+    shape, strides = (groups, 4 * block, size), (stride, size, 1)
+    far = Layer(
+        block_size=block,
+        keys=memory.as_strided(shape, strides),
+        values=memory.as_strided(shape, strides, storage_offset=4 * block * size),
+    )
+    near = Layer.filled(4, block, heads=groups, size=size, value_size=size)
+    near = Layer(block_size=block, keys=near.keys.to(DEVICE).half(), values=near.values.to(DEVICE).half())
+    for x, y in zip(far.both, near.both, strict=True):
+        x.copy_(y)
+    generator = torch.Generator().manual_seed(0)
+    new = [torch.randn(2, several, size, generator=generator).to(DEVICE).half() for several in (6, groups, groups)]
+    rows = [AttentionRow(blocks=(2, 0, 3), base=40, count=2)]
+    assert torch.equal(far.attend(rows, new, Law(), by_triton), near.attend(rows, new, Law(), by_triton))
 
 
 def empty() -> Layer:

@@ -101,6 +101,9 @@ def _attend_kernel(
     if (count < fewest) | (count > most) | (tile * LINES >= count * SHARED):
         return
 
+    # A layer of a large cache has more numbers than 32 bits count.
+    keys += group.to(tl.int64) * key_head
+    values += group.to(tl.int64) * value_head
     line = tile * LINES + tl.arange(0, LINES)
     place = line // SHARED
     head = group * SHARED + line % SHARED
@@ -142,7 +145,7 @@ def _attend_kernel(
         block = tl.load(table + row * table_row + slot // BLOCK_SIZE, mask=inside, other=0)
         where = block.to(tl.int64) * BLOCK_SIZE + slot % BLOCK_SIZE
         k = tl.load(
-            keys + group * key_head + where[:, None] * key_slot + key_dim[None, :],
+            keys + where[:, None] * key_slot + key_dim[None, :],
             mask=inside[:, None] & (key_dim < KEY_DIM)[None, :],
             other=0.0,
         )
@@ -170,7 +173,7 @@ def _attend_kernel(
         fade = tl.exp2(top - safe)
         total = total * fade + tl.sum(weights, axis=1)
         v = tl.load(
-            values + group * value_head + where[:, None] * value_slot + value_dim[None, :],
+            values + where[:, None] * value_slot + value_dim[None, :],
             mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
         )
