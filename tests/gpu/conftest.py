@@ -1,7 +1,19 @@
-"""Without a CUDA device these tests are skipped, and say how to run them."""
+"""What GPU tests share: the tiny target and its drafter on the device, exact products. Without a CUDA device these
+tests are skipped, and say how to run them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from eyas.drafter.model import Drafter
+    from eyas.target.model import Target
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -9,3 +21,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.path.parts:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device: run `make gpu` where there is one"))
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> None:
+    """Products of float32 are not rounded to tf32."""
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Target) -> Target:
+    """The tiny target with letters for tokens."""
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
+    return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda(), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def drafter(tiny_drafter: Drafter) -> Drafter:
+    """Its drafter."""
+    return copy.deepcopy(tiny_drafter).cuda()
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[tuple[int, ...]]:
+    """Twelve prompts of 3 to 47 tokens."""
+    from tiny import language
+
+    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
+    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]

@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from engine.test_engine import OFF, at_depth, options, request, run
+from eyas.data.conversations import Conversation
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.evaluate.decoders import EngineDecoders
@@ -22,25 +23,9 @@ LAYERS = (0, 2, tiny.LAYERS)
 NEW_TOKENS = 40
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-
-
 @pytest.fixture(scope="module")
 def target(tiny_target: Target) -> Target:
     return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda())
-
-
-@pytest.fixture(scope="module")
-def drafter(tiny_drafter: Drafter) -> Drafter:
-    return copy.deepcopy(tiny_drafter).cuda()
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    rows = tiny.language(12, 47, torch.Generator().manual_seed(21)).tolist()
-    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
 
 
 @pytest.mark.parametrize("depth", [1, 4])
@@ -48,7 +33,7 @@ def test_rounds_are_the_reference_decoders(
     target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], depth: int
 ) -> None:
     asked = [
-        Prompt(key=key, ids=ids, category="qa", where=f"file:{key}", turn=0, messages=())
+        Prompt(key=key, ids=ids, category="qa", turn=0, conversation=Conversation(messages=(), where=f"file:{key}"))
         for key, ids in enumerate(prompts)
     ]
     decoders = EngineDecoders(

@@ -21,11 +21,6 @@ pytestmark = pytest.mark.gpu
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-
-
 def three_depths(drafter: Drafter, aux: Tensor, ids: Tensor) -> list[Tensor]:
     """Logits of the last slot at depths 0, 1, 2 along fixed tokens."""
     attention = DenseAttention()

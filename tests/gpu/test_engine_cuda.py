@@ -3,12 +3,10 @@
 Real prompts: test_real_prompts_cuda.py.
 """
 
-import copy
 import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,31 +21,9 @@ from eyas.engine.runner.drafter import Tree
 from eyas.kernels.noise import exponential, race, uniform
 from eyas.sampling import Sampling
 from eyas.target.model import Target
-from tiny import VOCAB, drafter_config, language, random_drafter
+from tiny import VOCAB, drafter_config, random_drafter
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target) -> Target:
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
-    return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda(), tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
-def drafter(tiny_drafter: Drafter) -> Drafter:
-    return copy.deepcopy(tiny_drafter).cuda()
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
-    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
 
 
 @pytest.fixture(autouse=True)
@@ -126,16 +102,22 @@ def test_chunks_blocks_and_prefixes(
     assert engine.block_manager.hits > 0 or not engine.config.prefix_cache or "block_size" in changes
 
 
-def test_trees_stay_eager(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
-    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    _, ours, theirs = both(target, drafter, asked, tree=Tree(depth=3, width=2, budget=6))
-    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+def test_trees_are_grown_by_the_host(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
+    engine = Engine(target, drafter, config=options(tree=Tree(depth=3, width=2, budget=6)))
+    assert engine.rounds is None
+    answers = run(engine, [request(prompt, speculation=at_depth(3)) for prompt in prompts])
+    assert [answer.tokens for answer in answers] == [by_transformers(target, prompt) for prompt in prompts]
+    assert engine.stats.accepted > 0
 
 
-def test_another_target_and_a_random_drafter(prompts: list[tuple[int, ...]], target: Target) -> None:
+def test_a_random_drafter_of_two_layers(
+    target: Target, prompts: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
     wrong = random_drafter(drafter_config(num_hidden_layers=2, draft_vocab_size=VOCAB // 2), seed=9).cuda()
     _, ours, theirs = both(target, wrong, [request(prompt, speculation=at_depth(3)) for prompt in prompts])
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
+    assert set(caplog.messages) == {"the drafter runs by its own code: it has 2 layers"}
+    caplog.clear()  # kernels are for one layer: this much may be told
 
 
 def test_without_a_drafter_and_with_transformers_own_code(

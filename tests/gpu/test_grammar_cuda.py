@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from chat_tokenizer import letter_tokenizer
 from engine.round_engines import graphs_of
@@ -26,19 +25,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-
-
 @pytest.fixture(scope="module")
 def target(tiny_target: Target) -> Target:
     return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda(), tokenizer=letter_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def drafter(tiny_drafter: Drafter) -> Drafter:
-    return copy.deepcopy(tiny_drafter).cuda()
 
 
 def test_a_grammar_by_graphs_and_without(target: Target, drafter: Drafter) -> None:

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from engine.round_engines import graphs_of
@@ -73,11 +72,6 @@ class Pair:
     def logits_behind(self, ids: Sequence[int]) -> Tensor:
         """Scores of the token behind ids [V]."""
         return DenseTarget(self.target, self.drafter.config)([ids])[0][0][-1].float()
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,9 @@ The tests are those of tests/engine/test_rounds.py, over engines on a GPU.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import engine.test_rounds as test_rounds
 from engine.test_engine import options
@@ -32,7 +30,6 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.target.model import Target
-from tiny import language
 
 pytestmark = pytest.mark.gpu
 
@@ -50,26 +47,9 @@ def _expected_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_rounds, "Engine", HostEngine)
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Target) -> Target:
-    tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "".join(chr(ord("0") + token) for token in ids))
-    return replace(tiny_target, model=copy.deepcopy(tiny_target.model).cuda(), tokenizer=tokenizer)
-
-
 @pytest.fixture(scope="module")
 def tiny_drafter(tiny_drafter: Drafter) -> Drafter:
     return copy.deepcopy(tiny_drafter).cuda()
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[tuple[int, ...]]:
-    rows = language(12, 47, torch.Generator().manual_seed(21)).tolist()
-    return [tuple(row[: 3 + 4 * i]) for i, row in enumerate(rows)]
 
 
 @pytest.fixture(params=["captured", "uncaptured", "synchronous"])

@@ -30,11 +30,6 @@ DEPTHS = 4
 HEADS, KEY_HEADS, SIZE = 9, 3, 64
 
 
-@pytest.fixture(autouse=True)
-def _exact_float32() -> None:
-    torch.set_float32_matmul_precision("highest")
-
-
 def distance(ours: Tensor, theirs: Tensor) -> float:
     """Length of the difference relative to the length of what is right."""
     ours, theirs = ours.float().cpu(), theirs.float().cpu()
