@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,36 @@ def test_recorded_steps_are_made_anew(
     engine.swap_drafter(other)
     assert graphs_of(engine) is not first
     assert len(graphs_of(engine)) == 0
+
+
+def test_what_was_captured_ahead_is_captured_for_the_next_drafter(
+    target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request], expected: list[tuple[int, ...]]
+) -> None:
+    engine = round_engine(target, tiny_drafter, options(max_num_seqs=4))
+    ahead = engine.capture_graphs()
+    first, before = weakref.ref(graphs_of(engine)), engine.controller.costs
+    engine.swap_drafter(other)
+    assert first() is None, "the old graphs have made room"
+    assert len(graphs_of(engine)) == ahead
+    assert engine.rounds is not None
+    costs = engine.controller.costs
+    assert costs is not before
+    assert set(costs.chains) == set(engine.rounds.runner.shapes.depths), "and passes are timed"
+    assert run_with_swaps(engine, asked, {3: tiny_drafter, 6: other}) == expected, "while requests wait, too"
+    assert len(graphs_of(engine)) >= ahead
+    engine.swap_drafter(None)
+    assert 0 < len(graphs_of(engine)) < ahead
+
+
+def test_what_was_rehearsed_on_a_processor_is_rehearsed_again(
+    target: Target, tiny_drafter: Drafter, other: Drafter
+) -> None:
+    engine = Engine(target, tiny_drafter, config=options(capture_ahead=True))
+    engine.swap_drafter(other)
+    assert engine.controller.costs.first_draft.known
+    engine = Engine(target, tiny_drafter, config=options())
+    engine.swap_drafter(other)
+    assert not engine.controller.costs.first_draft.known, "nor without being asked"
 
 
 def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]) -> None:

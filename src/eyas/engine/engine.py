@@ -102,6 +102,8 @@ class Engine:
         self._keys = 0
         self.rounds: RoundLoop | None = None
         """Steps whose rounds live on the device; None where the host takes part in each."""
+        self._captures_ahead = False
+        """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
         self._take_drafter(drafter, self._new_cache())
         if config.rounds and target.device.type == "cuda" and has_triton():
             capture = GraphCapture(device=target.device, enabled=config.graphs)
@@ -231,7 +233,8 @@ class Engine:
     def swap_drafter(self, drafter: Drafter | None) -> None:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
 
-        Requests under way are kept: they wait for their turn again, and read what they have so far once more.
+        Requests under way are kept: they wait for their turn again, and read what they have so far once more. Where
+        the engine captured ahead, it does so again, and they wait for that, too.
         """
         if self.rounds is not None:
             self.rounds.land()
@@ -245,7 +248,11 @@ class Engine:
         self.scheduler.begin_anew(drafter=drafter is not None)
         if rounds is not None:
             fresh = replace(rounds.runner.capture, bytes=0, refused=set(), _made={}, _pool=None)
-            self.use_rounds(fresh, rounds.runner.queue, synchronous=rounds.synchronous, chance=rounds.runner.chance)
+            queue, synchronous, chance = rounds.runner.queue, rounds.synchronous, rounds.runner.chance
+            del rounds  # its graphs and buffers make room for the new ones
+            self.use_rounds(fresh, queue, synchronous=synchronous, chance=chance)
+        if self._captures_ahead:
+            self.capture_graphs()
 
     def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
         """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
@@ -361,7 +368,11 @@ class Engine:
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
-        """Capture and time the usual steps now instead of when they are first met; how many graphs there are."""
+        """Capture and time the usual steps now instead of when they are first met; how many graphs there are.
+
+        After a swap it is done again.
+        """
+        self._captures_ahead = True
         if self.rounds is None:
             self._rehearse()
             return 0
