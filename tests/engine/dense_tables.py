@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from eyas.engine.runner import attention, model_runner
@@ -22,7 +23,7 @@ class DenseTablesBackend(AttentionBackend):
         ends, bases = tables.seq_lens_R.tolist(), tables.context_lens_R.tolist()
         blocks: list[list[int]] = tables.block_table_RP.tolist()
         rows = [
-            (starts[r], AttentionRow(blocks=blocks[r], base=bases[r], count=ends[r] - bases[r]))
+            (starts[r], _row(metadata, blocks[r], bases[r], ends[r], starts[r], starts[r + 1]))
             for r in range(len(ends))
             if ends[r]
         ]
@@ -40,6 +41,20 @@ class DenseTablesBackend(AttentionBackend):
         if self._dense is not None:
             output[self._live] = self._dense.attend(q_NHK[self._live], keys_GCK, values_GCV, *rest)
         return output
+
+
+def _row(
+    metadata: AttentionMetadata, blocks: list[int], base: int, end: int, start: int, following: int
+) -> AttentionRow:
+    mask_N, lens = metadata.tables.tree_mask_N, metadata.tables.query_lens
+    if mask_N is None:
+        return AttentionRow(blocks=blocks, base=base, count=end - base)
+    # A tree that was begun by earlier passes has all its new tokens live; one that begins here may have fewer.
+    assert lens is not None
+    tail = end - base
+    count = min(following - start, tail)
+    ancestors_QT = (mask_N[start : start + count, None] >> torch.arange(tail)) & 1 > 0
+    return AttentionRow(blocks=blocks, base=base, count=count, ancestors=ancestors_QT)
 
 
 def use_dense_tables(monkeypatch: pytest.MonkeyPatch) -> None:

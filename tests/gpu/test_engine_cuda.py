@@ -102,9 +102,8 @@ def test_chunks_blocks_and_prefixes(
     assert engine.block_manager.hits > 0 or not engine.config.prefix_cache or "block_size" in changes
 
 
-def test_trees_are_grown_by_the_host(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
+def test_trees(target: Target, drafter: Drafter, prompts: list[tuple[int, ...]]) -> None:
     engine = Engine(target, drafter, config=options(tree=Tree(depth=3, width=2, budget=6)))
-    assert engine.rounds is None
     answers = run(engine, [request(prompt, speculation=at_depth(3)) for prompt in prompts])
     assert [answer.tokens for answer in answers] == [by_transformers(target, prompt) for prompt in prompts]
     assert engine.stats.accepted > 0

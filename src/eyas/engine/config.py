@@ -77,8 +77,18 @@ class EngineConfig:
 
     @property
     def rounds(self) -> bool:
-        """Whether steps may be rounds on the device: trees and states that are kept need the host."""
-        return self.tree is None and not self.hidden_state_layers
+        """Whether steps may be rounds on the device: states that are kept need the host."""
+        return not self.hidden_state_layers
+
+    @property
+    def deepest(self) -> int:
+        """The most drafts of a request that a step may accept."""
+        return max(self.max_depth, 0 if self.tree is None else self.tree.depth)
+
+    @property
+    def widest(self) -> int:
+        """The most drafts of a request that a step may verify."""
+        return max(self.max_depth, 0 if self.tree is None else self.tree.budget)
 
     @property
     def captures(self) -> bool:
@@ -145,7 +155,8 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
     room = Room(
         max_num_seqs=options.max_num_seqs,
         max_model_len=max_model_len,
-        max_depth=options.max_depth,
+        max_depth=options.deepest,
+        max_drafts=options.widest,
         max_num_batched_tokens=options.batched_tokens(target.device),
         block_size=options.block_size,
     )

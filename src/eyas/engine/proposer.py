@@ -44,6 +44,10 @@ class Proposes(Protocol):
     def chosen(self) -> Choice | None:
         """What was chosen for this step; None: nothing decodes, or it is like the last that was chosen for."""
 
+    @property
+    def round_tree(self) -> Tree | None:
+        """What the requests of a round grow; None: chains."""
+
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
@@ -83,6 +87,7 @@ class NoProposer:
 
     layer_ids: tuple[int, ...] = ()
     chosen: Choice | None = None
+    round_tree: Tree | None = None
 
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
@@ -143,6 +148,8 @@ class Proposer:
         self._forced_tree, self._clock = tree, clock
         self.chosen: Choice | None = None
         """What was chosen for this step; None: nothing decodes, or it is like the last that was chosen for."""
+        self.round_tree: Tree | None = None
+        """What the requests of a round grow, where rounds live on the device; None: chains."""
         self._choice: Choice | None = None
         self._chosen_for: list[int] = []
         self._steps = 0
@@ -169,10 +176,14 @@ class Proposer:
         self._chosen_for, self._steps = keys, 1
         # Nobody looks on the way while the device drafts.
         limits = choice.depths if self.rounds else choice.limits
+        if self.rounds:
+            self.round_tree = self._tree_of_round(decoding)
         slots = {}
         for seq, limit in zip(decoding, limits, strict=True):
-            tree = self._tree(seq) if limit and not self.rounds else None
-            slots[seq.key] = limit if tree is None else tree.slots
+            tree = self.round_tree
+            if not self.rounds and limit:
+                tree = self._tree(seq)
+            slots[seq.key] = limit if tree is None or not limit else tree.slots
         self._drafting = sum(1 for limit in limits if limit)
         return slots
 
@@ -313,6 +324,11 @@ class Proposer:
             Tree(depth=row.drafts, width=1, budget=row.drafts) if tree is None else tree.within(row.drafts)
             for row, tree in zip(rows, trees, strict=True)
         ]
+
+    def _tree_of_round(self, seqs: Sequence[SequenceState]) -> Tree | None:
+        """The tree for all requests of a round, the shallowest of what each should grow: rounds have one shape."""
+        trees = [tree for seq in seqs if (tree := self._tree(seq)) is not None]
+        return min(trees, key=lambda tree: tree.depth, default=None)
 
     def _tree(self, seq: SequenceState) -> Tree | None:
         """The tree to grow for a request: one that is forced on all, or what the controller chose for those on auto.

@@ -38,7 +38,8 @@ from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, DraftTiming, TargetTiming
 from eyas.engine.speculation.step_report import StepReport
-from eyas.engine.verify import sampling_metadata
+from eyas.engine.verify import outcome_of_tree, sampling_metadata
+from eyas.plan.shapes import CHAIN
 
 
 @dataclass(kw_only=True, eq=False)
@@ -163,7 +164,9 @@ class RoundLoop:
             calibration = () if budget is None else self._controller.acceptance.calibration()
             masked = self._is_masked(decoding)
             step.rounds.append(
-                self.runner.launch_round(decoding, masked=masked, budget=budget, calibration=calibration)
+                self.runner.launch_round(
+                    decoding, masked=masked, budget=budget, calibration=calibration, tree=self._proposer.round_tree
+                )
             )
         if decoding and reading:
             self._finish(step.rounds[0])  # both leave their logits in the same memory
@@ -236,6 +239,7 @@ class RoundLoop:
         """Write down what requests got, and let those go whose end that was."""
         results, scheduler, outputs = launched.collect(), self._scheduler, self._outputs
         depth, reads, follows = launched.line.depth, launched.drafter_reads, self._proposer.follows
+        of_trees = results.trees is not None
         seqs, numbers = list[SequenceState](), list[int]()
         made, drafted, accepted = list[int](), list[int](), list[int]()
         columns = zip(launched.rows, results.tokens, results.accepted, strict=True)
@@ -245,7 +249,9 @@ class RoundLoop:
                 continue
             room = seq.limit - len(seq.tokens)
             of_drafter = max(0, min(row.drafts, depth, room - 1)) if depth else 0
-            offered = of_drafter if results.verified is None else min(of_drafter, results.verified[number])
+            offered = of_drafter
+            if results.verified is not None:
+                offered = min(row.drafts if of_trees else of_drafter, results.verified[number])
             drafter_length = launched.drafter_read(row, seq.target_length) if reads and follows(seq) else 0
             if seq.is_ordinary and 0 < len(tokens) < room and seq.request.stop_ids.isdisjoint(tokens):
                 scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
@@ -273,7 +279,14 @@ class RoundLoop:
                 made.append(of_drafter)
                 drafted.append(offered)
                 accepted.append(taken)
-        if seqs:
+        if seqs and results.trees is not None:
+            grown = [results.trees[number] for number in numbers]
+            report.rounds += [
+                outcome_of_tree(seq.key, tree.deepest, taken, results.tokens[number], tree.candidates)
+                for seq, tree, number, taken in zip(seqs, grown, numbers, accepted, strict=True)
+            ]
+            self._proposer.follow_drift(seqs, (), ())
+        elif seqs:
             sure = results.confidences
             report.chains = ChainOutcomes(
                 keys=[seq.key for seq in seqs],
@@ -287,12 +300,15 @@ class RoundLoop:
         rows, depth = len(launched.rows), launched.line.depth
         if launched.caught_up is not None:
             report.catch_up = CatchUpTiming(requests=rows, seconds=launched.catch_up_seconds)
+        tree = launched.line.tree
         if depth:
             report.draft = DraftTiming(
                 passes=depth,
-                tokens=launched.bucket * (launched.reads + depth - 1),
+                tokens=launched.bucket * (launched.reads + (depth - 1) * (1 if tree is None else tree.width)),
                 seconds=launched.draft_seconds,
+                trees=tree is not None,
                 rows=launched.bucket,
+                shape=CHAIN if tree is None else tree.shape,
             )
         context = sum([row.start for row in launched.rows])
         report.target = TargetTiming(tokens=launched.tokens, context=context, seconds=launched.target_seconds)

@@ -6,7 +6,7 @@ before it were; everything behind the first that is not is rejected. Verificatio
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, X concatenated auxiliary states, R rows, Q tokens of each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from eyas.engine.request import SequenceState
 from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.sampler import SamplingMetadata, TokenLogprobs, choose
 from eyas.engine.scheduler import ScheduledRow
-from eyas.engine.speculation.draft import NO_DRAFT, Draft
+from eyas.engine.speculation.draft import NO_DRAFT, Candidates, Draft
 from eyas.engine.speculation.observations import RoundOutcome
 from eyas.kernels.attention.metadata import AttentionRow
 
@@ -65,11 +65,10 @@ class _Ranking:
         return [some[0] for some in self.candidates]
 
 
-def _ranking(result: VerifyResult) -> _Ranking:
-    """Where the target's tokens stand among the candidates, as far as these were noted."""
+def _ranking(tokens: Sequence[int], candidates: Iterable[Candidates | None]) -> _Ranking:
+    """Where the target's tokens stand among the candidates noted behind the tokens before them, as far as there are."""
     made = _Ranking(ranks=[], candidates=[])
-    for node, token in zip((-1, *result.nodes), result.tokens, strict=True):
-        seen = result.draft.candidates.get(node)
+    for token, seen in zip(tokens, candidates, strict=False):
         if seen is None:
             break
         made.ranks.append(seen.tokens.index(token) + 1 if token in seen.tokens else 0)
@@ -79,12 +78,28 @@ def _ranking(result: VerifyResult) -> _Ranking:
 
 def outcome_of(key: int, result: VerifyResult) -> RoundOutcome:
     """A row's round as the controller learns of it."""
-    draft, ranking = result.draft, _ranking(result)
+    draft = result.draft
+    ranking = _ranking(result.tokens, (draft.candidates.get(node) for node in (-1, *result.nodes)))
     return RoundOutcome(
         key=key,
         drafted=draft.depth,
         accepted=len(result.nodes),
         confidences=ranking.firsts or (draft.confidences if draft.is_chain else ()),
+        ranks=ranking.ranks,
+        candidates=ranking.candidates,
+    )
+
+
+def outcome_of_tree(
+    key: int, drafted: int, accepted: int, tokens: Sequence[int], candidates: Sequence[Candidates]
+) -> RoundOutcome:
+    """The same of a tree that was grown and verified on the device, so deep, with candidates behind the tokens."""
+    ranking = _ranking(tokens, candidates)
+    return RoundOutcome(
+        key=key,
+        drafted=drafted,
+        accepted=accepted,
+        confidences=ranking.firsts,
         ranks=ranking.ranks,
         candidates=ranking.candidates,
     )

@@ -34,6 +34,8 @@ class Room:
     max_model_len: int
     max_num_batched_tokens: int
     max_depth: int = 7
+    max_drafts: int = 0
+    """Drafts of a request that may be verified, where trees have more than the deepest chain."""
     block_size: int = 16
 
     @property
@@ -44,7 +46,7 @@ class Room:
     @property
     def recorded_tokens(self) -> int:
         """The most tokens of a captured step."""
-        return min(self.max_num_batched_tokens, self.recorded_rows * (self.max_depth + 1))
+        return min(self.max_num_batched_tokens, self.recorded_rows * (1 + max(self.max_depth, self.max_drafts)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,17 @@ from eyas.engine.runner.round_passes import RoundLine
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS
 from eyas.engine.sampler import LogprobsTensors, TokenLogprobs
 from eyas.engine.scheduler import ScheduledRow
+from eyas.engine.speculation.draft import Candidates, Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeResults:
+    """What the host learns of a row's tree."""
+
+    deepest: int
+    """Of the nodes that were verified."""
+    candidates: list[Candidates]
+    """Behind the newest token and each accepted node, as far as there were any."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -28,6 +39,8 @@ class RoundResults:
     """Of the drafter in each of as many drafts as the pass has for a row; those behind the row's own mean nothing."""
     verified: list[int] | None = None
     """Drafts that were, if not all: the device has chosen."""
+    trees: list[TreeResults] | None = None
+    """Where trees were grown: of each; there are no confidences then."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -64,6 +77,8 @@ class LaunchedRound:
         assert self.landed is not None
         self.landed.wait()
         at, output = self.line, self.output
+        if at.tree is not None:
+            return self._collect_trees(output, at.tree)
         lines = output[:, : at.drafts].tolist()
         sure_RK, verified = output[:, at.sure : at.logprobs].contiguous().view(torch.float64), None
         if self.flat_tokens is not None:
@@ -74,6 +89,26 @@ class LaunchedRound:
             accepted=[line[1] for line in lines],
             confidences=sure_RK.tolist() if at.depth else [],
             verified=verified,
+        )
+
+    def _collect_trees(self, output: Tensor, tree: Tree) -> RoundResults:
+        at = self.line
+        lines = output[:, : at.sure].tolist()
+        sure_RDW = output[:, at.sure : at.logprobs].contiguous().view(torch.float64).view(-1, tree.depth, tree.width)
+        trees = []
+        for line, sure in zip(lines, sure_RDW.tolist(), strict=True):
+            candidates = list[Candidates]()
+            for first, chances in zip(range(at.drafts + 2, at.sure, tree.width), sure, strict=True):
+                if line[first] < 0:
+                    break
+                candidates.append(Candidates(tuple(line[first : first + tree.width]), tuple(chances)))
+            trees.append(TreeResults(deepest=line[at.drafts + 1], candidates=candidates))
+        return RoundResults(
+            tokens=[line[2 : 2 + line[0]] for line in lines],
+            accepted=[line[1] for line in lines],
+            confidences=[],
+            verified=[line[at.drafts] for line in lines],
+            trees=trees,
         )
 
     def logprobs(self, number: int, count: int) -> tuple[TokenLogprobs, ...] | None:
@@ -103,6 +138,8 @@ class LaunchedRound:
     @property
     def tokens(self) -> int:
         """Of the target's pass, real or not."""
+        if self.line.tree is not None:
+            return self.bucket * (1 + self.line.tree.budget)
         return self.bucket * (1 + self.line.depth) if self.flat_tokens is None else self.flat_tokens
 
     @property

@@ -31,6 +31,7 @@ from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.sampler import compute_logprobs
+from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
 from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
@@ -153,11 +154,17 @@ def sample(
         line_RC = settle(state, rows=rows, depth=depth, token_RQ=token_RQ, chance=chance)
     token_RQ = line_RC[:, 2 : 3 + depth]
     sampling.note(slot_R, token_RQ, line_RC[:, 0], needs)
+    return with_logprobs(line_RC, logits_NV, None, token_RQ, needs)
+
+
+def with_logprobs(line_RC: Tensor, logits_NV: Tensor, place_M: Tensor | None, token_RQ: Tensor, needs: Needs) -> Tensor:
+    """Lines with the logprobs of tokens behind them, if anybody asks; logits are theirs, or those at some places."""
     if needs.logprobs == NO_LOGPROBS:
         return line_RC
-    told = compute_logprobs(logits_NV, token_RQ.flatten(), needs.logprobs)
+    logits_MV = logits_NV if place_M is None else logits_NV[place_M]
+    told = compute_logprobs(logits_MV, token_RQ.flatten(), needs.logprobs)
     columns = (_bits(told.logprob_N)[:, None], told.rank_N[:, None], told.top_token_NK, _bits(told.top_logprob_NK))
-    return torch.cat([line_RC, torch.cat(columns, dim=1).view(rows, -1)], dim=1)
+    return torch.cat([line_RC, torch.cat(columns, dim=1).view(len(line_RC), -1)], dim=1)
 
 
 def _bits(reals: Tensor) -> Tensor:
@@ -168,12 +175,14 @@ def _bits(reals: Tensor) -> Tensor:
 class RoundLine:
     """Where the numbers of a row stand in what `sample` gives: counts of new tokens and of accepted drafts, then these.
 
-    Real numbers are the bits of float64.
+    Real numbers are the bits of float64. Of trees there are two counts instead of drafts, and candidates
+    (`kernels/tree_outcome.py`).
     """
 
     depth: int
     alternatives: int
     """Of logprobs; `NO_LOGPROBS` without."""
+    tree: Tree | None = None
 
     @property
     def tokens(self) -> int:
@@ -187,13 +196,13 @@ class RoundLine:
 
     @property
     def sure(self) -> int:
-        """How sure the drafter was of each."""
-        return self.drafts + self.depth
+        """How sure the drafter was of each; of trees, of each candidate."""
+        return self.drafts + (self.depth if self.tree is None else 2 + self.depth * self.tree.width)
 
     @property
     def logprobs(self) -> int:
         """For each token its logprob, its rank, the most likely tokens and theirs."""
-        return self.sure + self.depth
+        return self.sure + self.depth * (1 if self.tree is None else self.tree.width)
 
     @property
     def width(self) -> int:

@@ -21,6 +21,7 @@ Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, X concatenated auxili
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
-from eyas.engine.runner import round_passes
+from eyas.engine.runner import round_passes, tree_passes
 from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS, USUAL_BLOCKS
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
@@ -45,12 +46,15 @@ from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.observations import Rehearsal
+from eyas.kernels.tree_nodes import TreeNodes
 
 REHEARSALS = 3
 """Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
 VERIFY_FLAT = "verify a budget"
+DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample trees"
 """Kinds of captured passes."""
 NOBODY = -1
 """The number of no stay and of no block table."""
@@ -126,6 +130,8 @@ class RoundRunner:
         self._block_counts, self._waiting, self._follows, self._asked = np.zeros((4, max_num_seqs), dtype=np.int64)
         """By slot: blocks, states that may wait for the drafter, whether it follows, and the depth asked for."""
         self._kept_needs: tuple[list[int], Needs] = [], NOTHING
+        self._nodes: dict[tuple[int, ...], TreeNodes] = {}
+        """Memory of trees, by rows, depth, width and budget."""
         self.vocab_size = vocab_size
 
     def decodes(self, seq: SequenceState) -> bool:
@@ -165,7 +171,8 @@ class RoundRunner:
     @property
     def bytes(self) -> int:
         """Memory taken beside weights and blocks."""
-        return self.capture.bytes + self._target.logits_SV.nbytes + self.state.bytes
+        trees = sum(nodes.bytes for nodes in self._nodes.values())
+        return self.capture.bytes + self._target.logits_SV.nbytes + self.state.bytes + trees
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
@@ -231,18 +238,28 @@ class RoundRunner:
         masked: bool = False,
         budget: int | None = None,
         calibration: Sequence[tuple[float, float]] = (),
+        tree: Tree | None = None,
     ) -> LaunchedRound:
         """Get a round of requests that decode under way, with up to `row.drafts` drafts for each.
 
         With a budget, so many drafts of all together are verified, or a few more: those that are likeliest to survive,
-        given what the drafter's confidence is worth (`Acceptance.calibration`).
+        given what the drafter's confidence is worth (`Acceptance.calibration`). With a tree, each grows one within
+        `row.drafts` slots; where the host says what may come they draft chains instead, as deep: a mask for every node
+        would take the host longer than trees gain.
         """
         slots, drafts_R = [slot_of(row.seq) for row in rows], np.array([row.drafts for row in rows])
         needs = self._take_seats(rows, slots)
         slot_R = np.array(slots)
         bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(slot_R)
-        depth = self._depth_for(slot_R, drafts_R, bucket)
-        drafts_R = drafts_R.clip(max=depth)
+        trees = None
+        if tree is not None:
+            trees = None if masked or not drafts_R.any() else self._trees(bucket, tree)
+            drafts_R = drafts_R if trees is not None else drafts_R.clip(max=tree.depth)
+        if trees is not None:
+            depth = trees.depth
+        else:
+            depth = self._depth_for(slot_R, drafts_R, bucket) if tree is None or drafts_R.any() else 0
+            drafts_R = drafts_R.clip(max=depth)
         waiting, reads = int((self._waiting * self._follows)[slot_R].max()), 1 + depth
         if depth and waiting > reads:
             reads = self._deepest
@@ -251,10 +268,15 @@ class RoundRunner:
             reads = 1 + depth
         # Before the rows are sent: to capture a pass is to run it, for nobody.
         catch_up = self._catching_up(bucket, blocks) if late else None
-        draft = self._drafting(bucket, blocks, reads, depth, needs) if depth else None
-        flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
-        verify = self._verifying(bucket, blocks, depth, flat_tokens)
-        sample = self._sampling(bucket, depth, needs, masked=masked)
+        flat_tokens = None
+        if trees is not None:
+            draft: Callable[[], object] | None = self._drafting_trees(trees, blocks, reads, needs)
+            verify, sample = self._verifying_trees(trees, blocks), self._sampling_trees(trees, needs)
+        else:
+            draft = self._drafting(bucket, blocks, reads, depth, needs) if depth else None
+            flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
+            verify = self._verifying(bucket, blocks, depth, flat_tokens)
+            sample = self._sampling(bucket, depth, needs, masked=masked)
 
         if flat_tokens is not None and calibration is not self._calibration:
             self._calibration = calibration
@@ -274,12 +296,13 @@ class RoundRunner:
             drafted = self.queue.mark()
         self.queue.run(verify)
         known = 0 if depth else 1 if late else self._waiting[slot_R]
-        self._waiting[slot_R] = known + 1 + drafts_R
+        self._waiting[slot_R] = known + 1 + drafts_R.clip(max=depth)
+        grown = None if trees is None else Tree(depth=depth, width=trees.width, budget=trees.budget)
         launched = LaunchedRound(
             rows=rows,
             of_prompts=False,
             bucket=bucket,
-            line=RoundLine(depth=depth, alternatives=needs.logprobs),
+            line=RoundLine(depth=depth, alternatives=needs.logprobs, tree=grown),
             reads=reads,
             caught_up=caught_up,
             began=began,
@@ -359,7 +382,7 @@ class RoundRunner:
 
     def _drafting(self, rows: int, blocks: int, reads: int, depth: int, needs: Needs) -> Callable[[], object]:
         assert self._drafter is not None
-        cuts = Needs(sampled=needs.sampled, min_p=needs.min_p, top_k=needs.top_k, top_p=needs.top_p)
+        cuts = _cuts(needs)
         function = partial(
             round_passes.draft,
             state=self.state,
@@ -408,6 +431,62 @@ class RoundRunner:
                 {}, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
             )
         captured = self._captured(SAMPLE, (rows, depth, needs), function)
+        return lambda _: captured()
+
+    def _trees(self, rows: int, tree: Tree) -> TreeNodes | None:
+        """Memory for trees of so many rows, as large as the draft vocabulary and the logits allow; None: not at all."""
+        assert self._drafter is not None
+        width = min(tree.width, len(self._drafter.token_W))
+        slots = min(tree.slots, self._most_tokens // rows - 1)
+        if slots < 1:
+            return None
+        tree = replace(tree, width=width).within(slots)
+        candidates = width * (1 + (tree.depth - 1) * width)
+        shape = tree.depth, width, min(tree.budget, candidates)
+        if (rows, *shape) not in self._nodes:
+            depth, width, budget = shape
+            self._nodes[rows, *shape] = TreeNodes.of(
+                rows,
+                depth=depth,
+                width=width,
+                budget=budget,
+                device=self.capture.device,
+                states_like=self.state.states_SLX,
+            )
+        return self._nodes[rows, *shape]
+
+    def _drafting_trees(self, trees: TreeNodes, blocks: int, reads: int, needs: Needs) -> Callable[[], object]:
+        assert self._drafter is not None
+        cuts = _cuts(needs)
+        function = partial(
+            tree_passes.draft_trees,
+            state=self.state,
+            trees=trees,
+            drafter=self._drafter,
+            sampling=self.sampling,
+            needs=cuts,
+            reads=reads,
+            blocks=blocks,
+        )
+        return self._captured(DRAFT_TREES, (*_shape(trees), reads, blocks, cuts), function)
+
+    def _verifying_trees(self, trees: TreeNodes, blocks: int) -> Callable[[], object]:
+        function = partial(tree_passes.verify_trees, state=self.state, trees=trees, target=self._target, blocks=blocks)
+        return self._captured(VERIFY_TREES, (*_shape(trees), blocks), function)
+
+    def _sampling_trees(self, trees: TreeNodes, needs: Needs) -> Callable[[Tensor | None], Tensor]:
+        function = partial(
+            tree_passes.sample_trees,
+            state=self.state,
+            trees=trees,
+            target=self._target,
+            sampling=self.sampling,
+            chance=self._chance,
+            needs=needs,
+        )
+        if needs.shaped:
+            return lambda _: function({})
+        captured = self._captured(SAMPLE_TREES, (*_shape(trees), needs), function)
         return lambda _: captured()
 
     def _reading(self, tokens: int, rows: int, blocks: int) -> tuple[InputBuffers, Callable[[], object]]:
@@ -495,6 +574,16 @@ class RoundRunner:
         while blocks < needed:
             blocks *= 4
         return blocks
+
+
+def _cuts(needs: Needs) -> Needs:
+    """What drafting heeds of them."""
+    return Needs(sampled=needs.sampled, min_p=needs.min_p, top_k=needs.top_k, top_p=needs.top_p)
+
+
+def _shape(trees: TreeNodes) -> tuple[int, int, int, int]:
+    """Rows, and how large their trees are."""
+    return len(trees.kept_count_R), trees.depth, trees.width, trees.budget
 
 
 def slot_of(seq: SequenceState) -> int:

@@ -20,9 +20,10 @@ from torch import Tensor
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs, sampling_needs
 from eyas.engine.runner.slot_tables import IN_PROMPT, IS_STOP, Send, SlotNumbers, SlotTables
-from eyas.engine.sampler import MOST_AT_ONCE
-from eyas.kernels.noise import first
+from eyas.engine.sampler import FAINT, MOST_AT_ONCE
+from eyas.kernels.noise import first, first_many
 from eyas.kernels.nucleus import nucleus
+from eyas.kernels.tree_nodes import TreeNodes
 from eyas.sampling import IMPOSSIBLE
 
 
@@ -70,10 +71,13 @@ class SlotSampling:
         drafts_RK: Tensor,
         needs: Needs,
         mask_NV: Tensor | None = None,
+        *,
+        trees: TreeNodes | None = None,
     ) -> Tensor:
         """The target's own tokens [R, Q]: token q of a row, at its position + q, behind its drafts[:q].
 
         `needs` may be more than the rows have. The mask says which tokens may come; something must be left in each row.
+        Where drafts are the kept nodes of trees, token q stands behind those on its way.
         """
         rows, width = len(slot_R), 1 + drafts_RK.shape[1]
         if mask_NV is not None:
@@ -82,20 +86,33 @@ class SlotSampling:
             return logits_NV.argmax(dim=-1).view(rows, width)
         logits_RQV = logits_NV.view(rows, width, -1)
         most = max(1, MOST_AT_ONCE // (width * self._vocab_size))
+        position_RQ = position_R[:, None] + (self._index_V[:width] if trees is None else trees.kept_depth_RQ)
         parts = [
-            self._choose_part(logits_RQV[part], slot_R[part], position_R[part], drafts_RK[part], needs)
+            self._choose_part(
+                logits_RQV[part],
+                slot_R[part],
+                position_RQ[part],
+                drafts_RK[part],
+                None if trees is None else trees.kept_sees_RQ[part],
+                needs,
+            )
             for part in (slice(start, start + most) for start in range(0, rows, most))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _choose_part(
-        self, logits_RQV: Tensor, slot_R: Tensor, position_R: Tensor, drafts_RK: Tensor, needs: Needs
+        self,
+        logits_RQV: Tensor,
+        slot_R: Tensor,
+        position_RQ: Tensor,
+        drafts_RK: Tensor,
+        sees_RQ: Tensor | None,
+        needs: Needs,
     ) -> Tensor:
         numbers = self._tables.numbers(slot_R)
-        position_RQ = position_R[:, None] + self._index_V[: logits_RQV.shape[1]]
         logits_RQV = logits_RQV.float()
         if needs.shaped:
-            logits_RQV = self._shape(logits_RQV, slot_R, position_RQ, drafts_RK, needs, numbers)
+            logits_RQV = self._shape(logits_RQV, slot_R, position_RQ, drafts_RK, sees_RQ, needs, numbers)
         if not needs.sampled:
             return logits_RQV.argmax(dim=-1)
         return sample(logits_RQV, numbers, position_RQ, self._index_V, needs)
@@ -110,6 +127,20 @@ class SlotSampling:
         numbers = self._tables.numbers(slot_R)
         return sample(q_logits_RW.float()[:, None], numbers, position_R[:, None], token_W, needs)[:, 0]
 
+    def draw_many(
+        self, q_logits_RW: Tensor, slot_R: Tensor, position_R: Tensor, token_W: Tensor, needs: Needs, width: int
+    ) -> Tensor:
+        """The same for siblings [R, width], the most promising first, as `sampler.draw_many` has it."""
+        q_logits_RW = q_logits_RW.float()
+        if not needs.sampled:
+            return q_logits_RW.topk(width, dim=-1).indices
+        numbers = self._tables.numbers(slot_R)
+        q_RW = probabilities_by_row(q_logits_RW[:, None], numbers, needs)[:, 0]
+        if width > 1:
+            q_RW = q_RW + FAINT * q_logits_RW.softmax(dim=-1)
+        greedy_R, seed_R = numbers["greedy"][:, 0], numbers["seed"][:, 0]
+        return first_many(q_RW, q_logits_RW, greedy_R, seed_R, position_R, token_W, width)
+
     def note(self, slot_R: Tensor, token_RQ: Tensor, new_R: Tensor, needs: Needs) -> None:
         """The first new_R tokens of each row are now part of its output."""
         if needs.penalised:
@@ -121,6 +152,7 @@ class SlotSampling:
         slot_R: Tensor,
         position_RQ: Tensor,
         drafts_RK: Tensor,
+        sees_RQ: Tensor | None,
         needs: Needs,
         numbers: SlotNumbers,
     ) -> Tensor:
@@ -130,7 +162,7 @@ class SlotSampling:
         marks_R1V = self._tables.rows("marks", slot_R)[:, None] if needs.penalised or needs.early else None
         if needs.penalised:
             assert marks_R1V is not None
-            output_RQV = self._output_counts(slot_R, drafts_RK)
+            output_RQV = self._output_counts(slot_R, drafts_RK, sees_RQ)
             seen_RQV = (marks_R1V.bitwise_and(IN_PROMPT) > 0) | (output_RQV > 0)
             repetition_R11 = numbers["repetition"][..., None]
             penalised_RQV = torch.where(logits_RQV > 0, logits_RQV / repetition_R11, logits_RQV * repetition_R11)
@@ -143,16 +175,19 @@ class SlotSampling:
             logits_RQV = logits_RQV.masked_fill(early_RQ1 & (marks_R1V.bitwise_and(IS_STOP) > 0), IMPOSSIBLE)
         return logits_RQV
 
-    def _output_counts(self, slot_R: Tensor, drafts_RK: Tensor) -> Tensor:
+    def _output_counts(self, slot_R: Tensor, drafts_RK: Tensor, sees_RQ: Tensor | None) -> Tensor:
         """How often each token is in the output with the drafts before it [R, Q, V]."""
-        width, depth = 1 + drafts_RK.shape[1], drafts_RK.shape[1]
+        (rows, depth), width = drafts_RK.shape, 1 + drafts_RK.shape[1]
         counts_RQV = self._tables.rows("counts", slot_R)[:, None].repeat(1, width, 1)
         if not depth:
             return counts_RQV
-        before_QK = (self._index_V[:depth] < self._index_V[:width, None]).to(counts_RQV.dtype)
-        before_RQK = before_QK.expand(len(slot_R), -1, -1)
+        if sees_RQ is None:
+            before_RQK = (self._index_V[:depth] < self._index_V[:width, None]).expand(rows, -1, -1)
+        else:
+            before_RQK = (sees_RQ[..., None] >> self._index_V[1:width]) & 1
         # Behind what is no draft nobody looks, but its place must exist.
-        return counts_RQV.scatter_add_(-1, drafts_RK.clamp(min=0)[:, None].expand_as(before_RQK), before_RQK)
+        draft_RQK = drafts_RK.clamp(min=0)[:, None].expand_as(before_RQK)
+        return counts_RQV.scatter_add_(-1, draft_RQK, before_RQK.to(counts_RQV.dtype))
 
 
 def sample(logits_RQV: Tensor, numbers: SlotNumbers, position_RQ: Tensor, token_V: Tensor, needs: Needs) -> Tensor:

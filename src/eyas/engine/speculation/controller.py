@@ -341,7 +341,9 @@ class Controller:
         if step is not None:
             step.drafted = True
         if timing.rows is not None:
-            self._take_time(step, timing.seconds, self.costs.chain(timing.passes, timing.rows))
+            costs = self.costs
+            captured = costs.tree_of(timing.shape).at if timing.trees else partial(costs.chain, timing.passes)
+            self._take_time(step, timing.seconds, captured(timing.rows))
             return
         reads = timing.tokens / timing.passes if timing.first is None else timing.first[0]
         price = self.costs.grow if timing.trees else self.costs.draft

@@ -36,6 +36,7 @@ from math import inf, sqrt
 from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
+from eyas.plan.shapes import Shape
 
 
 def bucket_of(count: int, per_octave: int = POLICY.target_buckets_per_octave) -> int:
@@ -280,6 +281,8 @@ class CostModel:
         """Those of passes, where they are captured."""
         self.chains: dict[int, CostCurve] = {}
         """All passes of a draft against rows, by depth; where they are captured."""
+        self.trees: dict[Shape, CostCurve] = {}
+        """The same for trees, by shape."""
         self._curves = [self.verify, *drafts, self.plain_rest, self.drafting_rest]
 
     def overlap(self) -> None:
@@ -299,7 +302,8 @@ class CostModel:
         """Take the time of a step's drafting."""
         passes, tokens, seconds = timing.passes, timing.tokens, timing.seconds
         if timing.rows is not None:
-            self.chain_of(passes).observe(timing.rows, seconds)
+            curve = self.tree_of(timing.shape) if timing.trees else self.chain_of(passes)
+            curve.observe(timing.rows, seconds)
             return
         if timing.trees:
             self.pass_of_tree.observe(max(1, round(tokens / passes)), seconds / passes)
@@ -318,6 +322,13 @@ class CostModel:
             self.chains[depth] = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
             self._curves.append(self.chains[depth])
         return self.chains[depth]
+
+    def tree_of(self, shape: Shape) -> CostCurve:
+        """The same for trees of a shape."""
+        if shape not in self.trees:
+            self.trees[shape] = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
+            self._curves.append(self.trees[shape])
+        return self.trees[shape]
 
     def plain_tokens(self, rows: int) -> int:
         """Tokens of a pass without drafts."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from eyas.errors import UserError
+from eyas.plan.shapes import Shape
 
 MOST_IN_TREE = 64
 """Slots behind the committed ones that a tree may take, the newest token included; attention keeps who sees whom as
@@ -36,6 +37,11 @@ class Tree:
         """The same, as far as so many slots allow."""
         depth = min(self.depth, max(1, slots // self.width + 1))
         return Tree(depth=depth, width=self.width, budget=min(self.budget, slots))
+
+    @property
+    def shape(self) -> Shape:
+        """The same as plans have it."""
+        return Shape(kind="tree", depth=self.depth, width=self.width, budget=self.budget)
 
     @property
     def grown(self) -> int:

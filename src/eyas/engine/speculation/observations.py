@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from eyas.plan.shapes import CHAIN, Shape
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftTiming:
@@ -18,6 +20,8 @@ class DraftTiming:
     trees: bool = False
     rows: int | None = None
     """Where a draft is captured: its rows, padding included. Then all passes are timed together."""
+    shape: Shape = CHAIN
+    """Then of its trees."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,6 +166,47 @@ class AttentionMetadata:
         )
 
     @classmethod
+    def trees(
+        cls,
+        block_table_RP: Tensor,
+        context_lens_R: Tensor,
+        live_R: Tensor,
+        seen_RQ: Tensor,
+        depth_RQ: Tensor,
+        *,
+        tail: int,
+        block_size: int,
+        null_slot: int,
+    ) -> "AttentionMetadata":
+        """Lay out the last Q nodes of trees that take `tail` slots, the first live_R of them real; as for `padded`.
+
+        Of a node, seen_RQ has the bits of the tail slots that it sees, and depth_RQ how far its position is from the
+        first slot of the tail.
+        """
+        (rows, blocks), device, count = block_table_RP.shape, block_table_RP.device, seen_RQ.shape[1]
+        offset_Q = torch.arange(count, device=device)
+        live_RQ = offset_Q < live_R[:, None]
+        base_R = torch.where(live_R > 0, context_lens_R, 0)
+        slot_RQ = base_R[:, None] + (tail - count) + offset_Q
+        block_RQ = block_table_RP.gather(1, (slot_RQ // block_size).clamp(max=blocks - 1)).long()
+        place_RQ = torch.where(live_RQ, block_RQ * block_size + slot_RQ % block_size, null_slot)
+        tables = BlockTables(
+            block_table_RP=block_table_RP,
+            context_lens_R=base_R.int(),
+            seq_lens_R=torch.where(live_R > 0, base_R + (tail - count) + live_R, 0).int(),
+            query_start_loc_R=torch.arange(0, (rows + 1) * count, count, dtype=torch.int32, device=device),
+            tree_mask_N=seen_RQ.flatten(),
+            query_lens=(count,) * rows,
+            max_seq_len=blocks * block_size,
+        )
+        return cls(
+            block_size=block_size,
+            slot_mapping_N=place_RQ.flatten(),
+            position_N=(base_R[:, None] + torch.where(live_RQ, depth_RQ, 0)).flatten(),
+            on_device=tables,
+        )
+
+    @classmethod
     def ragged(
         cls,
         block_table_RP: Tensor,

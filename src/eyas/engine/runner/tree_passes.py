@@ -1,0 +1,99 @@
+"""Rounds of trees: the passes of `round_passes.py` where the drafter grows a tree for every row.
+
+    draft_trees    the drafter reads the states that wait for it, then grows trees, depth by depth, and keeps the
+                   likeliest nodes (`kernels/tree_draft.py`)
+    verify_trees   the target over the newest token and the kept nodes, each of which sees the way to itself
+    sample_trees   the target's own token behind each, the path along these, and what that makes of the request
+                   (`kernels/tree_outcome.py`); keys, values and states of the path go to where a chain leaves them
+
+Shapes: R rows, W candidates of a node, M = R or R * W nodes that have them, D depth, T = 1 + D tokens of a row that may
+be new, Q places of a row, N = R * Q, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from eyas.engine.runner.drafts import step_for
+from eyas.engine.runner.graph_capture import Numbers
+from eyas.engine.runner.round_passes import RoundDrafter, RoundTarget, block_shape, with_logprobs
+from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.sampling_needs import Needs
+from eyas.engine.runner.slot_sampling import SlotSampling
+from eyas.kernels.round_layout import lay_out_draft
+from eyas.kernels.tree_draft import choose_candidates, grow, keep, lay_out_trees
+from eyas.kernels.tree_nodes import TreeNodes
+from eyas.kernels.tree_outcome import settle_trees
+
+
+def draft_trees(
+    _: Numbers,
+    *,
+    state: RoundState,
+    trees: TreeNodes,
+    drafter: RoundDrafter,
+    sampling: SlotSampling,
+    needs: Needs,
+    reads: int,
+    blocks: int,
+) -> Tensor:
+    """Read up to `reads` states of each row and grow trees, within as many slots as rows may draft."""
+    run, shape, rows = drafter.run, block_shape(drafter.cache, blocks), len(trees.kept_count_R)
+    layout = lay_out_draft(state, shape, rows=rows, reads=reads, depth=1)
+    tokens = layout.tokens
+    hidden_ND = drafter.fuse(state, layout.place_N)
+    output = step_for(run, hidden_ND, layout.ids_N, tokens.position_N, drafter.attend(tokens), layout.last_R)
+    slot_M = state.row_slot[:rows]
+    for at in range(1, trees.depth + 1):
+        logits_MW = run.logits(output.normed)
+        index_MW = None
+        if needs.sampled:
+            # The newest token stands at position length.
+            position_M = state.length_S[slot_M] + at
+            index_MW = sampling.draw_many(logits_MW, slot_M, position_M, drafter.token_W, needs, trees.width)
+        token_MW, sure_MW = choose_candidates(logits_MW, drafter.token_W, trees.width, index_MW)
+        grown = grow(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW)
+        if grown is not None:
+            feedback_ND = output.feedback.index_select(0, grown.parent_N)
+            output = run.step(feedback_ND, grown.ids_N, grown.tokens.position_N, drafter.attend(grown.tokens))
+            slot_M = state.row_slot[:rows, None].expand(-1, trees.width).flatten()
+    keep(state, trees)
+    return trees.kept_token_RQ
+
+
+def verify_trees(_: Numbers, *, state: RoundState, trees: TreeNodes, target: RoundTarget, blocks: int) -> Tensor:
+    """The target over the newest token and the kept nodes; logits and states are left place by place."""
+    layout = lay_out_trees(state, trees, block_shape(target.cache, blocks))
+    aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None)
+    if trees.states_NX is not None and aux_NX is not None:
+        trees.states_NX.copy_(aux_NX)
+    return layout.ids_N
+
+
+def sample_trees(
+    _: Numbers,
+    *,
+    state: RoundState,
+    trees: TreeNodes,
+    target: RoundTarget,
+    sampling: SlotSampling,
+    chance: Tensor | None,
+    needs: Needs,
+) -> Tensor:
+    """What came of the round of each row, in one line of numbers (`RoundLine` says which)."""
+    rows, places = trees.kept_token_RQ.shape
+    slot_R, shape = state.row_slot[:rows], block_shape(target.cache, state.blocks)
+    logits_NV = target.logits_SV[: rows * places]
+    if needs.greedy:
+        outcome = settle_trees(state, trees, shape, logits_NV=logits_NV, chance=chance)
+    else:
+        position_R, nodes_RB = state.length_S[slot_R] + 1, trees.kept_token_RQ[:, 1:]
+        token_RQ = sampling.choose(logits_NV, slot_R, position_R, nodes_RB, needs, trees=trees)
+        outcome = settle_trees(state, trees, shape, token_RQ=token_RQ, chance=chance)
+    line_RC, path_RT = outcome.line_RC, outcome.path_RT
+    token_RT = line_RC[:, 2 : 3 + trees.depth]
+    sampling.note(slot_R, token_RT, line_RC[:, 0], needs)
+    target.cache.move(outcome.from_M, outcome.to_M)
+    place_N = (torch.arange(rows, device=path_RT.device)[:, None] * places + path_RT).flatten()
+    if state.states_SLX is not None and trees.states_NX is not None:
+        state.states_SLX.flatten(0, 1).index_copy_(0, outcome.ring_RT.flatten(), trees.states_NX[place_N])
+    return with_logprobs(line_RC, logits_NV, place_N, token_RT, needs)
