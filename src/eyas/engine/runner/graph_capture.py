@@ -43,6 +43,8 @@ class GraphCapture:
     """Kinds of functions that could not be captured."""
     _made: dict[tuple[object, ...], CapturedGraph] = field(default_factory=dict)
     _pool: Any = None
+    _beside: Any = None
+    """Where functions run before they are captured: one stream, since torch keeps freed memory for each apart."""
 
     def __len__(self) -> int:
         return len(self._made)
@@ -83,11 +85,12 @@ class GraphCapture:
         before = torch.cuda.memory_reserved(self.device)
         inputs.clear()
         # Once without capturing: kernels are compiled and libraries take their memory on first use.
-        beside: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(beside):
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._beside):
             function(inputs.device)
-        torch.cuda.current_stream(self.device).wait_stream(beside)
+        torch.cuda.current_stream(self.device).wait_stream(self._beside)
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = function(inputs.device)
