@@ -215,12 +215,11 @@ class LongEngine:
         self.drafter_context = None if window is None else window + arguments.drafter_sinks
         users, longest = context.users[-1], context.longest(answer)
         self.planned = planned(target, drafter, arguments.dtype, users=users, max_model_len=longest)
-        options = EngineConfig(max_num_seqs=users, max_model_len=longest)
-        block = self.planned.per_token * options.block_size
+        size = EngineConfig.block_size
         options = EngineConfig(
             max_num_seqs=users,
             max_model_len=longest,
-            memory=users * blocks_of(longest, options.block_size) * block,
+            memory=users * blocks_of(longest, size) * size * self.planned.per_token,
             drafter_window=window,
             drafter_sinks=arguments.drafter_sinks,
         )
@@ -262,7 +261,6 @@ class LongEngine:
             now = time.perf_counter()
             gaps.append(now - last)
             last = now
-        parts = {} if engine.capture is None else engine.capture.events
         made, capture = stats.drafts - drafts, engine.capture
         row = {
             "users": users,
@@ -272,7 +270,7 @@ class LongEngine:
             "answered": (sum(begun.values()) + before) / users,
             "missed_blocks": missed,
             "acceptance_length": 1 + (stats.accepted - accepted) / max(1, made),
-            "device_ms": {} if capture is None else {kind: capture.milliseconds(kind) for kind in list(parts)},
+            "device_ms": {} if capture is None else {kind: capture.milliseconds(kind) for kind in list(capture.events)},
             "graphs": 0 if capture is None else len(capture),
             "graph_mebibytes": 0 if capture is None else capture.bytes >> 20,
         }
