@@ -90,8 +90,14 @@ def first_many(
     width: int,
 ) -> Tensor:
     """The first `width` of each row [N, width], by the same scores."""
-    score_NV = p_NV / exponential(seed_N, position_N, token_V)
-    return torch.where(greedy_N[:, None] > 0, logits_NV, score_NV).topk(width, dim=-1).indices
+    if p_NV.is_cuda and has_triton():
+        from eyas.kernels.noise_triton import scores_by_triton  # torch for CPUs comes without triton
+
+        score_NV = scores_by_triton(p_NV, logits_NV, greedy_N, seed_N, position_N, token_V)
+    else:
+        timed_NV = p_NV / exponential(seed_N, position_N, token_V)
+        score_NV = torch.where(greedy_N[:, None] > 0, logits_NV, timed_NV)
+    return score_NV.topk(width, dim=-1).indices
 
 
 def _first_of_many(p_NW: Tensor, w_NW: Tensor, width: int) -> Tensor:

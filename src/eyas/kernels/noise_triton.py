@@ -25,10 +25,8 @@ def mix(x):
 
 
 @triton.jit
-def _first_kernel(p, logits, greedy, seed, position, token, score_of, first_of, SIZE, PARTS, PART: tl.constexpr):
-    """One row, one part: its largest score and where that stands."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = part * PART + tl.arange(0, PART)
+def _scores(p, logits, greedy, seed, position, token, row, at, SIZE):
+    """Of some runners of a row."""
     inside = at < SIZE
     if tl.load(greedy + row) != 0:
         score = tl.load(logits + row * SIZE + at, mask=inside, other=float("-inf"))
@@ -44,10 +42,26 @@ def _first_kernel(p, logits, greedy, seed, position, token, score_of, first_of, 
             x = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
             time = -tl.log((2.0 - x) - 1.1102230246251565e-16)
             score = tl.div_rn(score, time.to(tl.float32))
+    return score
+
+
+@triton.jit
+def _first_kernel(p, logits, greedy, seed, position, token, score_of, first_of, SIZE, PARTS, PART: tl.constexpr):
+    """One row, one part: its largest score and where that stands."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    score = _scores(p, logits, greedy, seed, position, token, row, part * PART + tl.arange(0, PART), SIZE)
     best, place = tl.max(score, axis=0, return_indices=True)
     tl.store(score_of + row * PARTS + part, best)
     # Where numbers are undefined, as they may be in padding rows, anybody may win, but only of the vocabulary.
     tl.store(first_of + row * PARTS + part, tl.minimum(part * PART + place, SIZE - 1).to(tl.int64))
+
+
+@triton.jit
+def _score_kernel(p, logits, greedy, seed, position, token, score_of, SIZE, PART: tl.constexpr):
+    """One row, one part: all scores."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * PART + tl.arange(0, PART)
+    score = _scores(p, logits, greedy, seed, position, token, row, at, SIZE)
+    tl.store(score_of + row * SIZE + at, score, mask=at < SIZE)
 
 
 def first_by_triton(
@@ -73,3 +87,24 @@ def first_by_triton(
         num_warps=8,
     )
     return first_NB.gather(-1, score_NB.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def scores_by_triton(
+    p_NV: Tensor, logits_NV: Tensor, greedy_N: Tensor, seed_N: Tensor, position_N: Tensor, token_V: Tensor
+) -> Tensor:
+    """What `noise.first` finds the largest of [N, V]."""
+    rows, size = p_NV.shape
+    score_NV = torch.empty(rows, size, dtype=torch.float32, device=p_NV.device)
+    _score_kernel[rows, triton.cdiv(size, _PART)](
+        p_NV.contiguous(),
+        logits_NV.contiguous(),
+        greedy_N.contiguous(),
+        seed_N.contiguous(),
+        position_N.contiguous(),
+        token_V.contiguous(),
+        score_NV,
+        size,
+        PART=_PART,
+        num_warps=8,
+    )
+    return score_NV

@@ -19,7 +19,7 @@ _BLOCKS_AT_ONCE = 1024
 
 
 @triton.jit
-def _copy_table(table, slot, row, end, copied, table_stride, BLOCKS, BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
+def copy_table(table, slot, row, end, copied, table_stride, BLOCKS, BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr):
     """The program's share of a row's blocks, those of the slots before `end`."""
     block = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)
     used = (block < BLOCKS) & (block * BLOCK_SIZE < end)
@@ -27,7 +27,7 @@ def _copy_table(table, slot, row, end, copied, table_stride, BLOCKS, BLOCK_SIZE:
 
 
 @triton.jit
-def _in_cache(table, slot, at, live, table_stride, null_slot, BLOCKS, BLOCK_SIZE: tl.constexpr):
+def place_in_cache(table, slot, at, live, table_stride, null_slot, BLOCKS, BLOCK_SIZE: tl.constexpr):
     """Where slots `at` of a request are written, those that are live."""
     block = tl.load(table + slot * table_stride + tl.minimum(at // BLOCK_SIZE, BLOCKS - 1), mask=live, other=0)
     return tl.where(live, block * BLOCK_SIZE + at % BLOCK_SIZE, null_slot)
@@ -65,7 +65,7 @@ def _verify_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     length = tl.load(length_of + slot)
-    _copy_table(table, slot, row, length + 1 + DEPTH, copied, table_stride, BLOCKS, BLOCK_SIZE, AT_ONCE)
+    copy_table(table, slot, row, length + 1 + DEPTH, copied, table_stride, BLOCKS, BLOCK_SIZE, AT_ONCE)
     if tl.program_id(1) > 0:
         return
     room = tl.load(limit_of + slot) - length - 1
@@ -90,7 +90,7 @@ def _verify_kernel(
         token = tl.where(q == 0, token, 0)
     tl.store(id_of + to, token, mask=real)
     tl.store(position_of + to, base + tl.where(lives, q, 0), mask=real)
-    in_cache = _in_cache(table, slot, base + q, real & lives, table_stride, null_slot, BLOCKS, BLOCK_SIZE)
+    in_cache = place_in_cache(table, slot, base + q, real & lives, table_stride, null_slot, BLOCKS, BLOCK_SIZE)
     tl.store(mapping_of + to, in_cache, mask=real)
     in_ring = tl.where(lives, slot * ring + (length + q) % ring, (nobody * ring).to(tl.int64))
     tl.store(place_of + to, in_ring, mask=real)
@@ -138,7 +138,7 @@ def _draft_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     length = tl.load(length_of + slot)
-    _copy_table(table, slot, row, length + 1 + DEPTH, copied, table_stride, BLOCKS, BLOCK_SIZE, AT_ONCE)
+    copy_table(table, slot, row, length + 1 + DEPTH, copied, table_stride, BLOCKS, BLOCK_SIZE, AT_ONCE)
     if tl.program_id(1) > 0:
         return
     drafted = tl.load(drafted_of + slot)
@@ -159,7 +159,7 @@ def _draft_kernel(
     tl.store(id_of + to, tl.load(tokens + slot * ring + (drafted + c + 1) % ring, mask=real, other=0), mask=real)
     tl.store(place_of + to, slot * ring + (drafted + c) % ring, mask=real)
     tl.store(position_of + to, base + tl.where(lives, c, 0), mask=real)
-    in_cache = _in_cache(table, slot, base + c, real & lives, table_stride, null_slot, BLOCKS, BLOCK_SIZE)
+    in_cache = place_in_cache(table, slot, base + c, real & lives, table_stride, null_slot, BLOCKS, BLOCK_SIZE)
     tl.store(mapping_of + to, in_cache, mask=real)
 
     if DEPTH > 0:
@@ -176,7 +176,7 @@ def _draft_kernel(
         tl.store(deep_base_of + to, base.to(tl.int32), mask=real)
         tl.store(deep_end_of + to, tl.where(lives, base + 1, 0).to(tl.int32), mask=real)
         tl.store(deep_position_of + to, base, mask=real)
-        in_cache = _in_cache(table, slot, base, real & lives, table_stride, null_slot, BLOCKS, BLOCK_SIZE)
+        in_cache = place_in_cache(table, slot, base, real & lives, table_stride, null_slot, BLOCKS, BLOCK_SIZE)
         tl.store(deep_mapping_of + to, in_cache, mask=real)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.round_layout import BlockShape, Rows, VerifyLayout
 from eyas.kernels.round_tensors import RoundTensors
@@ -32,6 +33,10 @@ def choose_candidates(
     logits_MV: Tensor, token_V: Tensor, width: int, index_MW: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The target ids of the largest logits of each node, or of those at `index_MW`, and how likely each is [M, W]."""
+    if logits_MV.is_cuda and has_triton():
+        from eyas.kernels.tree_triton import choose_candidates_by_triton  # torch for CPUs comes without triton
+
+        return choose_candidates_by_triton(logits_MV, token_V, width, index_MW)
     logits_MV = logits_MV.float()
     if index_MW is None:
         index_MW = logits_MV.topk(width, dim=-1).indices
@@ -40,12 +45,29 @@ def choose_candidates(
 
 
 def grow(
-    state: RoundTensors, trees: TreeNodes, shape: BlockShape, *, at: int, token_MW: Tensor, sure_MW: Tensor
+    state: RoundTensors,
+    trees: TreeNodes,
+    shape: BlockShape,
+    *,
+    at: int,
+    token_MW: Tensor,
+    sure_MW: Tensor,
+    before: GrowLayout | None = None,
 ) -> GrowLayout | None:
     """Take the candidates of depth `at`, and choose those that get candidates next; None where they are the last.
 
-    Drafts of rows have as many slots as `depth_R` says.
+    Drafts of rows have as many slots as `depth_R` says. `before` is what came of the depth before.
     """
+    if state.length_S.is_cuda and has_triton():
+        from eyas.kernels.tree_triton import grow_by_triton, new_table  # torch for CPUs comes without triton
+
+        table_RP = before.tokens.tables.block_table_RP if before is not None else None
+        if table_RP is None:
+            table_RP = new_table(len(trees.kept_count_R), shape, state.table_SP.device)
+        layout = grow_by_triton(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW, table_RP=table_RP)
+        if at == trees.depth:
+            return None
+        return GrowLayout(tokens=layout.metadata(shape), ids_N=layout.id_N, parent_N=layout.parent_N)
     rows, width = len(trees.kept_count_R), trees.width
     groups = trees.groups_of(at)
     count = groups.stop - groups.start
@@ -53,9 +75,9 @@ def grow(
     trees.token_RGW[:, groups], trees.sure_RGW[:, groups] = token_RCW, sure_RCW
     deepest_R, _ = _within(state, trees)
     best_RCW = sure_RCW.double().flip(-1).cummax(dim=-1).values.flip(-1)
-    before = slice((at - 2) * width, (at - 1) * width)
+    last = slice((at - 2) * width, (at - 1) * width)
     if at > 1:
-        best_RCW = best_RCW * trees.path_RGW.flatten(1).gather(1, trees.grown_RE[:, before])[..., None]
+        best_RCW = best_RCW * trees.path_RGW.flatten(1).gather(1, trees.grown_RE[:, last])[..., None]
     path_RCW = torch.where((deepest_R >= at)[:, None, None], best_RCW, -1.0)
     trees.path_RGW[:, groups] = path_RCW
     if at == trees.depth:
@@ -66,7 +88,7 @@ def grow(
     own_W = 1 << torch.arange((at - 1) * width, at * width, device=grown_RW.device)
     sees_RW = own_W.expand_as(grown_RW)
     if at > 1:
-        sees_RW = own_W | trees.grown_sees_RE[:, before].gather(1, order_RW // width)
+        sees_RW = own_W | trees.grown_sees_RE[:, last].gather(1, order_RW // width)
     now = slice((at - 1) * width, at * width)
     trees.grown_RE[:, now], trees.grown_sees_RE[:, now] = grown_RW, sees_RW
     who = Rows(state, rows, shape)
@@ -92,6 +114,11 @@ def grow(
 
 def keep(state: RoundTensors, trees: TreeNodes) -> None:
     """Let the most confident nodes be verified. A child is never more confident than its parent, so that is a tree."""
+    if state.length_S.is_cuda and has_triton():
+        from eyas.kernels.tree_triton import keep_by_triton  # torch for CPUs comes without triton
+
+        keep_by_triton(state, trees)
+        return
     width, budget = trees.width, trees.budget
     path_RF = trees.path_RGW.flatten(1)
     (rows, candidates), device = path_RF.shape, path_RF.device
@@ -116,10 +143,11 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
         behind_RB = torch.where(same_RBE.any(dim=2) & lives_RB, here_RB, -1)
     own_Q = 1 << torch.arange(1 + budget, device=device)
     live_RB = torch.arange(budget, device=device) < count_R[:, None]
-    trees.kept_token_RQ[:, 1:] = trees.token_RGW.flatten(1).gather(1, node_RB)
+    depth_RB = torch.where(group_RB > 0, 2 + (group_RB - 1) // width, 1)
+    trees.kept_token_RQ[:, 1:] = torch.where(live_RB, trees.token_RGW.flatten(1).gather(1, node_RB), 0)
     trees.kept_parent_RQ[:, 1:] = torch.where(live_RB, above_RB, 0)
-    trees.kept_depth_RQ[:, 1:] = torch.where(group_RB > 0, 2 + (group_RB - 1) // width, 1)
-    trees.kept_group_RQ[:, 1:] = behind_RB
+    trees.kept_depth_RQ[:, 1:] = torch.where(live_RB, depth_RB, 0)
+    trees.kept_group_RQ[:, 1:] = torch.where(live_RB, behind_RB, -1)
     trees.kept_group_RQ[:, 0] = torch.where(count_R > 0, 0, -1)
     trees.kept_count_R.copy_(count_R)
     # A node sees itself and whom its parent sees; after as many rounds as there are depths all have heard of the root.
@@ -134,6 +162,12 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
 def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> VerifyLayout:
     """The target over the newest token of each row and the nodes that were kept; states go where they come from."""
     rows, places = trees.kept_token_RQ.shape
+    ids_N = trees.kept_token_RQ.flatten()
+    place_N = torch.arange(len(ids_N), device=ids_N.device)
+    if state.length_S.is_cuda and has_triton():
+        from eyas.kernels.tree_triton import lay_out_trees_by_triton  # torch for CPUs comes without triton
+
+        return VerifyLayout(tokens=lay_out_trees_by_triton(state, trees, shape), ids_N=ids_N, place_N=place_N)
     who = Rows(state, rows, shape)
     tokens = AttentionMetadata.trees(
         who.table_RP,
@@ -145,8 +179,7 @@ def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> V
         block_size=shape.block_size,
         null_slot=shape.null_slot,
     )
-    ids_N = trees.kept_token_RQ.flatten()
-    return VerifyLayout(tokens=tokens, ids_N=ids_N, place_N=torch.arange(len(ids_N), device=ids_N.device))
+    return VerifyLayout(tokens=tokens, ids_N=ids_N, place_N=place_N)
 
 
 def _within(state: RoundTensors, trees: TreeNodes) -> tuple[Tensor, Tensor]:

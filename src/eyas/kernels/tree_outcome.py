@@ -10,19 +10,19 @@ chain would have left them.
 Shapes: R rows, B nodes, Q = 1 + B places, D depth, W candidates of a node, N = R * Q, V vocabulary, M moved slots.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.noise import uniform
 from eyas.kernels.round_layout import BlockShape, Rows
 from eyas.kernels.round_tensors import RoundTensors
 from eyas.kernels.tree_nodes import TreeNodes
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TreeOutcome:
+class TreeOutcome(NamedTuple):
     """What came of a round, and what is left to do."""
 
     line_RC: Tensor
@@ -49,6 +49,11 @@ def settle_trees(
 ) -> TreeOutcome:
     """Move the rows on by the target's tokens: those of the largest logits, or those given."""
     assert (logits_NV is None) != (token_RQ is None)
+    if state.length_S.is_cuda and has_triton():
+        from eyas.kernels.tree_triton import settle_trees_by_triton  # torch for CPUs comes without triton
+
+        made = settle_trees_by_triton(state, trees, shape, logits_NV=logits_NV, token_RQ=token_RQ, chance=chance)
+        return TreeOutcome(*made)
     rows, places = trees.kept_token_RQ.shape
     if token_RQ is None:
         assert logits_NV is not None

@@ -7,6 +7,7 @@ Shapes: N tokens of a pass, C slots of the cache, G key heads, K head dim, M slo
 """
 
 import os
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from eyas.drafter.attention import KeysAndValues
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.attention.backend import write_slots
+from eyas.kernels.attention.choose import has_triton
 
 
 class KVCache:
@@ -34,6 +36,9 @@ class KVCache:
                 raise UserError(f"{name} is {value}; it must be 1 or more")
         self.blocks, self.block_size = blocks, block_size
         self.layers: dict[int, KeysAndValues] = {}
+        self._moved: list[tuple[Tensor, Tensor]] = []
+        """Addresses of all tensors of a kind, and one of them; of so many layers:"""
+        self._moved_layers = 0
 
     @property
     def null_slot(self) -> int:
@@ -78,6 +83,26 @@ class KVCache:
         for pair in self.layers.values():
             for x_GCK in pair:
                 x_GCK.index_copy_(1, to_M, x_GCK.index_select(1, from_M))
+
+    def move_by_row(self, from_M: Tensor, to_M: Tensor, rows: int) -> None:
+        """The same for as many moves of each row, each to a slot before those that later ones of the row come from."""
+        if not (from_M.is_cuda and has_triton()):
+            self.move(from_M, to_M)
+            return
+        from eyas.kernels.move_slots_triton import (
+            addresses,
+            move_slots_by_triton,
+        )  # torch for CPUs comes without triton
+
+        if self._moved_layers != len(self.layers):
+            # Addresses are brought to the device once: a captured pass may not wait for it.
+            kinds: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+            for x_GCK in chain.from_iterable(self.layers.values()):
+                kinds.setdefault((x_GCK.shape, x_GCK.dtype), []).append(x_GCK)
+            self._moved_layers = len(self.layers)
+            self._moved = [(addresses(tensors), tensors[0]) for tensors in kinds.values()]
+        for memory_L, like_GCK in self._moved:
+            move_slots_by_triton(memory_L, like_GCK, from_M, to_M, rows)
 
     def _zeros(self, like_NGK: Tensor) -> Tensor:
         _, heads, size = like_NGK.shape

@@ -42,7 +42,7 @@ def draft_trees(
     tokens = layout.tokens
     hidden_ND = drafter.fuse(state, layout.place_N)
     output = step_for(run, hidden_ND, layout.ids_N, tokens.position_N, drafter.attend(tokens), layout.last_R)
-    slot_M = state.row_slot[:rows]
+    slot_M, grown = state.row_slot[:rows], None
     for at in range(1, trees.depth + 1):
         logits_MW = run.logits(output.normed)
         index_MW = None
@@ -51,7 +51,7 @@ def draft_trees(
             position_M = state.length_S[slot_M] + at
             index_MW = sampling.draw_many(logits_MW, slot_M, position_M, drafter.token_W, needs, trees.width)
         token_MW, sure_MW = choose_candidates(logits_MW, drafter.token_W, trees.width, index_MW)
-        grown = grow(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW)
+        grown = grow(state, trees, shape, at=at, token_MW=token_MW, sure_MW=sure_MW, before=grown)
         if grown is not None:
             feedback_ND = output.feedback.index_select(0, grown.parent_N)
             output = run.step(feedback_ND, grown.ids_N, grown.tokens.position_N, drafter.attend(grown.tokens))
@@ -92,7 +92,7 @@ def sample_trees(
     line_RC, path_RT = outcome.line_RC, outcome.path_RT
     token_RT = line_RC[:, 2 : 3 + trees.depth]
     sampling.note(slot_R, token_RT, line_RC[:, 0], needs)
-    target.cache.move(outcome.from_M, outcome.to_M)
+    target.cache.move_by_row(outcome.from_M, outcome.to_M, rows)
     place_N = (torch.arange(rows, device=path_RT.device)[:, None] * places + path_RT).flatten()
     if state.states_SLX is not None and trees.states_NX is not None:
         state.states_SLX.flatten(0, 1).index_copy_(0, outcome.ring_RT.flatten(), trees.states_NX[place_N])
