@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.test_engine import options, request
+import tiny
+from engine.test_engine import OFF, at_depth, options, request
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.fused_target import fused_target
@@ -20,7 +21,11 @@ NEW_TOKENS = 12
 
 
 @pytest.mark.parametrize(
-    "block", ["mistral with a window", "qwen2 with windows", "qwen3", "phi3 partly rotated", "gemma2", "gemma3"]
+    "block",
+    [
+        *("mistral with a window", "qwen2 with windows", "qwen3", "phi3 partly rotated", "gemma2", "gemma3"),
+        *("mixtral", "qwen3 experts", "qwen3 experts here and there", "gpt-oss"),
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_answers_are_transformers_own(block: str, packed: bool) -> None:
@@ -38,6 +43,22 @@ def test_answers_are_transformers_own(block: str, packed: bool) -> None:
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert list(answer.tokens) == ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("block", ["mixtral", "qwen3 experts", "gpt-oss"])
+def test_drafts_do_not_change_what_experts_answer(block: str) -> None:
+    target = replace(plain(block), tokenizer=Letters())
+    assert fused_target(target) is not None
+    config = tiny.drafter_config(vocab_size=80, draft_vocab_size=80, hidden_size=32, target_hidden_size=32)
+    drafter = tiny.random_drafter(replace(config, aux_layer_ids=(1, 2, 3)))
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, 80, (length,), generator=generator).tolist() for length in (3, 14, 40)]
+    answers = []
+    for how in (OFF, at_depth(3)):
+        engine = Engine(target, drafter, config=options())
+        asked = [request(prompt, max_new_tokens=NEW_TOKENS, speculation=how) for prompt in prompts]
+        answers.append([list(answer.tokens) for answer in engine.generate(asked)])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("packed", [False, True])

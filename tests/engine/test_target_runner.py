@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils.quantization_config import QuantizationMethod
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.target import TargetRunner
@@ -28,6 +29,7 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "glm4": {"pad_token_id": 0},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512},
 }
 
 
@@ -233,9 +235,22 @@ def test_layers_of_other_types_are_refused() -> None:
     assert "layers of type chunked_attention" in refusal(built("llama4_text", **chunked))
 
 
-def test_sinks_are_refused() -> None:
-    message = refusal(built("gpt_oss", num_local_experts=4))
-    assert "GptOssAttention attends with sinks (s_aux)" in message
+def test_sinks_are_honoured() -> None:
+    target = built("gpt_oss", sliding_window=WINDOW)
+    model: Any = target.model
+    ids = torch.arange(12)[None]
+    before = model(ids).logits[:, -1]
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.sub_(30.0)
+    assert not torch.allclose(model(ids).logits[:, -1], before, atol=0.1), "they matter"
+    assert_serves(built("gpt_oss", sliding_window=WINDOW))
+
+
+@pytest.mark.parametrize("method", ["mxfp4", QuantizationMethod.MXFP4])
+def test_weights_in_mxfp4_are_refused(method: str) -> None:
+    target = built("gpt_oss")
+    target.model.config.quantization_config = {"quant_method": method}
+    assert "gpt_oss has MXFP4 weights, which are not served yet" in refusal(target)
 
 
 def test_attention_that_cannot_be_replaced_is_refused() -> None:

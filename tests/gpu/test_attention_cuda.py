@@ -43,7 +43,9 @@ def test_random_rows_attend_as_each_request_alone(seed: int, law: Law, dtype: to
     world(seed, law, dtype).seq(passes=6)
 
 
-@pytest.mark.parametrize("law", [Law(), Law(window=50), Law(window=70, sinks=4), Law(softcap=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "law", [Law(), Law(window=50), Law(window=70, sinks=4), Law(softcap=1.0), Law(sunk=True)], ids=str
+)
 def test_prompts_beside_decoding_and_trees(law: Law) -> None:
     made = world(0, law)
     made.tables = [list(range(0, 30)), list(range(59, 29, -1))]
@@ -66,7 +68,7 @@ def test_prompts_beside_decoding_and_trees(law: Law) -> None:
 
 @pytest.mark.parametrize(("heads", "groups", "size", "value_size"), [(9, 3, 64, 64), (8, 1, 80, 80), (4, 4, 24, 16)])
 @pytest.mark.parametrize("count", [1, 4, 13])
-@pytest.mark.parametrize("law", [Law(), Law(window=300, sinks=4)], ids=str)
+@pytest.mark.parametrize("law", [Law(), Law(window=300, sinks=4), Law(sunk=True)], ids=str)
 def test_long_contexts_are_split_and_merged(
     heads: int, groups: int, size: int, value_size: int, count: int, law: Law
 ) -> None:
@@ -162,7 +164,9 @@ RAGGED = {
 """Slots before the tail and new tokens of each row, and tokens of the pass."""
 
 
-@pytest.mark.parametrize("law", [Law(), Law(window=5), Law(window=6, sinks=3), Law(softcap=1.5)], ids=str)
+@pytest.mark.parametrize(
+    "law", [Law(), Law(window=5), Law(window=6, sinks=3), Law(softcap=1.5), Law(sunk=True)], ids=str
+)
 @pytest.mark.parametrize("rows", RAGGED.values(), ids=RAGGED.keys())
 @pytest.mark.parametrize("heads", [2, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])

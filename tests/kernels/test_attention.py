@@ -26,6 +26,11 @@ class Law:
     window: int | None = None
     sinks: int = 0
     softcap: float | None = None
+    sunk: bool = False
+    """Heads have scores without keys."""
+
+    def sink_logits(self, heads: int, device: torch.device = CPU) -> Tensor | None:
+        return torch.linspace(-1.5, 2.5, heads, device=device) if self.sunk else None
 
 
 MakeBackend = Callable[..., AttentionBackend]
@@ -66,7 +71,8 @@ class Layer:
             rows = AttentionMetadata.of(rows, block_size=self.block_size, device=self.keys.device)
         q, k, v = new
         return backend(rows, sinks=law.sinks).write_and_attend(
-            *(q, k, v, self.keys, self.values, q.shape[-1] ** -0.5, law.softcap, law.window)
+            *(q, k, v, self.keys, self.values, q.shape[-1] ** -0.5, law.softcap, law.window),
+            law.sink_logits(q.shape[1], q.device),
         )
 
 
@@ -78,6 +84,8 @@ LAWS = [
     Law(window=1, sinks=5),
     Law(softcap=1.5),
     Law(window=5, softcap=0.7),
+    Law(sunk=True),
+    Law(window=4, softcap=1.5, sunk=True),
 ]
 
 
@@ -108,13 +116,17 @@ def visible_slots(row: AttentionRow, law: Law) -> Tensor:
 def attend_alone(q: Tensor, k: Tensor, v: Tensor, row: AttentionRow, law: Law) -> Tensor:
     """One request with all its keys, written out."""
     visible = visible_slots(row, law)
-    if law.softcap is None and k.shape == v.shape:
+    if law.softcap is None and not law.sunk and k.shape == v.shape:
         return attend_densely(q, k, v, visible)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("thk,shk->hts", q, k) * q.shape[-1] ** -0.5
     if law.softcap is not None:
         scores = law.softcap * torch.tanh(scores / law.softcap)
-    return torch.einsum("hts,she->the", scores.masked_fill(~visible, float("-inf")).softmax(-1), v)
+    weights = scores.masked_fill(~visible, float("-inf")).exp()
+    total = weights.sum(-1, keepdim=True)
+    if law.sunk:
+        total = total + law.sink_logits(q.shape[1])[:, None, None].exp()  # type: ignore[index]
+    return torch.einsum("hts,she->the", weights / total, v)
 
 
 class World:

@@ -22,6 +22,7 @@ from kernels.test_recognise import zeros
 CPU = torch.device("cpu")
 SIZES = [(9, 3, 64, 64), (4, 4, 16, 16), (8, 1, 20, 12), (71, 1, 8, 8), (2, 2, 5, 3)]  # H, G, K, V
 LONG_LAWS = [Law(), Law(window=200), Law(window=130, sinks=4), Law(softcap=2.0), Law(window=90, softcap=1.5)]
+LONG_LAWS += [Law(sunk=True), Law(window=70, sunk=True)]
 
 
 @pytest.fixture(autouse=True)

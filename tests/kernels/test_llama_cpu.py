@@ -21,7 +21,7 @@ from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.cpu import load_layers
 from eyas.target.model import Target
 from kernels.test_attention import MakeBackend
-from kernels.test_recognise import BLOCKS, assert_same_pass, lean_of, plain, zeros
+from kernels.test_recognise import DENSE, assert_same_pass, lean_of, plain, zeros
 from tiny import drafter_config, random_drafter
 
 SIZE = 4
@@ -65,7 +65,7 @@ def passes_of(
     return [*made, *(x for pair in kv.values() for x in pair)]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", DENSE)
 def test_a_pass_of_every_block_is_the_same_to_the_last_bit(block: str) -> None:
     target = packed(block)
     lean = lean_of(target)

@@ -19,7 +19,8 @@ from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.kernels.llama.block import FusedLlama, KVLayers, NotLlamaError, Product, join
+from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, NotLlamaError, Product, join
+from eyas.kernels.llama.experts import Experts, Router
 from eyas.kernels.llama.recognise import _one_norm, recognise
 from eyas.target.capture import capture
 from eyas.target.model import Target, _computes
@@ -37,7 +38,7 @@ PASSES = (
 )
 
 
-BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral with a window": ("mistral", {"sliding_window": 5}),
@@ -51,6 +52,17 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"sliding_window": 5, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20}),
     "gemma3": ("gemma3_text", {"sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": GEMMA3_LAYERS}),
 }
+WITH_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"num_local_experts": 5, "sliding_window": None}),
+    "qwen3 experts": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3 experts here and there": (
+        "qwen3_moe",
+        {"num_experts": 6, "norm_topk_prob": False, "mlp_only_layers": [2], "decoder_sparse_step": 2},
+    ),
+}
+GPT_OSS = {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5, "max_position_embeddings": 512}
+WITH_EXPERTS["gpt-oss"] = ("gpt_oss", GPT_OSS)
+BLOCKS = DENSE | WITH_EXPERTS
 """Blocks that differ in their parts: a family and how it is configured."""
 
 
@@ -115,7 +127,7 @@ def test_blocks_are_understood_part_by_part() -> None:
     assert [block.window for block in gemma.blocks] == [5, None, 5, 5]
     assert [block.rotation for block in gemma.blocks] == [0, 1, 0, 0]
     assert gemma.blocks[0].scale == 20**-0.5
-    assert gemma.blocks[0].activation is Activation.GELU_TANH
+    assert gated(gemma, 0).activation is Activation.GELU_TANH
     assert gemma.embedding_scale is not None
     phi = recognised(plain("phi3 partly rotated"))
     assert (phi.sizes.head_dim, phi.sizes.rotary_dim) == (8, 4)
@@ -128,6 +140,30 @@ def test_a_layer_with_another_setting_is_found_out(wrong: dict[str, Any]) -> Non
     target = plain("gemma3")
     with pytest.raises(NotLlamaError, match="behind 1 layers"):
         require_same(with_block(recognised(target), 0, **wrong), target)
+
+
+@pytest.mark.parametrize("block", WITH_EXPERTS)
+def test_experts_that_compute_something_else_are_found_out(block: str) -> None:
+    target = plain(block)
+    lean = recognised(target)
+    layer, experts = next((i, x.mlp) for i, x in enumerate(lean.blocks) if isinstance(x.mlp, Experts))
+    router = experts.router
+    assert isinstance(router, Router)
+
+    def tried(**changes: Any) -> None:
+        blocks = list(lean.blocks)
+        blocks[layer] = replace(blocks[layer], mlp=replace(experts, **changes))
+        require_same(replace(lean, blocks=blocks), target)
+
+    tried()
+    with pytest.raises(NotLlamaError, match=f"its routers gave other routes behind {layer + 1} layers"):
+        tried(router=replace(router, renormalises=not router.renormalises))
+    with pytest.raises(NotLlamaError, match=f"its routers gave other routes behind {layer + 1} layers"):
+        tried(router=replace(router, weight_ED=router.weight_ED.flip(0)))
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+        tried(down_EDI=experts.down_EDI.flip(0))
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+        tried(gating=Activation.GELU_TANH)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +216,7 @@ def test_norms_round_where_the_model_does(block: str, dtype: torch.dtype) -> Non
     target = plain(block)
     norm: Any = target.model.model.norm.to(dtype)
     x = (torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    ours, theirs = _one_norm(norm)(x), norm(x)
+    ours, theirs = _one_norm(norm, dtype)(x), norm(x)
     if dtype == torch.float32:
         torch.testing.assert_close(ours, theirs)
     else:
@@ -276,16 +312,24 @@ def first_of_two(count: int) -> slice:
     return slice(1 if count == 2 else 0)
 
 
+def gated(lean: FusedLlama, number: int) -> GatedMlp:
+    mlp = lean.blocks[number].mlp
+    assert isinstance(mlp, GatedMlp)
+    return mlp
+
+
 def with_block(lean: FusedLlama, number: int, **parts: Any) -> FusedLlama:
     blocks = list(lean.blocks)
-    blocks[number] = replace(blocks[number], **parts)
+    of_mlp = {name: parts.pop(name) for name in list(parts) if name in {part.name for part in fields(GatedMlp)}}
+    mlp = replace(blocks[number].mlp, **of_mlp)
+    blocks[number] = replace(blocks[number], **{"mlp": mlp, **parts})
     return replace(lean, blocks=blocks)
 
 
 def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
     target = amplifying(left=1e-4)
     lean = recognised(target)
-    rounded = with_block(lean, 0, down=wrong_at(lean.blocks[0].down, 1 + 1e-6))
+    rounded = with_block(lean, 0, down=wrong_at(gated(lean, 0).down, 1 + 1e-6))
     layout = AttentionMetadata.of(PASSES[0], block_size=BLOCK_SIZE, device=CPU)
     ids_N = torch.arange(len(layout.slot_mapping_N))
     aux = [one.forward(ids_N, choose_backend(layout), zeros(one), None, (1, 2))[1] for one in (rounded, lean)]
@@ -301,7 +345,7 @@ def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
 def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) -> None:
     target = plain()
     lean = recognised(target)
-    wrong = with_block(lean, layer, down=wrong_at(lean.blocks[layer].down, factor, first_of_two))
+    wrong = with_block(lean, layer, down=wrong_at(gated(lean, layer).down, factor, first_of_two))
     with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
         require_same(wrong, target)
 
@@ -347,8 +391,8 @@ def test_linears_that_are_not_alike_are_not_joined() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
-        ("mixtral", {}, "does not consist of"),
-        ("qwen3_moe", {}, "does not consist of"),
+        ("qwen2_moe", {}, "does not consist of"),
+        ("phimoe", {}, "does not consist of"),
         ("phi", {}, "does not consist of"),
         ("gpt2", {}, "does not consist of"),
         ("olmo2", {}, "does not consist of"),

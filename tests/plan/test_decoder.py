@@ -33,6 +33,7 @@ EXPERTS = {
         "moe_intermediate_size": 48,
         "mlp_only_layers": [1],
     },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 

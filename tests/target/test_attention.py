@@ -31,7 +31,7 @@ def test_every_layer_asks_the_callable_and_the_model_is_left_as_it_was() -> None
     [
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "a mask of its own"),
         ({"position_bias": torch.zeros(1, 2, 3, 3)}, "a bias of positions"),
-        ({"s_aux": torch.zeros(2)}, "sinks"),
+        ({"s_aux": torch.zeros(3)}, "sinks"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Tensor], message: str) -> None:

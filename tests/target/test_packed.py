@@ -96,7 +96,9 @@ def test_attention_that_flash_cannot_do_is_refused() -> None:
     x = torch.zeros(3, 2, 8)
     within = _WithinDocuments(starts_of((3,)), 4)
     with pytest.raises(UserError, match=r"Linear caps its attention scores.*target\.dtype"):
-        within(torch.nn.Linear(1, 1), x, x, x, 1.0, 30.0, None)
+        within(torch.nn.Linear(1, 1), x, x, x, 1.0, 30.0, None, None)
+    with pytest.raises(UserError, match=r"Linear has sinks in its attention.*target\.dtype"):
+        within(torch.nn.Linear(1, 1), x, x, x, 1.0, None, None, torch.zeros(2))
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,10 @@ class DecoderFamily:
     experts: str = ""
     """The key that says how many, where there are experts."""
     expert_size: str = "moe_intermediate_size"
+    expert_bias: bool = False
+    """Of the router, too."""
+    sinks: bool = False
+    """Whether every head has a score without a key."""
     windows: Callable[[Json, int], list[int | None]] = lambda config, layers: [None] * layers
     defaults: Mapping[str, Any] | None = None
     """What transformers takes for keys that config.json leaves out, where that is neither plain nor a refusal."""
@@ -150,6 +154,10 @@ def _gemma3(config: Json, layers: int) -> list[int | None]:
     return _by_type(config, layers, config.get("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
 
 
+def _gpt_oss(config: Json, layers: int) -> list[int | None]:
+    return _by_type(config, layers, config.get("sliding_window", 128), lambda layer: layer % 2 == 0)
+
+
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 FAMILIES: Mapping[str, DecoderFamily] = {
     "llama": DecoderFamily(mlp_bias=True),
@@ -175,6 +183,14 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     "mixtral": DecoderFamily(experts="num_local_experts", expert_size="intermediate_size", windows=_everywhere),
     "qwen2_moe": DecoderFamily(qkv_bias=True, experts="num_experts", windows=_qwen),
     "qwen3_moe": DecoderFamily(qk_norms=True, experts="num_experts", windows=_qwen),
+    "gpt_oss": DecoderFamily(
+        experts="num_local_experts",
+        expert_size="intermediate_size",
+        expert_bias=True,
+        sinks=True,
+        windows=_gpt_oss,
+        defaults={"attention_bias": True, "head_dim": 64},
+    ),
 }
 
 
@@ -250,6 +266,10 @@ def _feed_forward(family: DecoderFamily, config: Json, layer: int, source: str) 
 
 def _vectors(family: DecoderFamily, config: Json, hidden: int, q: int, kv: int, head_dim: int) -> int:
     count = family.norms * hidden + (2 * head_dim if family.qk_norms else 0)
+    if family.sinks:
+        count += q // head_dim
+    if family.expert_bias:
+        count += config[family.experts] * (1 + 2 * config[family.expert_size] + hidden)
     if family.qkv_bias:
         return count + q + 2 * kv
     return count + (q + 2 * kv + hidden if config.get("attention_bias") else 0)

@@ -32,6 +32,7 @@ class AttendFor(Protocol):
         scale: float | None,
         softcap: float | None,
         window: int | None,
+        sink_logit_H: Tensor | None,
     ) -> Tensor:
         """Map the queries and the new keys and values of a layer's attention module to outputs [N, H, K]."""
         ...
@@ -76,7 +77,7 @@ def attend_for_transformers(
         name = type(module).__name__
         raise UserError(f"{name} does not hand its attention what the caller passed; choose another target")
     for feature, asked in (
-        ("sinks (s_aux)", s_aux is not None),
+        ("sinks (s_aux) that are no score for each head", s_aux is not None and s_aux.shape != query.shape[1:2]),
         ("a bias of positions", position_bias is not None),
         ("a mask of its own", attention_mask is not None),
         ("tokens that see later ones", not getattr(module, "is_causal", True)),
@@ -84,7 +85,7 @@ def attend_for_transformers(
         if asked:
             raise UserError(f"{type(module).__name__} attends with {feature}; only causal attention without is served")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    return eyas_attend(module, q, k, v, scaling, softcap, sliding_window).contiguous()[None], None
+    return eyas_attend(module, q, k, v, scaling, softcap, sliding_window, s_aux).contiguous()[None], None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_for_transformers)

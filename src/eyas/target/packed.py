@@ -39,11 +39,13 @@ class _WithinDocuments:
         scale: float | None,
         softcap: float | None,
         window: int | None,
+        sink_logit_H: Tensor | None,
     ) -> Tensor:
         """Outputs [T, H, K]."""
-        if softcap is not None:
+        if softcap is not None or sink_logit_H is not None:
+            does = "has sinks in its attention" if softcap is None else "caps its attention scores"
             raise UserError(
-                f"{type(module).__name__} caps its attention scores, which flash attention cannot do here; "
+                f"{type(module).__name__} {does}, which flash attention cannot do here; "
                 'set target.dtype = "float32" to run documents one by one'
             )
         borders, longest = self.starts, self.longest

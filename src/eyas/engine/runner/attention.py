@@ -29,6 +29,7 @@ class PagedAttention:
         scale: float | None = None,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Write k, v [N, G, K] of the new tokens and answer their queries [N, H, K].
 
@@ -37,4 +38,4 @@ class PagedAttention:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         window = self.window if window is None else window
         keys, values = self.cache.memory(layer, k, v)
-        return self.backend.write_and_attend(q, k, v, keys, values, scale, softcap, window)
+        return self.backend.write_and_attend(q, k, v, keys, values, scale, softcap, window, sink_logit_H)

@@ -4,10 +4,12 @@ Shapes: N tokens of a pass, M logits asked for.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.target import TargetRunner
@@ -16,6 +18,7 @@ from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import FusedLlama, NotLlamaError
+from eyas.kernels.llama.experts import Experts, Router, Routes
 from eyas.kernels.llama.recognise import recognise
 from eyas.target.capture import capture
 from eyas.target.model import Target
@@ -41,6 +44,8 @@ def fused_target(target: Target) -> FusedLlama | None:
                         return tried
                 except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
                     logger.info(f"{target.facts.source} runs without kernels of its own {without}: {reason}")
+        if target.device.type == "cuda" and any(isinstance(block.mlp, Experts) for block in fused.blocks):
+            raise NotLlamaError("its experts need kernels of ours on a GPU")  # by torch they wait for the device
         require_same(fused, target)
     except (NotLlamaError, UserError) as reason:
         logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")
@@ -58,9 +63,31 @@ def require_same(fused: FusedLlama, target: Target) -> None:
     runner = TargetRunner(target, KVCache(blocks=trial.BLOCKS, block_size=trial.BLOCK_SIZE))
     states = range(len(fused.blocks) + 1)
 
-    def own(ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor) -> tuple[Sequence[Tensor], Tensor]:
-        with capture(target.model, states) as captured:
+    def own(
+        ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor, Mapping[int, trial.Routed]]:
+        with capture(target.model, states) as captured, _routing(fused) as routed:
             logits_MV = runner.forward(ids_N, metadata, keep_M)
-        return captured.aux_hidden()[0].chunk(len(states), dim=-1), logits_MV
+        return captured.aux_hidden()[0].chunk(len(states), dim=-1), logits_MV, routed
 
     trial.require_same(fused, own, max_position_embeddings=target.facts.max_position_embeddings)
+
+
+@contextmanager
+def _routing(fused: FusedLlama) -> Iterator[Mapping[int, trial.Routed]]:
+    """What the routers of the model's own code are given and choose meanwhile, by layer."""
+    routed: dict[int, trial.Routed] = {}
+    hooks = []
+
+    def note(layer: int, _: nn.Module, given: tuple[Tensor, ...], chosen: tuple[Tensor, Tensor, Tensor]) -> None:
+        routes = Routes(expert_NK=chosen[2], weight_NK=chosen[1])
+        routed[layer] = trial.Routed(given[0].reshape(len(routes.expert_NK), -1), routes)
+
+    for layer, block in enumerate(fused.blocks):
+        if isinstance(block.mlp, Experts) and isinstance(block.mlp.router, Router):
+            hooks.append(block.mlp.router.module.register_forward_hook(partial(note, layer)))
+    try:
+        yield routed
+    finally:
+        for hook in hooks:
+            hook.remove()

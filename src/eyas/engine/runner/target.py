@@ -92,10 +92,11 @@ class TargetRunner:
         scale: float | None,
         softcap: float | None,
         window: int | None,
+        sink_logit_H: Tensor | None,
     ) -> Tensor:
         layer: Any = module.layer_idx
         window = self._windows.get(layer) if window is None else window
-        return attention(layer, q_NHK, k_NGK, v_NGK, scale, softcap, window)
+        return attention(layer, q_NHK, k_NGK, v_NGK, scale, softcap, window, sink_logit_H)
 
     def _note_and_attend(
         self,
@@ -108,6 +109,7 @@ class TargetRunner:
         scale: float | None,
         softcap: float | None,
         window: int | None,
+        sink_logit_H: Tensor | None,
     ) -> Tensor:
         layer: Any = module.layer_idx
         (_, heads, head_dim), (_, key_heads, value_dim) = q_NHK.shape, v_NGK.shape
@@ -121,9 +123,10 @@ class TargetRunner:
                 scale=head_dim**-0.5 if scale is None else scale,
                 softcap=softcap,
                 window=window,
+                sink_logit_H=sink_logit_H,
             )
         )
-        return self._attend(attention, module, q_NHK, k_NGK, v_NGK, scale, softcap, window)
+        return self._attend(attention, module, q_NHK, k_NGK, v_NGK, scale, softcap, window, sink_logit_H)
 
 
 def _refuse_other_layers(target: Target) -> None:
@@ -131,6 +134,10 @@ def _refuse_other_layers(target: Target) -> None:
     config, source = target.model.config.get_text_config(), target.facts.source
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         raise UserError(f"{source} lies on several devices; blocks need it on one")
+    quantised = getattr(target.model.config, "quantization_config", None)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
+    if str(getattr(method, "value", method)) == "mxfp4":
+        raise UserError(f"{source} has MXFP4 weights, which are not served yet; use a copy of it in bfloat16")
     kinds = getattr(config, "layer_types", None)
     if kinds is None and getattr(config, "attention_chunk_size", None) is not None:
         kinds = ["chunked_attention"]

@@ -2,6 +2,8 @@
 
 One law of visibility, for targets and drafters: a token at position p sees its own prefix and, in the tail, what its
 row says (`metadata.py`); with a window it sees of these only positions above p - window, and the first `sinks` slots.
+Some targets learn a score for every head that stands beside those of the keys and has no value (`sink_logit_H`): it
+takes a share of the weights away.
 
 Three backends keep it: kernels that read through the block tables, on CUDA (`triton.py`) and, where there is a C
 compiler, in float32 on a CPU (`cpu.py`), and torch's own operations anywhere else (`dense.py`), which are their oracle.
@@ -30,6 +32,7 @@ class AttentionCall:
     scale: float
     softcap: float | None
     window: int | None
+    sink_logit_H: Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -47,10 +50,11 @@ class AttentionBackend(ABC):
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Answer every query, [N, H, V], where the new keys and values have been written.
 
-        Scores are scaled and, with a softcap, bent to softcap * tanh(score / softcap).
+        Scores are scaled and, with a softcap, bent to softcap * tanh(score / softcap); sink logits are not.
         """
 
     def write_and_attend(
@@ -63,10 +67,11 @@ class AttentionBackend(ABC):
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Write the new keys and values, and answer every query."""
         write_slots(keys_GCK, values_GCV, self.metadata.slot_mapping_N, k_NGK, v_NGV)
-        return self.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window)
+        return self.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window, sink_logit_H)
 
 
 def write_slots(keys_GCK: Tensor, values_GCV: Tensor, slot_mapping_N: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> None:

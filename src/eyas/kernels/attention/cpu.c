@@ -278,6 +278,7 @@ static int is_shared(const struct pass *pass, const struct unit *unit, long chun
 
 struct layer {
     const float *q, *keys, *values;
+    const float *sink; /* [H]: scores without a key; null: there are none */
     float *output;
     float scale, softcap;
 };
@@ -316,9 +317,10 @@ static void merge(const struct pass *pass, const struct layer *layer, const stru
         const float *parts = pass->parts + (unit->first_part + g * lines + i) * stride;
         const long token = pass->start[unit->row] + (unit->first + i) / F, head = g * F + (unit->first + i) % F;
         float *output = layer->output + (token * pass->key_heads * F + head) * V;
-        float most = -INFINITY, total = 0;
+        float most = layer->sink ? layer->sink[head] : -INFINITY;
         for (long c = 0; c < chunks; c++) most = parts[c * next + MOST] > most ? parts[c * next + MOST] : most;
         memset(output, 0, V * sizeof(float));
+        float total = layer->sink ? exponential_of(layer->sink[head] - most) : 0;
         for (long c = 0; c < chunks; c++) {
             const float *part = parts + c * next;
             if (part[MOST] == -INFINITY) continue; /* nothing was seen here */
@@ -336,9 +338,9 @@ int block_lines(void) { return BLOCK; }
 int pass_bytes(void) { return sizeof(struct pass); }
 
 /* Write the new keys and values [N, G, .] to their slots in keys and values [G, C, .], then answer q [N, H, K] of all
- * units in output [N, H, V]. `softcap` 0 is none. */
+ * units in output [N, H, V]. `softcap` 0 is none; `sink` may be null. */
 void attend_blocks(const struct pass *pass, const float *q, const float *k, const float *v, float *keys, float *values,
-                  float *output, float scale, float softcap) {
+                  const float *sink, float *output, float scale, float softcap) {
     const long G = pass->key_heads, C = pass->slots, K = pass->key_size, V = pass->value_size;
     for (long n = 0; n < pass->new_tokens; n++)
         for (long g = 0; g < G; g++) {
@@ -346,7 +348,7 @@ void attend_blocks(const struct pass *pass, const float *q, const float *k, cons
             memcpy(keys + place * K, k + n * pass->k_token + g * pass->k_head, K * sizeof(float));
             memcpy(values + place * V, v + n * pass->v_token + g * pass->v_head, V * sizeof(float));
         }
-    const struct layer layer = {q, keys, values, output, scale, softcap};
+    const struct layer layer = {q, keys, values, sink, output, scale, softcap};
 #pragma omp parallel for num_threads(pass->threads) schedule(dynamic)
     for (long t = 0; t < pass->task_count * G; t++) {
         const long u = pass->tasks[t / G].unit, g = t % G;

@@ -59,7 +59,7 @@ class AttentionKernel:
 
     def __post_init__(self) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_float
-        self.library.attend_blocks.argtypes = [pointer] * 7 + [number] * 2
+        self.library.attend_blocks.argtypes = [pointer] * 8 + [number] * 2
         self.library.attend_blocks.restype = None
 
     @cached_property
@@ -140,9 +140,10 @@ class CompiledBackend(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Answer every query, densely: the kernel takes new keys and values along."""
-        return self._dense.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window)
+        return self._dense.attend(q_NHK, keys_GCK, values_GCV, scale, softcap, window, sink_logit_H)
 
     def _takes(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> bool:
         """Whether the kernel can read these."""
@@ -161,18 +162,22 @@ class CompiledBackend(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Write and answer every query, [N, H, V]. Keys and values have as many slots in all layers."""
         if not self._takes(q_NHK, k_NGK, v_NGV):
-            return super().write_and_attend(q_NHK, k_NGK, v_NGV, keys_GCK, values_GCV, scale, softcap, window)
+            asked = scale, softcap, window, sink_logit_H
+            return super().write_and_attend(q_NHK, k_NGK, v_NGV, keys_GCK, values_GCV, *asked)
         if q_NHK is not self._q or k_NGK is not self._k or v_NGV is not self._v or window != self._window:
             assert keys_GCK.dtype == values_GCV.dtype == torch.float32
             self._prepare(q_NHK, k_NGK, v_NGV, keys_GCK.shape[1], window)
         output_NHV = torch.empty(self._output_shape, dtype=torch.float32)
+        sink_logit_H = None if sink_logit_H is None else sink_logit_H.detach().float().contiguous()
+        sink = None if sink_logit_H is None else sink_logit_H.data_ptr()
         for wave in self._waves:
             self._call(
-                *(wave.address, *self._pointers, keys_GCK.data_ptr(), values_GCV.data_ptr(), output_NHV.data_ptr()),
-                *(scale, softcap or 0.0),
+                *(wave.address, *self._pointers, keys_GCK.data_ptr(), values_GCV.data_ptr(), sink),
+                *(output_NHV.data_ptr(), scale, softcap or 0.0),
             )
         return output_NHV
 

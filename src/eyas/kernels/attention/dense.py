@@ -69,6 +69,7 @@ class DenseBackend(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Answer every query."""
         shared = q_NHK.shape[1] // keys_GCK.shape[0]
@@ -76,8 +77,9 @@ class DenseBackend(AttentionBackend):
         if plan is None:
             plan = self._plans[window, shared] = self._pieces(window, shared, q_NHK)
         q, k, v = q_NHK.transpose(0, 1)[None], keys_GCK[None], values_GCV[None]
+        asked = scale, softcap, sink_logit_H
         outputs = [
-            _attend(q.narrow(2, piece.first, piece.count), piece.read(k), piece.read(v), piece, scale, softcap)
+            _attend(q.narrow(2, piece.first, piece.count), piece.read(k), piece.read(v), piece, *asked)
             for piece in plan
         ]
         output_1HNV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -185,27 +187,46 @@ def _indices(runs: Sequence[Run]) -> Tensor:
 
 
 def _attend(
-    q_1HQK: Tensor, k_1GSK: Tensor, v_1GSK: Tensor, piece: _Piece, scale: float, softcap: float | None
+    q_1HQK: Tensor,
+    k_1GSK: Tensor,
+    v_1GSK: Tensor,
+    piece: _Piece,
+    scale: float,
+    softcap: float | None,
+    sink_logit_H: Tensor | None,
 ) -> Tensor:
     q, groups = q_1HQK, k_1GSK.shape[1]
     if piece.folded:
         # Heads that share keys become queries of one head: the keys are read once for all of them.
         q = q.reshape(1, groups, -1, q.shape[-1])
-    if softcap is None:
+    if sink_logit_H is not None:
+        sink_1HQ1 = sink_logit_H[None, :, None, None].expand(1, -1, piece.count, 1)
+        output = _attend_by_hand(q, k_1GSK, v_1GSK, piece.mask, scale, softcap, sink_1HQ1.reshape(1, q.shape[1], -1, 1))
+    elif softcap is None:
         output = functional.scaled_dot_product_attention(
             q, k_1GSK, v_1GSK, attn_mask=piece.mask, scale=scale, enable_gqa=q.shape[1] != groups
         )
     else:
-        output = _attend_capped(q, k_1GSK, v_1GSK, piece.mask, scale, softcap)
+        output = _attend_by_hand(q, k_1GSK, v_1GSK, piece.mask, scale, softcap)
     return output.reshape(1, -1, piece.count, output.shape[-1]) if piece.folded else output
 
 
-def _attend_capped(
-    q_1HQK: Tensor, k_1GSK: Tensor, v_1GSK: Tensor, mask: Tensor | None, scale: float, softcap: float
+def _attend_by_hand(
+    q_1HQK: Tensor,
+    k_1GSK: Tensor,
+    v_1GSK: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink_1HQ1: Tensor | None = None,
 ) -> Tensor:
-    """Attention written out, since torch's own knows no softcap."""
+    """Attention written out, since torch's own knows neither softcaps nor sinks."""
     k, v = (x.repeat_interleave(q_1HQK.shape[1] // x.shape[1], dim=1) for x in (k_1GSK, v_1GSK))
-    scores = ((q_1HQK @ k.transpose(2, 3)) * (scale / softcap)).tanh() * softcap
+    scores = q_1HQK @ k.transpose(2, 3)
+    scores = scores * scale if softcap is None else (scores * (scale / softcap)).tanh() * softcap
     if mask is not None:
         scores = scores + mask
-    return scores.float().softmax(dim=-1).to(v.dtype) @ v
+    if sink_1HQ1 is not None:
+        scores = torch.cat([scores, sink_1HQ1.to(scores.dtype)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(v.dtype)
+    return (weights if sink_1HQ1 is None else weights[..., :-1]) @ v

@@ -51,6 +51,7 @@ def _attend_kernel(
     position_of,
     seen_by,
     tile_of,
+    sink,
     scale,
     softcap,
     window,
@@ -82,6 +83,7 @@ def _attend_kernel(
     RAGGED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    HAS_SINK: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -136,6 +138,10 @@ def _attend_kernel(
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     answer = tl.zeros([LINES, VALUE_PADDED], tl.float32)
+    if HAS_SINK:  # a score that has been seen, with a value of zeros; among splits the first has seen it
+        sunk = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
+        top = tl.where(split == 0, sunk, float("-inf"))
+        total = tl.where(split == 0, 1.0, total)
     for at in range(low, high, BLOCK):
         i = at + tl.arange(0, BLOCK)
         slot = i
@@ -277,6 +283,7 @@ class TritonBackend(AttentionBackend):
         scale: float,
         softcap: float | None = None,
         window: int | None = None,
+        sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Answer every query."""
         tables, metadata, (heads, size) = self._tables, self.metadata, q_NHK.shape[1:]
@@ -310,6 +317,7 @@ class TritonBackend(AttentionBackend):
                 *(q_NHK, keys_GCK, values_GCV, answer, weight),
                 *(tables.block_table_RP, tables.context_lens_R, self._end_of, self._start_of),
                 *(metadata.position_N, tree_mask_N if launch.tree else metadata.position_N, tile_of),
+                metadata.position_N if sink_logit_H is None else sink_logit_H,
                 *(scale, softcap or 0.0, window or 0, 0 if window is None else self.sinks),
                 *(*q_NHK.stride()[:2], *keys_GCK.stride()[:2], *values_GCV.stride()[:2]),
                 *(tables.block_table_RP.stride(0), *bounds, tiles, splits),
@@ -327,6 +335,7 @@ class TritonBackend(AttentionBackend):
                 RAGGED=self._ragged,
                 WINDOWED=window is not None,
                 CAPPED=softcap is not None,
+                HAS_SINK=sink_logit_H is not None,
                 num_warps=warps,
                 num_stages=2,
                 **options,

@@ -4,7 +4,8 @@
     x += norm(down(activation(gate) * up))                         gate, up of norm(x)
 
 Llama, Mistral, Qwen, Phi-3 and Gemma are this block. They differ in which of the norms they have, in biases, in what
-opens a gate, and in window, rotation and scale of each layer's attention; `DecoderLayer` says what there is.
+opens a gate, and in window, rotation and scale of each layer's attention; `DecoderLayer` says what there is. Some
+layers of some models have experts instead of the second line's products (`experts.py`).
 
 Where a pass is short, running a model's own code costs more than its matrix products. So linears that read the same
 input are one product here, queries and keys are rotated together, and the memory that a layer's results go to is
@@ -31,6 +32,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.elementwise import Activation, FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
 from eyas.kernels.llama.cpu import Layers, LlamaSizes, PackedProducts, Parts, load_layers
+from eyas.kernels.llama.experts import Experts, Routes
 
 KVLayers = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values [G, C, K] of every layer, to be read and written."""
@@ -121,6 +123,15 @@ def merge(parts: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class GatedMlp:
+    """The feed-forward that all tokens go through."""
+
+    gate_up: Product
+    activation: Activation
+    down: Product
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderLayer:
     """One decoder layer."""
 
@@ -133,13 +144,13 @@ class DecoderLayer:
     scale: float
     softcap: float | None
     window: int | None
+    sink_logit_H: Tensor | None
+    """A score of every head that has no key; float32, so that all attention reads it as it is."""
     output: Product
     attention_output_norm: FusedNorm | None
     """Of what attention adds to the state."""
     mlp_norm: FusedNorm
-    gate_up: Product
-    activation: Activation
-    down: Product
+    mlp: GatedMlp | Experts
     mlp_output_norm: FusedNorm | None
     """Of what the gates add."""
 
@@ -156,11 +167,15 @@ def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes) -> Layers | N
     compiled = load_layers()
     parts = []
     for block in blocks:
-        products = packed_products(block.qkv, block.output, block.gate_up, block.down)
+        mlp = block.mlp
+        if isinstance(mlp, Experts):
+            return None
+        products = packed_products(block.qkv, block.output, mlp.gate_up, mlp.down)
         if compiled is None or products is None:
             return None
-        names = {part.name for part in fields(block)} - set(PackedProducts._fields)
-        parts.append(Parts(products=products, **{name: getattr(block, name) for name in names}))
+        named = {part.name: getattr(block, part.name) for part in fields(block)}
+        named = {name: named[name] for name in named if name not in {*PackedProducts._fields, "mlp"}}
+        parts.append(Parts(products=products, activation=mlp.activation, **named))
     return None if compiled is None else Layers(parts, sizes, compiled)
 
 
@@ -233,6 +248,10 @@ class FusedLlama:
         cos_TNR, sin_TNR = (x[0] if len(turns) == 1 else torch.cat(x) for x in zip(*turns, strict=True))
         return cos_TNR.contiguous(), sin_TNR.contiguous()
 
+    def routes(self, experts: Experts, x_ND: Tensor) -> Routes:
+        """Which experts rows go to, as a pass decides it."""
+        return experts.router(x_ND)
+
     def _logits(self, normed_MD: Tensor, out_MV: Tensor | None) -> Tensor:
         """[M, V], written where it is told, if it is."""
         logits_MV = self.head(normed_MD, out_MV)
@@ -291,12 +310,18 @@ class FusedLlama:
             elif block.qk_norm is not None:
                 qk.copy_(block.qk_norm(qk))
             rotations[block.rotation]()
-            attended = attention.write_and_attend(q, k, v, *kv[layer], block.scale, block.softcap, block.window)
+            asked = block.scale, block.softcap, block.window, block.sink_logit_H
+            keys_GCK, values_GCK = kv[layer]
+            attended = attention.write_and_attend(q, k, v, keys_GCK, values_GCK, *asked)
             more_ND = block.output(attended.reshape(tokens, -1), None)
             x_ND += more_ND if block.attention_output_norm is None else block.attention_output_norm(more_ND)
-            block.gate_up(block.mlp_norm(x_ND), gate_up)
-            gated = block.activation(gate).mul_(up) if compiled is None else compiled.gate(gate_up, block.activation)
-            more_ND = block.down(gated, None)
+            normed_ND, mlp = block.mlp_norm(x_ND), block.mlp
+            if isinstance(mlp, Experts):
+                more_ND = mlp(normed_ND)
+            else:
+                mlp.gate_up(normed_ND, gate_up)
+                gated = mlp.activation(gate).mul_(up) if compiled is None else compiled.gate(gate_up, mlp.activation)
+                more_ND = mlp.down(gated, None)
             x_ND += more_ND if block.mlp_output_norm is None else block.mlp_output_norm(more_ND)
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)

@@ -23,7 +23,7 @@ struct steps {
     void (*rotate)(const float *x, long N, long B, long K, long R, long stride, const float *cos, const float *sin,
                    float *y, int threads);
     void (*attend)(const void *wave, const float *q, const float *k, const float *v, float *keys, float *values,
-                   float *output, float scale, float softcap);
+                   const float *sink, float *output, float scale, float softcap);
     void (*gate)(const float *x, long N, long I, int activation, float *y, int threads);
 };
 
@@ -44,6 +44,7 @@ struct layer {
     struct norm attention_output_norm, mlp_output_norm; /* [D]: before what they gave is added */
     struct norm qk_norm;                                /* [H + G][K] */
     float *keys, *values;                               /* of the cache */
+    const float *sink;                                  /* [H]: what attention is told; null: nothing */
     struct product qkv, output, gate_up, down;
     int64_t window, rotation; /* which of the pass's */
     int64_t activation;
@@ -126,8 +127,8 @@ void run_layers(const struct run *run) {
         const long turn = layer->rotation * N * R;
         run->steps->rotate(qkv, N, B, K, R, (B + G) * K, run->cos + turn, run->sin + turn, turned, threads);
         for (long w = layer->window ? run->wave_ends[layer->window - 1] : 0; w < run->wave_ends[layer->window]; w++)
-            run->steps->attend(run->waves[w], turned, turned + H * K, qkv + B * K, layer->keys, layer->values, attended,
-                               layer->scale, layer->softcap);
+            run->steps->attend(run->waves[w], turned, turned + H * K, qkv + B * K, layer->keys, layer->values,
+                               layer->sink, attended, layer->scale, layer->softcap);
         multiply(run, &layer->output, attended, more);
         add(run, more, &layer->attention_output_norm);
 

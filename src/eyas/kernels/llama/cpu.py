@@ -49,6 +49,7 @@ class LlamaSizes:
     rotary_dim: int
     """Numbers of a head that are rotated, the first ones."""
     intermediate: int
+    """Of layers without experts; 0 where there are none."""
 
 
 class PackedProducts(NamedTuple):
@@ -74,6 +75,8 @@ class Parts:
     """Which of the pass's rotations."""
     window: int | None = None
     softcap: float | None = None
+    sink_logit_H: Tensor | None = None
+    """In float32."""
     attention_output_norm: Norm | None = None
     """Of what attention adds to the state."""
     activation: Activation = Activation.SILU
@@ -110,7 +113,7 @@ class NormWeight(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, NormWeight) for name in _NORMS),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "sink")),
         *((name, _Product) for name in PackedProducts._fields),
         *((name, ctypes.c_int64) for name in ("window", "rotation", "activation")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
@@ -276,6 +279,7 @@ def _layer(parts: Parts, window: int) -> _Layer:
     return _Layer(
         **{name: NormWeight.of(getattr(parts, name)) for name in _NORMS},
         **{name: _product(packed) for name, packed in parts.products._asdict().items()},
+        sink=None if parts.sink_logit_H is None else parts.sink_logit_H.data_ptr(),
         window=window,
         rotation=parts.rotation,
         activation=parts.activation,

@@ -9,7 +9,8 @@ Parts do not tell all that a model's code does with them (a factor, a layer with
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.llama.block import (
     DecoderLayer,
     FusedLlama,
+    GatedMlp,
     NotLlamaError,
     Product,
     Rotary,
@@ -30,6 +32,7 @@ from eyas.kernels.llama.block import (
     join,
 )
 from eyas.kernels.llama.cpu import LlamaSizes
+from eyas.kernels.llama.experts import ClampedSwiglu, Experts, Router, Routes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -46,9 +49,10 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
     `calls` is what every layer asks of attention.
     """
     weights = list(model.parameters())
+    of_norms = {id(module.weight) for module in model.modules() if _is_norm(module)}
     for what, found in (
         ("devices", {x.device for x in (*weights, *model.buffers())}),
-        ("types", {x.dtype for x in weights}),
+        ("types", {x.dtype for x in weights if id(x) not in of_norms or x.dtype != torch.float32}),
     ):
         if len(found) > 1:
             raise NotLlamaError(f"its weights are of several {what}: {', '.join(sorted(map(str, found)))}")
@@ -59,20 +63,21 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
     _expect(decoder, "embed_tokens", "layers", "norm", "rotary_emb")
     rotations, rotation_of = _rotations(decoder, model.config)
     probe = weights[0].new_zeros(1, 1)
-    several = {
+    several = [
         _sizes(layer, call, rotary_dim=rotations[rotation](probe, position_ids=probe.long())[0].shape[-1])
         for layer, call, rotation in zip(decoder.layers, calls, rotation_of, strict=True)
-    }
-    if len(several) > 1:
+    ]
+    sizes = replace(several[0], intermediate=max(one.intermediate for one in several))
+    if any(replace(one, intermediate=one.intermediate or sizes.intermediate) != sizes for one in several):
         raise NotLlamaError("its layers differ in size")
-    sizes = several.pop()
-    blocks = [_block(*each, sizes) for each in zip(decoder.layers, calls, rotation_of, strict=True)]
+    norm = partial(_norm, dtype=weights[0].dtype)
+    blocks = [_block(*each, sizes, norm) for each in zip(decoder.layers, calls, rotation_of, strict=True)]
     return FusedLlama(
         embedding_VD=decoder.embed_tokens.weight.detach(),
         embedding_scale=_embedding_scale(decoder.embed_tokens),
         rotations=rotations,
         blocks=blocks,
-        norm=_norm(decoder.norm),
+        norm=norm(decoder.norm),
         head=_join(model.lm_head),
         logit_softcap=getattr(model.config, "final_logit_softcapping", None),
         sizes=sizes,
@@ -88,6 +93,11 @@ def _expect(module: nn.Module, *names: str) -> None:
     if odd:
         expected = ", ".join(names)
         raise NotLlamaError(f"{type(module).__name__} does not consist of {expected} alone: {', '.join(sorted(odd))}")
+
+
+def _is_norm(module: Any) -> bool:
+    """Whether it may be a norm; the weights of those may be of a finer type than all else."""
+    return [name for name, _ in module.named_parameters()] == ["weight"] and module.weight.ndim == 1
 
 
 def _embedding_scale(embedding: nn.Module) -> Tensor | None:
@@ -130,6 +140,10 @@ def _rotation(call: Rotary, module: nn.Module, rope_type: object, prefix: str = 
     """One rotation. Its angles are told where they do not depend on how long a sequence is."""
     frequency_F = getattr(module, f"{prefix}inv_freq", None)
     scale = getattr(module, f"{prefix}attention_scaling", None)
+    if isinstance(frequency_F, torch.Tensor):
+        probe = frequency_F.new_zeros(1, 1)
+        if call(probe, position_ids=probe.long())[0].shape[-1] == len(frequency_F):
+            call = partial(_for_both_halves, call)
     if (
         rope_type not in STATIC_ROPE_TYPES
         or not isinstance(frequency_F, torch.Tensor)
@@ -137,6 +151,12 @@ def _rotation(call: Rotary, module: nn.Module, rope_type: object, prefix: str = 
     ):
         return call
     return StaticRotary(call, frequency_F.float(), float(scale))
+
+
+def _for_both_halves(call: Rotary, like: Tensor, *, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """A rotation whose module gives the angles of one half of a head, which are those of the other."""
+    cos, sin = call(like, position_ids=position_ids)
+    return torch.cat([cos, cos], dim=-1), torch.cat([sin, sin], dim=-1)
 
 
 def _is_in(module: nn.Module, *names: str) -> bool:
@@ -164,20 +184,19 @@ def _sizes(layer: Any, call: AttentionCall, *, rotary_dim: int) -> LlamaSizes:
     """Look a layer over."""
     more = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if _output_norms(layer) else ()
     _expect(layer, "input_layernorm", "self_attn", "post_attention_layernorm", "mlp", *more)
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     norms = ("q_norm", "k_norm") if _is_in(attention, "q_norm", "k_norm") else ()
-    qkv, gates = _qkv_names(attention), _gate_names(mlp)
-    _expect(attention, *qkv, "o_proj", *norms)
-    _expect(mlp, *gates, "down_proj", _activation_name(mlp))
-    size, inner = call.head_dim, mlp.down_proj.in_features
+    qkv = _qkv_names(attention)
+    _expect(attention, *qkv, "o_proj", *norms, *(() if call.sink_logit_H is None else ("sinks",)))
+    size = call.head_dim
     q, kv = call.heads * size, call.key_heads * size
     try:
         widths = [getattr(attention, name).out_features for name in qkv]
-        gate_widths = [getattr(mlp, name).out_features for name in gates]
+        inner = 0 if hasattr(layer.mlp, "experts") else _intermediate(layer.mlp)
     except AttributeError as error:
         raise NotLlamaError(str(error)) from error
-    if widths not in ([q + 2 * kv], [q, kv, kv]) or gate_widths not in ([2 * inner], [inner, inner]):
-        raise NotLlamaError("its keys and values, or gates and what they gate, differ in size")
+    if widths not in ([q + 2 * kv], [q, kv, kv]):
+        raise NotLlamaError("its keys and values differ in size")
     if call.value_dim != size or any(getattr(attention, norm).weight.shape != (size,) for norm in norms):
         raise NotLlamaError("its values or norms of heads are of another size than its keys")
     if rotary_dim > size or rotary_dim % 2:
@@ -187,31 +206,113 @@ def _sizes(layer: Any, call: AttentionCall, *, rotary_dim: int) -> LlamaSizes:
     )
 
 
-def _block(layer: Any, call: AttentionCall, rotation: int, sizes: LlamaSizes) -> DecoderLayer:
+def _intermediate(mlp: Any) -> int:
+    """Look a feed-forward without experts over: how many gates it has."""
+    gates = _gate_names(mlp)
+    _expect(mlp, *gates, "down_proj", _activation_name(mlp))
+    inner = int(mlp.down_proj.in_features)
+    if [getattr(mlp, name).out_features for name in gates] not in ([2 * inner], [inner, inner]):
+        raise NotLlamaError("its gates and what they gate differ in size")
+    return inner
+
+
+def _block(
+    layer: Any, call: AttentionCall, rotation: int, sizes: LlamaSizes, norm: Callable[..., FusedNorm]
+) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     qk_norm = attention_output_norm = mlp_output_norm = None
     if hasattr(attention, "q_norm"):
-        qk_norm = _norm(*[attention.q_norm] * sizes.heads, *[attention.k_norm] * sizes.key_heads)
-    mlp_norm = _norm(layer.post_attention_layernorm)
+        qk_norm = norm(*[attention.q_norm] * sizes.heads, *[attention.k_norm] * sizes.key_heads)
+    mlp_norm = norm(layer.post_attention_layernorm)
     if _output_norms(layer):
-        attention_output_norm, mlp_norm = mlp_norm, _norm(layer.pre_feedforward_layernorm)
-        mlp_output_norm = _norm(layer.post_feedforward_layernorm)
+        attention_output_norm, mlp_norm = mlp_norm, norm(layer.pre_feedforward_layernorm)
+        mlp_output_norm = norm(layer.post_feedforward_layernorm)
     return DecoderLayer(
-        attention_norm=_norm(layer.input_layernorm),
+        attention_norm=norm(layer.input_layernorm),
         qkv=_join(*(getattr(attention, name) for name in _qkv_names(attention))),
         qk_norm=qk_norm,
         rotation=rotation,
         scale=call.scale,
         softcap=call.softcap,
         window=call.window,
+        sink_logit_H=None if call.sink_logit_H is None else call.sink_logit_H.detach().float(),
         output=_join(attention.o_proj),
         attention_output_norm=attention_output_norm,
         mlp_norm=mlp_norm,
+        mlp=_experts(mlp) if hasattr(mlp, "experts") else _gated(mlp),
+        mlp_output_norm=mlp_output_norm,
+    )
+
+
+def _gated(mlp: Any) -> GatedMlp:
+    return GatedMlp(
         gate_up=_join(*(getattr(mlp, name) for name in _gate_names(mlp))),
         activation=_activation(getattr(mlp, _activation_name(mlp))),
         down=_join(mlp.down_proj),
-        mlp_output_norm=mlp_output_norm,
     )
+
+
+def _experts(mlp: Any) -> Experts:
+    router_name, experts = "router" if hasattr(mlp, "router") else "gate", mlp.experts
+    _expect(mlp, router_name, "experts")
+    has_bias, clamps = hasattr(experts, "gate_up_proj_bias"), _is_in(experts, "alpha", "limit")
+    biases = ("gate_up_proj_bias", "down_proj_bias") if has_bias else ()
+    _expect(experts, "gate_up_proj", "down_proj", *biases, *(() if clamps else ("act_fn",)))
+    router, transposed = getattr(mlp, router_name), bool(getattr(experts, "is_transposed", False))
+    gating = ClampedSwiglu(experts.alpha, experts.limit) if clamps else _activation(experts.act_fn)
+    gate_up_EGD, down_EDI = (_outputs_first(x, transposed) for x in (experts.gate_up_proj, experts.down_proj))
+    (count, gates, hidden), shape = gate_up_EGD.shape, down_EDI.shape
+    if shape != (count, hidden, gates // 2) or router.weight.shape != (count, hidden):
+        raise NotLlamaError("its experts and their router differ in size")
+    return Experts(
+        router=_router(router),
+        gate_up_EGD=gate_up_EGD,
+        gate_up_bias_EG=experts.gate_up_proj_bias.detach() if has_bias else None,
+        interleaved=not getattr(experts, "is_concatenated", True),
+        gating=gating,
+        down_EDI=down_EDI,
+        down_bias_ED=experts.down_proj_bias.detach() if has_bias else None,
+    )
+
+
+def _outputs_first(weights: nn.Parameter, transposed: bool) -> Tensor:
+    """The weights of experts [E, outputs, inputs]. An output's lie side by side, and the module has a view of them."""
+    if weights.ndim != 3:
+        raise NotLlamaError(f"its experts have weights of shape {tuple(weights.shape)}")
+    found = weights.detach().transpose(1, 2) if transposed else weights.detach()
+    if not found.is_contiguous():
+        found = found.contiguous()
+        weights.data = found.transpose(1, 2) if transposed else found
+    return found
+
+
+def _router(router: Any) -> Router:
+    """The router that chooses as a module does; whose weights add up to 1 or do not, whichever comes nearer."""
+    has_bias = getattr(router, "bias", None) is not None
+    _expect(router, "weight", *(("bias",) if has_bias else ()))
+    weight_ED = router.weight.detach()
+    x_ND = torch.randn(8, weight_ED.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_ED)
+    given = router(x_ND)
+    if not isinstance(given, tuple) or len(given) != 3 or any(x.ndim != 2 or len(x) != len(x_ND) for x in given):
+        raise NotLlamaError(f"{type(router).__name__} does not give scores, weights and experts")
+    _, weight_NK, expert_NK = given
+    if weight_NK.shape != expert_NK.shape:
+        raise NotLlamaError(
+            f"{type(router).__name__} gives {weight_NK.shape[1]} weights of {expert_NK.shape[1]} experts"
+        )
+    several = [
+        Router(
+            weight_ED=weight_ED,
+            bias_E=router.bias.detach() if has_bias else None,
+            top_k=expert_NK.shape[1],
+            renormalises=renormalises,
+            dtype=weight_NK.dtype,
+            module=router,
+        )
+        for renormalises in (True, False)
+    ]
+    theirs_NE = Routes(expert_NK, weight_NK).dense(len(weight_ED)).float()
+    return min(several, key=lambda one: float((one(x_ND).dense(len(weight_ED)).float() - theirs_NE).norm()))
 
 
 def _activation(module: Any) -> Activation:
@@ -222,16 +323,16 @@ def _activation(module: Any) -> Activation:
     raise NotLlamaError(f"its activation is {type(module).__name__}")
 
 
-def _norm(*norms: Any) -> FusedNorm:
-    """One norm, or one for each of several heads."""
-    fused = {norm: _one_norm(norm) for norm in norms}
+def _norm(*norms: Any, dtype: torch.dtype) -> FusedNorm:
+    """One norm of numbers of a type, or one for each of several heads."""
+    fused = {norm: _one_norm(norm, dtype) for norm in norms}
     if len({one.eps for one in fused.values()}) > 1:
         raise NotLlamaError("its norms of heads have several epsilons")
     weights = [fused[norm].weight for norm in norms]
     return FusedNorm(weights[0] if len(weights) == 1 else torch.stack(weights), fused[norms[0]].eps)
 
 
-def _one_norm(norm: Any) -> FusedNorm:
+def _one_norm(norm: Any, dtype: torch.dtype) -> FusedNorm:
     """The norm that computes what a module computes, with its weight or with one more than that.
 
     Some round before the weight and some behind it: the nearest is taken.
@@ -243,12 +344,12 @@ def _one_norm(norm: Any) -> FusedNorm:
     weight = norm.weight.detach()
     sizes = torch.tensor([3.0, 1.0, 1e-2, 1e-3])
     x_ND = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)) * sizes[:, None]
-    x_ND = x_ND.to(weight.device, weight.dtype)
+    x_ND = x_ND.to(weight.device, dtype)
     given_ND, kinds = norm(x_ND).float(), (weight, weight.float(), 1 + weight.float())
     several = [FusedNorm(kind, epsilons[0]) for kind in kinds]
     errors = [float((one(x_ND).float() - given_ND).norm() / given_ND.norm().clamp(min=1e-30)) for one in several]
     error, one = min(zip(errors, several, strict=True), key=lambda pair: pair[0])
-    if not error <= NORM_ERROR[weight.dtype]:
+    if not error <= NORM_ERROR[dtype]:
         raise NotLlamaError(f"{type(norm).__name__} is no RMSNorm: it is off by {error:.1e} of its length")
     return one
 

@@ -6,6 +6,9 @@ The invariant, a fused pass that was handed out is right, rests on two halves:
                        the embedding, and norm and head
     all layers         one behind the other give the model's own states and logits, for most tokens
 
+Experts are those that the model's own router chose: where two scores nearly tie, rounding decides between them, and in
+half precision some do in every layer. Our routers are tried by themselves, on what the model's own were given.
+
 Alone, because single tokens cannot be judged behind many layers: where a state is about to grow a hundredfold, as some
 token's does in many models, the rounding of all layers before decides how far it gets, and in half precision the
 model's own code lies as far from itself in float32. All, because layers that are right may follow each other wrongly.
@@ -14,9 +17,11 @@ Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, C s
 dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +30,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.llama.block import DecoderLayer, FusedLlama, KVLayers, NotLlamaError, in_one_call
+from eyas.kernels.llama.experts import Experts, Routes
 
 BLOCKS, BLOCK_SIZE = 5, 4
 """What the passes of a trial are laid out for."""
@@ -36,9 +42,17 @@ UNSTABLE = 7.0
 """How many times as far any single token may lie behind one layer: some tokens amplify rounding within a layer too,
 where what its attention adds decides what its gates let through."""
 
-OwnForward = Callable[[Tensor, AttentionMetadata, Tensor], tuple[Sequence[Tensor], Tensor]]
+
+class Routed(NamedTuple):
+    """What a model's own router did in a pass."""
+
+    given_ND: Tensor
+    routes: Routes
+
+
+OwnForward = Callable[[Tensor, AttentionMetadata, Tensor], tuple[Sequence[Tensor], Tensor, Mapping[int, Routed]]]
 """A model's own code over the tokens [N] of a pass and those of them [M] behind which logits are asked for: the states
-[N, D] before every layer and behind the last, and logits [M, V].
+[N, D] before every layer and behind the last, logits [M, V], and what routers did in the layers that have some.
 
 It remembers keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE."""
 
@@ -68,7 +82,7 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
     device, depth = fused.embedding_VD.device, len(fused.blocks)
     singles, head = [_of_blocks(fused, [block]) for block in fused.blocks], _of_blocks(fused, [])
     kv, alone_kv = ({layer: _keys_and_values(fused) for layer in range(depth)} for _ in range(2))
-    alone, together = Errors(), Errors()
+    alone, together, routers = Errors(), Errors(), Errors()
     generator = torch.Generator().manual_seed(0)
     for shift in (0, max(0, (max_position_embeddings or 0) - length)):
         for rows in passes:
@@ -76,10 +90,10 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             metadata = replace(metadata, position_N=metadata.position_N + shift)
             ids_N = torch.randint(len(fused.embedding_VD), metadata.position_N.shape, generator=generator).to(device)
             keep_M = torch.arange(0, len(ids_N), 2, device=device)
-            theirs, their_logits = own(ids_N, metadata, keep_M)
+            theirs, their_logits, routed = own(ids_N, metadata, keep_M)
 
             attention = choose_backend(metadata)
-            logits, ours = _states(fused, ids_N, attention, kv, keep_M)
+            logits, ours = _states(_routed_alike(fused, routed), ids_N, attention, kv, keep_M)
             for layers in range(1, depth + 1):
                 together.add("states", layers, ours[layers], theirs[layers])
             together.add("logits", depth, logits, their_logits)
@@ -88,12 +102,17 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             every_N = torch.arange(len(ids_N), device=device)
             for k, single in enumerate(singles):
                 given = replace(single, embedding_VD=theirs[k], embedding_scale=None)
+                if k in routed:
+                    given = _routed_alike(given, {0: routed[k]})
+                    _add_routes(routers, fused, k, routed[k])
                 _, (_, behind) = _states(given, every_N, attention, {0: alone_kv[k]}, keep_M[:0])
                 alone.add("states", k + 1, behind, theirs[k + 1], before=theirs[k])
             given = replace(head, embedding_VD=theirs[depth], embedding_scale=None)
             logits, _ = _states(given, every_N, attention, {}, keep_M)
             alone.add("logits", depth, logits, their_logits)
-    tolerance = TOLERANCE[fused.embedding_VD.dtype]
+    dtype = fused.embedding_VD.dtype
+    tolerance = TOLERANCE[dtype]
+    routers.judge("its routers", lambda _: tolerance, single=UNSTABLE if dtype == torch.float32 else inf)
     alone.judge("each layer alone", lambda _: sqrt(2) * tolerance, single=UNSTABLE)
     together.judge("all layers", lambda layers: sqrt(1 + layers) * tolerance)
 
@@ -108,6 +127,30 @@ def _of_blocks(fused: FusedLlama, blocks: Sequence[DecoderLayer]) -> FusedLlama:
     """The pass with these blocks alone; states for it to begin with can take the place of its embedding."""
     compiled = in_one_call(blocks, fused.sizes) if blocks and fused.layers is not None else None
     return replace(fused, blocks=blocks, layers=compiled)
+
+
+def _routed_alike(fused: FusedLlama, routed: Mapping[int, Routed]) -> FusedLlama:
+    """The pass with tokens sent to the experts that the model's own routers chose."""
+    if not routed:
+        return fused
+    blocks = list(fused.blocks)
+    for layer, (_, routes) in routed.items():
+        experts = blocks[layer].mlp
+        assert isinstance(experts, Experts)
+        blocks[layer] = replace(blocks[layer], mlp=replace(experts, router=partial(_given, routes)))
+    return replace(fused, blocks=blocks)
+
+
+def _given(routes: Routes, _: Tensor) -> Routes:
+    return routes
+
+
+def _add_routes(errors: "Errors", fused: FusedLlama, layer: int, routed: Routed) -> None:
+    experts = fused.blocks[layer].mlp
+    assert isinstance(experts, Experts)
+    count = len(experts.gate_up_EGD)
+    ours = fused.routes(experts, routed.given_ND)
+    errors.add("routes", layer + 1, ours.dense(count), routed.routes.dense(count))
 
 
 def _states(

@@ -10,7 +10,8 @@ to a number between two products is done in one kernel:
     gate               activation(gate) * up
 
 For very few tokens the products, too, are kernels of ours, and add, norm and gate are parts of them
-(`kernels/linear/few_rows_triton.py`), where the weights are plain.
+(`kernels/linear/few_rows_triton.py`), where the weights are plain. Experts have kernels of their own at any number
+(`experts_triton.py`).
 
 Invariant, as in `block.py`: every number is rounded where transformers rounds it. Whether that holds is tried before
 a model is served so (`trial.py`).
@@ -34,7 +35,9 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
-from eyas.kernels.llama.block import FusedLlama, KVLayers, PlainProduct, Product, StaticRotary
+from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, PlainProduct, Product, StaticRotary
+from eyas.kernels.llama.experts import Experts, Router, Routes
+from eyas.kernels.llama.experts_triton import mixture, route
 
 
 @triton.jit
@@ -294,7 +297,9 @@ class TritonLlama(FusedLlama):
 
     def with_few_rows(self) -> Self | None:
         """The same with kernels of their own for passes of few tokens; None where a product is none of theirs."""
-        products = [x for block in self.blocks for x in (block.qkv, block.output, block.gate_up, block.down)]
+        products = [x for block in self.blocks for x in (block.qkv, block.output)]
+        for block in self.blocks:
+            products += [block.mlp.gate_up, block.mlp.down] if isinstance(block.mlp, GatedMlp) else []
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
         return replace(self, few_rows=MOST_ROWS, head=FewRowsProduct(self.head))
@@ -320,14 +325,28 @@ class TritonLlama(FusedLlama):
             if layer in states:
                 states[layer].copy_(x_ND)
             self._product(block.qkv, normed_ND, qkv_NE)
-            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, *kv[layer])
-            mixed_NHK = attention.attend(q_NHK, *kv[layer], block.scale, block.softcap, block.window)
+            keys_GCK, values_GCK = kv[layer]
+            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
+            asked = block.scale, block.softcap, block.window, block.sink_logit_H
+            mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
             more_ND = self._product(block.output, mixed_NHK.reshape(tokens, -1))
             normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
-            block.gate_up(normed_ND, gate_up)
-            _gate(gate_up, block.activation, gated_NI)
-            more_ND, more_norm = self._product(block.down, gated_NI), block.mlp_output_norm
+            mlp = block.mlp
+            if isinstance(mlp, Experts):
+                more_ND = mixture(mlp, normed_ND, self.routes(mlp, normed_ND))
+            else:
+                mlp.gate_up(normed_ND, gate_up)
+                _gate(gate_up, mlp.activation, gated_NI)
+                more_ND = self._product(mlp.down, gated_NI)
+            more_norm = block.mlp_output_norm
         return x_ND, more_ND
+
+    def routes(self, experts: Experts, x_ND: Tensor) -> Routes:
+        """Which experts rows go to."""
+        router = experts.router
+        if not isinstance(router, Router):
+            return router(x_ND)
+        return route(self._product(PlainProduct(router.weight_ED.t(), router.bias_E), x_ND), router)
 
     def _product(self, product: Product, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
         """As `Product`, by the kernel for few rows where that is the faster one."""
@@ -364,16 +383,23 @@ class TritonLlama(FusedLlama):
             qkv_NE = norm_linear(read_ND, add_ND, norm, *_plain(block.qkv), x_out_ND=spare_ND, kept_ND=kept_ND)
             if add_ND is not None:
                 x_ND, spare_ND = spare_ND, x_ND
-            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, *kv[layer])
-            mixed_NHK = attention.attend(q_NHK, *kv[layer], block.scale, block.softcap, block.window)
+            keys_GCK, values_GCK = kv[layer]
+            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
+            asked = block.scale, block.softcap, block.window, block.sink_logit_H
+            mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
             more_ND = few_linear(mixed_NHK.reshape(tokens, -1), *_plain(block.output))
-            read_ND, add_ND, norm, _ = prepared(more_ND, block.attention_output_norm, block.mlp_norm, None)
-            gated_NI = norm_gate_up(
-                *(read_ND, add_ND, norm, *_plain(block.gate_up), block.activation), x_out_ND=spare_ND
-            )
-            if add_ND is not None:
-                x_ND, spare_ND = spare_ND, x_ND
-            more_ND, more_norm = few_linear(gated_NI, *_plain(block.down)), block.mlp_output_norm
+            mlp, more_norm = block.mlp, block.attention_output_norm
+            if isinstance(mlp, Experts):  # their router and they themselves read the same norm
+                normed_ND = _add_norm(x_ND, more_ND, more_norm, block.mlp_norm)
+                more_ND = mixture(mlp, normed_ND, self.routes(mlp, normed_ND))
+            else:
+                read_ND, add_ND, norm, _ = prepared(more_ND, more_norm, block.mlp_norm, None)
+                gates = _plain(mlp.gate_up)
+                gated_NI = norm_gate_up(read_ND, add_ND, norm, *gates, mlp.activation, x_out_ND=spare_ND)
+                if add_ND is not None:
+                    x_ND, spare_ND = spare_ND, x_ND
+                more_ND = few_linear(gated_NI, *_plain(mlp.down))
+            more_norm = block.mlp_output_norm
         return x_ND, more_ND
 
 
