@@ -5,7 +5,7 @@ arrived, and pays for all tokens of its shape, used or not.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from eyas.engine.speculation.observations import (
     TargetTiming,
 )
 from eyas.engine.speculation.step_report import StepReport
+from eyas.plan.shapes import CAPTURED_TREES, CHAIN, Shape
 
 MAX_DEPTH, MOST_WAITING = 7, 24
 SHAPES = CapturedShapes(
@@ -28,6 +29,7 @@ SHAPES = CapturedShapes(
     most_tokens=2048,
     flat=True,
 )
+WITH_TREES = replace(SHAPES, trees=CAPTURED_TREES)
 Points = tuple[tuple[int, float], ...]
 """Counts and milliseconds."""
 
@@ -59,6 +61,11 @@ class Device:
     def draft_seconds(self, depth: int, rows: int) -> float:
         return seconds_at(self.first, rows) + (depth - 1) * seconds_at(self.further, rows)
 
+    def grow_seconds(self, shape: Shape, rows: int) -> float:
+        """Trees have as many nodes of a depth as they are wide, and somebody has to choose them."""
+        further = seconds_at(self.further, rows * shape.width) + 3e-5
+        return seconds_at(self.first, rows) + (shape.depth - 1) * further + 3e-5
+
     def catch_up_seconds(self, rows: int) -> float:
         return 0.5 * seconds_at(self.first, rows) * (1 + rows / 64)
 
@@ -72,6 +79,7 @@ class Device:
             verify={r * (1 + d): self.verify_seconds(r * (1 + d), 0) for r in rows for d in (0, *SHAPES.depths)},
             draft={depth: {r: self.draft_seconds(depth, r) for r in rows} for depth in SHAPES.depths},
             catch_up={r: self.catch_up_seconds(r) for r in rows},
+            trees={shape: {r: self.grow_seconds(shape, r) for r in (1, 2, 4)} for shape in CAPTURED_TREES},
         )
 
 
@@ -90,6 +98,7 @@ class Served:
     seconds: list[float] = field(default_factory=lambda: [0.0])
     depths: list[int] = field(default_factory=list)
     budgets: list[int | None] = field(default_factory=list)
+    shapes: list[Shape] = field(default_factory=list)
 
     def rate(self, start: int = 0, end: int = -1) -> float:
         return (self.tokens[end] - self.tokens[start]) / (self.seconds[end] - self.seconds[start])
@@ -106,9 +115,11 @@ def serve_on(
     spread: float = 0.25,
     length: int = 250,
     noise: float = 0.03,
+    siblings: tuple[float, ...] = (),
 ) -> Served:
     """So many steps. `chances` are those of the drafts of every depth, by step; the drafter knows how each of its
-    drafts lies above or below them, and says so."""
+    drafts lies above or below them, and says so. Where a first candidate is not the token, the second, third, ... is
+    with the chances of `siblings`."""
     source, run = np.random.default_rng(seed), Served()
     controller = policy if isinstance(policy, Controller) else None
     keys = list(range(users))
@@ -139,10 +150,22 @@ def serve_on(
             passes += device.catch_up_seconds(bucket)
             report.catch_up = CatchUpTiming(requests=users, seconds=seen(passes))
             pending[:] = 1
+        shape = CHAIN if choice is None else choice.shape
         sure_RK = np.zeros((users, 0))
         verified_R = accepted_R = np.zeros(users, dtype=int)
         tokens = bucket
-        if depth:
+        trees = list[RoundOutcome]()
+        if depth and shape.kind == "tree":
+            drafting = device.grow_seconds(shape, bucket)
+            report.draft = DraftTiming(
+                passes=depth, tokens=users, seconds=seen(drafting), trees=True, rows=bucket, shape=shape
+            )
+            passes += drafting
+            pending[:] = 0
+            tokens = bucket * (1 + shape.budget)
+            trees = [_walk(key, shape, chances(step), siblings, source) for key in keys]
+            accepted_R = np.array([outcome.accepted for outcome in trees])
+        elif depth:
             drafting = device.draft_seconds(depth, bucket)
             report.draft = DraftTiming(passes=depth, tokens=users, seconds=seen(drafting), rows=bucket)
             passes += drafting
@@ -167,7 +190,9 @@ def serve_on(
             if chosen is not None:
                 report.target = TargetTiming(tokens=tokens, context=200 * users, seconds=seen(verifying))
                 report.seconds = seen(seconds)
-            if depth:
+            if trees:
+                report.rounds = trees
+            elif depth:
                 report.rounds = [
                     RoundOutcome(key=key, drafted=int(verified), accepted=int(accepted), confidences=sure)
                     for key, verified, accepted, sure in zip(
@@ -186,7 +211,43 @@ def serve_on(
         run.seconds.append(run.seconds[-1] + seconds)
         run.depths.append(depth)
         run.budgets.append(budget)
+        run.shapes.append(shape)
     return run
+
+
+def _walk(
+    key: int, shape: Shape, chances: Any, siblings: tuple[float, ...], source: np.random.Generator
+) -> RoundOutcome:
+    """The fate of a tree in which the drafter is as sure of its candidates as it is right."""
+    at_depth = [
+        (first, *((1 - first) * share for share in (*siblings, *([0.0] * shape.width))[: shape.width - 1]))
+        for first in chances[: shape.depth]
+    ]
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    grown, nodes = {()}, list[tuple[float, tuple[int, ...]]]()
+    for candidates in at_depth:
+        level = sorted(level, reverse=True)[: shape.width]
+        grown |= {path for _, path in level}
+        level = [(above * chance, (*path, rank)) for above, path in level for rank, chance in enumerate(candidates, 1)]
+        nodes += level
+    kept = {path for _, path in sorted(nodes, key=lambda node: -node[0])[: shape.budget]}
+    path, ranks = tuple[int, ...](), list[int]()
+    while path in grown and len(path) < shape.depth:
+        candidates = at_depth[len(path)]
+        rank = int(np.searchsorted(np.cumsum(candidates), source.random(), side="right")) + 1
+        ranks.append(rank if rank <= shape.width else 0)
+        if (*path, ranks[-1]) not in kept:
+            break
+        path = (*path, ranks[-1])
+    sure = at_depth[: len(ranks)]
+    return RoundOutcome(
+        key=key,
+        drafted=shape.depth,
+        accepted=len(path),
+        confidences=[candidates[0] for candidates in sure],
+        ranks=ranks,
+        candidates=sure,
+    )
 
 
 SMALL = Device(

@@ -1,6 +1,7 @@
 """Trees that grow and are verified on the device: the same trees, drafts and answers as the host's."""
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from engine.round_engines import (  # noqa: F401  fixtures are used by name
     Uncaptured,
     dense_where_padded,
     graphs_of,
+    make_moody,
     round_engine,
 )
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
@@ -22,9 +24,10 @@ from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.output import RequestOutput
-from eyas.engine.request import Request
+from eyas.engine.request import Request, Speculation
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.observations import RoundOutcome
+from eyas.plan.shapes import CAPTURED_TREES, CHAIN
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
@@ -230,3 +233,34 @@ def test_a_shape_is_captured_once(target: Target, tiny_drafter: Drafter, prompts
     assert {key[1:5] for key in made} <= {(1, 4, 3, 9), (2, 4, 3, 9)}
     assert engine.rounds is not None
     assert engine.rounds.runner.bytes > sum(nodes.bytes for nodes in engine.rounds.runner._nodes.values()) > 0
+
+
+def test_trees_that_are_chosen_were_captured_ahead(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """Trees, chains and plain steps follow each other at random, among greedy and sampled requests; nothing shows."""
+    asked = [
+        request(
+            prompt, seed=seed, max_new_tokens=40, speculation=Speculation(), sampling=Sampling(temperature=seed % 2)
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    engine = round_engine(target, tiny_drafter, options(max_num_seqs=3), LateQueue(2, 0.4))
+    ahead, source = engine.capture_graphs(), random.Random(4)
+    assert set(engine.controller.costs.trees) == set(CAPTURED_TREES), "they were rehearsed"
+    depth, shape = 0, CHAIN
+    make_moody(engine, lambda: depth)
+    moody = engine.controller.choose
+
+    def choose(rows: Sequence[Any], **how: Any) -> Any:
+        nonlocal depth, shape
+        shape = source.choice([CHAIN, *CAPTURED_TREES])
+        depth = shape.depth or source.choice([0, 1, 3, 7])
+        return replace(moody(rows, **how), shape=shape, budget=None)
+
+    engine.controller.choose = choose  # type: ignore[method-assign, assignment]
+    ours = run(engine, asked)
+    assert tokens_of(ours) == tokens_of(run(Engine(target, config=options()), [_plain(one) for one in asked]))
+    assert sum(answer.stats.accepted for answer in ours) > 50
+    assert len(graphs_of(engine)) == ahead
+    assert any(engine.controller.acceptance.siblings.shares()), "further candidates were looked at"

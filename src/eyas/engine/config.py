@@ -80,15 +80,16 @@ class EngineConfig:
         """Whether steps may be rounds on the device: states that are kept need the host."""
         return not self.hidden_state_layers
 
-    @property
-    def deepest(self) -> int:
-        """The most drafts of a request that a step may accept."""
-        return max(self.max_depth, 0 if self.tree is None else self.tree.depth)
-
-    @property
-    def widest(self) -> int:
-        """The most drafts of a request that a step may verify."""
-        return max(self.max_depth, 0 if self.tree is None else self.tree.budget)
+    def room(self, device: torch.device, max_model_len: int) -> Room:
+        """The same as `eyas plan` is told it."""
+        return Room(
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=max_model_len,
+            max_depth=max(self.max_depth, 0 if self.tree is None else self.tree.depth),
+            max_drafts=0 if self.tree is None else self.tree.budget,
+            max_num_batched_tokens=self.batched_tokens(device),
+            block_size=self.block_size,
+        )
 
     @property
     def captures(self) -> bool:
@@ -152,14 +153,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
     TargetRunner(target, trial)
     config, element = target.model.config.get_text_config(), target.dtype.itemsize
     heads = getattr(config, "num_attention_heads", None) or 1
-    room = Room(
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=max_model_len,
-        max_depth=options.deepest,
-        max_drafts=options.widest,
-        max_num_batched_tokens=options.batched_tokens(target.device),
-        block_size=options.block_size,
-    )
+    room = options.room(target.device, max_model_len)
     hidden = len(options.hidden_state_layers or ()) * config.hidden_size
     states, drafter_token = hidden, 0
     if drafter is not None:

@@ -310,19 +310,19 @@ class Engine:
         With a chance, a coin accepts drafts instead of the law: to measure at an acceptance of one's choice.
         """
         config, runner, proposer = self.config, self.runner, self.proposer
-        batched_tokens = config.batched_tokens(self.target.device)
-        most_rows = min(config.max_num_seqs, batched_tokens)
+        room = config.room(self.target.device, self.max_model_len)
         rounds = RoundRunner(
             lambda ids_N, metadata, keep_M, out_MV: runner.run(ids_N, metadata, keep_M, runner.layer_ids, out_MV),
             runner.cache,
             proposer.drafter if isinstance(proposer, Proposer) else None,
             capture=capture,
             queue=queue,
-            max_num_seqs=most_rows,
-            most_tokens=min(batched_tokens, most_rows * (config.widest + 1)),
-            longest_chunk=batched_tokens,
+            max_num_seqs=room.recorded_rows,
+            most_tokens=room.recorded_tokens,
+            longest_chunk=room.max_num_batched_tokens,
             max_model_len=self.max_model_len,
-            max_depth=config.deepest,
+            max_depth=room.max_depth,
+            tree=config.tree,
             vocab_size=self.target.facts.vocab_size,
             dtype=self.target.dtype,
             logits_dtype=runner.logits_dtype,
@@ -343,8 +343,8 @@ class Engine:
         for seq in self.scheduler.requests:
             self.rounds.submit(seq)
         self.controller.runs_graphs()
-        # Flat passes come in many shapes: where they are not captured ahead, each would hold up a step when it is met.
-        self.controller.captures(replace(rounds.shapes, flat=False))
+        # Flat passes and trees: where they are not captured ahead, each shape would hold up a step when it is met.
+        self.controller.captures(replace(rounds.shapes, flat=False, trees=()))
         if not synchronous:
             self.controller.overlaps()
 

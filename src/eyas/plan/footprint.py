@@ -13,6 +13,7 @@ from eyas.drafter.tensors import WEIGHT_DTYPES, TensorSpec, expected_tensors
 from eyas.plan.decoder import Decoder
 from eyas.plan.memory import Footprint
 from eyas.plan.quantisation import Quantisation
+from eyas.plan.shapes import CAPTURED_TREE_ROWS, CAPTURED_TREES
 
 CUDA_RUNTIME = 640 * 2**20
 """What a process takes on a GPU before it has a tensor: context, kernels, workspaces of the libraries."""
@@ -46,7 +47,9 @@ class Room:
     @property
     def recorded_tokens(self) -> int:
         """The most tokens of a captured step."""
-        return min(self.max_num_batched_tokens, self.recorded_rows * (1 + max(self.max_depth, self.max_drafts)))
+        rows = self.recorded_rows
+        in_trees = min(rows, CAPTURED_TREE_ROWS) * (1 + max(shape.budget for shape in CAPTURED_TREES))
+        return min(self.max_num_batched_tokens, max(in_trees, rows * (1 + max(self.max_depth, self.max_drafts))))
 
 
 @dataclass(frozen=True, kw_only=True)

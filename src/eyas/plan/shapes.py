@@ -49,6 +49,13 @@ class Shape:
 
 
 CHAIN = Shape()
+CAPTURED_TREES = tuple(
+    Shape(kind="tree", depth=depth, width=width, budget=budget) for depth, width, budget in ((3, 3, 7), (5, 4, 15))
+)
+"""The trees that are considered where passes are captured: few, since each takes some twenty graphs. With the newest
+token they have 8 and 16 tokens, as many as a pass reads in the time of one."""
+CAPTURED_TREE_ROWS = 4
+"""Then batches up to this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,13 +213,11 @@ def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: 
     plain, passes_before = plan_nothing(batch, prices), sum(rows > 0 for rows in batch.fixed)
     reads = (rows + batch.fixed[0]) * prices.reads
     grow = prices.grow or prices.draft
-    # Coarse chances, since gains are kept: a tree's gain is looked up far more often than it changes.
-    coarse = tuple(round(chance * 50) / 50 for chance in chances)
-    coarse_siblings = tuple(round(chance * 50) / 50 for chance in siblings)
+    coarse_chances, coarse_siblings = coarse(chances), coarse(siblings)
     best_rate, best = 0.0, (0.0, inf, CHAIN)
     for depth in TREE_DEPTHS:
         for width in TREE_WIDTHS if depth <= len(chances) else ():
-            gains = tree_gains(coarse[:depth], coarse_siblings[: width - 1])
+            gains = tree_gains(coarse_chances[:depth], coarse_siblings[: width - 1])
             # The first candidates come of the reading; then the drafter runs `width` nodes of each depth but the last.
             nodes = plain.drafts - batch.fixed[0] + rows * width * (depth - 1)
             growing = grow(max(depth, passes_before), reads, nodes)
@@ -232,6 +237,11 @@ def plan_tree(batch: Batch, prices: Prices, chances: Sequence[float], siblings: 
         seconds=seconds,
         shape=shape,
     )
+
+
+def coarse(chances: Sequence[float]) -> tuple[float, ...]:
+    """Of few values, since gains are kept: a tree's gain is looked up far more often than it changes."""
+    return tuple(round(chance * 50) / 50 for chance in chances)
 
 
 @lru_cache(maxsize=512)

@@ -49,6 +49,7 @@ from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.observations import Rehearsal
 from eyas.kernels.tree_nodes import TreeNodes
+from eyas.plan.shapes import CAPTURED_TREES, Shape
 
 REHEARSALS = 3
 """Times that a pass is run to be timed."""
@@ -80,6 +81,7 @@ class RoundRunner:
         vocab_size: int,
         dtype: torch.dtype,
         logits_dtype: torch.dtype,
+        tree: Tree | None = None,
         chance: float | None = None,
     ) -> None:
         device = capture.device
@@ -92,7 +94,9 @@ class RoundRunner:
             depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0})) if drafter else (),
             most_tokens=most_tokens,
             flat=True,
+            trees=tuple(self._considered(drafter)) if tree is None else (),
         )
+        self._forced_tree = None if drafter is None else tree
         self._calibration: Sequence[tuple[float, float]] = ()
         """As the device has it."""
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
@@ -133,6 +137,18 @@ class RoundRunner:
         self._nodes: dict[tuple[int, ...], TreeNodes] = {}
         """Memory of trees, by rows, depth, width and budget."""
         self.vocab_size = vocab_size
+
+    def _considered(self, drafter: DrafterRunner | None) -> list[Shape]:
+        """Trees that may be chosen."""
+        if drafter is None:
+            return []
+        return [x for x in CAPTURED_TREES if x.depth < self._deepest and x.width <= len(drafter.token_W)]
+
+    def _trees_for(self, rows: int) -> list[TreeNodes]:
+        """Those that so many rows may grow: the forced one, or any that may be chosen."""
+        shapes = [Tree(depth=x.depth, width=x.width, budget=x.budget) for x in self.shapes.trees_for(rows)]
+        forced = [] if self._forced_tree is None else [self._forced_tree]
+        return [trees for tree in forced or shapes if (trees := self._trees(rows, tree)) is not None]
 
     def decodes(self, seq: SequenceState) -> bool:
         """Whether a request's prompt is read, or will be by what was launched: the device has its newest token."""
@@ -194,6 +210,11 @@ class RoundRunner:
                 self._sampling(rows, depth, needs, masked=False)
                 for reads in {1 + depth, self._deepest} if depth else ():
                     self._drafting(rows, blocks, reads, depth, needs)
+            for trees, needs in product(self._trees_for(rows), (NOTHING, Needs(sampled=True))):
+                self._verifying_trees(trees, blocks)
+                self._sampling_trees(trees, needs)
+                for reads in {1 + trees.depth, self._deepest}:
+                    self._drafting_trees(trees, blocks, reads, needs)
         return len(self.capture)
 
     @torch.inference_mode()
@@ -201,7 +222,7 @@ class RoundRunner:
         """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
         blocks, queue = self._usual_blocks, self.queue
         verify, draft = dict[int, float](), {depth: dict[int, float]() for depth in self.shapes.depths}
-        catch_up = dict[int, float]()
+        catch_up, grow = dict[int, float](), {shape: dict[int, float]() for shape in self.shapes.trees}
 
         def seconds(*passes: Callable[[], object]) -> float:
             for one in passes:
@@ -226,7 +247,16 @@ class RoundRunner:
                 reading = self._catching_up(rows, blocks)
                 queue.run(self.state.blank_rows)
                 catch_up[rows] = seconds(reading)
-        return Rehearsal(verify=verify, draft=draft, catch_up=catch_up)
+        for rows, shape in product(self._rows, self.shapes.trees):
+            if shape in self.shapes.trees_for(rows):
+                trees = self._trees(rows, Tree(depth=shape.depth, width=shape.width, budget=shape.budget))
+                assert trees is not None, "the shapes fit"
+                sample, target = self._sampling_trees(trees, NOTHING), self._verifying_trees(trees, blocks)
+                drafter = self._drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
+                queue.run(self.state.blank_rows)
+                grow[shape][rows] = seconds(drafter)
+                verify.setdefault(rows * (1 + shape.budget), seconds(target, partial(sample, None)))
+        return Rehearsal(verify=verify, draft=draft, catch_up=catch_up, trees=grow)
 
     # --- launching ---------------------------------------------------------------------------------------------
 

@@ -2,15 +2,16 @@
 
 A step drafts equally deep for all requests on auto, since the drafter's pass is as wide for one row as for all. What it
 verifies is either every draft, padded to rows x (1 + depth) tokens, or a budget of them: a flat pass of fewer tokens,
-which the device fills with the drafts that are likeliest to survive (`runner/flat_verify.py`). There are few shapes, so
-all are priced.
+which the device fills with the drafts that are likeliest to survive (`runner/flat_verify.py`). For few requests there
+are some trees, too. There are few shapes, so all are priced.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
-from eyas.plan.shapes import MARGIN, Batch, Plan
+from eyas.plan.shapes import CAPTURED_TREE_ROWS, MARGIN, Batch, Plan, Shape, coarse, tree_gains
 
 FLAT_FROM = 64
 """Padded tokens above which there are flat passes: up to here a target's pass reads weights and little else, and takes
@@ -39,6 +40,7 @@ class CapturedShapes:
     """That a pass may have."""
     flat: bool = False
     """Whether there are flat passes."""
+    trees: tuple[Shape, ...] = ()
 
     def rows_for(self, rows: int) -> int:
         """Rows of a pass for so many requests."""
@@ -54,6 +56,13 @@ class CapturedShapes:
         bucket = self.rows_for(rows)
         deepest = SHALLOW if bucket > DEEP_ROWS else self.depths[-1] if self.depths else 0
         return [depth for depth in self.depths if depth <= deepest and bucket * (1 + depth) <= self.most_tokens]
+
+    def trees_for(self, rows: int) -> list[Shape]:
+        """Trees that so many requests may grow."""
+        bucket = self.rows_for(rows)
+        if bucket > CAPTURED_TREE_ROWS:
+            return []
+        return [shape for shape in self.trees if bucket * (1 + shape.budget) <= self.most_tokens]
 
     def flat_tokens(self, rows: int, depth: int) -> list[int]:
         """Tokens of the flat passes for so many requests and drafts, all of them fewer than padded."""
@@ -82,6 +91,8 @@ class CapturedPrices:
     """All passes of the drafter, for all rows, by depth."""
     step: Callable[[float, bool], float]
     """A whole step whose passes take so long, with drafts or without."""
+    grow: Callable[[Shape], float] = lambda shape: inf
+    """All passes of the drafter where trees grow."""
 
 
 def plan_captured(
@@ -127,3 +138,32 @@ def plan_captured(
     # Every flat shape is one more to capture: for little gain it is not worth that.
     worth_it = flat is not None and padded is not None and flat.rate > MARGIN * padded.rate
     return plain, flat if worth_it else padded
+
+
+def plan_captured_tree(
+    batch: Batch,
+    shapes: CapturedShapes,
+    prices: CapturedPrices,
+    chances: Sequence[float],
+    siblings: Sequence[float],
+) -> Plan | None:
+    """The best tree for requests on auto, if there is any: none beside requests of a fixed depth."""
+    auto = sum(batch.levels.values())
+    if not auto or any(batch.fixed) or not any(siblings):
+        return None
+    best: Plan | None = None
+    for shape in shapes.trees_for(batch.rows):
+        if shape.depth > len(chances):
+            continue
+        gains = tree_gains(coarse(chances[: shape.depth]), coarse(siblings[: shape.width - 1]))
+        tokens = shapes.rows_for(batch.rows) * (1 + shape.budget)
+        plan = Plan(
+            by_level={level: [shape.depth] * count for level, count in batch.levels.items()},
+            drafts=auto * shape.budget,
+            tokens=batch.rows + auto * gains[shape.budget - 1],
+            seconds=prices.step(prices.verify(tokens) + prices.grow(shape), True),
+            shape=shape,
+        )
+        if best is None or plan.rate > best.rate:
+            best = plan
+    return best

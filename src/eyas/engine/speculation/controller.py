@@ -91,7 +91,7 @@ class Controller:
         self.costs.overlap()
 
     def runs_graphs(self) -> None:
-        """Steps are CUDA graphs: no trees, since growing one asks the host at every depth, and thinking comes later."""
+        """Steps are CUDA graphs: no trees but captured ones, and thinking comes later."""
         self._trees, self._planner.trees, self.thinks_later = False, False, True
 
     def captures(self, shapes: CapturedShapes) -> None:
@@ -104,6 +104,8 @@ class Controller:
         self.costs.debt.rehearse(rehearsal.catch_up)
         for depth, seconds in rehearsal.draft.items():
             self.costs.chain_of(depth).rehearse(seconds)
+        for shape, seconds in rehearsal.trees.items():
+            self.costs.tree_of(shape).rehearse(seconds)
 
     # --- the choice --------------------------------------------------------------------------------------------
 
@@ -155,6 +157,23 @@ class Controller:
         self._looks += looks
         return looks
 
+    def _captured_look(self, situation: Situation, plan: Plan) -> Shape | None:
+        """The tree to grow instead of a planned chain, where passes are captured and it is time to look at candidates.
+
+        It gives tokens as the chain would, and some more; which candidates those were is what is to be learnt.
+        """
+        shapes = self.costs.shapes
+        if shapes is None or not shapes.trees or situation.fixed or plan.shape.kind == "tree":
+            return None
+        trees = [shape for shape in shapes.trees_for(situation.rows) if shape.depth <= self.drift.deepest]
+        if not trees or not isfinite(self.costs.tree(trees[0], self.costs.plain_tokens(situation.rows))):
+            return None
+        self._drafting += 1
+        if self._looks >= POLICY.candidates_first + self._drafting // POLICY.captured_looks_every:
+            return None
+        self._looks += 1
+        return trees[0]
+
     def _decide(self, step: StepUnderWay) -> tuple[dict[int, int], Shape, str]:
         """Depths of requests on auto, by key."""
         situation = step.situation
@@ -173,8 +192,13 @@ class Controller:
             self._plain_at, step.once = self._steps, True
             return {}, CHAIN, "plain: to time a step without drafts again"
         self.probes.rest()
-        step.plan, step.rate = plan, plan.rate
+        step.rate = plan.rate
         keys = [row.key for row in situation.auto]
+        look = self._captured_look(situation, plan)
+        if look is not None:
+            why = f"{look.width} candidates of every draft, {look.depth} deep: to see what trees would catch"
+            return dict.fromkeys(keys, look.depth), look, why
+        step.plan = plan
         depths = dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True))
         return depths, plan.shape, reason
 

@@ -367,6 +367,10 @@ class CostModel:
         timed = [(other, self.chains[other].at(rows)) for other in sorted(self.chains) if self.chains[other].tells_any]
         return _through(timed, depth) if timed else inf
 
+    def tree(self, shape: Shape, rows: int) -> float:
+        """The same for trees; those that were never timed take for ever."""
+        return self.trees[shape].at(rows) if shape in self.trees and self.trees[shape].tells_any else inf
+
     def grow(self, passes: int, first: float, further: float) -> float:
         """The same where trees grow: what was timed, and never less than chains would take."""
         seconds = self.draft(passes, first, further)

@@ -1,7 +1,7 @@
 """What is observed of a step: the time of its parts, and the fate of its drafts. No torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eyas.plan.shapes import CHAIN, Shape
 
@@ -57,6 +57,8 @@ class Rehearsal:
     """The drafter's, by depth and rows."""
     catch_up: Mapping[int, float]
     """What it reads after a rest, by rows."""
+    trees: Mapping[Shape, Mapping[int, float]] = field(default_factory=dict)
+    """The drafter's growing of trees, by shape and rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

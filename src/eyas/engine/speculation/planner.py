@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal
 
 from eyas.engine.speculation.acceptance import Acceptance
-from eyas.engine.speculation.captured_plan import CapturedPrices, plan_captured
+from eyas.engine.speculation.captured_plan import CapturedPrices, plan_captured, plan_captured_tree
 from eyas.engine.speculation.cost_model import CostModel, bucket_of
 from eyas.engine.speculation.plan_calibration import PlanCalibration
 from eyas.engine.speculation.policy import POLICY
@@ -79,6 +79,7 @@ class Planner:
         return CapturedPrices(
             verify=lambda tokens: costs.verify.at(tokens, context),
             draft=lambda depth: costs.chain(depth, costs.plain_tokens(rows)),
+            grow=lambda shape: costs.tree(shape, costs.plain_tokens(rows)),
             step=lambda passes, drafting: costs.step(rows, passes, drafting=drafting),
         )
 
@@ -125,14 +126,22 @@ class Planner:
         if self._costs.shapes is not None:
             shapes, captured = self._costs.shapes, self.captured_prices(situation)
             plain, best = plan_captured(batch, shapes, captured, acceptance.kept)
-            return self._compared(plain, best or plain)
+            best = best or plain
+            if shapes.trees:
+                tree = plan_captured_tree(batch, shapes, captured, _chances(batch), acceptance.siblings.shares())
+                best = self._tree_or(best, tree)
+            return self._compared(plain, best)
         prices = self.prices(situation)
         plain, plan = plan_nothing(batch, prices), plan_chains(batch, prices)
         if self.trees:
             tree = plan_tree(batch, prices, _chances(batch), acceptance.siblings.shares())
-            worth = self.promises.of_trees / self.promises.of_chains
-            plan = tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan
+            plan = self._tree_or(plan, tree)
         return self._compared(plain, plan)
+
+    def _tree_or(self, plan: Plan, tree: Plan | None) -> Plan:
+        """A tree, if it is better than chains by the margin, both taken for what they kept of their promises."""
+        worth = self.promises.of_trees / self.promises.of_chains
+        return tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan
 
     def _compared(self, plain: Plan, plan: Plan) -> tuple[Plan, str]:
         """The better of both, and why."""

@@ -27,6 +27,8 @@ class DepthPolicy:
     candidates_first: int = 16
     """Of the steps that draft, one in so many looks at further candidates, and so many do to begin with: noting `ranks`
     of them instead of one takes a few percent of a step."""
+    captured_looks_every: int = 128
+    """The same where passes are captured: a look grows a tree, which may take a third longer than the chain."""
 
     lessons_of_step: int = 64
     """Rounds of a step that are learnt from, at most: with hundreds, learning would take the host longer than the rest

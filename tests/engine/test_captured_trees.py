@@ -1,0 +1,92 @@
+"""Trees where passes are captured: grown where they pay, and no burden where they do not."""
+
+from statistics import mean
+
+import pytest
+
+from engine.simulated_device import (
+    LARGE,
+    SMALL_WITH_LEAN_HOST,
+    WITH_TREES,
+    Device,
+    Served,
+    serve_on,
+)
+from engine.test_captured_plan import GOOD, batch_of, controller_on
+from eyas.engine.speculation.captured_plan import CapturedPrices, CapturedShapes, plan_captured_tree
+from eyas.engine.speculation.controller import RowFacts
+from eyas.plan.shapes import CAPTURED_TREES
+
+MIDDLING = [0.6, 0.55, 0.5, 0.5, 0.5, 0.5, 0.5]
+CAUGHT = (0.4, 0.15, 0.08)
+"""Of what first candidates miss, what the next ones catch."""
+
+
+def served(device: Device, *, users: int, siblings: tuple[float, ...], trees: bool, steps: int = 400) -> list[Served]:
+    runs = []
+    for seed in range(4):
+        controller = controller_on(device)
+        if trees:
+            controller.captures(WITH_TREES)
+        runs.append(
+            serve_on(controller, device, lambda _: MIDDLING, users=users, steps=steps, seed=seed, siblings=siblings)
+        )
+    return runs
+
+
+@pytest.mark.parametrize("users", [1, 4])
+def test_trees_are_grown_where_they_pay(users: int) -> None:
+    chains = served(LARGE, users=users, siblings=CAUGHT, trees=False)
+    trees = served(LARGE, users=users, siblings=CAUGHT, trees=True)
+    assert mean(run.rate(100) for run in trees) > 1.04 * mean(run.rate(100) for run in chains)
+    grown = [sum(shape.kind == "tree" for shape in run.shapes[100:]) for run in trees]
+    assert min(grown) > 200
+
+
+@pytest.mark.parametrize("device", [LARGE, SMALL_WITH_LEAN_HOST], ids=["8B", "135M"])
+def test_where_siblings_are_never_right_trees_cost_next_to_nothing(device: Device) -> None:
+    chains = served(device, users=1, siblings=(), trees=False)
+    trees = served(device, users=1, siblings=(), trees=True)
+    assert mean(run.rate(50) for run in trees) > 0.985 * mean(run.rate(50) for run in chains)
+    assert all(sum(shape.kind == "tree" for shape in run.shapes) < 25 for run in trees), "looks alone"
+
+
+def test_many_requests_draft_chains() -> None:
+    (run, *_) = served(LARGE, users=8, siblings=CAUGHT, trees=True, steps=60)
+    assert {shape.kind for shape in run.shapes} == {"chain"}
+
+
+def test_beside_a_fixed_depth_all_draft_chains() -> None:
+    controller = controller_on(LARGE)
+    controller.captures(WITH_TREES)
+    rows = [RowFacts(key=0, context=50), RowFacts(key=1, context=50, mode="fixed", depth=2)]
+    assert controller.choose(rows).shape.kind == "chain"
+    assert controller.choose(rows[:1]).shape in CAPTURED_TREES, "a look, to learn what trees would catch"
+
+
+def test_a_tree_is_priced_by_its_shape() -> None:
+    shapes = CapturedShapes(rows=(1, 2, 4, 8), depths=(1, 3), most_tokens=40, trees=CAPTURED_TREES)
+    assert [len(shapes.trees_for(rows)) for rows in (1, 2, 3, 5)] == [2, 2, 1, 0]
+    small, large = CAPTURED_TREES
+    assert [shapes.trees_for(rows) for rows in (2, 4)] == [[small, large], [small]]
+
+    def planned(growing: float) -> object:
+        prices = CapturedPrices(
+            verify=lambda tokens: 1.0 + tokens / 100,
+            draft=lambda depth: 0.1,
+            step=lambda passes, _: passes,
+            grow=lambda shape: 0.1 if shape == small else growing,
+        )
+        plan = plan_captured_tree(batch_of(1, GOOD), shapes, prices, GOOD, [0.4, 0.2, 0.1])
+        return None if plan is None else plan.shape
+
+    assert planned(0.2) == large
+    assert planned(2.0) == small
+    assert plan_captured_tree(batch_of(1, GOOD), shapes, _free(), GOOD, []) is None, "nothing is known of siblings"
+    assert plan_captured_tree(batch_of(2, GOOD, fixed=(1,)), shapes, _free(), GOOD, [0.5]) is None
+
+
+def _free() -> CapturedPrices:
+    return CapturedPrices(
+        verify=lambda tokens: 1.0, draft=lambda depth: 0.0, step=lambda passes, _: passes, grow=lambda shape: 0.0
+    )
