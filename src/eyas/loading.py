@@ -12,6 +12,7 @@ from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.llama.packed_experts import pack_experts
 from eyas.target.chat_template import ChatFormat
 from eyas.target.facts import TargetFacts
 from eyas.target.model import Target
@@ -44,6 +45,7 @@ def load_target(
     loaded = Target.load(target, dtype=dtype, device=device, cache=cache, revision=revision, chat_format=chat_format)
     if loaded.device.type == "cpu":
         packing = pack_linears(loaded.model, widen=dtype == "auto", cache=cache)
+        pack_experts(loaded.model, cache=cache)
         how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
         logger.info(f"matrix products {how}")
     return loaded

@@ -14,6 +14,7 @@ from eyas.engine.runner.fused_target import fused_target
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.llama.packed_experts import pack_experts
 from kernels.test_recognise import plain
 from tiny import Letters
 
@@ -34,6 +35,7 @@ def test_answers_are_transformers_own(block: str, packed: bool) -> None:
     model.generation_config.eos_token_id = None
     if packed:
         pack_linears(model)
+        pack_experts(model)
     assert fused_target(target) is not None
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, 80, (length,), generator=generator).tolist() for length in (3, 14, 70)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.kernels.elementwise import Activation
-from eyas.kernels.llama.experts import ClampedSwiglu, Experts, Router, Routes
+from eyas.kernels.llama.experts import ClampedSwiglu, PlainExperts, Router, Routes
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,10 +25,10 @@ def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
 
 def made(
     dtype: torch.dtype, *, count: int, top_k: int, hidden: int, inner: int, odd: bool = False, **router: Any
-) -> Experts:
+) -> PlainExperts:
     """Experts with random weights; odd ones are those of gpt-oss."""
     by_default: dict[str, Any] = {"renormalises": True, "dtype": dtype, "module": nn.Identity()}
-    return Experts(
+    return PlainExperts(
         router=Router(
             weight_ED=drawn(count, hidden, dtype=dtype, seed=1) / hidden**0.5,
             bias_E=drawn(count, dtype=dtype, seed=2) if odd else None,
@@ -44,7 +44,7 @@ def made(
     )
 
 
-def by_kernels(experts: Experts, x_ND: Tensor, *, rows: int | None = None) -> Tensor:
+def by_kernels(experts: PlainExperts, x_ND: Tensor, *, rows: int | None = None) -> Tensor:
     """The mixture by the kernels, in blocks of so many pairs."""
     from eyas.kernels.llama.experts_triton import ExpertTiling, mixture
 

@@ -20,7 +20,7 @@ from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, NotLlamaError, Product, join
-from eyas.kernels.llama.experts import Experts, Router
+from eyas.kernels.llama.experts import PlainExperts, Router
 from eyas.kernels.llama.recognise import _one_norm, recognise
 from eyas.target.capture import capture
 from eyas.target.model import Target, _computes
@@ -146,7 +146,7 @@ def test_a_layer_with_another_setting_is_found_out(wrong: dict[str, Any]) -> Non
 def test_experts_that_compute_something_else_are_found_out(block: str) -> None:
     target = plain(block)
     lean = recognised(target)
-    layer, experts = next((i, x.mlp) for i, x in enumerate(lean.blocks) if isinstance(x.mlp, Experts))
+    layer, experts = next((i, x.mlp) for i, x in enumerate(lean.blocks) if isinstance(x.mlp, PlainExperts))
     router = experts.router
     assert isinstance(router, Router)
 

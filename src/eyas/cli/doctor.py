@@ -99,6 +99,7 @@ def doctor(
     from eyas.doctor.requirements import parse_requirement
     from eyas.errors import UserError
     from eyas.kernels.linear.packed_linear import pack_linears
+    from eyas.kernels.llama.packed_experts import pack_experts
     from eyas.target.model import Target
 
     arguments = {name: as_json_value(value) for name, value in context.params.items()}
@@ -115,6 +116,7 @@ def doctor(
     config = replace(config, stop_strings=read_stop(stop))
     loaded = Target.load(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
     pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
+    pack_experts(loaded.model, halve=False, cache=cache)
     chat_prompts = _chat_prompts(conversations, loaded, config, limit)
     candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
     examination = Examination(loaded, candidates, chat_prompts, config, filler=text)

@@ -4,7 +4,8 @@
 
 Mixtral, Qwen3-MoE and gpt-oss are this. They differ in what their router makes of its scores, in biases, in how gates
 are opened and in how the weights lie in memory; `Router` and `Experts` say what there is. By torch, expert by expert,
-which asks the device how many tokens each has: on a GPU the kernels of `experts_triton.py` run instead.
+which asks the device how many tokens each has: on a GPU the kernels of `experts_triton.py` run instead, and on a CPU
+products are those of `packed_experts.py` where there is a compiler.
 
 Invariant, as in `block.py`: every number is rounded where transformers rounds it. What a token gets is added up in the
 order of its experts' weights, whatever else is in the pass.
@@ -13,6 +14,7 @@ Shapes: N tokens of a pass, K experts of a token, P = N * K pairs of both, E exp
 size, G = 2 I gates and what they gate.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.kernels.elementwise import Activation, elementwise_for
+from eyas.kernels.linear.packed_linear import PackedLinear
 
 
 class Routes(NamedTuple):
@@ -50,10 +53,13 @@ class Router:
     """Weights are rounded to."""
     module: nn.Module
     """The model's own."""
+    packed: PackedLinear | None = None
+    """The same product, where a row's scores must not depend on the rows beside it."""
 
     def __call__(self, x_ND: Tensor) -> Routes:
         """By torch."""
-        score_NE = functional.linear(x_ND, self.weight_ED, self.bias_E)
+        packed = self.packed
+        score_NE = functional.linear(x_ND, self.weight_ED, self.bias_E) if packed is None else packed(x_ND)
         weight_NK, expert_NK = score_NE.float().softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.renormalises:
             weight_NK = weight_NK / weight_NK.sum(dim=-1, keepdim=True)
@@ -69,33 +75,29 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Experts:
+class Experts(ABC):
     """The experts of a layer, and who chooses among them."""
 
     router: Callable[[Tensor], Routes]
-    gate_up_EGD: Tensor
-    """Every expert's gates, then what they gate, or one of each by turns; an output's numbers lie side by side."""
-    gate_up_bias_EG: Tensor | None
     interleaved: bool
+    """Whether an expert's gates and what they gate come by turns; otherwise gates come first."""
     gating: Activation | ClampedSwiglu
-    down_EDI: Tensor
-    down_bias_ED: Tensor | None
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many there are."""
+
+    @abstractmethod
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        """What one of them makes of rows."""
 
     def __call__(self, x_ND: Tensor) -> Tensor:
         """What the experts of each row make of it, by torch."""
-        expert_NK, weight_NK = self.router(x_ND)
-        (tokens, top_k), count = expert_NK.shape, len(self.gate_up_EGD)
-        expert_P, pair_P = expert_NK.flatten().sort(stable=True)
-        made_PD = torch.empty(tokens * top_k, x_ND.shape[1], dtype=x_ND.dtype, device=x_ND.device)
-        for e, pairs in enumerate(torch.split(pair_P, torch.bincount(expert_P, minlength=count).tolist())):
-            if len(pairs):
-                up_bias, down_bias = (None if x is None else x[e] for x in (self.gate_up_bias_EG, self.down_bias_ED))
-                gate_up = _linear(x_ND.index_select(0, pairs // top_k), self.gate_up_EGD[e], up_bias)
-                made_PD.index_copy_(0, pairs, _linear(self._gated(gate_up), self.down_EDI[e], down_bias))
-        weighted_NKD = made_PD.view(tokens, top_k, -1) * weight_NK[..., None]
-        return weighted_NKD.sum(dim=1).to(x_ND.dtype)
+        return mixed(x_ND, self.router(x_ND), self.count, self.run_expert)
 
-    def _gated(self, gate_up: Tensor) -> Tensor:
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """What the gates let through."""
         gates = gate_up.view(len(gate_up), -1, 2).unbind(-1) if self.interleaved else gate_up.chunk(2, dim=-1)
         gate, up = gates
         if isinstance(self.gating, ClampedSwiglu):
@@ -106,6 +108,39 @@ class Experts:
         if compiled is not None and not self.interleaved:
             return compiled.gate(gate_up, self.gating)
         return self.gating(gate) * up
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlainExperts(Experts):
+    """Experts whose weights lie in tensors."""
+
+    gate_up_EGD: Tensor
+    """An output's numbers lie side by side."""
+    gate_up_bias_EG: Tensor | None
+    down_EDI: Tensor
+    down_bias_ED: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.gate_up_EGD)
+
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        """What one of them makes of rows."""
+        up_bias, down_bias = (None if b is None else b[expert] for b in (self.gate_up_bias_EG, self.down_bias_ED))
+        return _linear(self.gated(_linear(x, self.gate_up_EGD[expert], up_bias)), self.down_EDI[expert], down_bias)
+
+
+def mixed(x_ND: Tensor, routes: Routes, count: int, run_expert: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """What the experts of each row make of it, one after the other, each with the rows that come to it."""
+    expert_NK, weight_NK = routes
+    tokens, top_k = expert_NK.shape
+    expert_P, pair_P = expert_NK.flatten().sort(stable=True)
+    rows_of = torch.split(x_ND.index_select(0, pair_P // top_k), torch.bincount(expert_P, minlength=count).tolist())
+    made = torch.cat([run_expert(e, rows) for e, rows in enumerate(rows_of) if len(rows)])
+    made_PD = torch.empty_like(made).index_copy_(0, pair_P, made)
+    weighted_NKD = made_PD.view(tokens, top_k, -1) * weight_NK[..., None]
+    return weighted_NKD.sum(dim=1).to(x_ND.dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

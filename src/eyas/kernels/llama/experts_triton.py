@@ -29,7 +29,7 @@ from torch import Tensor
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.elementwise_triton import gated
-from eyas.kernels.llama.experts import ClampedSwiglu, Experts, Router, Routes
+from eyas.kernels.llama.experts import ClampedSwiglu, PlainExperts, Router, Routes
 
 
 @triton.jit
@@ -284,7 +284,7 @@ def route(score_NE: Tensor, router: Router) -> Routes:
 
 
 def mixture(
-    experts: Experts,
+    experts: PlainExperts,
     x_ND: Tensor,
     routes: Routes,
     *,

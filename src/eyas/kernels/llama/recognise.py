@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.elementwise import Activation, FusedNorm
+from eyas.kernels.linear.packed_linear import LinearKernel, pack
 from eyas.kernels.llama.block import (
     DecoderLayer,
     FusedLlama,
@@ -32,7 +33,8 @@ from eyas.kernels.llama.block import (
     join,
 )
 from eyas.kernels.llama.cpu import LlamaSizes
-from eyas.kernels.llama.experts import ClampedSwiglu, Experts, Router, Routes
+from eyas.kernels.llama.experts import ClampedSwiglu, Experts, PlainExperts, Router, Routes
+from eyas.kernels.llama.packed_experts import CompiledExperts, PackedExperts
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -255,7 +257,12 @@ def _gated(mlp: Any) -> GatedMlp:
 def _experts(mlp: Any) -> Experts:
     router_name, experts = "router" if hasattr(mlp, "router") else "gate", mlp.experts
     _expect(mlp, router_name, "experts")
-    has_bias, clamps = hasattr(experts, "gate_up_proj_bias"), _is_in(experts, "alpha", "limit")
+    clamps, interleaved = _is_in(experts, "alpha", "limit"), not getattr(experts, "is_concatenated", True)
+    if type(experts) is PackedExperts:
+        router = _packed(_router(getattr(mlp, router_name)), experts.products[0][0].kernel)
+        gating = ClampedSwiglu(*experts.clamped) if experts.clamped else _activation(experts.act_fn)
+        return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=experts.products)
+    has_bias = hasattr(experts, "gate_up_proj_bias")
     biases = ("gate_up_proj_bias", "down_proj_bias") if has_bias else ()
     _expect(experts, "gate_up_proj", "down_proj", *biases, *(() if clamps else ("act_fn",)))
     router, transposed = getattr(mlp, router_name), bool(getattr(experts, "is_transposed", False))
@@ -264,15 +271,25 @@ def _experts(mlp: Any) -> Experts:
     (count, gates, hidden), shape = gate_up_EGD.shape, down_EDI.shape
     if shape != (count, hidden, gates // 2) or router.weight.shape != (count, hidden):
         raise NotLlamaError("its experts and their router differ in size")
-    return Experts(
+    return PlainExperts(
         router=_router(router),
         gate_up_EGD=gate_up_EGD,
         gate_up_bias_EG=experts.gate_up_proj_bias.detach() if has_bias else None,
-        interleaved=not getattr(experts, "is_concatenated", True),
+        interleaved=interleaved,
         gating=gating,
         down_EDI=down_EDI,
         down_bias_ED=experts.down_proj_bias.detach() if has_bias else None,
     )
+
+
+def _packed(router: Router, kernel: LinearKernel) -> Router:
+    """The router with its product in panels like those of its experts; a second copy, of a small matrix."""
+    outputs, inputs = router.weight_ED.shape
+    linear = nn.Linear(inputs, outputs, bias=router.bias_E is not None, device="meta")
+    linear.weight = nn.Parameter(router.weight_ED, requires_grad=False)
+    if router.bias_E is not None:
+        linear.bias = nn.Parameter(router.bias_E, requires_grad=False)
+    return replace(router, packed=pack(kernel, [linear])[0])
 
 
 def _outputs_first(weights: nn.Parameter, transposed: bool) -> Tensor:

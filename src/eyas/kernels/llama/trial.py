@@ -148,7 +148,7 @@ def _given(routes: Routes, _: Tensor) -> Routes:
 def _add_routes(errors: "Errors", fused: FusedLlama, layer: int, routed: Routed) -> None:
     experts = fused.blocks[layer].mlp
     assert isinstance(experts, Experts)
-    count = len(experts.gate_up_EGD)
+    count = experts.count
     ours = fused.routes(experts, routed.given_ND)
     errors.add("routes", layer + 1, ours.dense(count), routed.routes.dense(count))
 

@@ -36,7 +36,7 @@ from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
 from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, PlainProduct, Product, StaticRotary
-from eyas.kernels.llama.experts import Experts, Router, Routes
+from eyas.kernels.llama.experts import Experts, PlainExperts, Router, Routes
 from eyas.kernels.llama.experts_triton import mixture, route
 
 
@@ -333,13 +333,17 @@ class TritonLlama(FusedLlama):
             normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
             mlp = block.mlp
             if isinstance(mlp, Experts):
-                more_ND = mixture(mlp, normed_ND, self.routes(mlp, normed_ND))
+                more_ND = self._mixture(mlp, normed_ND)
             else:
                 mlp.gate_up(normed_ND, gate_up)
                 _gate(gate_up, mlp.activation, gated_NI)
                 more_ND = self._product(mlp.down, gated_NI)
             more_norm = block.mlp_output_norm
         return x_ND, more_ND
+
+    def _mixture(self, experts: Experts, x_ND: Tensor) -> Tensor:
+        assert isinstance(experts, PlainExperts)
+        return mixture(experts, x_ND, self.routes(experts, x_ND))
 
     def routes(self, experts: Experts, x_ND: Tensor) -> Routes:
         """Which experts rows go to."""
@@ -390,8 +394,7 @@ class TritonLlama(FusedLlama):
             more_ND = few_linear(mixed_NHK.reshape(tokens, -1), *_plain(block.output))
             mlp, more_norm = block.mlp, block.attention_output_norm
             if isinstance(mlp, Experts):  # their router and they themselves read the same norm
-                normed_ND = _add_norm(x_ND, more_ND, more_norm, block.mlp_norm)
-                more_ND = mixture(mlp, normed_ND, self.routes(mlp, normed_ND))
+                more_ND = self._mixture(mlp, _add_norm(x_ND, more_ND, more_norm, block.mlp_norm))
             else:
                 read_ND, add_ND, norm, _ = prepared(more_ND, more_norm, block.mlp_norm, None)
                 gates = _plain(mlp.gate_up)

@@ -1,0 +1,142 @@
+"""Experts whose float32 weights lie in panels (`linear/packed_linear.py`), for the few rows of decoding on a processor.
+
+transformers keeps the weights of all experts of a layer in two tensors, which no linear holds. A module of ours takes
+the place of theirs: it has the same weights once, in panels, is called as theirs was, and the model's own code goes on
+working. A row's result does not depend on the rows beside it, to the last bit.
+
+Shapes: N tokens of a pass, K experts of a token, D hidden size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eyas.kernels.linear.packed_linear import LinearKernel, PackedLinear, load_kernel, pack
+from eyas.kernels.llama.experts import Experts, Routes, mixed
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+CLOSE = 1e-4
+"""How far packed experts may lie from those that they replace, relative to the length of what they give."""
+
+
+class PackedExperts(nn.Module):
+    """Stands where a model of transformers has its experts."""
+
+    def __init__(self, kernel: LinearKernel, experts: Any, *, halve: bool) -> None:
+        super().__init__()
+        self.is_transposed, self.is_concatenated = experts.is_transposed, experts.is_concatenated
+        self.has_bias = hasattr(experts, "gate_up_proj_bias")
+        self._gate = type(experts)._apply_gate  # reads these of the module
+        for name in ("act_fn", "alpha", "limit"):
+            if hasattr(experts, name):
+                setattr(self, name, getattr(experts, name))
+        gate_up, down = (self._packed(kernel, experts, name, halve) for name in WEIGHTS)
+        self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+        self.register_state_dict_post_hook(_as_transformers)  # type: ignore[no-untyped-call]
+
+    def _packed(self, kernel: LinearKernel, experts: Any, name: str, halve: bool) -> list[PackedLinear]:
+        weights = getattr(experts, name).detach()
+        weights = weights.transpose(1, 2) if self.is_transposed else weights
+        made = []
+        for e, weight in enumerate(weights):
+            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=self.has_bias, device="meta")
+            linear.weight = nn.Parameter(weight, requires_grad=False)
+            if self.has_bias:
+                linear.bias = nn.Parameter(getattr(experts, f"{name}_bias").detach()[e], requires_grad=False)
+            made += pack(kernel, [linear], halve=halve)
+        return made
+
+    @property
+    def clamped(self) -> tuple[float, float] | None:
+        """`alpha` and `limit` of gates that have them."""
+        return (self.alpha, self.limit) if hasattr(self, "alpha") else None  # type: ignore[return-value]
+
+    @property
+    def products(self) -> Sequence[tuple[PackedLinear, PackedLinear]]:
+        """Of every expert: for gates and what they gate, and the one behind them."""
+        return list(zip(self.gate_up, self.down, strict=True))  # type: ignore[arg-type]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """As the module that this one replaces."""
+
+        def run_expert(expert: int, x: Tensor) -> Tensor:
+            made: Tensor = self.down[expert](self._gate(self, self.gate_up[expert](x)))
+            return made
+
+        return mixed(hidden_states, Routes(top_k_index, top_k_weights), len(self.down), run_expert)
+
+
+def _as_transformers(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A saved model holds the names and shapes of transformers."""
+    assert isinstance(module, PackedExperts)
+    for name, inner in zip(WEIGHTS, ("gate_up", "down"), strict=True):
+        weights = torch.stack([state.pop(f"{prefix}{inner}.{e}.weight") for e in range(len(module.down))])
+        state[prefix + name] = weights.transpose(1, 2).contiguous() if module.is_transposed else weights
+        if module.has_bias:
+            biases = [state.pop(f"{prefix}{inner}.{e}.bias") for e in range(len(module.down))]
+            state[f"{prefix}{name}_bias"] = torch.stack(biases)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CompiledExperts(Experts):
+    """Experts whose products are packed."""
+
+    products: Sequence[tuple[PackedLinear, PackedLinear]]
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.products)
+
+    def run_expert(self, expert: int, x: Tensor) -> Tensor:
+        """What one of them makes of rows."""
+        gate_up, down = self.products[expert]
+        return down.kernel.linear(self.gated(gate_up.kernel.linear(x, gate_up)), down)
+
+
+def pack_experts(model: nn.Module, *, halve: bool | None = None, cache: Path | None = None) -> int:
+    """Replace all float32 experts on the processor inside `model`, in place; how many layers of them there were.
+
+    `halve` is that of `pack_linears`. Experts that compute something else when packed stay what they are.
+    """
+    found = [(parent, name) for parent in model.modules() for name, x in parent.named_children() if _can_pack(x)]
+    kernel = load_kernel(cache=cache)[0] if found else None
+    if kernel is None:
+        return 0
+    count = 0
+    for parent, name in found:
+        experts = getattr(parent, name)  # held no longer than this: one layer's weights are there twice at a time
+        packed = PackedExperts(kernel, experts, halve=kernel.halving_pays if halve is None else halve)
+        if _is_same(packed, experts):
+            setattr(parent, name, packed)
+            count += 1
+    return count
+
+
+def _can_pack(module: Any) -> bool:
+    """Whether it is a module of transformers' experts, of two tensors and perhaps two of biases, and has no hooks."""
+    own = dict(module.named_parameters())
+    return (
+        set(own) in ({*WEIGHTS}, {*WEIGHTS, *(f"{name}_bias" for name in WEIGHTS)})
+        and all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "_apply_gate"))
+        and all(own[name].ndim == 3 and own[name].numel() > 0 for name in WEIGHTS)
+        and all(x.dtype == torch.float32 and x.is_cpu for x in own.values())
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
+
+
+@torch.no_grad()
+def _is_same(packed: PackedExperts, experts: nn.Module) -> bool:
+    """Try both on a few rows, which together come to every expert."""
+    count, hidden = len(packed.down), packed.products[0][0].in_features
+    expert_NK = torch.stack([torch.arange(count), torch.arange(count).roll(1)], dim=1)
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(count, hidden, generator=generator)
+    weight_NK = torch.rand(expert_NK.shape, generator=generator)
+    ours, theirs = packed(x_ND, expert_NK, weight_NK), experts(x_ND, expert_NK, weight_NK)
+    return bool((ours - theirs).norm() <= CLOSE * theirs.norm())
