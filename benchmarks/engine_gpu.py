@@ -37,6 +37,7 @@ from random_models import SHAPES, random_drafter, random_target, write_configs
 from tossed_engine import TossedEngine
 from vllm_process import VLLMProcess, installed, vllm_options
 
+from eyas.cli.speculation import read_tree
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.request import Request, Speculation
@@ -54,6 +55,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16, 64, 256, 512")
     parser.add_argument("--depth", type=int, action="append", help="0 decodes plainly; default 0 and 3")
+    parser.add_argument(
+        "--tree", help="DEPTHxWIDTHxBUDGET: ours grows such trees where it drafts; first candidates are tossed"
+    )
     parser.add_argument("--length", type=float, default=2.5, help="mean acceptance length, tossed")
     parser.add_argument("--temperature", type=float, default=0.0, help="of ours; vLLM decodes greedily")
     parser.add_argument("--prompt", type=int, default=128)
@@ -216,6 +220,7 @@ class OurEngine:
             graphs=not arguments.eager,
             async_scheduling=not arguments.no_async_scheduling,
             prefix_cache=False,
+            tree=read_tree(arguments.tree, "random") if depth else None,
         )
         self.engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
         self.engine.proposer.rehearse()  # as `eyas serve` does: the first look for drift takes much longer than others

@@ -45,10 +45,12 @@ class TossedEngine(Engine):
         return [self._toss(result) if result.draft.tokens else result for result in results], output
 
     def _toss(self, result: Any) -> Any:
-        drafts, accepted = result.draft.tokens, 0
-        while accepted < len(drafts) and self._coin.random() < self._chance:
-            accepted += 1
-        return replace(result, nodes=list(range(accepted)), tokens=[*drafts[:accepted], result.tokens[-1]])
+        first_child, nodes = dict[int, int](), list[int]()
+        for node, parent in enumerate(result.draft.parents):
+            first_child.setdefault(parent, node)
+        while (node := first_child.get(nodes[-1] if nodes else -1, -1)) >= 0 and self._coin.random() < self._chance:
+            nodes.append(node)
+        return replace(result, nodes=nodes, tokens=[*(result.draft.tokens[n] for n in nodes), result.tokens[-1]])
 
 
 class TimedCapture(GraphCapture):

@@ -91,3 +91,14 @@ def test_time_that_is_over_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "argv", ["engine_gpu", *words.split(), "--out", str(out)])
     engine_gpu.main()
     assert not out.exists()
+
+
+def test_trees_are_tossed_along_first_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "gpu.json"
+    words = "--shape tiny --device cpu --dtype float32 --users 1 --depth 3 --tree 3x2x10 --length 4 --prompt 4 --new 17"
+    monkeypatch.setattr(
+        sys, "argv", ["engine_gpu", *words.split(), "--rounds", "1", "--warm-ups", "0", "--out", str(out)]
+    )
+    engine_gpu.main()
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["acceptance_length"] == pytest.approx(4.0, abs=0.3)
