@@ -58,19 +58,28 @@ def step_bytes(
 ) -> int:
     """Bytes that a step reads: every weight once in a pass, and keys and values of all users.
 
-    With drafts that is one pass of the target and `depth` of the drafter, of which only the first reads the target's
-    states. The drafter may see less of a context than the target does. Activations are left out: they stay in caches.
+    Of experts those that tokens choose, if they choose by chance. With drafts that is one pass of the target and
+    `depth` of the drafter, of which only the first reads the target's states. The drafter may see less of a context
+    than the target does. Activations are left out: they stay in caches.
     """
     model, seen = target.model, context if drafter_context is None else min(context, drafter_context)
     read = weight_bytes(model) + int(users * context * _kv_bytes_of(model))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight.data_ptr() != head.weight.data_ptr():
         read -= embedding.weight.nbytes  # a row per token is looked up in it
+    read -= int(_experts_left_out(model, tokens=users * (1 + depth)))
     if drafter is not None and depth:
         own, first = weight_bytes(drafter, beside=model), drafter.fc.weight.nbytes
         token = kv_bytes_per_token(drafter.config, str(drafter.fc.weight.dtype).removeprefix("torch."))
         read += first + depth * (own - first + int(users * seen * token))
     return read
+
+
+def _experts_left_out(model: nn.Module, *, tokens: int) -> float:
+    """Bytes of the experts that none of so many tokens is likely to choose."""
+    active = getattr(model.config, "num_experts_per_tok", 0)
+    experts = [weight for weight in model.parameters() if weight.ndim == 3]
+    return sum(weight.nbytes * (1 - active / len(weight)) ** tokens for weight in experts)
 
 
 def _kv_bytes_of(model: nn.Module) -> int:

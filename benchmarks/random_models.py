@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import LAYOUTS
@@ -14,7 +14,7 @@ from eyas.drafter.model import Drafter
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
         "hidden_size": 576,
         "intermediate_size": 1536,
@@ -31,6 +31,32 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "tiny-experts": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -40,6 +66,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 512,
     },
 }
+"""Llamas, unless they say otherwise."""
 LONGEST = 8192
 """Tokens of a context, unless told: what rotations are made for without scaling."""
 
@@ -58,28 +85,26 @@ def rope_parameters(longest: int) -> dict[str, Any]:
     }
 
 
-def llama_config(shape: str, longest: int = LONGEST) -> LlamaConfig:
-    """A Llama of this shape, for contexts of so many tokens."""
-    return LlamaConfig(
-        **SHAPES[shape],
+def target_config(shape: str, longest: int = LONGEST) -> Any:
+    """transformers' configuration of this shape, for contexts of so many tokens."""
+    sizes = {"model_type": "llama", **SHAPES[shape]}
+    config = AutoConfig.for_model(
+        **sizes,
         max_position_embeddings=longest,
         rope_parameters=rope_parameters(longest),
-        tie_word_embeddings=shape != "8b",
+        tie_word_embeddings=shape not in ("8b", "30b-a3b"),
         bos_token_id=0,
         eos_token_id=1,
-        architectures=["LlamaForCausalLM"],
     )
+    config.architectures = ["Qwen3MoeForCausalLM" if sizes["model_type"] == "qwen3_moe" else "LlamaForCausalLM"]
+    return config
 
 
 def random_target(shape: str, dtype: torch.dtype, device: torch.device, longest: int = LONGEST) -> Target:
-    """A Llama of this shape that knows nothing."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            model = LlamaForCausalLM(llama_config(shape, longest)).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(before)
+    """A model of this shape that knows nothing."""
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(target_config(shape, longest), dtype=dtype)
+    model = model.eval().requires_grad_(False)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
     return Target(facts=facts_of(model.config, shape), model=model, tokenizer=tokenizer)
 
@@ -118,7 +143,7 @@ def write_configs(
 ) -> tuple[Path, Path]:
     """The target's and the drafter's folder for vLLM, which invents the weights itself: each a config.json alone."""
     target, drafter = folder / f"{shape}-target", folder / f"{shape}-drafter"
-    own = llama_config(shape, longest).to_dict() | {"dtype": dtype, "torch_dtype": dtype}
+    own = target_config(shape, longest).to_dict() | {"dtype": dtype, "torch_dtype": dtype}
     small = LAYOUTS["vllm"].write_config(drafter_config(shape, aux_layer_ids, longest), {})
     for place, config in ((target, own), (drafter, {**small, "dtype": dtype, "torch_dtype": dtype})):
         place.mkdir(parents=True, exist_ok=True)

@@ -60,6 +60,14 @@ def test_a_step_reads_weights_once_a_pass_and_the_keys_of_all(tiny: Target) -> N
     assert bandwidth(torch.device("cpu")) > 1e8
 
 
+def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
+    target = random_target("tiny-experts", torch.float32, torch.device("cpu"))
+    experts = sum(p.nbytes for p in target.model.parameters() if p.ndim == 3)
+    one, two, many = (step_bytes(target, None, users=users, context=0, depth=0) for users in (1, 2, 500))
+    assert many - one == pytest.approx(experts * 6 / 8, rel=1e-6)  # two of eight
+    assert many - two == pytest.approx(experts * (6 / 8) ** 2, rel=1e-6)
+
+
 @pytest.mark.parametrize(("length", "depth"), [(1.0, 3), (2.5, 3), (4.0, 3), (1.5, 1)])
 def test_the_coin_gives_the_length(length: float, depth: int) -> None:
     chance = chance_of(length, depth)

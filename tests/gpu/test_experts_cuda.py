@@ -10,8 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tiny
+from engine.test_engine import OFF, at_depth, options, request
+from eyas.engine.engine import Engine
+from eyas.engine.runner.fused_target import fused_target
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.llama.experts import ClampedSwiglu, PlainExperts, Router, Routes
+from kernels.test_recognise import WITH_EXPERTS, plain
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,3 +145,28 @@ def test_a_captured_mixture_follows_other_routes() -> None:
         routes.weight_NK.copy_(chosen.weight_NK)
         graph.replay()
         torch.testing.assert_close(captured, experts(x_ND), **CLOSE[HALF])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only there passes are captured")
+@pytest.mark.parametrize("block", WITH_EXPERTS)
+@pytest.mark.parametrize("graphs", [True, False], ids=["captured", "uncaptured"])
+def test_engines_answer_as_transformers_does(block: str, graphs: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_float32_matmul_precision("highest")
+    target = plain(block)
+    model: Any = target.model.cuda()
+    model.generation_config.eos_token_id = None
+    target = replace(target, model=model, tokenizer=tiny.Letters())
+    fused = fused_target(target)
+    assert (type(fused).__name__, fused is not None and fused.few_rows > 0) == ("TritonLlama", True)
+    config = tiny.drafter_config(vocab_size=80, draft_vocab_size=80, hidden_size=32, target_hidden_size=32)
+    drafter = tiny.random_drafter(replace(config, aux_layer_ids=(1, 2, 3))).cuda()
+    engine = Engine(target, drafter, config=options(graphs=graphs))
+    prompts = [torch.randint(3, 80, (length,), generator=torch.Generator().manual_seed(5)) for length in (3, 14, 40)]
+    asked = [
+        request(prompt.tolist(), max_new_tokens=16, speculation=how) for how in (OFF, at_depth(3)) for prompt in prompts
+    ]
+    for prompt, answer in zip(2 * prompts, engine.generate(asked), strict=True):
+        with torch.no_grad():
+            ids = model.generate(prompt[None].cuda(), max_new_tokens=16, do_sample=False)
+        assert list(answer.tokens) == ids[0, len(prompt) :].tolist()
+    assert "cannot be captured" not in caplog.text
