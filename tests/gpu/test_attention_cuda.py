@@ -304,7 +304,7 @@ def _exact_float32() -> None:
 
 
 @pytest.mark.usefixtures("_exact_float32")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt2", "qwen3_moe", *ALWAYS])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt2", "qwen3_moe", "gpt_oss", *ALWAYS])
 def test_a_target_through_blocks_computes_what_it_computes_alone(family: str) -> None:
     target = built(family, **({"sliding_window": WINDOW} if family in ALWAYS else {}))
     target.model.to(DEVICE)

@@ -93,6 +93,7 @@ def test_windows() -> None:
     assert windows(read_decoder(small("mistral", sliding_window=8), "m")) == [8] * 4
     assert windows(read_decoder(small("mistral", sliding_window=None), "m")) == [None] * 4
     assert windows(read_decoder(small("gemma2", sliding_window=8), "g")) == [8, None, 8, None]
+    assert windows(read_decoder(small("gpt_oss", sliding_window=8), "g")) == [8, None, 8, None]
     gemma3 = small("gemma3_text", sliding_window=8, num_hidden_layers=7)
     assert windows(read_decoder(gemma3, "g")) == [8, 8, 8, 8, 8, None, 8]
     kinds = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
