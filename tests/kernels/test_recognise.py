@@ -431,6 +431,23 @@ def test_what_a_model_does_to_far_positions_only_is_found_out(reason_against: Re
     assert "states behind 1 layers" in reason_against(target)
 
 
+@pytest.mark.parametrize(
+    ("route", "reason"),
+    [
+        (lambda self, x, *, ids: x, "does not take rows alone"),
+        (lambda self, x: x, "does not take rows alone"),
+        (lambda self, x: (x[:, :2].long(), x[:, :2].long(), x[:, :2]), "does not give scores, weights and experts"),
+    ],
+)
+def test_routers_that_are_called_or_answer_otherwise_are_a_reason(route: Any, reason: str) -> None:
+    target = plain("mixtral")
+    calls = calls_of(target)
+    router: Any = target.model.model.layers[1].mlp.gate
+    router.forward = MethodType(route, router)
+    with pytest.raises(NotLlamaError, match=f"MixtralTopKRouter {reason}"):
+        recognise(target.model, calls)
+
+
 def calls_of(target: Target) -> list[AttentionCall]:
     return TargetRunner(target, KVCache(blocks=1, block_size=BLOCK_SIZE)).calls
 

@@ -79,13 +79,15 @@ def _routing(fused: FusedLlama) -> Iterator[Mapping[int, trial.Routed]]:
     routed: dict[int, trial.Routed] = {}
     hooks = []
 
-    def note(layer: int, _: nn.Module, given: tuple[Tensor, ...], chosen: tuple[Tensor, Tensor, Tensor]) -> None:
-        routes = Routes(expert_NK=chosen[2], weight_NK=chosen[1])
-        routed[layer] = trial.Routed(given[0].reshape(len(routes.expert_NK), -1), routes)
+    def note(
+        layer: int, _: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], chosen: tuple[Tensor, ...]
+    ) -> None:
+        (x, *_others), (_scores, weight_NK, expert_NK) = (*given, *named.values()), chosen
+        routed[layer] = trial.Routed(x.reshape(len(expert_NK), -1), Routes(expert_NK, weight_NK))
 
     for layer, block in enumerate(fused.blocks):
         if isinstance(block.mlp, Experts) and isinstance(block.mlp.router, Router):
-            hooks.append(block.mlp.router.module.register_forward_hook(partial(note, layer)))
+            hooks.append(block.mlp.router.module.register_forward_hook(partial(note, layer), with_kwargs=True))
     try:
         yield routed
     finally:

@@ -51,11 +51,6 @@ class PackedExperts(nn.Module):
         return made
 
     @property
-    def clamped(self) -> tuple[float, float] | None:
-        """`alpha` and `limit` of gates that have them."""
-        return (self.alpha, self.limit) if hasattr(self, "alpha") else None  # type: ignore[return-value]
-
-    @property
     def products(self) -> Sequence[tuple[PackedLinear, PackedLinear]]:
         """Of every expert: for gates and what they gate, and the one behind them."""
         return list(zip(self.gate_up, self.down, strict=True))  # type: ignore[arg-type]

@@ -257,22 +257,24 @@ def _gated(mlp: Any) -> GatedMlp:
 def _experts(mlp: Any) -> Experts:
     router_name, experts = "router" if hasattr(mlp, "router") else "gate", mlp.experts
     _expect(mlp, router_name, "experts")
-    clamps, interleaved = _is_in(experts, "alpha", "limit"), not getattr(experts, "is_concatenated", True)
+    router, interleaved = _router(getattr(mlp, router_name)), not getattr(experts, "is_concatenated", True)
+    clamps = hasattr(experts, "alpha") and hasattr(experts, "limit")
+    if not clamps and not hasattr(experts, "act_fn"):
+        raise NotLlamaError(f"{type(experts).__name__} does not say what opens its gates")
+    gating = ClampedSwiglu(float(experts.alpha), float(experts.limit)) if clamps else _activation(experts.act_fn)
     if type(experts) is PackedExperts:
-        router = _packed(_router(getattr(mlp, router_name)), experts.products[0][0].kernel)
-        gating = ClampedSwiglu(*experts.clamped) if experts.clamped else _activation(experts.act_fn)
-        return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=experts.products)
+        router, products = _packed(router, experts.products[0][0].kernel), experts.products
+        return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=products)
     has_bias = hasattr(experts, "gate_up_proj_bias")
     biases = ("gate_up_proj_bias", "down_proj_bias") if has_bias else ()
     _expect(experts, "gate_up_proj", "down_proj", *biases, *(() if clamps else ("act_fn",)))
-    router, transposed = getattr(mlp, router_name), bool(getattr(experts, "is_transposed", False))
-    gating = ClampedSwiglu(experts.alpha, experts.limit) if clamps else _activation(experts.act_fn)
+    transposed = bool(getattr(experts, "is_transposed", False))
     gate_up_EGD, down_EDI = (_outputs_first(x, transposed) for x in (experts.gate_up_proj, experts.down_proj))
     (count, gates, hidden), shape = gate_up_EGD.shape, down_EDI.shape
-    if shape != (count, hidden, gates // 2) or router.weight.shape != (count, hidden):
+    if shape != (count, hidden, gates // 2) or router.weight_ED.shape != (count, hidden):
         raise NotLlamaError("its experts and their router differ in size")
     return PlainExperts(
-        router=_router(router),
+        router=router,
         gate_up_EGD=gate_up_EGD,
         gate_up_bias_EG=experts.gate_up_proj_bias.detach() if has_bias else None,
         interleaved=interleaved,
@@ -305,18 +307,20 @@ def _outputs_first(weights: nn.Parameter, transposed: bool) -> Tensor:
 
 def _router(router: Any) -> Router:
     """The router that chooses as a module does; whose weights add up to 1 or do not, whichever comes nearer."""
-    has_bias = getattr(router, "bias", None) is not None
+    has_bias, name = getattr(router, "bias", None) is not None, type(router).__name__
     _expect(router, "weight", *(("bias",) if has_bias else ()))
     weight_ED = router.weight.detach()
+    if weight_ED.ndim != 2:
+        raise NotLlamaError(f"{name} has a weight of shape {tuple(weight_ED.shape)}")
     x_ND = torch.randn(8, weight_ED.shape[1], generator=torch.Generator().manual_seed(0)).to(weight_ED)
-    given = router(x_ND)
-    if not isinstance(given, tuple) or len(given) != 3 or any(x.ndim != 2 or len(x) != len(x_ND) for x in given):
-        raise NotLlamaError(f"{type(router).__name__} does not give scores, weights and experts")
-    _, weight_NK, expert_NK = given
-    if weight_NK.shape != expert_NK.shape:
-        raise NotLlamaError(
-            f"{type(router).__name__} gives {weight_NK.shape[1]} weights of {expert_NK.shape[1]} experts"
-        )
+    try:
+        _, weight_NK, expert_NK = router(x_ND)
+        right = weight_NK.shape == expert_NK.shape == (len(x_ND), expert_NK.shape[-1])
+        right = right and weight_NK.is_floating_point() and not expert_NK.is_floating_point()
+    except Exception as error:  # it may be called otherwise, in any way
+        raise NotLlamaError(f"{name} does not take rows alone: {error}") from error
+    if not right:
+        raise NotLlamaError(f"{name} does not give scores, weights and experts")
     several = [
         Router(
             weight_ED=weight_ED,
