@@ -65,17 +65,15 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("tokens", [1, 3, 21])
+@pytest.mark.parametrize(
+    ("dtype", "odd"), [(torch.float32, True), (HALF, False), (HALF, True)], ids=["float32", "half", "half-odd"]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_mixture_is_torchs_own(shape: dict[str, int], tokens: int, dtype: torch.dtype, odd: bool) -> None:
+def test_the_mixture_is_torchs_own(shape: dict[str, int], dtype: torch.dtype, odd: bool) -> None:
     experts = made(dtype, odd=odd, **shape)
-    x_ND = drawn(tokens, shape["hidden"], dtype=dtype, seed=7)
-    theirs = experts(x_ND)
-    torch.testing.assert_close(by_kernels(experts, x_ND), theirs, **CLOSE[dtype])
-    for rows in (0, 16, 32) if DEVICE.type == "cuda" else (16,):  # the interpreter takes its time for every program
-        torch.testing.assert_close(by_kernels(experts, x_ND, rows=rows), theirs, **CLOSE[dtype])
+    for tokens in (1, 3, 21):  # every pair a block of its own, and laid out
+        x_ND = drawn(tokens, shape["hidden"], dtype=dtype, seed=7)
+        torch.testing.assert_close(by_kernels(experts, x_ND), experts(x_ND), **CLOSE[dtype])
 
 
 @pytest.mark.parametrize("rows", [0, 16])

@@ -298,8 +298,8 @@ def mixture(
     output_ND = torch.empty_like(x_ND)
     if not tokens:
         return output_ND
-    assert all(x.is_contiguous() for x in (x_ND, experts.gate_up_EGD, experts.down_EDI, routes.weight_NK))
-    expert_P = routes.expert_NK.int().flatten()
+    assert all(x.is_contiguous() for x in (x_ND, experts.gate_up_EGD, experts.down_EDI))
+    expert_P, weight_NK = routes.expert_NK.int().flatten(), routes.weight_NK.contiguous()
     gate_tiling = gate_tiling or expert_tiling(pairs, count, x_ND.dtype, gates=True, size=hidden)
     down_tiling = down_tiling or expert_tiling(pairs, count, x_ND.dtype, gates=False, size=inner)
     assert gate_tiling.rows == down_tiling.rows
@@ -315,7 +315,7 @@ def mixture(
     made_PD = _multiply(gated_PI, experts.down_EDI, experts.down_bias_ED, expert_B, pair_BR, pairs, down_tiling)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
-        *(made_PD, routes.weight_NK, output_ND),
+        *(made_PD, weight_NK, output_ND),
         SIZE=hidden,
         BLOCK=block,
         TOP_K=top_k,
