@@ -489,3 +489,21 @@ def test_a_request_without_a_row_under_way_is_preempted_beside_a_step() -> None:
         last = step
     assert step.preempted == (late[1],)
     assert [row.seq for row in step.rows] == [one, late[0]], "the others go on beside it"
+
+
+def test_a_tree_has_room_for_all_its_nodes_and_gives_no_more_than_it_is_deep() -> None:
+    one = request(0, 6, new=60)
+    made = scheduler(one, blocks=20)
+    first = launch(made)
+    tree = made.plan({0: 20}, deepest=3)
+    made.launched(tree)
+    assert tree.rows[0].drafts == 20
+    assert len(one.blocks) == 7, "6 tokens, the one under way and 20 nodes, in blocks of 4"
+    assert one.flights[-1].most == 4
+    made.commit(one, read=6, new_tokens=[7])
+    made.landed(first)
+    made.plan({0: 20}, deepest=3)
+    assert len(one.blocks) == 8, "4 more tokens and 20 nodes behind them"
+    made.check()
+    with pytest.raises(AssertionError, match="5 read"):
+        made.commit(one, read=5, new_tokens=[7] * 5)

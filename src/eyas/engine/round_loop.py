@@ -182,7 +182,9 @@ class RoundLoop:
 
     def _scheduled(self) -> SchedulerOutput:
         """Rows of the next step; none where the step in flight must land before more can be planned."""
-        scheduled = self._scheduler.plan(self._proposer.draft_slots(self._scheduler.decoding))
+        slots = self._proposer.draft_slots(self._scheduler.decoding)
+        tree = self._proposer.round_tree
+        scheduled = self._scheduler.plan(slots, deepest=None if tree is None else tree.depth)
         for seq in scheduled.preempted:
             self._proposer.forget(seq.key, ended=False)
         return scheduled

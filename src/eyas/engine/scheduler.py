@@ -69,6 +69,8 @@ class SchedulerOutput:
     commit the steps under way and plan again."""
     preempted: tuple[SequenceState, ...]
     """Requests that lost their blocks for it."""
+    deepest: int | None = None
+    """The most drafts of a request that can be accepted, where they are trees; None: all that it has."""
 
 
 _Prospect = tuple[SequenceState, int, int, int]
@@ -186,8 +188,10 @@ class Scheduler:
         seq.finished = reason
         self._vacate(seq)
 
-    def plan(self, wanted_drafts: Mapping[int, int]) -> SchedulerOutput:
+    def plan(self, wanted_drafts: Mapping[int, int], *, deepest: int | None = None) -> SchedulerOutput:
         """Decide on the next step and reserve its blocks. `wanted_drafts` has the most drafts of requests, by key.
+
+        With `deepest` they are nodes of trees: of a request that many can be accepted, and all of them need room.
 
         Only decoding requests carry drafts: behind tokens that the target has yet to read there is nothing to draft
         from.
@@ -247,14 +251,15 @@ class Scheduler:
             if n and most + n > len(seq.blocks) * size:
                 n = self._seat_drafts(seq, most, n)
             rows.append(ScheduledRow(seq, start, 1, n, True))
-        return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
+        return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted), deepest=deepest)
 
     def launched(self, output: SchedulerOutput) -> None:
         """Take note that the device works on a step: its requests' blocks and slots are its own until it has landed."""
         self._steps.launch(output)
         for row in output.rows:
             assert row.seq.slot is not None, f"request {row.seq.key} left between plan and launch"
-            row.seq.flights.append(flight_of(row.count, row.drafts, row.samples))
+            drafts = row.drafts if output.deepest is None else min(row.drafts, output.deepest)
+            row.seq.flights.append(flight_of(row.count, drafts, row.samples))
 
     def landed(self, output: SchedulerOutput) -> None:
         """The oldest launched step is over and its rows are committed, but for those of requests that have ended."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata
-from eyas.kernels.round_layout import BlockShape, Rows, VerifyLayout
+from eyas.kernels.round_layout import BlockShape, Rows
 from eyas.kernels.round_tensors import RoundTensors
 from eyas.kernels.tree_nodes import TreeNodes
 
@@ -159,17 +159,15 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
     trees.kept_token_RQ[:, 0] = newest_R
 
 
-def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> VerifyLayout:
-    """The target over the newest token of each row and the nodes that were kept; states go where they come from."""
-    rows, places = trees.kept_token_RQ.shape
-    ids_N = trees.kept_token_RQ.flatten()
-    place_N = torch.arange(len(ids_N), device=ids_N.device)
+def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> AttentionMetadata:
+    """The target over the newest token of each row and the nodes that were kept."""
     if state.length_S.is_cuda and has_triton():
         from eyas.kernels.tree_triton import lay_out_trees_by_triton  # torch for CPUs comes without triton
 
-        return VerifyLayout(tokens=lay_out_trees_by_triton(state, trees, shape), ids_N=ids_N, place_N=place_N)
+        return lay_out_trees_by_triton(state, trees, shape)
+    rows, places = trees.kept_token_RQ.shape
     who = Rows(state, rows, shape)
-    tokens = AttentionMetadata.trees(
+    return AttentionMetadata.trees(
         who.table_RP,
         who.length_R,
         torch.where(who.room_R > 0, 1 + trees.kept_count_R, 0),
@@ -179,7 +177,6 @@ def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> V
         block_size=shape.block_size,
         null_slot=shape.null_slot,
     )
-    return VerifyLayout(tokens=tokens, ids_N=ids_N, place_N=place_N)
 
 
 def _within(state: RoundTensors, trees: TreeNodes) -> tuple[Tensor, Tensor]:

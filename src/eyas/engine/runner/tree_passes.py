@@ -63,10 +63,10 @@ def draft_trees(
 def verify_trees(_: Numbers, *, state: RoundState, trees: TreeNodes, target: RoundTarget, blocks: int) -> Tensor:
     """The target over the newest token and the kept nodes; logits and states are left place by place."""
     layout = lay_out_trees(state, trees, block_shape(target.cache, blocks))
-    aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None)
+    aux_NX = target.leave_logits(trees.kept_token_RQ.flatten(), layout, None)
     if trees.states_NX is not None and aux_NX is not None:
         trees.states_NX.copy_(aux_NX)
-    return layout.ids_N
+    return trees.kept_token_RQ
 
 
 def sample_trees(
