@@ -248,6 +248,9 @@ def test_trees_that_are_chosen_were_captured_ahead(
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=3), LateQueue(2, 0.4))
     ahead, source = engine.capture_graphs(), random.Random(4)
     assert set(engine.controller.costs.trees) == set(CAPTURED_TREES), "they were rehearsed"
+    assert engine.rounds is not None
+    shapes = {(shape.depth, shape.width, shape.budget) for shape in CAPTURED_TREES}
+    assert set(engine.rounds.runner._nodes) == {(rows, *shape) for rows in (1, 2, 3) for shape in shapes}
     depth, shape = 0, CHAIN
     make_moody(engine, lambda: depth)
     moody = engine.controller.choose

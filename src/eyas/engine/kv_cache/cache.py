@@ -37,8 +37,9 @@ class KVCache:
         self.blocks, self.block_size = blocks, block_size
         self.layers: dict[int, KeysAndValues] = {}
         self._moved: list[tuple[Tensor, Tensor]] = []
-        """Addresses of all tensors of a kind, and one of them; of so many layers:"""
+        """For `move_by_row`: the addresses of all tensors of a kind, and one of them."""
         self._moved_layers = 0
+        """Layers that had memory then."""
 
     @property
     def null_slot(self) -> int:
@@ -89,10 +90,8 @@ class KVCache:
         if not (from_M.is_cuda and has_triton()):
             self.move(from_M, to_M)
             return
-        from eyas.kernels.move_slots_triton import (
-            addresses,
-            move_slots_by_triton,
-        )  # torch for CPUs comes without triton
+        # torch for CPUs comes without triton
+        from eyas.kernels.move_slots_triton import addresses, move_slots_by_triton
 
         if self._moved_layers != len(self.layers):
             # Addresses are brought to the device once: a captured pass may not wait for it.

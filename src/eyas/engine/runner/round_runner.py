@@ -21,7 +21,6 @@ Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, X concatenated auxili
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
 
@@ -466,16 +465,14 @@ class RoundRunner:
     def _trees(self, rows: int, tree: Tree) -> TreeNodes | None:
         """Memory for trees of so many rows, as large as the draft vocabulary and the logits allow; None: not at all."""
         assert self._drafter is not None
-        width = min(tree.width, len(self._drafter.token_W))
-        slots = min(tree.slots, self._most_tokens // rows - 1)
-        if slots < 1:
+        depth, width = tree.depth, min(tree.width, len(self._drafter.token_W))
+        candidates = width * (1 + (depth - 1) * width)
+        budget = min(tree.budget, candidates, self._most_tokens // rows - 1)
+        if budget < 1:
             return None
-        tree = replace(tree, width=width).within(slots)
-        candidates = width * (1 + (tree.depth - 1) * width)
-        shape = tree.depth, width, min(tree.budget, candidates)
-        if (rows, *shape) not in self._nodes:
-            depth, width, budget = shape
-            self._nodes[rows, *shape] = TreeNodes.of(
+        shape = rows, depth, width, budget
+        if shape not in self._nodes:
+            self._nodes[shape] = TreeNodes.of(
                 rows,
                 depth=depth,
                 width=width,
@@ -483,7 +480,7 @@ class RoundRunner:
                 device=self.capture.device,
                 states_like=self.state.states_SLX,
             )
-        return self._nodes[rows, *shape]
+        return self._nodes[shape]
 
     def _drafting_trees(self, trees: TreeNodes, blocks: int, reads: int, needs: Needs) -> Callable[[], object]:
         assert self._drafter is not None
