@@ -37,6 +37,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.drafter import Tree
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.loading import load_target
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from eyas.train.journal import versions
@@ -84,14 +85,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto", help="auto, none, int8, int4 or gguf; on a CPU")
     parser.add_argument("--unpacked", action="store_true", help="on a CPU, use torch's own linears")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
 
-    target = Target.load(arguments.target, dtype=arguments.dtype, device=arguments.device)
+    options = {"dtype": arguments.dtype, "device": arguments.device}
+    if arguments.unpacked:
+        target = Target.load(arguments.target, **options)
+    else:
+        target = load_target(arguments.target, quantization=arguments.quantization, **options)
+    print(f"quantization {target.quantization}")
     prompts = read_prompts(arguments.prompts, target, arguments.limit)
-    if target.device.type == "cpu" and not arguments.unpacked:
-        print(pack_linears(target.model, widen=arguments.dtype == "auto").words)
     record: dict[str, Any] = {"versions": versions(), "arguments": {k: str(v) for k, v in vars(arguments).items()}}
     record["rows"] = []
     for users in arguments.users or [1, 4, 16]:
@@ -159,7 +164,7 @@ def read_prompts(path: Path, target: Target, limit: int) -> list[tuple[int, ...]
 def read_drafter(name: str, target: Target, *, random: bool = False, packed: bool = True) -> Drafter:
     """A drafter beside the target; with random weights, if it is to know nothing."""
     loaded = load_drafter(name).to(device=target.device, dtype=target.dtype)
-    loaded.share_target(target.embedding(), target.head())
+    loaded.share_target(*target.tables())
     made = _randomised(loaded) if random else loaded
     if target.device.type == "cpu" and packed:
         pack_linears(made, halve=True)

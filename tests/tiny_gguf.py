@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,7 @@ def write_gguf(
     path: Path,
     *,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     architecture: str | None = None,
     pre: str = "smollm",
     edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
@@ -90,7 +91,8 @@ def write_gguf(
     reorder: bool = True,
     sentencepiece: bool = False,
 ) -> Path:
-    """Write `model` to `path`; matrices are stored as `kind` and `edit` may add keys and tensors.
+    """Write `model` to `path`; matrices are stored as `kind`, or as `kinds` says of their GGUF names, and `edit`
+    may add keys and tensors.
 
     `reorder` is llama.cpp's order of rotary rows; a llama file without it is a wrong file.
     """
@@ -135,8 +137,9 @@ def write_gguf(
         if reorder and architecture == "llama" and re.search("[qk]_proj", name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = _permute(values, heads)
-        if values.ndim == 2 and kind is not gguf.GGMLQuantizationType.F32:
-            writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
+        own = (kinds or {}).get(stored, kind)
+        if values.ndim == 2 and own is not gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(stored, gguf.quantize(values, own), raw_dtype=own)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(values))
     edit(writer)

@@ -53,8 +53,9 @@ class LLM:
     `drafter` is a name, a folder or a hub id; None takes the one that comes with eyas for the target, if there is one,
     and "none" decodes plainly. `depth` is how many tokens to draft where a request does not say. `chat_template` is the
     text of another template than the target's, `chat_template_kwargs` are variables for it, and with `raw` a chat is
-    plain text and its continuation, for base models. All fields of `EngineConfig` are keywords too:
-    `LLM("my-model", max_num_seqs=256, max_model_len=4096)`.
+    plain text and its continuation, for base models. `quantization` is what matrices of a target on a CPU are quantised
+    as: "int8", "int4", "gguf" (as the file has them) or "none"; with "auto", a GGUF file's stay as they are. All fields
+    of `EngineConfig` are keywords too: `LLM("my-model", max_num_seqs=256, max_model_len=4096)`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class LLM:
         depth: int | Literal["auto"] = "auto",
         dtype: str = "auto",
         device: str = "auto",
+        quantization: str = "auto",
         cache: Path | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -72,7 +74,7 @@ class LLM:
         **settings: Any,
     ) -> None:
         chat_format = ChatFormat(template=chat_template, raw=raw, variables=chat_template_kwargs or {})
-        self._engine = _load_engine(target, drafter, depth, dtype, device, cache, chat_format, settings)
+        self._engine = _load_engine(target, drafter, depth, dtype, device, quantization, cache, chat_format, settings)
         self._cache = cache
         self._requests = _RequestMaker(self._engine, depth)
         self._deltas: dict[int, deque[OutputDelta]] = {}
@@ -179,6 +181,7 @@ class AsyncLLM:
         depth: int | Literal["auto"] = "auto",
         dtype: str = "auto",
         device: str = "auto",
+        quantization: str = "auto",
         cache: Path | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -186,7 +189,7 @@ class AsyncLLM:
         **settings: Any,
     ) -> None:
         chat_format = ChatFormat(template=chat_template, raw=raw, variables=chat_template_kwargs or {})
-        engine = _load_engine(target, drafter, depth, dtype, device, cache, chat_format, settings)
+        engine = _load_engine(target, drafter, depth, dtype, device, quantization, cache, chat_format, settings)
         self._requests = _RequestMaker(engine, depth)
         self._engine = AsyncEngine(engine)
 
@@ -325,6 +328,7 @@ def _load_engine(
     depth: int | Literal["auto"],
     dtype: str,
     device: str,
+    quantization: str,
     cache: Path | None,
     chat_format: ChatFormat,
     settings: Mapping[str, Any],
@@ -342,7 +346,9 @@ def _load_engine(
     name = choose_drafter(drafter, target)
     if name is not None:
         require_fit(name, read_facts(target, cache=cache))
-    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
+    loaded, model = load_pair(
+        target, name, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+    )
     return Engine(loaded, model, config=config)
 
 

@@ -5,19 +5,31 @@ of both models are packed for this processor. Engines capture CUDA graphs themse
 """
 
 import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.linear.quantised_linear import QuantisedKernel, QuantisedLinear, load_quantised
 from eyas.kernels.llama.packed_experts import pack_experts
 from eyas.target.chat_template import ChatFormat
+from eyas.target.device import choose_device
 from eyas.target.facts import TargetFacts
+from eyas.target.gguf_model import has_packed_matrices, packed_model
+from eyas.target.locate import gguf_of
 from eyas.target.model import Target
+from eyas.target.quantise import quantise_linears
 
 logger = logging.getLogger(__name__)
+
+QUANTIZATIONS = ("auto", "none", "int8", "int4", "gguf")
 
 
 def require_fit(drafter: str, target: TargetFacts) -> None:
@@ -33,6 +45,7 @@ def load_target(
     *,
     dtype: str,
     device: str,
+    quantization: str = "auto",
     cache: Path | None = None,
     revision: str | None = None,
     chat_format: ChatFormat | None = None,
@@ -41,20 +54,72 @@ def load_target(
 
     `auto` computes in the precision that is stored; on a CPU in float32, where matrices stored in bfloat16 can stay as
     they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
+
+    `quantization` is one of `QUANTIZATIONS`. With `auto`, the matrices of a GGUF file stay as they are on a CPU, unless
+    `dtype` asks for another type.
     """
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, revision=revision, chat_format=chat_format)
+    where = choose_device(device)
+    chosen, kernel, path = _choose(target, quantization, dtype, where, cache)
+    rest: dict[str, Any] = {"device": device, "cache": cache, "revision": revision, "chat_format": chat_format}
+    if kernel is None:
+        loaded = Target.load(target, dtype=dtype, **rest)
+    elif path is not None:
+        loaded = Target.load(target, build=partial(packed_model, path, kernel), **rest)
+    else:
+        loaded = Target.load(target, dtype="float32", **rest)
+        quantise_linears(loaded.model, 8 if chosen == "int8" else 4, kernel)
+    if kernel is not None:
+        size = sum(part.nbytes for part in loaded.model.modules() if isinstance(part, QuantisedLinear))
+        logger.info(f"matrices stay quantised ({chosen}, {size / 1e6:.0f} MB), multiplied by {kernel.uses}")
     if loaded.device.type == "cpu":
-        packing = pack_linears(loaded.model, widen=dtype == "auto", cache=cache)
+        packing = pack_linears(loaded.model, widen=dtype == "auto" and kernel is None, cache=cache)
         pack_experts(loaded.model, cache=cache)
-        how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
-        logger.info(f"matrix products {how}")
-    return loaded
+        if packing.linears or kernel is None:
+            how = f"in float32, in panels, by {packing.words}" if packing.linears else f"by torch: {packing.words}"
+            logger.info(f"{'other ' if kernel is not None else ''}matrix products {how}")
+    return replace(loaded, quantization=chosen)
+
+
+def _choose(
+    target: str, quantization: str, dtype: str, device: torch.device, cache: Path | None
+) -> tuple[str, QuantisedKernel | None, Path | None]:
+    """What a target is quantised as, what multiplies it, and the GGUF file that is read as it is."""
+    if quantization not in QUANTIZATIONS:
+        raise UserError(f"unknown quantization {quantization!r}; use one of {', '.join(QUANTIZATIONS)}")
+    asked = quantization not in ("auto", "none")
+    if asked and device.type != "cpu":
+        raise UserError(
+            f"--quantization {quantization} runs on the CPU only, and the target goes to {device}; "
+            "leave it out or use --device cpu"
+        )
+    if asked and dtype not in ("auto", "float32"):
+        raise UserError(
+            f"--quantization {quantization} computes in float32, not in {dtype}; leave --dtype or --quantization out"
+        )
+    if quantization == "none" or device.type != "cpu" or (not asked and dtype != "auto"):
+        return "none", None, None
+    path = None if quantization in ("int8", "int4") else gguf_of(target, cache=cache)
+    if path is not None and not has_packed_matrices(path):
+        path = None
+    if path is None and not asked:
+        return "none", None, None
+    if path is None and quantization == "gguf":
+        raise UserError(
+            f"{target} is not a GGUF file with quantised matrices; use --quantization int8 or int4, or leave it out"
+        )
+    kernel, words = load_quantised(cache=cache)
+    if kernel is None and asked:
+        raise UserError(f"--quantization {quantization} needs a C compiler ({words}); install one or use none")
+    if kernel is None:
+        logger.info(f"{target} is dequantised to bfloat16: there are no integer products here ({words})")
+        return "none", None, None
+    return (quantization if path is None else "gguf"), kernel, path
 
 
 def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None) -> Drafter:
     """Load a drafter to where its target is, in its precision, packed like it, with the weights that they share."""
     model = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
-    model.share_target(target.embedding(), target.head())
+    model.share_target(*target.tables())
     if target.device.type == "cpu":
         pack_linears(model, halve=True, cache=cache)
     return model
@@ -66,6 +131,7 @@ def load_pair(
     *,
     dtype: str,
     device: str,
+    quantization: str = "auto",
     cache: Path | None = None,
     revision: str | None = None,
     chat_format: ChatFormat | None = None,
@@ -73,7 +139,15 @@ def load_pair(
     """Load both; no drafter for None."""
     if drafter is not None:
         find_folder(drafter)  # a name that is wrong should fail before the target is loaded
-    loaded = load_target(target, dtype=dtype, device=device, cache=cache, revision=revision, chat_format=chat_format)
+    loaded = load_target(
+        target,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        cache=cache,
+        revision=revision,
+        chat_format=chat_format,
+    )
     return loaded, None if drafter is None else load_drafter_for(loaded, drafter, cache=cache)
 
 

@@ -249,7 +249,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_one_succeeds(
 ) -> None:
     path, cache = write_gguf(tiny_model(), tmp_path / "m.gguf"), tmp_path / "cache"
     produced = 0
-    weight = conversion._weight
+    weight = conversion.dense_weight
 
     def interrupted(*args: Any) -> torch.Tensor:
         nonlocal produced
@@ -259,7 +259,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_one_succeeds(
         return weight(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(conversion, "_weight", interrupted)
+        patch.setattr(conversion, "dense_weight", interrupted)
         with pytest.raises(KeyboardInterrupt):
             locate(str(path), cache=cache)
     assert produced == 5

@@ -20,6 +20,7 @@ from eyas.cli.options import (
     Device,
     Dtype,
     MaxBadShare,
+    Quantization,
     Raw,
     Stop,
     report,
@@ -136,6 +137,7 @@ def answer(
     raw: Raw = False,
     max_bad_share: MaxBadShare = MAX_BAD_SHARE,
     dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -171,7 +173,9 @@ def answer(
         replace(one, chat_template_kwargs={**chat_format.variables, **one.chat_template_kwargs})
         for one in conversations
     ]
-    loaded = load_target(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
+    loaded = load_target(
+        target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+    )
     defaults = read_defaults(generation_config, loaded.model.generation_config).given
     defaults.pop("max_new_tokens", None)
     sampling = Sampling(**{**defaults, **given})
@@ -203,6 +207,7 @@ def answer(
         "input_sha256": sha256_of_all(files),
         "target": target,
         "dtype": str(loaded.dtype).removeprefix("torch."),
+        "quantization": loaded.quantization,
         **{name: getattr(sampling, name) for name in SAMPLED},
         **asdict(limits),
         "stop": stops,

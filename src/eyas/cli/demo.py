@@ -10,7 +10,7 @@ import typer
 from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.help import MODEL, SAMPLING, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Quantization, Raw
 
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
@@ -47,6 +47,7 @@ def demo(
     chat_template_kwargs: ChatTemplateKwargs = None,
     raw: Raw = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -68,7 +69,9 @@ def demo(
     if speculation.mode == "off":
         raise UserError("--depth 0 leaves nothing to compare; give 1 or more, or auto")
     chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
-    loaded, model = load_pair(target, name, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
+    loaded, model = load_pair(
+        target, name, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+    )
     # Without the prefix cache: the second answer to a prompt must not profit from the first.
     options = EngineConfig(max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False)
     engine = Engine(loaded, model, config=options)

@@ -15,7 +15,18 @@ import typer
 from eyas.cli.arguments import as_json_value, make_folder, read_chat_format, read_stop, require_models, short_names
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SPECULATION, WORK
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw, Stop, report
+from eyas.cli.options import (
+    AsJson,
+    Cache,
+    ChatTemplate,
+    ChatTemplateKwargs,
+    Device,
+    Dtype,
+    Quantization,
+    Raw,
+    Stop,
+    report,
+)
 from eyas.cli.progress import ProgressDisplay
 
 if TYPE_CHECKING:
@@ -99,6 +110,7 @@ def evaluate(
     chat_template_kwargs: ChatTemplateKwargs = None,
     raw: Raw = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -138,7 +150,9 @@ def evaluate(
         require_fit(source, facts)
     chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
     stop_strings = read_stop(stop)
-    loaded = load_target(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
+    loaded = load_target(
+        target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+    )
     max_length = _choose_length(max_length, loaded)
     if max_tokens >= max_length:
         raise UserError(
@@ -168,7 +182,14 @@ def evaluate(
         )
 
     record: dict[str, Any] = {"versions": versions(), "arguments": arguments, "drafters": names, "depths": depths}
-    record |= {"target": {**asdict(loaded.facts), "dtype": str(loaded.dtype), "device": str(loaded.device)}}
+    record |= {
+        "target": {
+            **asdict(loaded.facts),
+            "dtype": str(loaded.dtype),
+            "quantization": loaded.quantization,
+            "device": str(loaded.device),
+        }
+    }
     record |= {"max_length": max_length, "held_out": None}
     started = time.perf_counter()
 

@@ -13,7 +13,18 @@ import typer
 from eyas.cli.arguments import read_chat_format, read_stop, require_models
 from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw, Stop, report
+from eyas.cli.options import (
+    AsJson,
+    Cache,
+    ChatTemplate,
+    ChatTemplateKwargs,
+    Device,
+    Dtype,
+    Quantization,
+    Raw,
+    Stop,
+    report,
+)
 
 if TYPE_CHECKING:
     from eyas.data.conversations import Conversation
@@ -78,6 +89,7 @@ def generate(
     chat_template_kwargs: ChatTemplateKwargs = None,
     raw: Raw = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -107,7 +119,9 @@ def generate(
     )
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
     chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
-    loaded, model = load_pair(target, drafter, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
+    loaded, model = load_pair(
+        target, drafter, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+    )
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
     engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=users, max_depth=deepest, tree=shape))
     requests = [

@@ -28,6 +28,14 @@ Dtype = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Quantization = Annotated[
+    str,
+    typer.Option(
+        help="On a CPU: int8 or int4 quantises the target's matrices, gguf takes a file's as they are, none makes "
+        "bfloat16 of them; auto: gguf for a GGUF file, unless --dtype is given, else none.",
+        rich_help_panel=MODEL,
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(help="Where to run: cpu, cuda, cuda:1, ..., or auto: a GPU if there is one.", rich_help_panel=MODEL),

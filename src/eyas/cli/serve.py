@@ -11,7 +11,7 @@ from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.config_file import read_config_file
 from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import Cache, ChatTemplate, Device, Dtype, LogLevel, Raw, report
+from eyas.cli.options import Cache, ChatTemplate, Device, Dtype, LogLevel, Quantization, Raw, report
 
 logger = logging.getLogger(__name__)
 UnknownFieldsOption = Literal["refuse", "report"]
@@ -216,6 +216,7 @@ def serve(
         float, typer.Option(help="Time for answers in flight after SIGTERM.", rich_help_panel=OPERATION)
     ] = 30.0,
     dtype: Dtype = "auto",
+    quantization: Quantization = "auto",
     device: Device = "auto",
     page: Annotated[
         bool,
@@ -312,6 +313,7 @@ def serve(
         config.drafter,
         dtype=dtype,
         device=device,
+        quantization=quantization,
         cache=cache,
         revision=revision,
         chat_format=chat_format,
@@ -334,6 +336,7 @@ def serve(
             drafter=None if config.drafter is None else Path(config.drafter).name,
             max_model_len=engine_client.budget.max_model_len,
             max_num_seqs=max_num_seqs,
+            quantization=loaded.quantization,
             speculation=config.speculation,
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
@@ -343,6 +346,8 @@ def serve(
         for line in banner(model_info, engine_client.budget):
             report(line)
         precision = str(loaded.dtype).removeprefix("torch.")
+        if loaded.quantization != "none":
+            precision += f", weights {loaded.quantization}"
         report(f"device    {device_words(loaded.device, asked=device)}, {precision}")
         keys = access.api_keys
         if not keys and not is_loopback(host):

@@ -20,6 +20,7 @@ from eyas.drafter.rope import Rope, rotate
 from eyas.drafter.vocab import DraftVocab
 from eyas.errors import UserError
 from eyas.kernels.elementwise import rms_norm
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 
 
 class RMSNorm(nn.Module):
@@ -160,8 +161,12 @@ class Drafter(nn.Module):
             [FirstLayer(config), *(LaterLayer(config, i) for i in range(1, config.num_hidden_layers))]
         )
         self.norm = RMSNorm(config.hidden_size, eps)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_head else None
+        self.embed_tokens: nn.Embedding | QuantisedEmbedding | None = (
+            nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        )
+        self.lm_head: nn.Linear | QuantisedLinear | None = (
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_head else None
+        )
         # Offsets and membership as on disk (vocab.py explains them); absent when nothing is pruned.
         pruned = config.pruned
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if pruned else None)
@@ -170,17 +175,23 @@ class Drafter(nn.Module):
         self.shares_embedding = not own_embedding
         self.shares_head = not own_head
 
-    def share_target(self, embedding_VD: Tensor, head_VD: Tensor) -> "Drafter":
+    def share_target(self, embedding_VD: Tensor | QuantisedEmbedding, head_VD: Tensor | QuantisedLinear) -> "Drafter":
         """Use the target's embeddings and head where the drafter has none of its own."""
         config = self.config
         if self.embed_tokens is None:
-            _require_shape("embed_tokens", embedding_VD, (config.vocab_size, config.hidden_size))
-            self.embed_tokens = nn.Embedding(0, 0, device="meta")
-            self.embed_tokens.weight = nn.Parameter(embedding_VD.detach(), requires_grad=False)
+            _require_shape("embed_tokens", _shape(embedding_VD), (config.vocab_size, config.hidden_size))
+            if isinstance(embedding_VD, QuantisedEmbedding):
+                self.embed_tokens = embedding_VD
+            else:
+                self.embed_tokens = nn.Embedding(0, 0, device="meta")
+                self.embed_tokens.weight = nn.Parameter(embedding_VD.detach(), requires_grad=False)
         if self.lm_head is None:
-            _require_shape("lm_head", head_VD, (config.draft_vocab_size, config.hidden_size))
-            self.lm_head = nn.Linear(1, 1, bias=False, device="meta")
-            self.lm_head.weight = nn.Parameter(head_VD.detach(), requires_grad=False)
+            _require_shape("lm_head", _shape(head_VD), (config.draft_vocab_size, config.hidden_size))
+            if isinstance(head_VD, QuantisedLinear):
+                self.lm_head = head_VD
+            else:
+                self.lm_head = nn.Linear(1, 1, bias=False, device="meta")
+                self.lm_head.weight = nn.Parameter(head_VD.detach(), requires_grad=False)
         return self
 
     def vocab(self) -> DraftVocab:
@@ -233,9 +244,15 @@ class Drafter(nn.Module):
         return embedded
 
 
-def _require_shape(name: str, tensor: Tensor, shape: tuple[int, int]) -> None:
-    if tuple(tensor.shape) != shape:
+def _shape(table: Tensor | QuantisedEmbedding | QuantisedLinear) -> tuple[int, ...]:
+    if isinstance(table, QuantisedEmbedding):
+        return table.num_embeddings, table.embedding_dim
+    return (table.out_features, table.in_features) if isinstance(table, QuantisedLinear) else tuple(table.shape)
+
+
+def _require_shape(name: str, found: tuple[int, ...], shape: tuple[int, int]) -> None:
+    if found != shape:
         raise UserError(
-            f"the drafter ships no {name} and the target's is {list(tensor.shape)}, but the drafter needs "
+            f"the drafter ships no {name} and the target's is {list(found)}, but the drafter needs "
             f"{list(shape)}; ship {name}.weight in the checkpoint or use the target it was trained for"
         )

@@ -159,6 +159,7 @@ class Application:
             "owned_by": "eyas",
             "root": model_info.target,
             "max_model_len": model_info.max_model_len,
+            "quantization": model_info.quantization,
             "speculative": model_info.speculative_card(),
         }
 

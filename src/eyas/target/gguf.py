@@ -130,9 +130,9 @@ def converted_folder(path: Path, cache: Path) -> Path:
 def convert(path: Path, folder: Path, *, sha256: str) -> None:
     """Fill the empty `folder` with a Hugging Face model made from the GGUF file `path`."""
     source = GgufFile(path)
-    architecture = _architecture(source)
+    architecture = architecture_of(source)
     config = _config(source, architecture)
-    names = _tensor_names(source, architecture, config)
+    names = tensor_names(source, architecture, config)
     logger.info(f"dequantising {len(names)} tensors of {path.name} to bfloat16 (once)")
     write_tokenizer(source, folder, vocab_size=config.vocab_size, max_length=config.max_position_embeddings)
     config.save_pretrained(folder)
@@ -146,7 +146,7 @@ def convert(path: Path, folder: Path, *, sha256: str) -> None:
     write_bfloat16(
         folder,
         {name: shapes[stored] for name, stored in names.items()},
-        lambda name: _weight(source, names[name], name, architecture, config),
+        lambda name: dense_weight(source, names[name], name, architecture, config),
     )
     provenance = {
         "converter_version": CONVERTER_VERSION,
@@ -161,7 +161,8 @@ def convert(path: Path, folder: Path, *, sha256: str) -> None:
     (folder / "eyas.json").write_text(json.dumps(provenance, indent=2) + "\n")
 
 
-def _architecture(source: GgufFile) -> str:
+def architecture_of(source: GgufFile) -> str:
+    """The name of a supported architecture, whose every key is understood."""
     name = source.required("general.architecture", str)
     kind = source.optional("general.type", str, "model")
     if name not in ARCHITECTURES or kind != "model":
@@ -214,7 +215,7 @@ def _config(source: GgufFile, architecture: str) -> PretrainedConfig:
     return config
 
 
-def _tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) -> dict[str, str]:
+def tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) -> dict[str, str]:
     """Map transformers' tensor names to the file's, in file order, checked against the model's own list."""
     table = ARCHITECTURES[architecture].layer_tensors
     shapes = source.shapes
@@ -247,13 +248,19 @@ def _tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig)
     return names
 
 
-def _weight(source: GgufFile, stored: str, name: str, architecture: str, config: PretrainedConfig) -> torch.Tensor:
+def dense_weight(source: GgufFile, stored: str, name: str, architecture: str, config: PretrainedConfig) -> torch.Tensor:
+    """A tensor as transformers has it, float32; `name` is what it is called there."""
     weight = torch.from_numpy(source.tensor(stored))
     if ARCHITECTURES[architecture].norms_add_one and name.endswith("norm.weight"):
         return weight - 1
-    if name.partition("layers.")[2].partition(".")[2] in ARCHITECTURES[architecture].permuted:
-        # llama.cpp rotates neighbouring rows, transformers the two halves of a head: undo its reordering.
-        rows, columns = weight.shape
-        pairs = weight.view(rows // config.head_dim, config.head_dim // 2, 2, columns)
-        return pairs.transpose(1, 2).reshape(rows, columns)
-    return weight
+    order = row_order(name, len(weight), architecture, config)
+    return weight if order is None else weight[order]
+
+
+def row_order(name: str, rows: int, architecture: str, config: PretrainedConfig) -> torch.Tensor | None:
+    """Which row of the file is each of the tensor's that transformers calls `name`; None where all stay in place."""
+    if name.partition("layers.")[2].partition(".")[2] not in ARCHITECTURES[architecture].permuted:
+        return None
+    # llama.cpp rotates neighbouring rows, transformers the two halves of a head: undo its reordering.
+    pairs = torch.arange(rows).view(rows // config.head_dim, config.head_dim // 2, 2)
+    return pairs.transpose(1, 2).flatten()

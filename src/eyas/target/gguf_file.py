@@ -133,13 +133,21 @@ class GgufFile:
         """Return the value of `key`, or `default` when the file does not have it."""
         return self.required(key, kind) if key in self._values else default
 
+    def kind(self, name: str) -> gguf.GGMLQuantizationType:
+        """Return what a tensor is stored as."""
+        return self._tensors[name].kind
+
+    def packed(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a tensor, row by row; they lie in the file and cannot be written."""
+        stored = self._tensors[name]
+        shape = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
+        return np.frombuffer(self._data, np.uint8, count=math.prod(shape), offset=stored.offset).reshape(shape)
+
     def tensor(self, name: str) -> npt.NDArray[np.float32]:
         """Return a tensor dequantised to float32."""
         stored = self._tensors[name]
-        shape = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
-        packed = np.frombuffer(self._data, np.uint8, count=math.prod(shape), offset=stored.offset)
         try:
-            values = gguf.dequantize(packed.reshape(shape), stored.kind)
+            values = gguf.dequantize(self.packed(name), stored.kind)
         except NotImplementedError as error:
             raise UserError(
                 f"tensor {name} of {self.path} has type {stored.kind.name}, which cannot be dequantised; "

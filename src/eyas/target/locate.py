@@ -53,6 +53,16 @@ def locate(source: str, *, cache: Path | None = None) -> str:
     return source
 
 
+def gguf_of(source: str, *, cache: Path | None = None) -> Path | None:
+    """Return the GGUF file that a target is read from, if it is one."""
+    if source == DEFAULT_TARGET:
+        from eyas.target.default import default_gguf
+
+        return default_gguf(cache or _user_cache())
+    path = Path(source).expanduser()
+    return path if path.suffix.lower() == ".gguf" and path.is_file() else None
+
+
 def require_on_hub(source: str, revision: str | None = None) -> None:
     """Refuse a hub id that cannot be loaded; other names pass. Nothing heavy is imported for it."""
     if source.count("/") != 1 or source.lower().endswith(".gguf") or not _HUB_ID.fullmatch(source):

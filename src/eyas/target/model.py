@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.target.capture import capture
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, render_chat, require_template
 from eyas.target.device import choose_device, device_words
@@ -45,6 +47,10 @@ DTYPES: Mapping[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+ModelBuilder = Callable[[str, PretrainedConfig, str | None], PreTrainedModel]
+"""Makes a model of a folder with this configuration; the last is transformers' name of the attention, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,8 @@ class Target:
     tokenizer: PreTrainedTokenizerBase
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template for every conversation; a caller's own go over them."""
+    quantization: str = "none"
+    """What its matrices are quantised as, where they are not those of the checkpoint (`loading.py`)."""
 
     @classmethod
     def load(
@@ -76,12 +84,14 @@ class Target:
         cache: Path | None = None,
         revision: str | None = None,
         chat_format: ChatFormat | None = None,
+        build: ModelBuilder | None = None,
     ) -> "Target":
         """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
         `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
         torch is some fifty times slower than in float32, so float32 it is. A device of `auto` is the first GPU, if
-        there is one. `revision` is the hub's; `chat_format` takes the place of the tokenizer's own.
+        there is one. `revision` is the hub's; `chat_format` takes the place of the tokenizer's own. `build` makes the
+        model instead of transformers, on the processor, from the same files.
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -98,6 +108,11 @@ class Target:
         with explain_failures(source, place), _no_progress_bar():
             tokenizer = AutoTokenizer.from_pretrained(place, **hub)
             apply_format(tokenizer, chat_format)
+            variables = dict(chat_format.variables)
+            if build is not None:
+                built: Any = build(place, config, _attention_of(config))
+                built.eval().requires_grad_(False)
+                return cls(facts=facts, model=built, tokenizer=tokenizer, template_variables=variables)
             # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards. Others go
             # straight to a GPU where they can: through the host, every process would need their size in its memory.
             straight = where.type == "cuda" and loads_onto_device()
@@ -133,7 +148,7 @@ class Target:
             facts=facts,
             model=model.eval().requires_grad_(False),
             tokenizer=tokenizer,
-            template_variables=dict(chat_format.variables),
+            template_variables=variables,
         )
 
     @property
@@ -168,6 +183,14 @@ class Target:
         if head is None:
             raise UserError(f"{self.facts.source} has no language-model head; choose a causal language model")
         return _weight(head)
+
+    def tables(self) -> tuple[torch.Tensor | QuantisedEmbedding, torch.Tensor | QuantisedLinear]:
+        """Return `embedding()` and `head()` as a drafter shares them: packed where the target's are."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return (
+            QuantisedEmbedding(embedding.table) if isinstance(embedding, QuantisedEmbedding) else self.embedding(),
+            head if isinstance(head, QuantisedLinear) else self.head(),
+        )
 
     def encode_chat(
         self,

@@ -28,6 +28,7 @@ from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, produc
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
 from eyas.kernels.llama.block import packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
 from eyas.kernels.llama.eagle import DraftLayer, RotaryTable, Surroundings
@@ -45,7 +46,8 @@ def fused_drafter(drafter: Drafter) -> Drafts:
     elementwise = elementwise_for(drafter.norm.weight)
     if elementwise is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
         return drafter
-    if elementwise_for(drafter.embed_tokens.weight) is None:
+    packed = isinstance(drafter.embed_tokens, QuantisedEmbedding)
+    if not packed and elementwise_for(drafter.embed_tokens.weight) is None:
         return drafter  # they may be the target's, which compiled code would misread
     try:
         fused = _FusedDrafter(drafter, elementwise)
@@ -84,7 +86,8 @@ class _FusedDrafter:
         attention, mlp = layer.self_attn, layer.mlp
         self._model, self._config, self._elementwise = drafter, config, elementwise
         assert drafter.embed_tokens is not None
-        self._embedding_VD = drafter.embed_tokens.weight.detach()
+        embedding = drafter.embed_tokens
+        self._embedding_VD = embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
         self._qkv = product_of(attention.q_proj, attention.k_proj, attention.v_proj)
         self._kv = product_of(attention.k_proj, attention.v_proj)
         self._output, self._down = product_of(attention.o_proj), product_of(mlp.down_proj)
@@ -176,7 +179,11 @@ class _FusedDrafter:
         """The normed embedding and, beside it, the normed state; and the latter alone, in the same memory."""
         tokens, size = hidden_ND.shape
         both_NE = hidden_ND.new_empty(tokens, 2 * size)
-        embedded_ND = functional.embedding(token_N, self._embedding_VD)
+        table_VD = self._embedding_VD
+        if isinstance(table_VD, QuantisedEmbedding):
+            embedded_ND = table_VD.rows(token_N)
+        else:
+            embedded_ND = functional.embedding(token_N, table_VD)
         self._norm(self._layer.input_layernorm, embedded_ND, both_NE[:, :size])
         return both_NE, self._norm(self._layer.hidden_norm, hidden_ND, both_NE[:, size:])
 

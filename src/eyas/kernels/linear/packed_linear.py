@@ -154,6 +154,10 @@ class PackedLinear(nn.Module):
         weight_NK = self.weight.to(x.dtype) if self.halved else self.weight
         return functional.linear(x, weight_NK, self.bias)
 
+    def product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `LinearKernel.linear`."""
+        return self.kernel.linear(x, self, out)
+
     def extra_repr(self) -> str:
         """As nn.Linear prints itself."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

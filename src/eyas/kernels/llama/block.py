@@ -31,7 +31,8 @@ from torch.nn import functional
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.elementwise import Activation, FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
-from eyas.kernels.llama.cpu import Layers, LlamaSizes, PackedProducts, Parts, load_layers
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, joined_quantised
+from eyas.kernels.llama.cpu import CompiledLinear, Layers, LlamaSizes, PackedProducts, Parts, load_layers
 from eyas.kernels.llama.experts import Experts, Routes
 
 KVLayers = Mapping[int, tuple[Tensor, Tensor]]
@@ -63,11 +64,13 @@ def join(linears: Sequence[Any]) -> Product | None:
     """One product for linears that read the same input; their outputs lie side by side, in their order.
 
     The joined weight takes the place of its parts, which become views of it: the modules go on working, and no
-    memory is taken. None for linears that are neither plain nor packed, or not alike.
+    memory is taken. None for linears that are neither plain nor packed nor quantised, or not alike.
     """
     if all(type(linear) is PackedLinear for linear in linears):
         packed = joined(linears)
         return None if packed is None else PackedProduct(packed)
+    if all(type(linear) is QuantisedLinear for linear in linears):
+        return PackedProduct(joined_quantised(linears))
     if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
         return None
     bias_E = None if linears[0].bias is None else merge([linear.bias for linear in linears])
@@ -99,13 +102,13 @@ class PlainProduct:
 
 @dataclass(frozen=True, eq=False)
 class PackedProduct:
-    """The product of packed linears."""
+    """The product of packed or quantised linears."""
 
-    packed: PackedLinear
+    packed: CompiledLinear
 
     def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
         """As `Product`."""
-        return self.packed.kernel.linear(x_ND, self.packed, out_NE)
+        return self.packed.product(x_ND, out_NE)
 
 
 def merge(parts: Sequence[Tensor]) -> Tensor:
@@ -212,7 +215,7 @@ class Rotation:
 class FusedLlama:
     """Runs a model over blocks of keys and values."""
 
-    embedding_VD: Tensor
+    embedding_VD: Tensor | QuantisedEmbedding
     embedding_scale: Tensor | None
     """What embeddings are multiplied by: one number, of their type."""
     rotations: Sequence[Rotary]
@@ -227,6 +230,11 @@ class FusedLlama:
     few_rows: int = 0
     """Passes of up to so many tokens run by kernels of their own; the trial has some of every length then."""
 
+    @property
+    def quantised(self) -> bool:
+        """Whether products quantise what they read."""
+        return isinstance(self.head, PackedProduct) and isinstance(self.head.packed, QuantisedLinear)
+
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
         x_ND = self._embed(ids_N)
@@ -240,6 +248,8 @@ class FusedLlama:
 
     def _embed(self, ids_N: Tensor) -> Tensor:
         """Embeddings [N, D]."""
+        if isinstance(self.embedding_VD, QuantisedEmbedding):
+            return self.embedding_VD.rows(ids_N)
         return functional.embedding(ids_N, self.embedding_VD)
 
     def _turns(self, x_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:

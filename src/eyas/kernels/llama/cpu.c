@@ -4,8 +4,8 @@
  * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
  * and takes several times as long as it would elsewhere, which for a token or two is much of the whole pass.
  *
- * The steps themselves are compiled elsewhere (elementwise.c, packed_linear.c, attention/cpu.c), and come here as pointers, so
- * every number is the one that the same steps give one by one, to the last bit.
+ * The steps themselves are compiled elsewhere (elementwise.c, packed_linear.c, quantised_linear.c, attention/cpu.c), and
+ * come here as pointers, so every number is the one that the same steps give one by one, to the last bit.
  *
  * Names: N tokens, D hidden size, H query heads, G key heads, K head dim, R numbers of a head that are rotated, I
  * intermediate size.
@@ -19,6 +19,8 @@ struct steps {
                  int threads);
     void (*product)(const float *x, long M, long K, const char *panels, int halved, const float *bias, long N, float *y,
                     int threads);
+    void (*quantised_product)(const float *x, long M, long K, const void *parts, long part_count, float *y,
+                              long y_stride, void *workspace, int threads);
     void (*norm_heads)(float *x, long N, long B, long K, long stride, const float *weight, float eps, int threads);
     void (*rotate)(const float *x, long N, long B, long K, long R, long stride, const float *cos, const float *sin,
                    float *y, int threads);
@@ -31,7 +33,8 @@ struct steps {
 struct product {
     const char *panels;
     const float *bias;
-    int64_t inputs, outputs, halved;
+    const void *parts; /* of a quantised product; null: panels and bias are float */
+    int64_t inputs, outputs, halved, part_count;
 };
 
 struct norm {
@@ -60,7 +63,7 @@ struct run {
     const float *cos, *sin;   /* [rotations][N][R] */
     const float *input;       /* what the first layer's products read; null: the norm of x, as in all others */
     float *x;                 /* [N][D]: read, and left as it is behind the last layer */
-    float *memory;            /* numbers_per_token for every token */
+    float *memory;            /* for every token numbers_per_token, and what a quantised product takes beside */
     int64_t layer_count, state_stride;
     int64_t tokens, hidden, heads, key_heads, head_dim, rotary_dim, intermediate, threads;
 };
@@ -83,8 +86,14 @@ long depth_bytes(void) { return sizeof(struct depth); }
 long numbers_per_token(long D, long H, long G, long K, long I) { return 2 * D + (3 * H + 3 * G) * K + 3 * I; }
 
 static void multiply(const struct run *run, const struct product *by, const float *x, float *y) {
-    run->steps->product(x, run->tokens, by->inputs, by->panels, (int)by->halved, by->bias, by->outputs, y,
-                        (int)run->threads);
+    if (by->parts) {
+        float *workspace = run->memory + run->tokens * numbers_per_token(run->hidden, run->heads, run->key_heads,
+                                                                         run->head_dim, run->intermediate);
+        run->steps->quantised_product(x, run->tokens, by->inputs, by->parts, by->part_count, y, by->outputs, workspace,
+                                      (int)run->threads);
+    } else
+        run->steps->product(x, run->tokens, by->inputs, by->panels, (int)by->halved, by->bias, by->outputs, y,
+                            (int)run->threads);
 }
 
 static void norm(const struct run *run, const struct norm *by, const float *x, float *y) {

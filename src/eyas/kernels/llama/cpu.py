@@ -22,6 +22,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
 from eyas.kernels.elementwise import Activation, Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import PackedLinear
+from eyas.kernels.linear.quantised_linear import QuantisedLinear
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -52,13 +53,16 @@ class LlamaSizes:
     """Of layers without experts; 0 where there are none."""
 
 
+CompiledLinear = PackedLinear | QuantisedLinear
+
+
 class PackedProducts(NamedTuple):
     """The products of a layer."""
 
-    qkv: PackedLinear
-    output: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    qkv: CompiledLinear
+    output: CompiledLinear
+    gate_up: CompiledLinear
+    down: CompiledLinear
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +88,7 @@ class Parts:
     """Of what the gates add."""
 
 
-_STEPS = ("norm", "product", "norm_heads", "rotate", "attend", "gate")
+_STEPS = ("norm", "product", "quantised_product", "norm_heads", "rotate", "attend", "gate")
 _NORMS = ("attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "qk_norm")
 
 
@@ -94,8 +98,8 @@ class _Steps(ctypes.Structure):
 
 class _Product(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
-        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "halved")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "parts")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs", "halved", "part_count")),
     )
 
 
@@ -141,10 +145,12 @@ class Compiled:
 
     def steps_with(self, parts: Sequence[Parts]) -> _Steps:
         """The steps of such layers."""
-        product = parts[0].products.qkv.kernel.library.packed_linear
+        linears = [linear for part in parts for linear in part.products]
+        product = next((x.kernel.library.packed_linear for x in linears if isinstance(x, PackedLinear)), None)
+        quantised = next((x.kernel.library.quantised_linear for x in linears if isinstance(x, QuantisedLinear)), None)
         steps, attend = self.elementwise.library, self.attention.library.attend_blocks
-        functions = (steps.rms_norm, product, steps.norm_heads, steps.rotate, attend, steps.gated)
-        return _Steps(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
+        functions = (steps.rms_norm, product, quantised, steps.norm_heads, steps.rotate, attend, steps.gated)
+        return _Steps(*(function and ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
 @cache
@@ -183,7 +189,7 @@ class Layers:
         self._boundaries = range(len(parts) + 1)
         self.numbers_per_token = compiled.library.numbers_per_token(
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
-        )
+        ) + max(_workspace_numbers(product) for part in parts for product in part.products)
         self._kv: list[Tensor] = []
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
@@ -288,7 +294,19 @@ def _layer(parts: Parts, window: int) -> _Layer:
     )
 
 
-def _product(packed: PackedLinear) -> _Product:
+def _workspace_numbers(product: CompiledLinear) -> int:
+    """What it takes for every token beside its results, in float32."""
+    return product.kernel.workspace_bytes(product.in_features) // 4 if isinstance(product, QuantisedLinear) else 0
+
+
+def _product(packed: CompiledLinear) -> _Product:
+    if isinstance(packed, QuantisedLinear):
+        return _Product(
+            parts=ctypes.addressof(packed.parts),
+            inputs=packed.in_features,
+            outputs=packed.out_features,
+            part_count=len(packed.parts),
+        )
     return _Product(
         panels=packed.panels_PKC.data_ptr(),
         bias=None if packed.bias is None else packed.bias.data_ptr(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
 from eyas.kernels.llama.cpu import Compiled, Layers, LlamaSizes, Norm, NormWeight, Parts
 
 FIRST_POSITIONS = 1024
@@ -45,7 +46,7 @@ class RotaryTable:
 class Surroundings:
     """What the layer reads, and what is done to its output."""
 
-    embedding_VD: Tensor
+    embedding_VD: Tensor | QuantisedEmbedding
     token_norm: Norm
     hidden_norm: Norm
     normed_residual: bool
@@ -101,8 +102,11 @@ class DraftLayer(Layers):
             first_input=input_at,
         )
         norms = (around.token_norm, around.hidden_norm, around.last_norm)
+        table = around.embedding_VD
+        if isinstance(table, QuantisedEmbedding):  # the rows alone, in the order of the tokens
+            table, token_N = table.rows(token_N), torch.arange(tokens)
         depth = _Depth(
-            *(around.embedding_VD.data_ptr(), around.turns.cos_TK.data_ptr(), around.turns.sin_TK.data_ptr()),
+            *(table.data_ptr(), around.turns.cos_TK.data_ptr(), around.turns.sin_TK.data_ptr()),
             *(token_N.data_ptr(), position_N.data_ptr(), hidden_ND.data_ptr()),
             *(*map(NormWeight.of, norms), normed_ND.data_ptr(), around.normed_residual),
         )

@@ -21,6 +21,7 @@ from torch.nn import functional
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.linear.packed_linear import LinearKernel, pack
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
 from eyas.kernels.llama.block import (
     DecoderLayer,
     FusedLlama,
@@ -75,7 +76,7 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
     norm = partial(_norm, dtype=weights[0].dtype)
     blocks = [_block(*each, sizes, norm) for each in zip(decoder.layers, calls, rotation_of, strict=True)]
     return FusedLlama(
-        embedding_VD=decoder.embed_tokens.weight.detach(),
+        embedding_VD=_embedding(decoder.embed_tokens),
         embedding_scale=_embedding_scale(decoder.embed_tokens),
         rotations=rotations,
         blocks=blocks,
@@ -102,8 +103,15 @@ def _is_norm(module: Any) -> bool:
     return [name for name, _ in module.named_parameters()] == ["weight"] and module.weight.ndim == 1
 
 
+def _embedding(embedding: Any) -> Tensor | QuantisedEmbedding:
+    """The table."""
+    return embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
+
+
 def _embedding_scale(embedding: nn.Module) -> Tensor | None:
     """What an embedding multiplies its rows by."""
+    if isinstance(embedding, QuantisedEmbedding):
+        return None if embedding.scale is None else torch.tensor(embedding.scale)
     if type(embedding) is nn.Embedding:
         return None
     numbers = list(embedding.buffers())

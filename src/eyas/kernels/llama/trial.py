@@ -29,6 +29,7 @@ from torch import Tensor
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
 from eyas.kernels.llama.block import DecoderLayer, FusedLlama, KVLayers, NotLlamaError, in_one_call
 from eyas.kernels.llama.experts import Experts, Routes
 
@@ -38,6 +39,10 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """How far most tokens' states may lie from the model's own behind the embedding, relative to their length; behind k
 layers sqrt(1 + k) times as far. Rounding errors of layers are independent and add up like that; a layer that computes
 anything else is further off at once."""
+QUANTISED_TOLERANCE, QUANTISED_TOGETHER = 4e-3, 2e-2
+"""The same where products quantise what they read to 8 bits, behind one layer and behind several: the last bit of a
+float32 may decide between two of 255 values. That is rare within a layer, and behind thirty of them it has happened to
+every token."""
 UNSTABLE = 7.0
 """How many times as far any single token may lie behind one layer: some tokens amplify rounding within a layer too,
 where what its attention adds decides what its gates let through."""
@@ -79,9 +84,10 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             [AttentionRow(blocks=one, base=13, count=3), AttentionRow(blocks=other, base=3, count=1)],
         ]
     length = max(row.base + row.count for rows in passes for row in rows)
-    device, depth = fused.embedding_VD.device, len(fused.blocks)
+    device, depth = fused.norm.weight.device, len(fused.blocks)
     singles, head = [_of_blocks(fused, [block]) for block in fused.blocks], _of_blocks(fused, [])
-    kv, alone_kv = ({layer: _keys_and_values(fused) for layer in range(depth)} for _ in range(2))
+    dtype = torch.float32 if isinstance(fused.embedding_VD, QuantisedEmbedding) else fused.embedding_VD.dtype
+    kv, alone_kv = ({layer: _keys_and_values(fused, dtype, device) for layer in range(depth)} for _ in range(2))
     alone, together, routers = Errors(), Errors(), Errors()
     generator = torch.Generator().manual_seed(0)
     for shift in (0, max(0, (max_position_embeddings or 0) - length)):
@@ -110,17 +116,17 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             given = replace(head, embedding_VD=theirs[depth], embedding_scale=None)
             logits, _ = _states(given, every_N, attention, {}, keep_M)
             alone.add("logits", depth, logits, their_logits)
-    dtype = fused.embedding_VD.dtype
-    tolerance = TOLERANCE[dtype]
+    tolerance = QUANTISED_TOLERANCE if fused.quantised else TOLERANCE[dtype]
+    for_all = QUANTISED_TOGETHER if fused.quantised else tolerance
     routers.judge("its routers", lambda _: tolerance, single=UNSTABLE if dtype == torch.float32 else inf)
     alone.judge("each layer alone", lambda _: sqrt(2) * tolerance, single=UNSTABLE)
-    together.judge("all layers", lambda layers: sqrt(1 + layers) * tolerance)
+    together.judge("all layers", lambda layers: sqrt(1 + layers) * for_all)
 
 
-def _keys_and_values(fused: FusedLlama) -> tuple[Tensor, Tensor]:
+def _keys_and_values(fused: FusedLlama, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory of one layer [G, C, K], all zeros."""
     shape = fused.sizes.key_heads, BLOCKS * BLOCK_SIZE, fused.sizes.head_dim
-    return fused.embedding_VD.new_zeros(shape), fused.embedding_VD.new_zeros(shape)
+    return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _of_blocks(fused: FusedLlama, blocks: Sequence[DecoderLayer]) -> FusedLlama:

@@ -268,7 +268,9 @@ class TritonLlama(FusedLlama):
 
     def _embed(self, ids_N: Tensor) -> Tensor:
         """Embeddings [N, D]."""
-        embedding_VD, size = self.embedding_VD, self.embedding_VD.shape[1]
+        embedding_VD = self.embedding_VD
+        assert isinstance(embedding_VD, Tensor)
+        size = embedding_VD.shape[1]
         x_ND = embedding_VD.new_empty(len(ids_N), size)
         block = min(1024, triton.next_power_of_2(size))
         if len(ids_N):

@@ -1,0 +1,391 @@
+/* y = x W^T + bias over weights of 4 or 8 bits, by integer products, for any number of rows.
+ *
+ * Weights come in blocks of BLOCK neighbouring inputs of an output. A block has a scale, or one for each half of it, and
+ * may have a minimum:
+ *
+ *     W[n][k] = scale[n][k / BLOCK] * (q[n][k] - zero) + minimum[n][k / BLOCK]
+ *
+ * Rows of x are quantised the same way, to 8 bits with a scale for every block. So a block's share of a sum is a product
+ * of integers, exact whatever its order, times two scales; and what the minimum adds is it times the sum of the block.
+ *
+ * Weights lie in panels of PANEL outputs, block behind block: scales, minima (half precision), then
+ *
+ *     8 bits: q[k / 4][output][k % 4]                  four neighbouring inputs are what one instruction adds up
+ *     4 bits: the same for k < 16, with input k + 16 in the upper four bits
+ *
+ * so they are read from front to back, once for ROWS rows. Where there are more rows, four bits are unpacked once for
+ * all of them.
+ *
+ * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
+ * threads: from the bias on, shares of blocks are added in their order, one by one. Integer sums are the same on every
+ * processor; shares are rounded once or twice, by whether a processor multiplies and adds at once.
+ *
+ * Names: M rows of x and y, N outputs, K inputs, B blocks.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(PORTABLE)
+/* told so by tests */
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define NEON
+#elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#define VNNI
+#elif defined(__AVX2__) && defined(__F16C__)
+#define AVX2
+#else
+#define PORTABLE
+#endif
+
+#if defined(NEON)
+#include <arm_neon.h>
+#define USES "NEON dot products"
+enum { LANES = 4, PANEL = 8, ROWS = 4, UNSIGNED = 0 }; /* of 32 registers, 16 hold sums and 8 hold x */
+#elif defined(VNNI)
+#include <immintrin.h>
+#define USES "AVX-512 VNNI"
+enum { LANES = 16, PANEL = 16, ROWS = 8, UNSIGNED = 1 };
+#elif defined(AVX2)
+#include <immintrin.h>
+#define USES "AVX2"
+enum { LANES = 8, PANEL = 8, ROWS = 4, UNSIGNED = 0 };
+#else
+#define USES "plain C"
+enum { LANES = 4, PANEL = 8, ROWS = 2, UNSIGNED = 0 }; /* more would take long to compile */
+#endif
+
+enum {
+    BLOCK = 32,
+    HALF = BLOCK / 2,
+    VECTORS = PANEL / LANES,
+    STRIPE = 16 * ROWS, /* rows per sweep over W: they stay in the second-level cache for all panels */
+    CHUNK = 16,         /* blocks that are unpacked at a time: they stay in the first-level cache for all rows */
+};
+
+/* What a format is made of; quantised_linear.py has the same. */
+enum { FOUR_BITS = 1, MINIMA = 2, SCALES_OF_HALVES = 4 };
+
+typedef float vector __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t integers __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef uint8_t bytes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
+
+/* 1.5 * 2^23: an integer that is added to its bits is what the number then lies above it. Sums of blocks begin with them,
+ * and are below 2^22; that is cheaper than a conversion. */
+#define MAGIC 12582912.0f
+enum { MAGIC_BITS = 0x4b400000 };
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+static long smaller(long a, long b) { return a < b ? a : b; }
+
+/* HALF inputs of a row; ARM multiplies by one lane of a register, x86 spreads four bytes while loading them. */
+#if defined(NEON)
+typedef int8x16_t inputs;
+INLINE inputs read_inputs(const int8_t *x) { return vld1q_s8(x); }
+#else
+typedef const int8_t *inputs;
+INLINE inputs read_inputs(const int8_t *x) { return x; }
+#endif
+
+#if defined(NEON)
+#define DOT(sum, w, x, j) ((integers)vdotq_laneq_s32((int32x4_t)(sum), (int8x16_t)(w), x, j))
+#elif defined(VNNI)
+INLINE __m512i spread(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+}
+#define DOT(sum, w, x, j) ((integers)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), spread((x) + 4 * (j))))
+#elif defined(AVX2)
+/* Sums of two neighbours fit into 16 bits: of 128 * 127 at most. */
+INLINE __m256i dot(__m256i w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(four), w));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+#define DOT(sum, w, x, j) ((sum) + (integers)dot((__m256i)(w), (x) + 4 * (j)))
+#else
+typedef int8_t small __attribute__((vector_size(LANES * 4)));
+typedef int16_t wide __attribute__((vector_size(LANES * 8)));
+typedef int32_t wider __attribute__((vector_size(LANES * 8)));
+typedef int64_t widest __attribute__((vector_size(LANES * 8)));
+
+/* Neighbours are added where they lie, twice; the lower of two is shifted up and down for its sign. */
+INLINE integers dot(bytes w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const small spread = (small)((integers){0} + four);
+    const wider products = (wider)(__builtin_convertvector((small)w, wide) * __builtin_convertvector(spread, wide));
+    const widest pairs = (widest)((products << 16 >> 16) + (products >> 16));
+    return __builtin_convertvector((pairs << 32 >> 32) + (pairs >> 32), integers);
+}
+#define DOT(sum, w, x, j) ((sum) + dot(w, (x) + 4 * (j)))
+#endif
+
+static float widened(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
+    uint32_t bits = sign | ((rest << 13) + 0x38000000);
+    if (rest >= 0x7c00) bits = sign | (rest << 13) | 0x7f800000; /* infinite, or no number */
+    float x;
+    if (rest < 0x400) { /* below the normal numbers */
+        x = (float)rest * 0x1p-24f;
+        return sign ? -x : x;
+    }
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE vector read_halves(const uint8_t *from) {
+#if defined(NEON)
+    return (vector)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(from)));
+#elif defined(VNNI)
+    return (vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(AVX2)
+    return (vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#else
+    uint16_t halves[LANES];
+    vector x;
+    memcpy(halves, from, sizeof halves);
+    UNROLL for (int i = 0; i < LANES; i++) x[i] = widened(halves[i]);
+    return x;
+#endif
+}
+
+/* Rows of x, quantised. */
+struct rows {
+    int8_t *q;      /* [M][B * BLOCK] */
+    float *scale;   /* [M][B] */
+    float *sum;     /* [M][B]: of the block, scaled */
+    int32_t *halves; /* [M][B][2]: sums of q */
+    long blocks;
+};
+
+static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
+static long scales_in(int format) { return format & SCALES_OF_HALVES ? 2 : 1; }
+static long zero_of(int format) { return format & FOUR_BITS ? (format & MINIMA ? 0 : 8) : UNSIGNED ? 128 : 0; }
+
+/* Bytes of a panel's block before the weights, and with them. */
+static long head_bytes(int format) { return PANEL * 2 * (scales_in(format) + (format & MINIMA ? 1 : 0)); }
+static long block_bytes(int format) { return head_bytes(format) + PANEL * (format & FOUR_BITS ? HALF : BLOCK); }
+
+static void quantise_row(const float *x, long K, const struct rows *rows, long m) {
+    const long B = rows->blocks;
+    int8_t *q = rows->q + m * B * BLOCK;
+    for (long b = 0; b < B; b++, q += BLOCK) {
+        float block[BLOCK] = {0};
+        memcpy(block, x + b * BLOCK, smaller(BLOCK, K - b * BLOCK) * sizeof(float));
+        int32_t largest = 0; /* positive floats are ordered like their bits, and no number is above them all */
+        for (int i = 0; i < BLOCK; i++) {
+            int32_t bits;
+            memcpy(&bits, block + i, 4);
+            bits &= 0x7fffffff;
+            largest = bits > largest ? bits : largest;
+        }
+        float most;
+        memcpy(&most, &largest, 4);
+        const float scale = most / 127.0f, inverse = most > 0x1p-120f ? 127.0f / most : 0.0f;
+        for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)(int32_t)__builtin_rintf(block[i] * inverse);
+        int32_t low = 0, high = 0;
+        for (int i = 0; i < HALF; i++) low += q[i];
+        for (int i = HALF; i < BLOCK; i++) high += q[i];
+        rows->scale[m * B + b] = scale;
+        rows->sum[m * B + b] = scale * (float)(low + high);
+        rows->halves[(m * B + b) * 2] = low;
+        rows->halves[(m * B + b) * 2 + 1] = high;
+    }
+}
+
+/* sums[r][c] += the shares of blocks `first` to `last` of a panel, for one tile: up to ROWS rows from `m` on.
+ * The sums stay in registers, for `count` and `format` are constants at every call. `w` begins with block `first`; its
+ * four bits lie in `unpacked`, a byte each, unless that is null. */
+INLINE void multiply(const int count, const int format, const int is_unpacked, const struct rows *rows, long m, long first,
+                     long last, const uint8_t *w, const uint8_t *unpacked, float *sums) {
+    const long B = rows->blocks, size = block_bytes(format), head = head_bytes(format);
+    const int nibbles = (format & FOUR_BITS) && !is_unpacked, split = format & SCALES_OF_HALVES;
+    const int32_t zero = (int32_t)zero_of(format);
+    vector total[ROWS][VECTORS];
+    UNROLL for (int r = 0; r < count; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) total[r][v] = ((const vector *)(sums + r * PANEL))[v];
+    for (long b = first; b < last; b++, w += size) {
+        const uint8_t *q = is_unpacked ? unpacked + (b - first) * BLOCK * PANEL : w + head;
+        integers sum[ROWS][VECTORS];
+        UNROLL for (int half = 0; half < 2; half++) {
+            if (half == 0 || split) {
+                UNROLL for (int r = 0; r < count; r++) {
+                    int32_t start = MAGIC_BITS;
+                    if (zero) {
+                        const int32_t *halves = rows->halves + ((m + r) * B + b) * 2;
+                        start -= zero * (split ? halves[half] : halves[0] + halves[1]);
+                    }
+                    UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = (integers){0} + start;
+                }
+            }
+            inputs x[ROWS];
+            UNROLL for (int r = 0; r < count; r++) x[r] = read_inputs(rows->q + ((m + r) * B + b) * BLOCK + half * HALF);
+#define QUAD(j)                                                                                     \
+    UNROLL for (int v = 0; v < VECTORS; v++) {                                                      \
+        bytes four;                                                                                 \
+        if (nibbles) {                                                                              \
+            four = ((const bytes *)q)[(j) * VECTORS + v];                                           \
+            if (half) four >>= 4; else four &= 15;                                                  \
+        } else                                                                                      \
+            four = ((const bytes *)q)[(4 * half + (j)) * VECTORS + v];                              \
+        UNROLL for (int r = 0; r < count; r++) sum[r][v] = DOT(sum[r][v], four, x[r], j);           \
+    }
+            QUAD(0) QUAD(1) QUAD(2) QUAD(3)
+#undef QUAD
+            if (half == 1 || split)
+                UNROLL for (int v = 0; v < VECTORS; v++) {
+                    const vector scale = read_halves(w + 2 * ((split ? half : 0) * PANEL + v * LANES));
+                    UNROLL for (int r = 0; r < count; r++)
+                        total[r][v] += ((vector)sum[r][v] - MAGIC) * scale * rows->scale[(m + r) * B + b];
+                }
+        }
+        if (format & MINIMA)
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                const vector minimum = read_halves(w + 2 * (scales_in(format) * PANEL + v * LANES));
+                UNROLL for (int r = 0; r < count; r++) total[r][v] += minimum * rows->sum[(m + r) * B + b];
+            }
+    }
+    UNROLL for (int r = 0; r < count; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) ((vector *)(sums + r * PANEL))[v] = total[r][v];
+}
+
+/* One tile; its number of rows becomes a constant. */
+INLINE void tile(long count, const int format, const int is_unpacked, const struct rows *rows, long m, long first, long last,
+                 const uint8_t *w, const uint8_t *unpacked, float *sums) {
+    switch (count) {
+#define CASE(n) case n: multiply(n, format, is_unpacked, rows, m, first, last, w, unpacked, sums); break;
+        CASE(1) CASE(2)
+#if !defined(PORTABLE)
+        CASE(3) CASE(4)
+#endif
+#if defined(VNNI)
+        CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
+#undef CASE
+    }
+}
+
+/* sums[:M][:PANEL] += rows m to m + M times one panel. */
+INLINE void panel(const int format, const struct rows *rows, long m, long M, const uint8_t *w, float *sums) {
+    const long B = rows->blocks, tiles = (M + ROWS - 1) / ROWS, size = block_bytes(format), head = head_bytes(format);
+    const int unpacks = (format & FOUR_BITS) && tiles > 1;
+    uint8_t unpacked[CHUNK * BLOCK * PANEL];
+    const long chunk = tiles > 1 ? CHUNK : B;
+    for (long b = 0; b < B; b += chunk) {
+        const long end = smaller(b + chunk, B);
+        const uint8_t *w_b = w + b * size;
+        if (unpacks)
+            for (long i = b; i < end; i++) {
+                const bytes *q = (const bytes *)(w + i * size + head);
+                bytes *low = (bytes *)(unpacked + (i - b) * BLOCK * PANEL), *high = low + 4 * VECTORS;
+                UNROLL for (int j = 0; j < 4 * VECTORS; j++) low[j] = q[j] & 15, high[j] = q[j] >> 4;
+            }
+        for (long t = 0; t < tiles; t++) { /* as even as can be */
+            const long from = M * t / tiles, count = M * (t + 1) / tiles - from;
+            if (unpacks)
+                tile(count, format, 1, rows, m + from, b, end, w_b, unpacked, sums + from * PANEL);
+            else
+                tile(count, format, 0, rows, m + from, b, end, w_b, 0, sums + from * PANEL);
+        }
+    }
+}
+
+typedef void panel_product(const struct rows *, long, long, const uint8_t *, float *);
+
+#define PRODUCT(name, format)                                                                                \
+    static void name(const struct rows *rows, long m, long M, const uint8_t *w, float *sums) {               \
+        panel(format, rows, m, M, w, sums);                                                                  \
+    }
+PRODUCT(eight, 0)
+PRODUCT(four, FOUR_BITS)
+PRODUCT(eight_with_minima, MINIMA)
+PRODUCT(four_with_minima, FOUR_BITS | MINIMA)
+PRODUCT(eight_by_halves, SCALES_OF_HALVES)
+
+static panel_product *const PRODUCTS[] = {
+    [0] = eight,
+    [FOUR_BITS] = four,
+    [MINIMA] = eight_with_minima,
+    [FOUR_BITS | MINIMA] = four_with_minima,
+    [SCALES_OF_HALVES] = eight_by_halves,
+};
+
+/* Some outputs of a product: a matrix by itself, or one of several that read the same x. Python has the same. */
+struct part {
+    const uint8_t *panels;
+    const float *bias; /* null: none */
+    int64_t format, outputs;
+};
+
+int panel_width(void) { return PANEL; }
+int unsigned_bytes(void) { return UNSIGNED; }
+const char *uses(void) { return USES; }
+
+/* Bytes of workspace for every row. */
+long workspace_bytes(long K) { return blocks_of(K) * (BLOCK + 4 * sizeof(float)); }
+
+/* y[:, :N] = x W^T + bias; rows of y lie `y_stride` apart, those of x densely. */
+void quantised_linear(const float *x, long M, long K, const struct part *parts, long part_count, float *y, long y_stride,
+                      void *workspace, int threads) {
+    const long B = blocks_of(K);
+    struct rows rows = {.blocks = B, .scale = workspace};
+    rows.sum = rows.scale + M * B;
+    rows.halves = (int32_t *)(rows.sum + M * B);
+    rows.q = (int8_t *)(rows.halves + M * B * 2);
+    long panels = 0;
+    for (long i = 0; i < part_count; i++) panels += (parts[i].outputs + PANEL - 1) / PANEL;
+
+    if (M < 2 * threads)
+        for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m);
+#pragma omp parallel num_threads(threads)
+    {
+        if (M >= 2 * threads) {
+#pragma omp for schedule(static)
+            for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m);
+        }
+        for (long m = 0; m < M; m += STRIPE) {
+            const long count = smaller(STRIPE, M - m);
+#pragma omp for schedule(static) nowait
+            for (long p = 0; p < panels; p++) {
+                long at = p, column = 0;
+                const struct part *part = parts;
+                for (long own; at >= (own = (part->outputs + PANEL - 1) / PANEL); at -= own) column += part++->outputs;
+                const long n = at * PANEL, columns = smaller(PANEL, part->outputs - n);
+                float sums[STRIPE * PANEL], bias[PANEL] = {0};
+                if (part->bias) memcpy(bias, part->bias + n, columns * sizeof(float));
+                for (long i = 0; i < count; i++) memcpy(sums + i * PANEL, bias, sizeof bias);
+                PRODUCTS[part->format](&rows, m, count, part->panels + at * B * block_bytes((int)part->format), sums);
+                float *y_mn = y + m * y_stride + column + n;
+                for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, columns * sizeof(float));
+            }
+        }
+    }
+}
+
+/* y[i] = W[ids[i]], as floats. */
+void dequantised_rows(const struct part *part, long K, const int64_t *ids, long count, float *y) {
+    const int format = (int)part->format;
+    const long B = blocks_of(K), size = block_bytes(format), head = head_bytes(format), zero = zero_of(format);
+    for (long i = 0; i < count; i++, y += K) {
+        const long c = ids[i] % PANEL;
+        const uint8_t *w = part->panels + ids[i] / PANEL * B * size;
+        for (long b = 0; b < B; b++, w += size) {
+            uint16_t halves[3] = {0};
+            for (long s = 0; s < head / (2 * PANEL); s++) memcpy(halves + s, w + 2 * (s * PANEL + c), 2);
+            const float minimum = format & MINIMA ? widened(halves[scales_in(format)]) : 0.0f;
+            const long end = smaller(BLOCK, K - b * BLOCK);
+            for (long k = 0; k < end; k++) {
+                const float scale = widened(halves[format & SCALES_OF_HALVES ? k / HALF : 0]);
+                const long within = format & FOUR_BITS ? k % HALF : k;
+                const uint8_t byte = w[head + within / 4 * 4 * PANEL + c * 4 + k % 4];
+                const long q = format & FOUR_BITS ? (k < HALF ? byte & 15 : byte >> 4) : UNSIGNED ? byte : (int8_t)byte;
+                y[b * BLOCK + k] = scale * (float)(q - zero) + minimum;
+            }
+        }
+    }
+}
