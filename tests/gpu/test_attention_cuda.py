@@ -114,6 +114,37 @@ def test_keys_beyond_what_32_bits_count_are_found() -> None:
     assert torch.equal(far.attend(rows, new, Law(), by_triton), near.attend(rows, new, Law(), by_triton))
 
 
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("law", [Law(), Law(window=600, sinks=4)], ids=str)
+def test_a_long_row_among_many_is_split_and_the_others_stay_whole(count: int, law: Law) -> None:
+    from eyas.kernels.attention import triton as kernels
+
+    groups, size, block, many = 3, 16, 16, 9 if DEVICE.type == "cpu" else 100
+    bases = [(3, 1100, 200, 508, 512, 513 - count, 2000)[row % 7] for row in range(many)]
+    longest = max(bases) + count
+    assert kernels._splits(many * groups, longest, DEVICE) == (kernels.LONG_ROW_SPLITS, kernels.LONG_ROW)
+    generator, chance = torch.Generator().manual_seed(0), random.Random(0)
+    blocks = longest // block + 1  # rows may share what they only read, and each has its tail alone
+    tails = [[blocks + 2 * row, blocks + 2 * row + 1] for row in range(many)]
+    rows = [
+        AttentionRow(blocks=[*chance.sample(range(blocks), base // block), *tail], base=base, count=count)
+        for base, tail in zip(bases, tails, strict=True)
+    ]
+
+    def draw(tokens: int, several: int) -> Tensor:
+        return torch.randn(tokens, several, size, generator=generator).to(DEVICE)
+
+    slots = (blocks + 2 * many) * block
+    layer = Layer(
+        block_size=block,
+        keys=draw(slots, groups).transpose(0, 1).contiguous(),
+        values=draw(slots, groups).transpose(0, 1).contiguous(),
+    )
+    new = draw(many * count, 3 * groups), draw(many * count, groups), draw(many * count, groups)
+    ours, theirs = (layer.attend(rows, new, law, backend) for backend in (by_triton, DenseBackend))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def empty() -> Layer:
     """Memory for keys and values, and a null block behind it."""
     keys, values = torch.zeros(2, 2, (BLOCKS + 1) * BLOCK_SIZE, 8, device=DEVICE)

@@ -3,7 +3,8 @@
 
 Decoding is bound by reading keys and values, so each is read once: all queries of a row whose heads share keys are one
 tile of the kernel (Q * F lines, padded to a power of 2). One long request alone would keep few processors busy, so
-its keys are split among several programs, and a second kernel merges their partial answers. Rows with more new tokens
+its keys are split among several programs, and a second kernel merges their partial answers. So are those of long rows
+among many short ones, for which all others would wait; the short ones stay whole. Rows with more new tokens
 than a tree may hold are prompts being read: there are queries enough, in tiles of their own, and nothing is split.
 Where only the device knows how long rows are, and no bound is told, so are all of them, and a table made on the device
 says which tile is whose: N tokens in R rows have no more than N * F / lines + R tiles, and programs without one leave
@@ -32,9 +33,14 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 
 MOST_SPLITS = 64
 LEAST_KEYS_PER_SPLIT = 128
+LONG_ROW, LONG_ROW_SPLITS = 512, 4
+"""Keys above which a row is split although there are programs enough, and into how many: more than a few would cost
+all short rows of the batch their empty programs."""
+MANY_PROGRAMS = 8
+"""Programs for every processor above which that is left: a long row is a small part of what each has to do."""
 
 # Numbers that change from pass to pass; the kernel is not to be compiled anew for special values of them.
-_NUMBERS = ["window", "sinks", "table_row", "rows", "width", "fewest", "most", "tiles", "splits"]
+_NUMBERS = ["window", "sinks", "table_row", "rows", "width", "fewest", "most", "tiles", "splits", "least"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -43,6 +49,7 @@ def _attend_kernel(
     keys,
     values,
     output,
+    partial,
     weight,
     table,
     base_of,
@@ -69,6 +76,7 @@ def _attend_kernel(
     most,
     tiles,
     splits,
+    least,
     HEADS: tl.constexpr,
     SHARED: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -89,8 +97,9 @@ def _attend_kernel(
 ):
     """A tile of one row's queries, one key head, one share of the keys.
 
-    Answers go to output [N, H, E]; if keys are split, to output [S, R * W, H, E], and the logarithm (base 2) of what
-    they were divided by to weight [S, R * W, H].
+    Answers go to output [N, H, E]; if keys are split, to partial [S, R * W, H, E], and the logarithm (base 2) of what
+    they were divided by to weight [S, R * W, H]. A row that has no keys beyond the first share is whole in output, and
+    its first weight is infinite.
     """
     begin_dependent(DEPENDENT, EARLY)
     if RAGGED:
@@ -131,7 +140,10 @@ def _attend_kernel(
     if WINDOWED:
         begin = tl.maximum(earliest + 1 - window, sinks)
     visible_slots = tl.maximum(end - begin, 0) + sinks
-    share = tl.cdiv(tl.cdiv(visible_slots, splits), BLOCK) * BLOCK
+    share = tl.maximum(tl.cdiv(tl.cdiv(visible_slots, splits), BLOCK) * BLOCK, least)
+    whole = visible_slots <= share
+    if whole & (split > 0):
+        return
     low = split * share
     high = tl.minimum(low + share, visible_slots)
 
@@ -188,13 +200,15 @@ def _attend_kernel(
 
     answer = answer / tl.where(total == 0.0, 1.0, total)[:, None]
     written = asked[:, None] & (value_dim < VALUE_DIM)[None, :]
-    if not SPLIT:
-        to = output + (token * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
-        tl.store(to, answer.to(output.dtype.element_ty), mask=written)
-    else:
+    if SPLIT:
         at_head = ((split * rows + row).to(tl.int64) * width + place) * HEADS + head
-        tl.store(output + at_head[:, None] * VALUE_DIM + value_dim[None, :], answer, mask=written)
-        tl.store(weight + at_head, tl.where(total == 0.0, float("-inf"), top + tl.log2(total)), mask=asked)
+        size = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
+        tl.store(weight + at_head, tl.where(whole, float("inf"), size), mask=asked)
+        to = partial + at_head[:, None] * VALUE_DIM + value_dim[None, :]
+        tl.store(to, answer, mask=written & (not whole))
+        written = written & whole
+    to = output + (token * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
+    tl.store(to, answer.to(output.dtype.element_ty), mask=written)
 
 
 @triton.jit(do_not_specialize=["rows", "width", "fewest", "most"])
@@ -221,6 +235,8 @@ def _merge_kernel(
     first = tl.load(start_of + row)
     count = tl.load(start_of + row + 1) - first
     if (count < fewest) | (count > most) | (place >= count):
+        return
+    if tl.load(weight + line.to(tl.int64) * HEADS + head) == float("inf"):
         return
     at_head = (tl.arange(0, SPLITS).to(tl.int64) * rows * width + line) * HEADS + head
     value_dim = tl.arange(0, VALUE_PADDED)
@@ -307,20 +323,22 @@ class TritonBackend(AttentionBackend):
             if self._ragged:
                 tile_of = self._tiles_of(shared, lines)
                 programs = len(tile_of)
-            splits = _splits(programs * groups, tables.max_seq_len, q_NHK.device) if launch.split else 1
-            answer, weight = output_NHE, output_NHE
+            splits, least = 1, 0
+            if launch.split:
+                splits, least = _splits(programs * groups, tables.max_seq_len, q_NHK.device)
+            partial, weight = output_NHE, output_NHE
             if splits > 1:
-                answer = q_NHK.new_empty(splits, rows * launch.most, heads, value_size, dtype=torch.float32)
+                partial = q_NHK.new_empty(splits, rows * launch.most, heads, value_size, dtype=torch.float32)
                 weight = q_NHK.new_empty(splits, rows * launch.most, heads, dtype=torch.float32)
             bounds = rows, launch.most, launch.fewest, launch.most
             _attend_kernel[programs, groups, splits](
-                *(q_NHK, keys_GCK, values_GCV, answer, weight),
+                *(q_NHK, keys_GCK, values_GCV, output_NHE, partial, weight),
                 *(tables.block_table_RP, tables.context_lens_R, self._end_of, self._start_of),
                 *(metadata.position_N, tree_mask_N if launch.tree else metadata.position_N, tile_of),
                 metadata.position_N if sink_logit_H is None else sink_logit_H,
                 *(scale, softcap or 0.0, window or 0, 0 if window is None else self.sinks),
                 *(*q_NHK.stride()[:2], *keys_GCK.stride()[:2], *values_GCV.stride()[:2]),
-                *(tables.block_table_RP.stride(0), *bounds, tiles, splits),
+                *(tables.block_table_RP.stride(0), *bounds, tiles, splits, least),
                 HEADS=heads,
                 SHARED=shared,
                 KEY_DIM=size,
@@ -343,7 +361,15 @@ class TritonBackend(AttentionBackend):
             if splits > 1:
                 sizes = {"HEADS": heads, "VALUE_DIM": value_size, "VALUE_PADDED": value_padded}
                 _merge_kernel[rows * launch.most, heads](
-                    answer, weight, output_NHE, self._start_of, *bounds, SPLITS=splits, **sizes, **options
+                    partial,
+                    weight,
+                    output_NHE,
+                    self._start_of,
+                    *bounds,
+                    SPLITS=splits,
+                    **sizes,
+                    **options,
+                    num_warps=1 if splits <= 8 else 4,
                 )
         return output_NHE
 
@@ -368,10 +394,16 @@ def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, in
     return lines, 64 if padded_dim <= 128 else 32, 4 if lines <= 64 else 8
 
 
-def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """Shares of the keys, a power of 2, so that every processor has some two programs to run."""
-    wanted = min(triton.cdiv(2 * _processors(device), programs), longest // LEAST_KEYS_PER_SPLIT, MOST_SPLITS)
-    return 1 << max(0, int(wanted).bit_length() - 1)
+def _splits(programs: int, longest: int, device: torch.device) -> tuple[int, int]:
+    """Shares of the keys, a power of 2, so that every processor has some two programs to run; the fewest keys of one.
+
+    Where there are programs enough, rows may still be of different lengths, and then the longest is waited for.
+    """
+    processors = _processors(device)
+    wanted = min(triton.cdiv(2 * processors, programs), longest // LEAST_KEYS_PER_SPLIT, MOST_SPLITS)
+    if wanted <= 1 and programs < MANY_PROGRAMS * processors and longest > LONG_ROW:
+        return LONG_ROW_SPLITS, LONG_ROW
+    return 1 << max(0, int(wanted).bit_length() - 1), 0
 
 
 @cache
