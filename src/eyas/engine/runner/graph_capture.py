@@ -62,7 +62,7 @@ class GraphCapture:
     ) -> CapturedGraph | None:
         """The graph of a bucket, made now if it was not yet; None if that fails.
 
-        Capturing runs the function once, on zeros.
+        Capturing runs the function on zeros.
         """
         if not self.enabled or kind in self.refused:
             return None
@@ -94,6 +94,7 @@ class GraphCapture:
         graph = torch.cuda.CUDAGraph()
         with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = function(inputs.device)
+        graph.replay()  # the first time it is brought to the device, which takes milliseconds
         self._pool = self._pool or graph.pool()
         self.bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
 

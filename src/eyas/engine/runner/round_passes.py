@@ -243,12 +243,17 @@ def read(
         )
 
     last_R = (start_R[1:].long() - 1).clamp(min=0)
-    aux_NX = target.leave_logits(ids_N, lay_out(count_R, target.cache), last_R)
+    layout = lay_out(count_R, target.cache)
+    aux_NX = target.leave_logits(ids_N, layout, last_R)
     # Nobody's slot takes what rows of none say; its numbers mean nothing.
     end_R = base_R + count_R
     follows_R = state.follows_S[who.slot_R]
     if drafter is not None and state.states_SLX is not None and aux_NX is not None:
-        layout = lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache)
+        # What comes of a prompt's last token, whose next is not known yet, lies in the row's own slot until that is
+        # read again; so does what comes of rows that nobody drafts for. Only attention would be misled by it.
+        alike = drafter.remembers and block_shape(drafter.cache, blocks) == block_shape(target.cache, blocks)
+        if not alike:
+            layout = lay_out((count_R - samples_R).clamp(min=0) * follows_R, drafter.cache)
         drafter.read(drafter.run.fuse(aux_NX.to(drafter.dtype)), numbers["behind"], layout)
         place_R1 = who.in_ring((end_R - 1).clamp(min=0)[:, None])
         state.states_SLX.flatten(0, 1).index_copy_(0, place_R1[:, 0], aux_NX[last_R].to(state.states_SLX.dtype))
