@@ -1,5 +1,7 @@
 """Where passes are captured and a step is in flight: useless drafts cost nothing, and good ones gain."""
 
+import random
+from itertools import pairwise
 from statistics import mean
 
 import pytest
@@ -10,6 +12,8 @@ from eyas.engine.speculation.captured_plan import CapturedPrices, CapturedShapes
 from eyas.engine.speculation.controller import Controller, RowFacts
 from eyas.engine.speculation.cost_model import CostCurve, CostModel
 from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome
+from eyas.engine.speculation.planner import Planner, Situation
+from eyas.engine.speculation.policy import POLICY
 from eyas.plan.shapes import Batch
 
 GOOD, USELESS = [0.73, 0.71, 0.68, 0.66, 0.66, 0.66, 0.66], [0.0] * 7
@@ -141,6 +145,43 @@ def test_what_a_part_of_the_drafts_gives_is_told_by_their_confidence() -> None:
     acceptance.refresh()
     assert acceptance.kept(2, 0.5) > 0.95
     assert acceptance.kept(2, 0.25) == pytest.approx(0.5, abs=0.05)
+
+
+def test_what_a_part_gives_is_the_same_draft_by_draft() -> None:
+    acceptance, chance = Acceptance(7), random.Random(3)
+    for _ in range(60):
+        sure = [chance.random() for _ in range(5)] if chance.random() < 0.9 else [1.0] * 5
+        accepted = next((at for at, p in enumerate(sure) if chance.random() > p), 5)
+        acceptance.observe(RoundOutcome(key=0, drafted=5, accepted=accepted, confidences=sure))
+    acceptance.refresh()
+    survivals = []
+    for row in acceptance._offered:
+        survival = 1.0
+        for one in acceptance.chances_of(row):
+            survival *= one
+            survivals.append(survival)
+    survivals.sort(reverse=True)
+    for part in (0.2, 0.5, 0.8):
+        most = round(part * len(survivals))
+        assert acceptance.kept(5, most / len(survivals)) == pytest.approx(sum(survivals[:most]) / sum(survivals))
+
+
+def test_a_plan_that_stays_the_same_is_made_ever_more_rarely_until_something_changes() -> None:
+    costs, acceptance = CostModel(), Acceptance(7)
+    costs.shapes = CapturedShapes(rows=(1, 4), depths=(1, 3), most_tokens=64)
+    costs.verify.rehearse({1: 1.0, 16: 1.1})
+    for depth in (1, 3):
+        costs.chain_of(depth).rehearse({1: 0.1, 4: 0.1})
+    planner, made = Planner(costs, acceptance, trees=False), []
+    make = planner._make
+    planner._make = lambda *asked: (made.append(step), make(*asked))[1]  # type: ignore[method-assign]
+    for step in range(800):
+        good = step < 600
+        acceptance.observe(RoundOutcome(key=0, drafted=3, accepted=3 if good else 0, confidences=[0.9] * 3))
+        planner.plan(Situation([RowFacts(0, 100), RowFacts(1, 100)]), step, 7)
+    gaps = [after - before for before, after in pairwise(at for at in made if 150 < at < 600)]
+    assert max(gaps) == POLICY.settled_plan_steps
+    assert next(at for at in made if at >= 600) < 600 + POLICY.latest_rounds + POLICY.change_check_every
 
 
 # --- rehearsals ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Speculation never costs the user, and is used where it pays: laws of whole runs on a virtual clock."""
 
 import random
+import re
 import subprocess
 import sys
 import timeit
@@ -34,6 +35,7 @@ from engine.simulated import (
 )
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.observations import DraftTiming, RoundOutcome, TargetTiming
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
 
 MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "gpu": GPU, "tiled gpu": TILED_GPU}
@@ -376,7 +378,7 @@ def test_collapse_is_said_once(users: int) -> None:
     run = serve(Controller(), GPU, lambda request, step: [0.8 if step < 300 else 0.0] * 7, users=users, steps=1500)
     ((step, said),) = run.events
     assert 300 < step < 1200
-    assert "accepted in 0% of the last 24 rounds" in said
+    assert re.search(r"accepted in [04]% of the last 24 rounds", said), said
     assert "eyas check" in said
 
 
@@ -452,12 +454,12 @@ def test_of_many_rounds_some_are_learnt_from_and_requests_take_turns() -> None:
         observe(outcome, **how)  # type: ignore[arg-type]
 
     controller.acceptance.observe = watch  # type: ignore[method-assign]
-    for _ in range(8):
+    for _ in range(32):
         choice = controller.choose(rows_of(256, "fixed", 3))
         rounds = [RoundOutcome(key=key, drafted=3, accepted=2) for key in range(256)]
         controller.observe(StepReport(choice=choice, rounds=rounds))
         assert choice.under_way.rounds == 256
         assert choice.under_way.accepted == 512
-    assert seen.total() == 8 * 64
+    assert seen.total() == 32 * POLICY.lessons_of_step
     assert set(seen) == set(range(256))
     assert max(seen.values()) == 2

@@ -197,3 +197,13 @@ def test_steps_that_overlap_take_as_long_as_the_slower_of_host_and_device() -> N
     for _ in range(30):
         costs.observe_step(4, 0.002, passes=0.002, drafting=False)
     assert costs.step(4, 0.001, drafting=False) == pytest.approx(0.002), "the host has become faster"
+
+
+def test_the_host_is_not_thought_slower_for_many_than_it_was_seen_to_be() -> None:
+    costs = CostModel()
+    costs.overlap()
+    for _ in range(3):
+        costs.observe_step(1, 0.5e-3, passes=0.4e-3, drafting=False)
+        costs.observe_step(2, 0.6e-3, passes=0.4e-3, drafting=False)
+    assert costs.rest(256, drafting=False) == pytest.approx(0.6e-3), "what one or two take says nothing of hundreds"
+    assert costs.step(256, 2e-3, drafting=False) == pytest.approx(2e-3)

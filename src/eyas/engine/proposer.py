@@ -48,6 +48,10 @@ class Proposes(Protocol):
     def round_tree(self) -> Tree | None:
         """What the requests of a round grow; None: chains."""
 
+    @property
+    def budget(self) -> int | None:
+        """Drafts of all requests on auto together that are verified in this step; None: all."""
+
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
@@ -88,6 +92,7 @@ class NoProposer:
     layer_ids: tuple[int, ...] = ()
     chosen: Choice | None = None
     round_tree: Tree | None = None
+    budget: int | None = None
 
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
@@ -151,7 +156,8 @@ class Proposer:
         self.round_tree: Tree | None = None
         """What the requests of a round grow, where rounds live on the device; None: chains."""
         self._choice: Choice | None = None
-        self._chosen_for: list[int] = []
+        self._slots: dict[int, int] = {}
+        """Room for drafts by it."""
         self._steps = 0
         """Since that choice."""
         self._drafting = 0
@@ -167,25 +173,36 @@ class Proposer:
         self.chosen, decoding = None, list(decoding)
         if not decoding:
             return {}
-        keys = [seq.key for seq in decoding]
-        if self._choice is not None and self._steps < self._choice.holds and keys == self._chosen_for:
+        if self._choice is not None and self._steps < self._choice.holds and self._fits(decoding):
             self._steps += 1
-            return {}
+            return self._slots
         facts = [_facts(seq) for seq in decoding]
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
-        self._chosen_for, self._steps = keys, 1
+        self._steps = 1
         # Nobody looks on the way while the device drafts.
         limits = choice.depths if self.rounds else choice.limits
         if self.rounds:
             self.round_tree = self._tree_of_round(decoding)
-        slots = {}
+        self._slots = {}
         for seq, limit in zip(decoding, limits, strict=True):
             tree = self.round_tree
             if not self.rounds and limit:
                 tree = self._tree(seq)
-            slots[seq.key] = limit if tree is None or not limit else tree.slots
+            self._slots[seq.key] = limit if tree is None or not limit else tree.slots
         self._drafting = sum(1 for limit in limits if limit)
-        return slots
+        return self._slots
+
+    def _fits(self, decoding: Sequence[SequenceState]) -> bool:
+        """Whether the choice in force is one for these requests: about as many, and none that it would leave out."""
+        if abs(len(decoding) - len(self._slots)) > len(self._slots) // 4:
+            return False
+        new = [seq for seq in decoding if seq.key not in self._slots]
+        return not new or (not self._drafting and not any(seq.request.speculation.depth for seq in new))
+
+    @property
+    def budget(self) -> int | None:
+        """Drafts of all requests on auto together that are verified in this step; None: all."""
+        return None if self._choice is None else self._choice.budget
 
     def drift_due(self) -> bool:
         """Whether it is time to look at a round."""

@@ -160,7 +160,7 @@ class RoundLoop:
         step = StepInFlight(scheduled=scheduled, choice=choice, timed=timed)
         self._scheduler.launched(scheduled)  # before any request can end
         if decoding:
-            budget = None if choice is None else choice.budget
+            budget = self._proposer.budget
             calibration = () if budget is None else self._controller.acceptance.calibration()
             masked = self._is_masked(decoding)
             step.rounds.append(

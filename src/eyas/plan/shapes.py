@@ -111,6 +111,11 @@ class Plan:
         """Expected tokens per second."""
         return self.tokens / self.seconds
 
+    def drafts_like(self, other: "Plan") -> bool:
+        """Whether both draft the same for most."""
+        deepest, others = ({depth for level in plan.by_level.values() for depth in level} for plan in (self, other))
+        return (deepest, self.shape, self.budget) == (others, other.shape, other.budget)
+
     def depths(self, levels: Sequence[int]) -> list[int]:
         """Depths of requests of these levels.
 

@@ -21,7 +21,7 @@ the drafter has changed, and the past is no guide.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import exp, log, sqrt
 from operator import mul
 
@@ -71,12 +71,16 @@ class Acceptance:
         """`recorded` are a(1), a(2), ... of this drafter from elsewhere, as deep as they are known."""
         self.max_depth = max_depth
         self.rounds = 0
+        self.surprises = 0
+        """How often the latest rounds have contradicted the estimate."""
         self._now = 0
         self.latest: deque[float] = deque(maxlen=POLICY.latest_rounds)
         """Whether the first draft was accepted, for the latest rounds."""
         self.watch = Watch()
         self._offered: deque[Sequence[float]] = deque(maxlen=POLICY.offered_rounds)
         """How sure the drafter was of all drafts of the latest rounds, verified or not."""
+        self._of_offered: list[list[float]] = []
+        """The chances that these were accepted at all."""
         self._kept: dict[int, list[float]] = {}
         self._depths = DecayedCounts(max_depth)
         if recorded:
@@ -135,7 +139,7 @@ class Acceptance:
 
     def refresh(self) -> None:
         """Bring the estimates up to date; between two calls they stand still, which keeps rounds cheap to count."""
-        self._by_depth, self._survivals, self._calibration, self._kept = [], {}, [], {}
+        self._by_depth, self._survivals, self._calibration, self._kept, self._of_offered = [], {}, [], {}, []
 
     @property
     def by_depth(self) -> Sequence[float]:
@@ -196,11 +200,12 @@ class Acceptance:
         likelier than deep ones and otherwise for equal, which is least kind to few.
         """
         if depth not in self._kept:
-            chances = [self.chances_of(sure[:depth]) for sure in self._offered if len(sure) >= depth]
-            if len(chances) < POLICY.offered_fewest:
-                chances = [list(self.by_depth[:depth])]
-            survivals = sorted((survival for row in chances for survival in accumulate(row, mul)), reverse=True)
-            self._kept[depth] = [0.0, *accumulate(survivals)]
+            if not self._of_offered:
+                self._of_offered = [list(accumulate(self.chances_of(sure), mul)) for sure in self._offered]
+            rounds = [survivals[:depth] for survivals in self._of_offered if len(survivals) >= depth]
+            if len(rounds) < POLICY.offered_fewest:
+                rounds = [list(accumulate(self.by_depth[:depth], mul))]
+            self._kept[depth] = [0.0, *accumulate(sorted(chain.from_iterable(rounds), reverse=True))]
         sums = self._kept[depth]
         at = min(part, 1.0) * (len(sums) - 1)
         below = min(int(at), len(sums) - 2)
@@ -230,6 +235,7 @@ class Acceptance:
         chance = self._depths.rate(0, POLICY.first_guess, 0.0)
         error = sqrt(max(chance * (1 - chance), 0.02) / POLICY.latest_rounds)
         if abs(share - chance) > POLICY.surprise_errors * error:
+            self.surprises += 1
             self._depths.fade(0.001)
             self._depths.add([0] * POLICY.newest_rounds, list(self.latest)[-POLICY.newest_rounds :])
             chance = self._depths.rate(0, POLICY.first_guess, 0.0)

@@ -64,7 +64,7 @@ class Choice:
     budget: int | None = None
     """Drafts of all requests on auto together that are verified, where passes are captured; None: all."""
     holds: int = 1
-    """Steps that it is meant for, this one included, as long as the same requests decode. Of later ones nothing needs
-    to be told."""
+    """Steps that it is meant for, this one included, as long as it fits those that decode. Of later ones nothing but
+    the fate of drafts needs to be told."""
     under_way: StepUnderWay | None = field(default=None, repr=False, compare=False)
     """The controller's own notes; they come back to it with the step's report."""

@@ -135,14 +135,27 @@ class Controller:
             reason=self._reason,
             look=POLICY.ranks if any(depths) and self._looks_now(situation) else 1,
             budget=None if step.plan is None else step.plan.budget,
-            holds=1 if any(depths) or step.once else self._holds(situation),
+            holds=self._holds_drafts(step) if any(depths) else self._holds(step),
             under_way=step,
         )
 
-    def _holds(self, situation: Situation) -> int:
-        """Steps until a plain one is chosen again: choosing takes the host longer than the rest of it."""
+    def _holds_drafts(self, step: StepUnderWay) -> int:
+        """Steps until there is a choice again behind one that drafts.
+
+        Where the host looks on while drafts are made, each step is its own.
+        """
+        if self.costs.shapes is None or step.probe:
+            return 1
+        if not step.situation.auto:
+            return POLICY.plan_steps
+        settled = self.acceptance.rounds >= POLICY.held_drafts * POLICY.plan_rounds_per_step
+        return POLICY.held_drafts if settled else 1
+
+    def _holds(self, step: StepUnderWay) -> int:
+        """The same behind a plain one: choosing takes the host longer than the rest of it."""
+        situation = step.situation
         unsure = self.costs.verify.samples(self.costs.plain_tokens(situation.rows)) < POLICY.sure_samples
-        if any(situation.fixed.values()) or (situation.auto and unsure):
+        if step.once or (situation.auto and unsure):
             return 1
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
             return POLICY.plan_steps

@@ -20,7 +20,8 @@ Time is no smooth function of tokens: kernels work in tiles and change with the 
     a larger pass is never expected to take less: that keeps jumps and evens out noise
     between two buckets time is linear; past the last it goes on as over the last octave, and never quite flat; from
     one bucket alone it is proportional to tokens, the assumption least kind to speculation, and so it is before the
-    first, except for the drafter, to which flat is less kind
+    first, except for the drafter, to which flat is less kind. The host's time is level past the last: from what it
+    takes for one request nothing follows for hundreds, and what plain steps take is not to be guessed too high
     a bucket that nobody visits is forgotten in the end: its neighbours are better witnesses of the machine as it is
     times of a rehearsal, with nobody's rows and before any request, say what there is no time of yet: as much more or
     less than rehearsed as passes of the nearest sizes took. They do not age: they tell the shape of the curve
@@ -50,8 +51,14 @@ def bucket_of(count: int, per_octave: int = POLICY.target_buckets_per_octave) ->
 class CostCurve:
     """Typical seconds of a pass against its tokens."""
 
-    def __init__(self, per_octave: int = POLICY.target_buckets_per_octave, *, flat_below: bool = False) -> None:
-        self._per_octave, self._flat_below = per_octave, flat_below
+    def __init__(
+        self,
+        per_octave: int = POLICY.target_buckets_per_octave,
+        *,
+        flat_below: bool = False,
+        level_above: bool = False,
+    ) -> None:
+        self._per_octave, self._flat_below, self._level_above = per_octave, flat_below, level_above
         self._times: dict[int, deque[tuple[int, float, int]]] = {}
         """By bucket: number of the observation, seconds, context."""
         self._visited: dict[int, int] = {}
@@ -190,6 +197,8 @@ class CostCurve:
             low, high = known[place - 1], known[place]
             return expected[low] + (expected[high] - expected[low]) * (count - low) / (high - low)
         top = known[-1]
+        if self._level_above:
+            return expected[top]
         low = known[max(0, bisect_left(known, top // 2 + 1) - 1)]
         if top < POLICY.cost_buckets_apart * low or low == top:
             return expected[top] * count / top
@@ -270,8 +279,7 @@ class CostModel:
             CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True) for _ in range(3)
         )
         self.plain_rest, self.drafting_rest = (
-            CostCurve(POLICY.target_buckets_per_octave),
-            CostCurve(POLICY.target_buckets_per_octave),
+            CostCurve(POLICY.target_buckets_per_octave, level_above=True) for _ in range(2)
         )
         self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
         drafts = self.first_draft, self.further_draft, self.pass_of_tree

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from eyas.engine.speculation.acceptance import Acceptance
 from eyas.engine.speculation.captured_plan import CapturedPrices, plan_captured, plan_captured_tree
@@ -44,13 +44,23 @@ class Situation:
         self.context = sum(row.context for row in rows)
 
 
+class KeptPlan(NamedTuple):
+    """A plan that serves some steps."""
+
+    plan: Plan
+    reason: str
+    steps: int
+    until: int
+    """The step from which on it is made again."""
+
+
 class Planner:
     """Plans for batches, and what their parts cost."""
 
     def __init__(self, costs: CostModel, acceptance: Acceptance, *, trees: bool) -> None:
         self._costs, self._acceptance, self.trees = costs, acceptance, trees
         self.promises = PlanCalibration()
-        self._kept: dict[tuple[int, ...], tuple[int, Plan, str]] = {}
+        self._kept: dict[tuple[int, ...], KeptPlan] = {}
         self._news = 0
         self._latest: tuple[Situation, int] | None = None
         """The batch that was planned for last, and how deep it might draft."""
@@ -94,23 +104,28 @@ class Planner:
             self._plan(self._latest[0], step + 1, self._latest[1])
 
     def _plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
-        fixed = situation.fixed.values()
-        # Where requests come and go, hardly two steps have as many of them.
-        counts = (situation.rows, len(situation.auto))
-        likeness = (*map(bucket_of, counts), deepest, *fixed)
-        if self._costs.news > self._news or len(self._kept) >= POLICY.kept_plans:
-            self._news = self._costs.news
+        likeness = self._likeness(situation, deepest)
+        news = self._costs.news + self._acceptance.surprises
+        if news > self._news or len(self._kept) >= POLICY.kept_plans:
+            self._news = news
             self.forget()
-        if likeness in self._kept:
-            until, plan, reason = self._kept[likeness]
-            if step < until:
-                return plan, reason
+        kept = self._kept.get(likeness)
+        if kept is not None and step < kept.until:
+            return kept.plan, kept.reason
         plan, reason = self._make(situation, deepest)
         steps = POLICY.plain_plan_steps
         if plan.by_level:
             steps = max(1, min(POLICY.plan_steps, self._acceptance.rounds // POLICY.plan_rounds_per_step))
-        self._kept[likeness] = step + steps, plan, reason
+            if kept is not None and kept.steps >= POLICY.plan_steps and plan.drafts_like(kept.plan):
+                steps = min(2 * kept.steps, POLICY.settled_plan_steps)
+        self._kept[likeness] = KeptPlan(plan, reason, steps, until=step + steps)
         return plan, reason
+
+    def _likeness(self, situation: Situation, deepest: int) -> tuple[int, ...]:
+        """What batches have in common that one plan serves: where requests come and go, hardly two have as many."""
+        shapes, counts = self._costs.shapes, (situation.rows, len(situation.auto))
+        bucket = bucket_of if shapes is None else shapes.rows_for
+        return *map(bucket, counts), deepest, *situation.fixed.values()
 
     def _make(self, situation: Situation, deepest: int) -> tuple[Plan, str]:
         acceptance, fixed = self._acceptance, situation.fixed.values()

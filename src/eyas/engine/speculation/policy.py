@@ -30,9 +30,9 @@ class DepthPolicy:
     captured_looks_every: int = 128
     """The same where passes are captured: a look grows a tree, which may take a third longer than the chain."""
 
-    lessons_of_step: int = 64
+    lessons_of_step: int = 16
     """Rounds of a step that are learnt from, at most: with hundreds, learning would take the host longer than the rest
-    of the step."""
+    of the step. Requests take turns."""
 
     # --- Plans: how long one is kept.
     plan_steps: int = 8
@@ -41,6 +41,10 @@ class DepthPolicy:
     """The same for a plan that drafts nothing: without drafts there is little to learn, and probes are news."""
     plan_rounds_per_step: int = 16
     """One that drafts serves a step for every so many rounds that were seen: the first ones change a lot."""
+    settled_plan_steps: int = 64
+    """The most steps that one serves which was made again and again and stayed the same."""
+    held_drafts: int = 4
+    """Steps in a row that draft by one choice where passes are captured: to choose takes the host time in every one."""
     kept_plans: int = 64
 
     # --- Acceptance: beliefs before there is evidence, and how evidence fades.
@@ -78,7 +82,7 @@ class DepthPolicy:
     """Depths that have a calibration of their own; deeper ones share the last."""
     confidence_bin_tries: float = 4.0
     """Drafts of a bin that weigh as much as the drafter's own word."""
-    offered_rounds: int = 64
+    offered_rounds: int = 32
     offered_fewest: int = 16
     """Rounds whose confidences tell what a part of all drafts would give, and how few are too few."""
     level_width: float = 0.25
