@@ -22,9 +22,11 @@ CAUGHT = (0.4, 0.15, 0.08)
 """Of what first candidates miss, what the next ones catch."""
 
 
-def served(device: Device, *, users: int, siblings: tuple[float, ...], trees: bool, steps: int = 400) -> list[Served]:
+def served(
+    device: Device, *, users: int, siblings: tuple[float, ...], trees: bool, steps: int = 400, seeds: int = 4
+) -> list[Served]:
     runs = []
-    for seed in range(4):
+    for seed in range(seeds):
         controller = controller_on(device)
         if trees:
             controller.captures(WITH_TREES)
@@ -45,8 +47,9 @@ def test_trees_are_grown_where_they_pay(users: int) -> None:
 
 @pytest.mark.parametrize("device", [LARGE, SMALL_WITH_LEAN_HOST], ids=["8B", "135M"])
 def test_where_siblings_are_never_right_trees_cost_next_to_nothing(device: Device) -> None:
-    chains = served(device, users=1, siblings=(), trees=False)
-    trees = served(device, users=1, siblings=(), trees=True)
+    # One user's luck is a few percent of 400 steps.
+    chains = served(device, users=1, siblings=(), trees=False, seeds=16)
+    trees = served(device, users=1, siblings=(), trees=True, seeds=16)
     assert mean(run.rate(50) for run in trees) > 0.985 * mean(run.rate(50) for run in chains)
     assert all(sum(shape.kind == "tree" for shape in run.shapes) < 25 for run in trees), "looks alone"
 

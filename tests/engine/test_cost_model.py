@@ -173,37 +173,49 @@ def test_a_first_pass_has_to_do_for_others_until_there_were_any() -> None:
 
 def test_what_a_step_takes_beside_its_passes_is_learnt_with_drafts_and_without() -> None:
     costs = CostModel()
-    assert costs.rest(4, drafting=True) == 0.0, "nothing was seen yet"
+    assert costs.rest(4, depth=1) == 0.0, "nothing was seen yet"
     for _ in range(4):
-        costs.observe_step(4, 0.012, passes=0.01, drafting=False)
-    assert costs.rest(4, drafting=False) == costs.rest(4, drafting=True) == pytest.approx(0.002)
+        costs.observe_step(4, 0.012, passes=0.01, depth=0)
+    assert costs.rest(4, depth=0) == costs.rest(4, depth=1) == pytest.approx(0.002)
     for _ in range(4):
-        costs.observe_step(4, 0.015, passes=0.01, drafting=True)
-    assert costs.rest(4, drafting=True) == pytest.approx(0.005)
-    assert costs.rest(4, drafting=False) == pytest.approx(0.002)
+        costs.observe_step(4, 0.015, passes=0.01, depth=1)
+    assert costs.rest(4, depth=1) == pytest.approx(0.005)
+    assert costs.rest(4, depth=0) == pytest.approx(0.002)
 
 
 def test_steps_that_overlap_take_as_long_as_the_slower_of_host_and_device() -> None:
     costs = CostModel()
     costs.overlapped = True
-    assert costs.step(4, 0.003, drafting=False) == 0.003, "nothing was seen yet"
+    assert costs.step(4, 0.003, depth=0) == 0.003, "nothing was seen yet"
     for _ in range(4):
-        costs.observe_step(4, 0.01, passes=0.01, drafting=False)
-    assert costs.step(4, 0.003, drafting=False) == 0.003, "the device was the slower: nothing is known of the host"
+        costs.observe_step(4, 0.01, passes=0.01, depth=0)
+    assert costs.step(4, 0.003, depth=0) == 0.003, "the device was the slower: nothing is known of the host"
     for _ in range(4):
-        costs.observe_step(4, 0.005, passes=0.003, drafting=False)
-    assert costs.step(4, 0.003, drafting=False) == pytest.approx(0.005), "the device waited"
-    assert costs.step(4, 0.008, drafting=True) == pytest.approx(0.008), "drafts are free as long as it would wait"
+        costs.observe_step(4, 0.005, passes=0.003, depth=0)
+    assert costs.step(4, 0.003, depth=0) == pytest.approx(0.005), "the device waited"
+    assert costs.step(4, 0.008, depth=1) == pytest.approx(0.008), "drafts are free as long as it would wait"
     for _ in range(30):
-        costs.observe_step(4, 0.002, passes=0.002, drafting=False)
-    assert costs.step(4, 0.001, drafting=False) == pytest.approx(0.002), "the host has become faster"
+        costs.observe_step(4, 0.002, passes=0.002, depth=0)
+    assert costs.step(4, 0.001, depth=0) == pytest.approx(0.002), "the host has become faster"
 
 
 def test_the_host_is_not_thought_slower_for_many_than_it_was_seen_to_be() -> None:
     costs = CostModel()
     costs.overlap()
     for _ in range(3):
-        costs.observe_step(1, 0.5e-3, passes=0.4e-3, drafting=False)
-        costs.observe_step(2, 0.6e-3, passes=0.4e-3, drafting=False)
-    assert costs.rest(256, drafting=False) == pytest.approx(0.6e-3), "what one or two take says nothing of hundreds"
-    assert costs.step(256, 2e-3, drafting=False) == pytest.approx(2e-3)
+        costs.observe_step(1, 0.5e-3, passes=0.4e-3, depth=0)
+        costs.observe_step(2, 0.6e-3, passes=0.4e-3, depth=0)
+    assert costs.rest(256, depth=0) == pytest.approx(0.6e-3), "what one or two take says nothing of hundreds"
+    assert costs.step(256, 2e-3, depth=0) == pytest.approx(2e-3)
+
+
+def test_the_host_takes_longer_for_deeper_drafts_and_unseen_depths_lie_between() -> None:
+    costs = CostModel()
+    costs.overlap()
+    for depth, seconds in ((0, 1e-3), (7, 2.4e-3)):
+        for _ in range(3):
+            costs.observe_step(64, seconds, passes=0.5e-3, depth=depth)
+    assert costs.rest(64, depth=3) == pytest.approx(1.6e-3), "what deep drafts took is not held against shallow ones"
+    for _ in range(3):
+        costs.observe_step(64, 0.9e-3, passes=0.5e-3, depth=1)
+    assert costs.rest(64, depth=1) == pytest.approx(1e-3), "no less than without drafts"

@@ -53,7 +53,7 @@ def added(made: Scheduler, *seqs: SequenceState) -> tuple[SequenceState, ...]:
 
 def step(made: Scheduler, wanted: Mapping[int, int] | None = None, *, accept: int = 0) -> SchedulerOutput:
     """Plan and commit: of each row's drafts `accept` are accepted, at most; finish what is at its limit."""
-    plan = made.plan(wanted or {})
+    plan = made.plan(lambda _: wanted or {})
     for row in plan.rows:
         accepted = min(accept, row.drafts)
         made.commit(row.seq, read=row.count + accepted, new_tokens=[7] * (accepted + 1) if row.samples else [])
@@ -225,7 +225,7 @@ def test_a_speculating_request_starts_only_behind_what_the_drafter_has_read() ->
     step(made)
     made.note_read(first, 11)  # two blocks and a part of the third
     (second, third) = added(made, seq(1, list(range(14)), speculation=Speculation()), seq(2, list(range(14))))
-    plan = made.plan({})
+    plan = made.plan(lambda _: {})
     assert [(row.seq.key, row.start) for row in plan.rows] == [(0, 14), (1, 8), (2, 12)]
     assert (second.drafter_length, third.drafter_length) == (8, 0)
 
@@ -242,7 +242,7 @@ def test_without_a_drafter_a_request_that_would_speculate_starts_behind_any_pref
 def test_a_block_is_registered_only_when_its_successor_is_known() -> None:
     made = scheduler()
     (one,) = added(made, seq(0, 4))
-    plan = made.plan({})
+    plan = made.plan(lambda _: {})
     assert made._block_manager.match([*one.tokens, 7], need_draft=False) == []
     made.commit(one, read=plan.rows[0].count, new_tokens=[7])
     assert made._block_manager.match([*one.tokens[:4], 8], need_draft=False) == []
@@ -264,7 +264,7 @@ def test_drafts_get_blocks_and_lose_them_when_rejected() -> None:
     made = scheduler()
     one = seq(0, 6, new=30)
     decoding(made, one)
-    plan = made.plan({0: 9})
+    plan = made.plan(lambda _: {0: 9})
     assert shape(plan) == [(0, 6, 1, 9, True)]
     assert len(one.blocks) == 4
     made.commit(one, read=3, new_tokens=[7, 7, 7])
@@ -276,15 +276,15 @@ def test_no_draft_goes_beyond_the_last_allowed_token() -> None:
     made = scheduler(max_model_len=16)
     one, other = seq(0, 6, new=5), seq(1, 12, new=50)
     decoding(made, one, other)
-    assert drafts(made.plan({0: 9, 1: 9}).rows) == [3, 2], "with one token more, 11 and 16 are full"
+    assert drafts(made.plan(lambda _: {0: 9, 1: 9}).rows) == [3, 2], "with one token more, 11 and 16 are full"
 
 
 def test_a_short_budget_is_shared_among_drafts() -> None:
     made = scheduler(max_num_batched_tokens=13)
     decoding(made, *(seq(key, 3, new=40) for key in range(4)))
-    assert drafts(made.plan({0: 9, 1: 1, 2: 9, 3: 0}).rows) == [4, 1, 4, 0]
-    assert drafts(made.plan({0: 2, 1: 2, 2: 2}).rows) == [2, 2, 2, 0]
-    assert drafts(made.plan({}).rows) == [0, 0, 0, 0]
+    assert drafts(made.plan(lambda _: {0: 9, 1: 1, 2: 9, 3: 0}).rows) == [4, 1, 4, 0]
+    assert drafts(made.plan(lambda _: {0: 2, 1: 2, 2: 2}).rows) == [2, 2, 2, 0]
+    assert drafts(made.plan(lambda _: {}).rows) == [0, 0, 0, 0]
 
 
 def test_drafts_leave_half_of_the_budget_to_prompts() -> None:
@@ -298,7 +298,7 @@ def test_drafts_leave_half_of_the_budget_to_prompts() -> None:
 def test_drafts_are_dropped_rather_than_a_request_preempted() -> None:
     made = scheduler(blocks=5)
     decoding(made, seq(0, 7, new=12), seq(1, 6, new=12))
-    plan = made.plan({0: 9, 1: 9})
+    plan = made.plan(lambda _: {0: 9, 1: 9})
     assert plan.preempted == ()
     assert drafts(plan.rows) == [4, 1], "of 5 blocks the first has 3 and the second 2"
 
@@ -307,7 +307,7 @@ def test_drafts_take_no_block_from_a_newcomer() -> None:
     made = scheduler(blocks=6)
     decoding(made, seq(0, 7, new=16))
     added(made, seq(1, 12, new=4))
-    plan = made.plan({0: 15})
+    plan = made.plan(lambda _: {0: 15})
     assert [(row.seq.key, row.drafts) for row in plan.rows] == [(0, 4), (1, 0)]
 
 
@@ -395,7 +395,7 @@ def test_what_a_step_gives_to_a_request_cancelled_meanwhile_is_dropped() -> None
     made = scheduler()
     one, other = seq(0, 6), seq(1, 6)
     decoding(made, one, other)
-    made.plan({0: 3, 1: 3})
+    made.plan(lambda _: {0: 3, 1: 3})
     assert made.cancel(0)
     assert made._block_manager.used == len(other.blocks)
     made.commit(one, read=2, new_tokens=[7, 7])

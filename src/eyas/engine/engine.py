@@ -436,8 +436,7 @@ class Engine:
 
     def _schedule(self) -> SchedulerOutput:
         """Rows of this step; requests that lost their blocks to it start anew later."""
-        decoding = [seq for seq in self.scheduler.running if seq.pending == 1]
-        scheduled = self.scheduler.plan(self.proposer.draft_slots(decoding))
+        scheduled = self.scheduler.plan(self.proposer.draft_slots)
         for seq in scheduled.preempted:
             self.proposer.forget(seq.key, ended=False)
         return scheduled

@@ -11,7 +11,7 @@ Where rounds live on the device (`round_loop.py`), it is asked for the choice al
 An engine without a drafter has a `NoProposer`, which proposes nothing.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -55,7 +55,7 @@ class Proposes(Protocol):
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
-    def draft_slots(self, decoding: Iterable[SequenceState]) -> dict[int, int]:
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
 
     def drift_due(self) -> bool:
@@ -98,7 +98,7 @@ class NoProposer:
         """Nobody reads along."""
         return False
 
-    def draft_slots(self, decoding: Iterable[SequenceState]) -> dict[int, int]:
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """No room for drafts."""
         return {}
 
@@ -168,9 +168,9 @@ class Proposer:
         """Whether the drafter reads along."""
         return seq.speculates
 
-    def draft_slots(self, decoding: Iterable[SequenceState]) -> dict[int, int]:
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
-        self.chosen, decoding = None, list(decoding)
+        self.chosen = None
         if not decoding:
             return {}
         if self._choice is not None and self._steps < self._choice.holds and self._fits(decoding):

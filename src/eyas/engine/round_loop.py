@@ -158,15 +158,15 @@ class RoundLoop:
         choice = self._proposer.chosen
         timed = choice is not None and not reading and not by_host
         step = StepInFlight(scheduled=scheduled, choice=choice, timed=timed)
-        self._scheduler.launched(scheduled)  # before any request can end
+        tree = self._proposer.round_tree
+        # Before any request can end.
+        self._scheduler.launched(scheduled, deepest=None if tree is None else tree.depth)
         if decoding:
             budget = self._proposer.budget
             calibration = () if budget is None else self._controller.acceptance.calibration()
             masked = self._is_masked(decoding)
             step.rounds.append(
-                self.runner.launch_round(
-                    decoding, masked=masked, budget=budget, calibration=calibration, tree=self._proposer.round_tree
-                )
+                self.runner.launch_round(decoding, masked=masked, budget=budget, calibration=calibration, tree=tree)
             )
         if decoding and reading:
             self._finish(step.rounds[0])  # both leave their logits in the same memory
@@ -182,9 +182,7 @@ class RoundLoop:
 
     def _scheduled(self) -> SchedulerOutput:
         """Rows of the next step; none where the step in flight must land before more can be planned."""
-        slots = self._proposer.draft_slots(self._scheduler.decoding)
-        tree = self._proposer.round_tree
-        scheduled = self._scheduler.plan(slots, deepest=None if tree is None else tree.depth)
+        scheduled = self._scheduler.plan(self._proposer.draft_slots)
         for seq in scheduled.preempted:
             self._proposer.forget(seq.key, ended=False)
         return scheduled

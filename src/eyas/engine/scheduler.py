@@ -25,7 +25,7 @@ no block or slot is given to another while a launched step may write it.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from itertools import count as count_up
@@ -69,10 +69,10 @@ class SchedulerOutput:
     commit the steps under way and plan again."""
     preempted: tuple[SequenceState, ...]
     """Requests that lost their blocks for it."""
-    deepest: int | None = None
-    """The most drafts of a request that can be accepted, where they are trees; None: all that it has."""
 
 
+WantedDrafts = Callable[[Sequence[SequenceState]], Mapping[int, int]]
+"""The most drafts of requests that decode, by key."""
 _Prospect = tuple[SequenceState, int, int, int]
 """A request, tokens that it will surely have read before the next step, and the fewest and the most that it will have.
 Only where it decodes, and a step with drafts is under way, these are not the same."""
@@ -139,11 +139,6 @@ class Scheduler:
         """How many launched steps have not landed."""
         return len(self._steps)
 
-    @property
-    def decoding(self) -> Iterator[SequenceState]:
-        """Running requests with one token to read next, as far as is known, whatever steps under way choose."""
-        return filter(_decodes, self._running)
-
     def limit(self, seq: SequenceState) -> int:
         """The most tokens a request can come to, prompt included; with them it must be finished."""
         return min(seq.limit, self._max_length)
@@ -188,13 +183,12 @@ class Scheduler:
         seq.finished = reason
         self._vacate(seq)
 
-    def plan(self, wanted_drafts: Mapping[int, int], *, deepest: int | None = None) -> SchedulerOutput:
-        """Decide on the next step and reserve its blocks. `wanted_drafts` has the most drafts of requests, by key.
+    def plan(self, wanted_drafts: WantedDrafts) -> SchedulerOutput:
+        """Decide on the next step and reserve its blocks.
 
-        With `deepest` they are nodes of trees: of a request that many can be accepted, and all of them need room.
-
-        Only decoding requests carry drafts: behind tokens that the target has yet to read there is nothing to draft
-        from.
+        Only decoding requests carry drafts, those with one token to read next, whatever steps under way choose: behind
+        tokens that the target has yet to read there is nothing to draft from. Once who decodes is known, they are asked
+        for.
         """
         decoding: list[_Prospect] = []
         reading: list[_Prospect] = []
@@ -225,8 +219,9 @@ class Scheduler:
         left = self._budget - len(decoding)
         prompts_want = bool(reading or (self._waiting and self._slots))
         drafts = [0] * len(decoding)
-        if wanted_drafts:
-            useful = [min(wanted_drafts.get(seq.key, 0), seq.limit - fewest - 1) for seq, _, fewest, _ in decoding]
+        wanted = wanted_drafts([prospect[0] for prospect in decoding])
+        if wanted:
+            useful = [min(wanted.get(seq.key, 0), seq.limit - fewest - 1) for seq, _, fewest, _ in decoding]
             assert min(useful, default=0) >= 0, "drafts are 0 or more, and a request at its limit has no row"
             drafts = _share(useful, left // 2 if prompts_want else left)
             left -= sum(drafts)
@@ -251,14 +246,17 @@ class Scheduler:
             if n and most + n > len(seq.blocks) * size:
                 n = self._seat_drafts(seq, most, n)
             rows.append(ScheduledRow(seq, start, 1, n, True))
-        return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted), deepest=deepest)
+        return SchedulerOutput(rows=(*rows, *prefill), preempted=tuple(preempted))
 
-    def launched(self, output: SchedulerOutput) -> None:
-        """Take note that the device works on a step: its requests' blocks and slots are its own until it has landed."""
+    def launched(self, output: SchedulerOutput, *, deepest: int | None = None) -> None:
+        """Take note that the device works on a step: its requests' blocks and slots are its own until it has landed.
+
+        With `deepest` its drafts are nodes of trees: of a request that many can be accepted, and all of them have room.
+        """
         self._steps.launch(output)
         for row in output.rows:
             assert row.seq.slot is not None, f"request {row.seq.key} left between plan and launch"
-            drafts = row.drafts if output.deepest is None else min(row.drafts, output.deepest)
+            drafts = row.drafts if deepest is None else min(row.drafts, deepest)
             row.seq.flights.append(flight_of(row.count, drafts, row.samples))
 
     def landed(self, output: SchedulerOutput) -> None:
@@ -443,14 +441,6 @@ class Scheduler:
 
 def _turn(seq: SequenceState) -> tuple[int, int]:
     return seq.turn
-
-
-def _decodes(seq: SequenceState) -> bool:
-    tokens, start = len(seq.tokens), seq.target_length
-    for flight in seq.flights:
-        start += flight.read
-        tokens += flight.fewest
-    return tokens - start == 1 and tokens < seq.limit
 
 
 def _share(wanted: Sequence[int], budget: int) -> list[int]:

@@ -89,8 +89,8 @@ class CapturedPrices:
     """The target's pass of so many tokens, those of nobody included."""
     draft: Callable[[int], float]
     """All passes of the drafter, for all rows, by depth."""
-    step: Callable[[float, bool], float]
-    """A whole step whose passes take so long, with drafts or without."""
+    step: Callable[[float, int], float]
+    """A whole step whose passes take so long, by the depth of its drafts."""
     grow: Callable[[Shape], float] = lambda shape: inf
     """All passes of the drafter where trees grow."""
 
@@ -108,7 +108,7 @@ def plan_captured(
         by_level={},
         drafts=sum(batch.fixed),
         tokens=batch.rows + batch.fixed_tokens,
-        seconds=prices.step(prices.verify(rows * (1 + forced)) + (prices.draft(forced) if forced else 0.0), forced > 0),
+        seconds=prices.step(prices.verify(rows * (1 + forced)) + (prices.draft(forced) if forced else 0.0), forced),
     )
     auto = sum(batch.levels.values())
     deepest = min((len(survivals) for survivals in batch.survivals.values()), default=0)
@@ -128,10 +128,11 @@ def plan_captured(
                 by_level={level: [depth] * count for level, count in batch.levels.items()},
                 drafts=plain.drafts + (auto * depth if budget is None else budget),
                 tokens=plain.tokens + worth,
-                seconds=prices.step(prices.verify(tokens) + drafting, True),
+                seconds=prices.step(prices.verify(tokens) + drafting, in_passes),
                 budget=budget,
             )
-            if budget is None and (padded is None or plan.rate > padded.rate):
+            # Deeper drafts give most to requests that are well ahead: for little more, all of them are not to wait.
+            if budget is None and (padded is None or plan.rate > MARGIN * padded.rate):
                 padded = plan
             elif budget is not None and (flat is None or plan.rate > flat.rate):
                 flat = plan
@@ -161,7 +162,7 @@ def plan_captured_tree(
             by_level={level: [shape.depth] * count for level, count in batch.levels.items()},
             drafts=auto * shape.budget,
             tokens=batch.rows + auto * gains[shape.budget - 1],
-            seconds=prices.step(prices.verify(tokens) + prices.grow(shape), True),
+            seconds=prices.step(prices.verify(tokens) + prices.grow(shape), shape.depth),
             shape=shape,
         )
         if best is None or plan.rate > best.rate:

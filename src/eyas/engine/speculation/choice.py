@@ -42,7 +42,8 @@ class StepUnderWay:
     seconds: float = 0.0
     timed: bool = False
     """Whether the target's pass is among the seconds."""
-    drafted: bool = False
+    depth: int = 0
+    """Of what was drafted; where drafts are not captured, 1 stands for all depths."""
     observed: bool = False
     repeats: int = 0
     """Steps that followed like it, without a choice of their own."""

@@ -144,10 +144,12 @@ class Controller:
 
         Where the host looks on while drafts are made, each step is its own.
         """
-        if self.costs.shapes is None or step.probe:
+        if self.costs.shapes is None:
             return 1
         if not step.situation.auto:
             return POLICY.plan_steps
+        if step.plan is None:  # a probe, or a look at candidates
+            return 1
         settled = self.acceptance.rounds >= POLICY.held_drafts * POLICY.plan_rounds_per_step
         return POLICY.held_drafts if settled else 1
 
@@ -261,12 +263,12 @@ class Controller:
         if self._steps < self._probing_until or (timed and not self.probes.due(self._steps)) or not depths:
             return {}, ""
         prices, rows = self._planner.captured_prices(situation), costs.plain_tokens(situation.rows)
-        step.plain = prices.step(prices.verify(rows), False)
+        step.plain = prices.step(prices.verify(rows), 0)
         # Until drafts were timed, two deep: deeper ones may pay where shallow ones do not.
         for depth in depths[:1] if timed else reversed(depths[:2]):
             passes = prices.verify(rows * (1 + depth))
             passes += prices.draft(depth) + self._debt(situation.auto) if timed else 0.0
-            step.with_probe = prices.step(passes, True)
+            step.with_probe = prices.step(passes, depth)
             # No more is ever charged: what says that a probe is dearer may be an outlier that only a probe can correct.
             loss = min(step.with_probe - step.plain, POLICY.probe_most_loss * step.plain)
             if self.probes.affords(loss, step.plain):
@@ -376,7 +378,7 @@ class Controller:
     def _observe_draft(self, step: StepUnderWay | None, timing: DraftTiming) -> None:
         self.costs.observe_draft(timing)
         if step is not None:
-            step.drafted = True
+            step.depth = timing.passes if timing.rows is not None else 1
         if timing.rows is not None:
             costs = self.costs
             captured = costs.tree_of(timing.shape).at if timing.trees else partial(costs.chain, timing.passes)
@@ -405,8 +407,8 @@ class Controller:
     def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
         if step.timed:
             rows = step.situation.rows
-            self.costs.observe_step(rows, seconds, passes=step.seconds, drafting=step.drafted)
-            whole = self.costs.step(rows, step.expected, drafting=step.drafted)
+            self.costs.observe_step(rows, seconds, passes=step.seconds, depth=step.depth)
+            whole = self.costs.step(rows, step.expected, depth=step.depth)
             self._take_time(step, max(0.0, seconds - step.seconds), whole - step.expected)
 
     def forget(self, key: int) -> None:
@@ -436,9 +438,9 @@ class Controller:
             "target_seconds_per_context_token": verify.per_context_token,
             "first_draft_seconds_by_tokens": {count: first.at(count) for count in first.known},
             "further_draft_seconds_by_tokens": {count: further.at(count) for count in further.known},
-            "seconds_beside_passes_by_requests": {
-                kind: {count: curve.at(count) for count in curve.known}
-                for kind, curve in (("plain", self.costs.plain_rest), ("drafting", self.costs.drafting_rest))
+            "seconds_beside_passes_by_depth_and_requests": {
+                depth: {count: curve.at(count) for count in curve.known}
+                for depth, curve in sorted(self.costs.rests.items())
             },
             "seconds": self.probes.total,
             "probes": self.probes.count,

@@ -5,8 +5,9 @@
              one has a token for every request that goes on
     tree     the same where trees grow, over all passes together: between them the host does more than for chains
     rest     what a step takes beside its passes, against its requests: scheduling, this very choice, committing. Where
-             the device is fast that is most of a step, and for drafts the host does more. Where steps overlap it is
-             all of the host's time, and a step takes whichever is longer
+             the device is fast that is most of a step, and for drafts the host does more, the more of them there are:
+             a curve for each depth where passes are captured. Where steps overlap it is all of the host's time, and a
+             step takes whichever is longer
     debt     what the drafter reads beforehand for requests that have rested; no price of drafts, but a loss of probes
 
 Where passes come in captured shapes (`captured_plan.py`), counts are those of the shape, padding included, and drafting
@@ -32,12 +33,17 @@ Invariant: a curve that knows no bucket says infinity, so nothing is chosen on t
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import inf, sqrt
 
 from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
 from eyas.plan.shapes import Shape
+
+OVERLAPPED_BELOW = 4
+"""Where steps overlap, only those that wait for the host tell its time, and so do those in which something else was
+late: the typical time has one of so many parts of all times below it."""
 
 
 def bucket_of(count: int, per_octave: int = POLICY.target_buckets_per_octave) -> int:
@@ -278,9 +284,8 @@ class CostModel:
         self.first_draft, self.further_draft, self.pass_of_tree = (
             CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True) for _ in range(3)
         )
-        self.plain_rest, self.drafting_rest = (
-            CostCurve(POLICY.target_buckets_per_octave, level_above=True) for _ in range(2)
-        )
+        self.rests: dict[int, CostCurve] = {}
+        """By the depth of drafts, 0 for plain steps; where drafts are not captured, 1 stands for all depths."""
         self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
         drafts = self.first_draft, self.further_draft, self.pass_of_tree
         self.overlapped = False
@@ -291,15 +296,13 @@ class CostModel:
         """All passes of a draft against rows, by depth; where they are captured."""
         self.trees: dict[Shape, CostCurve] = {}
         """The same for trees, by shape."""
-        self._curves = [self.verify, *drafts, self.plain_rest, self.drafting_rest]
+        self._curves = [self.verify, *drafts]
 
     def overlap(self) -> None:
-        """The host works on one step while the device runs the next.
-
-        Only steps that wait for the host tell its time, and those in which something else was late do, too.
-        """
+        """The host works on one step while the device runs the next."""
         self.overlapped = True
-        self.plain_rest.below = self.drafting_rest.below = 4
+        for curve in self.rests.values():
+            curve.below = OVERLAPPED_BELOW
 
     @property
     def news(self) -> int:
@@ -342,9 +345,17 @@ class CostModel:
         """Tokens of a pass without drafts."""
         return rows if self.shapes is None else self.shapes.rows_for(rows)
 
-    def observe_step(self, requests: int, seconds: float, *, passes: float, drafting: bool) -> None:
+    def rest_of(self, depth: int) -> CostCurve:
+        """The curve of the host's time for steps that draft so deep."""
+        if depth not in self.rests:
+            curve = self.rests[depth] = CostCurve(POLICY.target_buckets_per_octave, level_above=True)
+            curve.below = OVERLAPPED_BELOW if self.overlapped else curve.below
+            self._curves.append(curve)
+        return self.rests[depth]
+
+    def observe_step(self, requests: int, seconds: float, *, passes: float, depth: int) -> None:
         """Take what a step took as a whole, `passes` being the seconds of its passes."""
-        curve = self.drafting_rest if drafting else self.plain_rest
+        curve = self.rest_of(depth)
         if not self.overlapped:
             curve.observe(requests, max(0.0, seconds - passes))
         elif seconds > POLICY.host_bound * passes:
@@ -352,15 +363,19 @@ class CostModel:
         elif curve.samples(requests) and (not curve.known or curve.at(requests) > passes):
             curve.observe(requests, passes)  # the host had waited, so that it takes no longer than this
 
-    def step(self, requests: int, passes: float, *, drafting: bool) -> float:
+    def step(self, requests: int, passes: float, *, depth: int) -> float:
         """Expected seconds of a step whose passes take so long."""
-        rest = self.rest(requests, drafting=drafting)
+        rest = self.rest(requests, depth=depth)
         return max(passes, rest) if self.overlapped else passes + rest
 
-    def rest(self, requests: int, *, drafting: bool) -> float:
-        """Expected seconds of the host: none until some were seen; for drafts no less than without."""
-        plain = self.plain_rest.at(requests) if self.plain_rest.known else 0.0
-        return max(plain, self.drafting_rest.at(requests)) if drafting and self.drafting_rest.known else plain
+    def rest(self, requests: int, *, depth: int) -> float:
+        """Expected seconds of the host: none until some were seen; for drafts no less than without.
+
+        Depths that nobody has seen lie between those that were, plain steps among them.
+        """
+        seen = {0: 0.0} | {at: curve.at(requests) for at, curve in self.rests.items() if curve.known}
+        depths = sorted(seen)
+        return _level(list(zip(depths, accumulate((seen[at] for at in depths), max), strict=True)), depth)
 
     def draft(self, passes: int, first: float, further: float) -> float:
         """Expected seconds of so many passes: tokens of the first, and of all others together."""

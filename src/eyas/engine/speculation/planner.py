@@ -77,7 +77,7 @@ class Planner:
         round_adds = 1 + round(sum(self._acceptance.survivals(0)))
         return Prices(
             verify=cache(lambda drafts: verify.at(tokens + drafts, context)),
-            step=lambda passes, drafting: step(situation.rows, passes, drafting=drafting),
+            step=lambda passes, drafting: step(situation.rows, passes, depth=int(drafting)),
             draft=self._costs.draft,
             grow=self._costs.grow,
             reads=sum(min(row.pending, round_adds) for row in auto) / max(1, len(auto)),
@@ -90,7 +90,7 @@ class Planner:
             verify=lambda tokens: costs.verify.at(tokens, context),
             draft=lambda depth: costs.chain(depth, costs.plain_tokens(rows)),
             grow=lambda shape: costs.tree(shape, costs.plain_tokens(rows)),
-            step=lambda passes, drafting: costs.step(rows, passes, drafting=drafting),
+            step=lambda passes, depth: costs.step(rows, passes, depth=depth),
         )
 
     def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:

@@ -115,7 +115,7 @@ class DepthPolicy:
     probe_credit: float = 3.0
     """Plain steps that probes may lose before that."""
     probe_shortest_wait: float = 4.0
-    probe_longest_wait: float = 32.0
+    probe_longest_wait: float = 96.0
     probe_wait_growth: float = 1.5
     """Steps between probes: at first, at most, and how the wait grows with every probe that found nothing."""
     probe_streak: int = 3
