@@ -44,6 +44,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 from eyas.target.model import Target
+from eyas.target.quantise import ON_THE_FLY
 from eyas.train.journal import versions
 
 Json = dict[str, Any]
@@ -67,6 +68,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="begin no cell after so long")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--quantization", choices=("none", *ON_THE_FLY), default="none", help="of the target's linears; vLLM has none"
+    )
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, both engines")
     parser.add_argument("--no-async-scheduling", action="store_true", help="ours without a step in flight")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
@@ -89,7 +93,9 @@ class Benchmark:
         if self.vllm_version is None:
             print("vLLM is not measured: no --vllm-python is given", flush=True)
         self.device = torch.device(arguments.device)
-        self.target = random_target(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        self.target = random_target(
+            *(arguments.shape, getattr(torch, arguments.dtype), self.device), quantization=arguments.quantization
+        )
         self.drafter = random_drafter(arguments.shape, self.target)
         self.bandwidth = bandwidth(self.device)
         self._release()

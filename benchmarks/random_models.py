@@ -13,6 +13,7 @@ from eyas.drafter.layouts import LAYOUTS
 from eyas.drafter.model import Drafter
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
+from eyas.target.quantise import quantise_on_gpu
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -100,13 +101,17 @@ def target_config(shape: str, longest: int = LONGEST) -> Any:
     return config
 
 
-def random_target(shape: str, dtype: torch.dtype, device: torch.device, longest: int = LONGEST) -> Target:
-    """A model of this shape that knows nothing."""
+def random_target(
+    shape: str, dtype: torch.dtype, device: torch.device, longest: int = LONGEST, *, quantization: str = "none"
+) -> Target:
+    """A model of this shape that knows nothing; its linears quantised as `--quantization` does it on a GPU."""
     with device:
         model: Any = AutoModelForCausalLM.from_config(target_config(shape, longest), dtype=dtype)
     model = model.eval().requires_grad_(False)
+    if quantization != "none":
+        quantise_on_gpu(model, quantization, shape)
     tokenizer: Any = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
-    return Target(facts=facts_of(model.config, shape), model=model, tokenizer=tokenizer)
+    return Target(facts=facts_of(model.config, shape), model=model, tokenizer=tokenizer, quantization=quantization)
 
 
 def drafter_config(shape: str, aux_layer_ids: tuple[int, ...], longest: int = LONGEST) -> DrafterConfig:

@@ -18,6 +18,8 @@ from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import QuantisedKernel, QuantisedLinear, load_quantised
+from eyas.kernels.linear.w4a16_linear import W4A16Linear
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.packed_experts import pack_experts
 from eyas.target.chat_template import ChatFormat
 from eyas.target.device import choose_device
@@ -25,11 +27,11 @@ from eyas.target.facts import TargetFacts
 from eyas.target.gguf_model import has_packed_matrices, packed_model
 from eyas.target.locate import gguf_of
 from eyas.target.model import Target
-from eyas.target.quantise import quantise_linears
+from eyas.target.quantise import ON_THE_FLY, quantise_linears
 
 logger = logging.getLogger(__name__)
 
-QUANTIZATIONS = ("auto", "none", "int8", "int4", "gguf")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4", "gguf")
 
 
 def require_fit(drafter: str, target: TargetFacts) -> None:
@@ -56,11 +58,18 @@ def load_target(
     they are (`pack_linears`). Embeddings, keys and values then take twice the memory.
 
     `quantization` is one of `QUANTIZATIONS`. With `auto`, the matrices of a GGUF file stay as they are on a CPU, unless
-    `dtype` asks for another type.
+    `dtype` asks for another type, and those of other quantised checkpoints stay as they are on a GPU.
     """
     where = choose_device(device)
-    chosen, kernel, path = _choose(target, quantization, dtype, where, cache)
     rest: dict[str, Any] = {"device": device, "cache": cache, "revision": revision, "chat_format": chat_format}
+    if where.type != "cpu" and quantization in ("auto", "none", *ON_THE_FLY):
+        loaded = Target.load(target, dtype=dtype, quantization=quantization, **rest)
+        if loaded.quantization != "none":
+            kinds = (W8A8Linear, W4A16Linear)
+            size = sum(part.nbytes for part in loaded.model.modules() if isinstance(part, kinds))
+            logger.info(f"matrices are {loaded.quantization} ({size / 1e6:.0f} MB), embedding, head and norms are not")
+        return loaded
+    chosen, kernel, path = _choose(target, quantization, dtype, where, cache)
     if kernel is None:
         loaded = Target.load(target, dtype=dtype, **rest)
     elif path is not None:
@@ -87,10 +96,14 @@ def _choose(
     if quantization not in QUANTIZATIONS:
         raise UserError(f"unknown quantization {quantization!r}; use one of {', '.join(QUANTIZATIONS)}")
     asked = quantization not in ("auto", "none")
+    if quantization == "fp8":
+        raise UserError(
+            f"--quantization fp8 runs on a GPU only, and the target goes to {device}; use int8, or --device cuda"
+        )
     if asked and device.type != "cpu":
         raise UserError(
             f"--quantization {quantization} runs on the CPU only, and the target goes to {device}; "
-            "leave it out or use --device cpu"
+            f"use {' or '.join(ON_THE_FLY)}, or --device cpu"
         )
     if asked and dtype not in ("auto", "float32"):
         raise UserError(

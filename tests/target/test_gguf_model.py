@@ -173,7 +173,7 @@ def test_any_target_is_quantised_on_the_fly(load: Load, quantization: str, tied:
 
 def test_what_cannot_be_quantised_is_refused_by_name(load: Load, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf")
-    with pytest.raises(UserError, match="unknown quantization 'fp7'; use one of auto, none, int8, int4, gguf"):
+    with pytest.raises(UserError, match="unknown quantization 'fp7'; use one of auto, none, fp8, int8, int4, gguf"):
         load(path, "fp7")
 
 

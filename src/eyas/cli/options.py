@@ -32,7 +32,8 @@ Quantization = Annotated[
     str,
     typer.Option(
         help="On a CPU: int8 or int4 quantises the target's matrices, gguf takes a file's as they are, none makes "
-        "bfloat16 of them; auto: gguf for a GGUF file, unless --dtype is given, else none.",
+        "bfloat16 of them; auto: gguf for a GGUF file, unless --dtype is given, else none. On a GPU: fp8 or int4 "
+        "quantises them; auto takes those of a quantised checkpoint as they are, none makes 16 bits of them.",
         rich_help_panel=MODEL,
     ),
 ]

@@ -11,6 +11,9 @@ from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
+from eyas.kernels.linear.quantised_linear import QuantisedLinear
+from eyas.kernels.linear.w4a16_linear import W4A16Linear
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.plan.footprint import CUDA_RUNTIME, Room, default_batched_tokens, recorded_bytes, working_bytes
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
 from eyas.target.model import Target
@@ -209,7 +212,9 @@ def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
+    kinds = (QuantisedLinear, W8A8Linear, W4A16Linear)  # whose weights are no parameters
+    packed = [x for part in model.modules() if isinstance(part, kinds) for x in part.packed()]
+    return [*model.parameters(), *model.buffers(), *packed]
 
 
 def _name(dtype: torch.dtype) -> str:

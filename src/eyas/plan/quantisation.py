@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eyas.errors import UserError
+from eyas.target.quantization_config import weight_scheme
 
 GROUP = 128
 """Weights that share a scale, unless a format says otherwise."""
@@ -70,28 +71,22 @@ def parse_quantisation(name: str) -> Quantisation:
 
 def stored_quantisation(config: Mapping[str, Any], source: str) -> Quantisation:
     """What config.json says that the checkpoint is."""
-    said = config.get("quantization_config")
-    if said is None:
+    said = config.get("quantization_config") or config.get("compression_config")
+    if not said:
         text = config.get("text_config") or config
         dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "float32"
         if dtype not in PLAIN:
             raise UserError(f"{source} is stored as {dtype!r}, not one of {', '.join(PLAIN)}; say --quantisation")
         return PLAIN[str(dtype)]
-    method = said.get("quant_method")
-    if method in ("gptq", "awq") and said.get("bits") in (4, 8):
-        group = said.get("group_size", GROUP)
-        # A group of -1 is a whole column, whose scale weighs nothing.
-        return parse_quantisation(f"int{said['bits']}-g{group if group and group > 0 else 2**20}")
-    if method in ("fp8", "fbgemm_fp8"):
+    try:
+        scheme = weight_scheme(config, source)
+    except UserError as error:
+        raise UserError(
+            f"{source} is quantised by {said.get('quant_method')!r} in a way that is not known here ({error}); say "
+            f"what comes nearest with --quantisation ({', '.join(KINDS)})"
+        ) from error
+    assert scheme is not None
+    if scheme.kind == "fp8":
         return parse_quantisation("fp8")
-    if method == "compressed-tensors":
-        groups = list((said.get("config_groups") or {}).values())
-        weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
-        if weights.get("num_bits") == 8 and weights.get("type") == "float":
-            return parse_quantisation("fp8")
-        if weights.get("num_bits") in (4, 8) and weights.get("type") == "int":
-            return parse_quantisation(f"int{weights['num_bits']}-g{weights.get('group_size') or 2**20}")
-    raise UserError(
-        f"{source} is quantised by {method!r} in a way that is not known here; say what comes nearest with "
-        f"--quantisation ({', '.join(KINDS)})"
-    )
+    # A group that is a whole row has a scale that weighs nothing.
+    return parse_quantisation(f"{scheme.kind}-g{scheme.group_size or 2**20}")

@@ -10,17 +10,16 @@ weights must load where it fits packed.
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedKernel, QuantisedLinear
+from eyas.target.empty_model import matrices_without_memory
 from eyas.target.gguf import architecture_of, dense_weight, row_order, tensor_names
 from eyas.target.gguf_blocks import blocks_of, is_packable
 from eyas.target.gguf_file import GgufFile
@@ -42,7 +41,7 @@ def packed_model(
     source = GgufFile(path)
     architecture = architecture_of(source)
     names = tensor_names(source, architecture, config)
-    with _matrices_without_memory():
+    with matrices_without_memory():
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=torch.float32, attn_implementation=attention
         )
@@ -98,19 +97,3 @@ def _scale_of(embedding: nn.Module) -> float | None:
     """What an embedding multiplies its rows by."""
     numbers = list(embedding.buffers())
     return float(numbers[0]) if numbers else None
-
-
-@contextmanager
-def _matrices_without_memory() -> Iterator[None]:
-    """Matrices of modules that are made meanwhile take none; norms, and what modules compute themselves, are real."""
-
-    def register(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.ndim < 2:
-            return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=False)
-
-    handle = register_module_parameter_registration_hook(register)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -31,11 +31,15 @@ from transformers.utils import logging as transformers_logging
 
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
+from eyas.kernels.linear.w4a16_linear import W4A16Linear
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.target.capture import capture
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, render_chat, require_template
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate, options_of
+from eyas.target.quantise import ON_THE_FLY, quantise_on_gpu
+from eyas.target.quantised_checkpoint import quantised_model, scheme_of
 from eyas.target.template_override import apply_format
 from eyas.target.tokenizer import stop_ids
 
@@ -71,7 +75,7 @@ class Target:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template for every conversation; a caller's own go over them."""
     quantization: str = "none"
-    """What its matrices are quantised as, where they are not those of the checkpoint (`loading.py`)."""
+    """What its matrices are multiplied as: of a checkpoint that is quantised, or made by `loading.py`."""
 
     @classmethod
     def load(
@@ -85,13 +89,16 @@ class Target:
         revision: str | None = None,
         chat_format: ChatFormat | None = None,
         build: ModelBuilder | None = None,
+        quantization: str = "auto",
     ) -> "Target":
         """Load `source` (see `locate`); `spread` lays its layers over all GPUs by transformers' own means.
 
         `auto` keeps the precision the checkpoint names, except on a processor without arithmetic for it: there
         torch is some fifty times slower than in float32, so float32 it is. A device of `auto` is the first GPU, if
         there is one. `revision` is the hub's; `chat_format` takes the place of the tokenizer's own. `build` makes the
-        model instead of transformers, on the processor, from the same files.
+        model instead of transformers, on the processor, from the same files. A quantised checkpoint of a kind that
+        `quantization_config.py` knows is read here, and stays packed on a GPU unless `quantization` is `none`; `fp8`
+        and `int4` quantise another one, on a GPU, once it is there.
         """
         if dtype not in DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
@@ -105,6 +112,13 @@ class Target:
             config = AutoConfig.from_pretrained(place, **hub)
         facts = facts_of(config, source)
         chat_format = chat_format or ChatFormat()
+        scheme = None if build is not None else scheme_of(config, source)
+        if scheme is not None and quantization in ON_THE_FLY:
+            raise UserError(
+                f"{source} is quantised already ({scheme.words}), and --quantization {quantization} asks for more; "
+                "leave it out, or use a checkpoint in bfloat16"
+            )
+        model: Any
         with explain_failures(source, place), _no_progress_bar():
             tokenizer = AutoTokenizer.from_pretrained(place, **hub)
             apply_format(tokenizer, chat_format)
@@ -113,6 +127,25 @@ class Target:
                 built: Any = build(place, config, _attention_of(config))
                 built.eval().requires_grad_(False)
                 return cls(facts=facts, model=built, tokenizer=tokenizer, template_variables=variables)
+            if scheme is not None:
+                if spread:
+                    raise UserError(f"{source} is quantised ({scheme.words}) and cannot be spread; put it on one GPU")
+                model = quantised_model(
+                    *(scheme, place, hub, config, _attention_of(config)),
+                    source=source,
+                    device=where,
+                    dtype=_dtype_of(dtype, config, where),
+                    dequantise=quantization == "none",
+                )
+                model.eval().requires_grad_(False)
+                packed = any(isinstance(part, W8A8Linear | W4A16Linear) for part in model.modules())
+                return cls(
+                    facts=facts,
+                    model=model,
+                    tokenizer=tokenizer,
+                    template_variables=variables,
+                    quantization=scheme.kind if packed else "none",
+                )
             # A quantised checkpoint is packed for its device while loading and cannot be moved afterwards. Others go
             # straight to a GPU where they can: through the host, every process would need their size in its memory.
             straight = where.type == "cuda" and loads_onto_device()
@@ -132,7 +165,7 @@ class Target:
                 )
             except SafetensorError as error:
                 raise ValueError(f"its weights are damaged ({error})") from error
-        model: Any = loaded[0]
+        model = loaded[0]
         if dtype == "auto" and not placement and not _computes(model.dtype, where):
             logger.info(f"this processor has no {str(model.dtype).removeprefix('torch.')} arithmetic: using float32")
             model = model.float()
@@ -144,11 +177,14 @@ class Target:
                 f"{source} lacks {len(missing)} weights of its architecture, the first is {missing[0]}; "
                 "transformers would fill them with random numbers, use a complete checkpoint"
             )
+        if quantization in ON_THE_FLY:
+            quantise_on_gpu(model, quantization, source)
         return cls(
             facts=facts,
             model=model.eval().requires_grad_(False),
             tokenizer=tokenizer,
             template_variables=variables,
+            quantization=quantization if quantization in ON_THE_FLY else "none",
         )
 
     @property
@@ -261,6 +297,16 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
     kind = "bf16" if dtype == torch.bfloat16 else "fp16"
     probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
     return probe is not None and bool(probe())
+
+
+def _dtype_of(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    """What is asked for, or what the config names if the device computes with it."""
+    asked = DTYPES[dtype]
+    if isinstance(asked, torch.dtype):
+        return asked
+    named = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    named = named if isinstance(named, torch.dtype) else getattr(torch, str(named))
+    return named if _computes(named, device) else torch.float32
 
 
 def _attention_of(config: Any) -> str | None:

@@ -1,14 +1,21 @@
-"""Quantises the linears of a loaded target on the processor, on the fly: blocks of 32 weights with a scale each.
+"""Quantises the linears of a loaded target, on the fly.
 
-A head always takes 8 bits, as it does in the 4-bit files that people make: it decides every token. Embeddings tied to
-it are looked up in it.
+on a processor   int8, int4   blocks of 32 weights with a scale each. A head always takes 8 bits, as it does in the
+                              4-bit files that people make: it decides every token. Embeddings tied to it are looked
+                              up in it.
+on a GPU         fp8          a scale per output; rows are rounded to fp8, too, each by its own scale
+                 int4         groups of 128 weights with a scale and a zero point, rounded to the nearest
+                              Embedding, head, norms and experts stay as they are, as in published checkpoints.
 """
 
+import logging
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from eyas.errors import UserError
 from eyas.kernels.linear.quantised_linear import (
     Bits,
     QuantisedEmbedding,
@@ -16,6 +23,15 @@ from eyas.kernels.linear.quantised_linear import (
     QuantisedLinear,
     quantise,
 )
+from eyas.kernels.linear.quantised_weight import quantise_float8, quantise_int4
+from eyas.kernels.linear.w4a16_linear import W4A16Linear
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.target.quantised_checkpoint import multiplies
+
+logger = logging.getLogger(__name__)
+
+ON_THE_FLY = ("fp8", "int4")
+"""What a GPU makes of a target."""
 
 
 def quantise_linears(model: PreTrainedModel, bits: Bits, kernel: QuantisedKernel) -> int:
@@ -33,4 +49,36 @@ def quantise_linears(model: PreTrainedModel, bits: Bits, kernel: QuantisedKernel
                 count += 1
                 if linear is head and tied:
                     model.set_input_embeddings(QuantisedEmbedding(packed))
+    return count
+
+
+def quantise_on_gpu(model: PreTrainedModel, kind: str, source: str) -> int:
+    """Replace every nn.Linear but the head, in place, one after the other, and return how many."""
+    reason = multiplies(model.device, kind, model.dtype)
+    if reason is not None:
+        raise UserError(
+            f"--quantization {kind} cannot be used for {source}: {reason}; leave it out, or choose --device and --dtype"
+        )
+    count = replace_linears(model, kind)
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        logger.info("experts stay as they are: there is no product for quantised ones yet")
+    return count
+
+
+@torch.no_grad()
+def replace_linears(model: PreTrainedModel, kind: str) -> int:
+    """As `quantise_on_gpu`, on any device: elsewhere the products are those of torch, for tests."""
+    head, count = model.get_output_embeddings(), 0  # type: ignore[no-untyped-call]
+    for parent in list(model.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is not nn.Linear or linear is head:
+                continue
+            dtype, bias = linear.weight.dtype, linear.bias
+            packed: nn.Module
+            if kind == "fp8":
+                packed = W8A8Linear.of(quantise_float8(linear.weight), bias, dtype)
+            else:
+                packed = W4A16Linear.of(quantise_int4(linear.weight), bias, dtype)
+            setattr(parent, name, packed)
+            count += 1
     return count

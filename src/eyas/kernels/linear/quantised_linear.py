@@ -258,6 +258,10 @@ class QuantisedLinear(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantisedLinear":
         return QuantisedLinear(self.kernel, self.panels, self.in_features)  # never written: copies share them
 
+    def packed(self) -> list[Tensor]:
+        """What its weights take memory for."""
+        return [one.bytes_PBX for one in self.panels]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the packed weights."""

@@ -32,6 +32,8 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.elementwise import Activation, FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, joined_quantised
+from eyas.kernels.linear.w4a16_linear import W4A16Linear, joined_w4a16
+from eyas.kernels.linear.w8a8_linear import W8A8Linear, joined_w8a8
 from eyas.kernels.llama.cpu import CompiledLinear, Layers, LlamaSizes, PackedProducts, Parts, load_layers
 from eyas.kernels.llama.experts import Experts, Routes
 
@@ -64,13 +66,17 @@ def join(linears: Sequence[Any]) -> Product | None:
     """One product for linears that read the same input; their outputs lie side by side, in their order.
 
     The joined weight takes the place of its parts, which become views of it: the modules go on working, and no
-    memory is taken. None for linears that are neither plain nor packed nor quantised, or not alike.
+    memory is taken. None for linears of several kinds, of none that is known here, or not alike.
     """
     if all(type(linear) is PackedLinear for linear in linears):
         packed = joined(linears)
         return None if packed is None else PackedProduct(packed)
     if all(type(linear) is QuantisedLinear for linear in linears):
         return PackedProduct(joined_quantised(linears))
+    if all(type(linear) is W8A8Linear for linear in linears):
+        return _phased(joined_w8a8(linears))
+    if all(type(linear) is W4A16Linear for linear in linears):
+        return _phased(joined_w4a16(linears))
     if any(type(linear) is not nn.Linear for linear in linears) or len({x.bias is None for x in linears}) > 1:
         return None
     bias_E = None if linears[0].bias is None else merge([linear.bias for linear in linears])
@@ -109,6 +115,25 @@ class PackedProduct:
     def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
         """As `Product`."""
         return self.packed.product(x_ND, out_NE)
+
+
+@dataclass(frozen=True, eq=False)
+class PhasedProduct:
+    """The product of linears whose weights have 8 or 4 bits on a GPU: one kernel for prompts, one for decoding."""
+
+    linear: W8A8Linear | W4A16Linear
+
+    def __call__(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `Product`, of prompts."""
+        return self.linear.product(x_ND, out_NE)
+
+    def decode(self, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """The same of tokens that are decoded or verified: a row's result is the same whatever is beside it."""
+        return self.linear.product(x_ND, out_NE, decoding=True)
+
+
+def _phased(linear: W8A8Linear | W4A16Linear | None) -> PhasedProduct | None:
+    return None if linear is None else PhasedProduct(linear)
 
 
 def merge(parts: Sequence[Tensor]) -> Tensor:
@@ -234,6 +259,11 @@ class FusedLlama:
     def quantised(self) -> bool:
         """Whether products quantise what they read."""
         return isinstance(self.head, PackedProduct) and isinstance(self.head.packed, QuantisedLinear)
+
+    @property
+    def phased(self) -> bool:
+        """Whether products have a kernel of their own for decoding."""
+        return any(isinstance(block.qkv, PhasedProduct) for block in self.blocks)
 
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""

@@ -43,6 +43,9 @@ QUANTISED_TOLERANCE, QUANTISED_TOGETHER = 4e-3, 2e-2
 """The same where products quantise what they read to 8 bits, behind one layer and behind several: the last bit of a
 float32 may decide between two of 255 values. That is rare within a layer, and behind thirty of them it has happened to
 every token."""
+PHASED_TOLERANCE = 4e-2
+"""The same where products of 16-bit rows have weights of 8 or 4 bits: rows that are rounded to 8 bits there differ by
+an eighth in some number where they differed in its last of 16 bits."""
 UNSTABLE = 7.0
 """How many times as far any single token may lie behind one layer: some tokens amplify rounding within a layer too,
 where what its attention adds decides what its gates let through."""
@@ -66,7 +69,8 @@ It remembers keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE."
 def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings: int | None) -> None:
     """Refuse a fused pass that is not the model's own: two chunks of one request, then three tokens beside another's.
 
-    Where short passes run by kernels of their own, one, three and four tokens follow.
+    Where short passes run by kernels of their own, one, three and four tokens follow; where decoding does, the second
+    time is decoding.
     Most of them read what an earlier pass has cached, so that layers which mix up their caches are off for most.
     All of it once more at the end of the context: what models do to far positions (other rotations, scores that
     grow) does not show at the beginning. Where a token lies and what it sees is not told by its position.
@@ -90,7 +94,8 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
     kv, alone_kv = ({layer: _keys_and_values(fused, dtype, device) for layer in range(depth)} for _ in range(2))
     alone, together, routers = Errors(), Errors(), Errors()
     generator = torch.Generator().manual_seed(0)
-    for shift in (0, max(0, (max_position_embeddings or 0) - length)):
+    for again, shift in enumerate((0, max(0, (max_position_embeddings or 0) - length))):
+        states = partial(_states, decoding=bool(again) and fused.phased)
         for rows in passes:
             metadata = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=device)
             metadata = replace(metadata, position_N=metadata.position_N + shift)
@@ -99,7 +104,7 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
             theirs, their_logits, routed = own(ids_N, metadata, keep_M)
 
             attention = choose_backend(metadata)
-            logits, ours = _states(_routed_alike(fused, routed), ids_N, attention, kv, keep_M)
+            logits, ours = states(_routed_alike(fused, routed), ids_N, attention, kv, keep_M)
             for layers in range(1, depth + 1):
                 together.add("states", layers, ours[layers], theirs[layers])
             together.add("logits", depth, logits, their_logits)
@@ -111,12 +116,14 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
                 if k in routed:
                     given = _routed_alike(given, {0: routed[k]})
                     _add_routes(routers, fused, k, routed[k])
-                _, (_, behind) = _states(given, every_N, attention, {0: alone_kv[k]}, keep_M[:0])
+                _, (_, behind) = states(given, every_N, attention, {0: alone_kv[k]}, keep_M[:0])
                 alone.add("states", k + 1, behind, theirs[k + 1], before=theirs[k])
             given = replace(head, embedding_VD=theirs[depth], embedding_scale=None)
-            logits, _ = _states(given, every_N, attention, {}, keep_M)
+            logits, _ = states(given, every_N, attention, {}, keep_M)
             alone.add("logits", depth, logits, their_logits)
     tolerance = QUANTISED_TOLERANCE if fused.quantised else TOLERANCE[dtype]
+    if fused.phased:
+        tolerance = PHASED_TOLERANCE
     for_all = QUANTISED_TOGETHER if fused.quantised else tolerance
     routers.judge("its routers", lambda _: tolerance, single=UNSTABLE if dtype == torch.float32 else inf)
     alone.judge("each layer alone", lambda _: sqrt(2) * tolerance, single=UNSTABLE)
@@ -160,13 +167,19 @@ def _add_routes(errors: "Errors", fused: FusedLlama, layer: int, routed: Routed)
 
 
 def _states(
-    fused: FusedLlama, ids_N: Tensor, attention: AttentionBackend, kv: KVLayers, keep_M: Tensor
+    fused: FusedLlama,
+    ids_N: Tensor,
+    attention: AttentionBackend,
+    kv: KVLayers,
+    keep_M: Tensor,
+    *,
+    decoding: bool,
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """Logits [M, V], and the states [N, D] before every block and behind the last."""
+    """Logits [M, V], and the states [N, D] before every block and behind the last; by a pass that decodes or reads."""
     ids = range(len(fused.blocks) + 1)
-    logits, aux_NX = fused.forward(ids_N, attention, kv, keep_M, ids)
+    logits, aux_NX = fused.forward(ids_N, attention, kv, None if decoding else keep_M, ids)
     assert aux_NX is not None
-    return logits, aux_NX.chunk(len(ids), dim=-1)
+    return logits[keep_M] if decoding else logits, aux_NX.chunk(len(ids), dim=-1)
 
 
 class Errors:

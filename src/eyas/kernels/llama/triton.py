@@ -35,7 +35,15 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
-from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, PlainProduct, Product, StaticRotary
+from eyas.kernels.llama.block import (
+    FusedLlama,
+    GatedMlp,
+    KVLayers,
+    PhasedProduct,
+    PlainProduct,
+    Product,
+    StaticRotary,
+)
 from eyas.kernels.llama.experts import Experts, PlainExperts, Router, Routes
 from eyas.kernels.llama.experts_triton import mixture, route
 
@@ -257,8 +265,11 @@ class TritonLlama(FusedLlama):
         """As `FusedLlama.forward`."""
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
         turns = self._turns_of(x_ND, attention.metadata.position_N)
-        run = self._run_few if 0 < len(x_ND) <= self.few_rows else self._run_blocks
-        x_ND, more_ND = run(x_ND, turns, attention, kv, states)
+        if 0 < len(x_ND) <= self.few_rows:
+            x_ND, more_ND = self._run_few(x_ND, turns, attention, kv, states)
+        else:
+            # Who wants logits behind all of its tokens decodes or verifies: prompts want those behind their last.
+            x_ND, more_ND = self._run_blocks(x_ND, turns, attention, kv, states, decoding=keep_M is None)
         normed_ND = _add_norm(x_ND, more_ND, self.blocks[-1].mlp_output_norm if self.blocks else None, self.norm)
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)
@@ -302,6 +313,8 @@ class TritonLlama(FusedLlama):
         products = [x for block in self.blocks for x in (block.qkv, block.output)]
         for block in self.blocks:
             products += [block.mlp.gate_up, block.mlp.down] if isinstance(block.mlp, GatedMlp) else []
+        if all(isinstance(x, PhasedProduct) for x in products):
+            return replace(self, head=FewRowsProduct(self.head))  # they have such kernels themselves
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
         return replace(self, few_rows=MOST_ROWS, head=FewRowsProduct(self.head))
@@ -313,6 +326,8 @@ class TritonLlama(FusedLlama):
         attention: AttentionBackend,
         kv: KVLayers,
         states: Mapping[int, Tensor],
+        *,
+        decoding: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Take x through all blocks; what the last adds is not added yet."""
         tokens, sizes, slot_N = len(x_ND), self.sizes, attention.metadata.slot_mapping_N
@@ -326,20 +341,23 @@ class TritonLlama(FusedLlama):
             normed_ND = _add_norm(x_ND, more_ND, more_norm, block.attention_norm)
             if layer in states:
                 states[layer].copy_(x_ND)
-            self._product(block.qkv, normed_ND, qkv_NE)
+            self._product(block.qkv, normed_ND, qkv_NE, decoding=decoding)
             keys_GCK, values_GCK = kv[layer]
             _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
             asked = block.scale, block.softcap, block.window, block.sink_logit_H
             mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
-            more_ND = self._product(block.output, mixed_NHK.reshape(tokens, -1))
+            more_ND = self._product(block.output, mixed_NHK.reshape(tokens, -1), decoding=decoding)
             normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
             mlp = block.mlp
             if isinstance(mlp, Experts):
                 more_ND = self._mixture(mlp, normed_ND)
             else:
-                mlp.gate_up(normed_ND, gate_up)
+                if isinstance(mlp.gate_up, PhasedProduct):
+                    self._product(mlp.gate_up, normed_ND, gate_up, decoding=decoding)
+                else:
+                    mlp.gate_up(normed_ND, gate_up)
                 _gate(gate_up, mlp.activation, gated_NI)
-                more_ND = self._product(mlp.down, gated_NI)
+                more_ND = self._product(mlp.down, gated_NI, decoding=decoding)
             more_norm = block.mlp_output_norm
         return x_ND, more_ND
 
@@ -354,8 +372,12 @@ class TritonLlama(FusedLlama):
             return router(x_ND)
         return route(self._product(PlainProduct(router.weight_ED.t(), router.bias_E), x_ND), router)
 
-    def _product(self, product: Product, x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
-        """As `Product`, by the kernel for few rows where that is the faster one."""
+    def _product(
+        self, product: Product, x_ND: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False
+    ) -> Tensor:
+        """As `Product`, by the kernel for few rows where that is the faster one, or by that for decoding."""
+        if isinstance(product, PhasedProduct):
+            return product.decode(x_ND, out_NE) if decoding else product(x_ND, out_NE)
         return FewRowsProduct(product)(x_ND, out_NE) if self.few_rows else product(x_ND, out_NE)
 
     def _run_few(

@@ -1,0 +1,200 @@
+"""Linears with weights of 4 bits in groups, each with a scale and a zero point, over rows of 16 bits.
+
+On a GPU there are two kernels, chosen by what a pass is for and never by how many rows it has. Decoding and
+verification take `w4a16_decode`, whose invariant is that of `quantised_triton.py`. For prompts the weights become
+16-bit numbers in memory and torch multiplies them. Elsewhere it is computed by torch in float64: for tests.
+
+How words are packed is told in `quantised_triton.py`.
+
+Shapes: N rows, K inputs, E outputs, G groups of inputs, W words of eight weights.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.kernels.linear.quantised_weight import QuantisedWeight
+
+
+class W4A16Linear(nn.Module):
+    """A linear layer for inference."""
+
+    def __init__(
+        self,
+        words_EW: Tensor,
+        scale_EG: Tensor,
+        zero_EG: Tensor,
+        bias_E: Tensor | None,
+        *,
+        in_features: int,
+        group: int,
+        plane: int,
+        order_K: Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group, self.plane = in_features, len(words_EW), group, plane
+        self.dtype = dtype
+        # No buffers: nothing may cast or move them.
+        self.words_EW, self.scale_EG, self.zero_EG, self.bias = words_EW, scale_EG, zero_EG, bias_E
+        self.order_K = order_K
+
+    @staticmethod
+    def takes(weight: QuantisedWeight) -> bool:
+        """Whether a weight can be multiplied so: groups lie in planes, and planes in groups of several."""
+        group, block = weight.group, 8 * _plane(weight.group)
+        whole = weight.scale_EG.shape[1] == 1
+        return weight.bits == 4 and not weight.is_float and (whole or block % group == 0 or group % block == 0)
+
+    @classmethod
+    def of(cls, weight: QuantisedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> "W4A16Linear":
+        """On the device of the weight; `dtype` is of what goes in and comes out."""
+        assert cls.takes(weight)
+        inputs = weight.q_EK.shape[1]
+        plane, whole = _plane(weight.group), weight.scale_EG.shape[1] == 1
+        padded = -(-inputs // (8 * plane)) * 8 * plane
+        group = padded if whole else weight.group
+        zero_EG = torch.zeros_like(weight.scale_EG, dtype=torch.int8) if weight.zero_EG is None else weight.zero_EG
+        extra = -(-padded // group) - weight.scale_EG.shape[1]
+        return cls(
+            _packed(functional.pad(weight.q_EK, (0, padded - inputs)), plane),
+            _narrowed(functional.pad(weight.scale_EG, (0, extra))).contiguous(),
+            functional.pad(zero_EG, (0, extra)).contiguous(),
+            None if bias_E is None else bias_E.detach().to(weight.q_EK.device, dtype).contiguous(),
+            in_features=inputs,
+            group=group,
+            plane=plane,
+            order_K=weight.order_K,
+            dtype=dtype,
+        )
+
+    def packed(self) -> list[Tensor]:
+        """What its weights take memory for."""
+        return [self.words_EW, self.scale_EG, self.zero_EG]
+
+    @property
+    def nbytes(self) -> int:
+        """In memory."""
+        return sum(x.nbytes for x in self.packed())
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as nn.Linear keeps it, [E, K], dequantised: a copy made on each call."""
+        weight_EK = self._dequantised()
+        if self.order_K is None:
+            return weight_EK
+        return torch.empty_like(weight_EK).index_copy_(1, self.order_K, weight_EK)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of rows [..., K], [..., E]."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a quantised linear has no gradient; load the target with quantization none")
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
+        """The outputs [N, E] of rows; `decoding` chooses the kernel."""
+        if self.order_K is not None:
+            x_NK = x_NK.index_select(1, self.order_K)
+        if out_NE is None:
+            out_NE = x_NK.new_empty(len(x_NK), self.out_features)
+        if decoding and x_NK.device.type == "cuda":
+            from eyas.kernels.linear.quantised_triton import w4a16_decode
+
+            scales = self.scale_EG, self.zero_EG, self.group, self.plane
+            return w4a16_decode(x_NK, self.words_EW, *scales, self.bias, out_NE)
+        weight_KE = self._dequantised().t()
+        if x_NK.device.type != "cuda":
+            y_NE = x_NK.double() @ weight_KE.double()  # nearly exact: no row depends on the others
+            return out_NE.copy_(y_NE if self.bias is None else y_NE + self.bias.double())
+        if self.bias is None:
+            return torch.mm(x_NK, weight_KE, out=out_NE)
+        return torch.addmm(self.bias, x_NK, weight_KE, out=out_NE)
+
+    def _dequantised(self) -> Tensor:
+        """The weight [E, K], inputs in the order of groups."""
+        if self.words_EW.device.type == "cuda":
+            from eyas.kernels.linear.quantised_triton import w4a16_dequantise
+
+            scales = self.scale_EG, self.zero_EG, self.group, self.plane
+            return w4a16_dequantise(self.words_EW, *scales, self.in_features, self.dtype)
+        q_EK = _unpacked(self.words_EW, self.plane)
+        zero_EK, scale_EK = (x.float().repeat_interleave(self.group, dim=1) for x in (self.zero_EG, self.scale_EG))
+        inputs = self.in_features
+        return ((q_EK - zero_EK[:, : q_EK.shape[1]]) * scale_EK[:, : q_EK.shape[1]])[:, :inputs].to(self.dtype)
+
+    def extra_repr(self) -> str:
+        """As nn.Linear prints itself."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, int4, groups of {self.group}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A saved model holds the names and shapes of nn.Linear."""
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+
+def _plane(group: int) -> int:
+    return 32 if group % 64 else 64
+
+
+def _packed(q_EK: Tensor, plane: int) -> Tensor:
+    """Weights 0..15 as words [E, K / 8]."""
+    shift = torch.arange(0, 32, 4, dtype=torch.int32, device=q_EK.device)[:, None]
+    words = torch.zeros(*q_EK.shape[:1], q_EK.shape[1] // 8, dtype=torch.int32, device=q_EK.device)
+    q_EBJP = q_EK.view(len(q_EK), -1, 8, plane)
+    for j, by in enumerate(shift.flatten().tolist()):  # plane by plane: all at once would take eight times the memory
+        words |= (q_EBJP[:, :, j].reshape(len(q_EK), -1).to(torch.int32) & 15) << by
+    return words
+
+
+def _unpacked(words_EW: Tensor, plane: int) -> Tensor:
+    """Weights [E, K] of words, float32."""
+    shift = torch.arange(0, 32, 4, dtype=torch.int32, device=words_EW.device)[:, None]
+    words_EB1P = words_EW.view(len(words_EW), -1, 1, plane)
+    return ((words_EB1P >> shift) & 15).float().flatten(1)
+
+
+def _narrowed(scale_EG: Tensor) -> Tensor:
+    """Scales in 16 bits where they fit exactly: files have them in float16 or bfloat16."""
+    for dtype in (torch.float16, torch.bfloat16):
+        narrow = scale_EG.to(dtype)
+        if torch.equal(narrow.float(), scale_EG):
+            return narrow
+    return scale_EG
+
+
+def joined_w4a16(linears: Sequence[W4A16Linear]) -> W4A16Linear | None:
+    """One layer with the outputs of all, in order, whose parts become views of it; None if they are not alike."""
+    first = linears[0]
+    if len(linears) == 1:
+        return first
+    if any(_kind(x) != _kind(first) for x in linears):
+        return None
+    orders = [x.order_K for x in linears if x.order_K is not None]
+    if any(not torch.equal(one, orders[0]) for one in orders):
+        return None
+    whole = W4A16Linear(
+        torch.cat([x.words_EW for x in linears]),
+        torch.cat([x.scale_EG for x in linears]),
+        torch.cat([x.zero_EG for x in linears]),
+        None if first.bias is None else torch.cat([x.bias for x in linears if x.bias is not None]),
+        in_features=first.in_features,
+        group=first.group,
+        plane=first.plane,
+        order_K=first.order_K,
+        dtype=first.dtype,
+    )
+    begin = 0
+    for part in linears:
+        rows = slice(begin, begin + part.out_features)
+        part.words_EW, part.scale_EG, part.zero_EG = whole.words_EW[rows], whole.scale_EG[rows], whole.zero_EG[rows]
+        part.bias = None if whole.bias is None else whole.bias[rows]
+        begin += part.out_features
+    return whole
+
+
+def _kind(linear: W4A16Linear) -> tuple[object, ...]:
+    return linear.in_features, linear.group, linear.plane, linear.dtype, linear.bias is None, linear.order_K is None

@@ -1,0 +1,167 @@
+"""Linears with weights of 8 bits that round what they read to 8 bits, too: fp8, or int8.
+
+    y[n, e] = sum_g scale[e, g] * (q(x)[n, g] . q(w)[e, g]) * scale(x)[n] + bias[e]
+
+Every row is rounded by its own scale, its largest number over the largest of the type. So a row's numbers do not depend
+on the rows beside it, as they would with one scale for all.
+
+On a GPU there are two kernels, chosen by what a pass is for and never by how many rows it has. Decoding and
+verification take `w8a8_decode`, whose invariant is that of `quantised_triton.py`. Prompts take `torch._scaled_mm` with
+a scale of 1, and the scales behind it. Elsewhere it is computed by torch: for tests.
+
+Shapes: N rows, K inputs, E outputs, G groups of inputs.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from eyas.kernels.linear.quantised_weight import FLOAT8, FLOAT8_LARGEST, INT8_LARGEST, QuantisedWeight
+
+BLOCK_K = 128
+"""Inputs are padded to a multiple of it, and groups are multiples of it."""
+
+
+class W8A8Linear(nn.Module):
+    """A linear layer for inference."""
+
+    def __init__(
+        self,
+        weight_EK: Tensor,
+        scale_EG: Tensor,
+        bias_E: Tensor | None,
+        *,
+        in_features: int,
+        group: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group, self.dtype = in_features, len(weight_EK), group, dtype
+        # No buffers: nothing may cast or move them.
+        self.weight_EK, self.scale_EG, self.bias = weight_EK, scale_EG, bias_E
+        self._one = torch.ones((), dtype=torch.float32, device=weight_EK.device)
+
+    @staticmethod
+    def takes(weight: QuantisedWeight) -> bool:
+        """Whether a weight can be multiplied so."""
+        whole = weight.scale_EG.shape[1] == 1
+        plain = weight.bits == 8 and weight.zero_EG is None and weight.order_K is None
+        return plain and (whole or weight.group % BLOCK_K == 0)
+
+    @classmethod
+    def of(cls, weight: QuantisedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> "W8A8Linear":
+        """On the device of the weight; `dtype` is of what goes in and comes out."""
+        assert cls.takes(weight)
+        inputs = weight.q_EK.shape[1]
+        padded = -(-inputs // BLOCK_K) * BLOCK_K
+        q_EK = weight.q_EK
+        if padded != inputs:
+            q_EK = functional.pad(q_EK.view(torch.int8), (0, padded - inputs)).view(weight.q_EK.dtype)
+        bias_E = None if bias_E is None else bias_E.detach().to(q_EK.device, dtype).contiguous()
+        group = padded if weight.scale_EG.shape[1] == 1 else weight.group
+        scale_EG = weight.scale_EG.contiguous()
+        return cls(q_EK.contiguous(), scale_EG, bias_E, in_features=inputs, group=group, dtype=dtype)
+
+    def packed(self) -> list[Tensor]:
+        """What its weights take memory for."""
+        return [self.weight_EK, self.scale_EG]
+
+    @property
+    def nbytes(self) -> int:
+        """In memory."""
+        return sum(x.nbytes for x in self.packed())
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as nn.Linear keeps it, [E, K], dequantised: a copy made on each call."""
+        scale_EK = self.scale_EG.repeat_interleave(self.group, dim=1)[:, : self.in_features]
+        return (self.weight_EK[:, : self.in_features].float() * scale_EK).to(self.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The outputs of rows [..., K], [..., E]."""
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a quantised linear has no gradient; load the target with quantization none")
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+    def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
+        """The outputs [N, E] of rows; `decoding` chooses the kernel."""
+        if out_NE is None:
+            out_NE = x_NK.new_empty(len(x_NK), self.out_features)
+        if x_NK.device.type != "cuda":
+            return out_NE.copy_(self._by_torch(x_NK))
+        from eyas.kernels.linear.quantised_triton import quantise_rows, scale_outputs, w8a8_decode
+
+        q_NK, scale_N = quantise_rows(x_NK, self.weight_EK.dtype, self.weight_EK.shape[1])
+        if decoding or not self._has_general_product:
+            return w8a8_decode(q_NK, scale_N, self.weight_EK, self.scale_EG, self.group, self.bias, out_NE)
+        weight_KE, one = self.weight_EK.t(), self._one
+        product_NE = torch._scaled_mm(q_NK, weight_KE, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return scale_outputs(product_NE, scale_N, self.scale_EG, self.bias, out_NE)
+
+    @property
+    def _has_general_product(self) -> bool:
+        """Whether torch has a product for many rows."""
+        return self.weight_EK.dtype == FLOAT8 and self.scale_EG.shape[1] == 1 and self.out_features % 16 == 0
+
+    def _by_torch(self, x_NK: Tensor) -> Tensor:
+        """As the kernels compute it; sums are in float64, where they are exact: no row depends on the others."""
+        is_float = self.weight_EK.dtype == FLOAT8
+        largest = FLOAT8_LARGEST if is_float else INT8_LARGEST
+        x_NK = functional.pad(x_NK.float(), (0, self.weight_EK.shape[1] - self.in_features))
+        most_N1 = x_NK.abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+        q_NK = (x_NK * (largest / most_N1)).clamp(-largest, largest)
+        q_NK = q_NK.to(FLOAT8).float() if is_float else (q_NK + 0.5).floor()
+        if self.scale_EG.shape[1] == 1:
+            y_NE = (q_NK.double() @ self.weight_EK.double().t()).float() * self.scale_EG[:, 0]
+        else:
+            parts = zip(
+                *(torch.split(x, self.group, dim=1) for x in (q_NK.double(), self.weight_EK.double())), strict=True
+            )
+            y_NE = sum(
+                ((q @ w.t()).float() * scale_E for (q, w), scale_E in zip(parts, self.scale_EG.unbind(1), strict=True)),
+                torch.zeros(len(x_NK), self.out_features, device=x_NK.device),
+            )
+        y_NE = y_NE * (most_N1 / largest)
+        return y_NE if self.bias is None else y_NE + self.bias.float()
+
+    def extra_repr(self) -> str:
+        """As nn.Linear prints itself."""
+        kind = str(self.weight_EK.dtype).removeprefix("torch.")
+        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}, groups of {self.group}"
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A saved model holds the names and shapes of nn.Linear."""
+        destination[prefix + "weight"] = self.weight
+        if self.bias is not None:
+            destination[prefix + "bias"] = self.bias
+
+
+def joined_w8a8(linears: Sequence[W8A8Linear]) -> W8A8Linear | None:
+    """One layer with the outputs of all, in order, whose parts become views of it; None if they are not alike."""
+    first = linears[0]
+    if len(linears) == 1:
+        return first
+    if any(_kind(x) != _kind(first) for x in linears):
+        return None
+    whole = W8A8Linear(
+        torch.cat([x.weight_EK for x in linears]),
+        torch.cat([x.scale_EG for x in linears]),
+        None if first.bias is None else torch.cat([x.bias for x in linears if x.bias is not None]),
+        in_features=first.in_features,
+        group=first.group,
+        dtype=first.dtype,
+    )
+    begin = 0
+    for part in linears:
+        rows = slice(begin, begin + part.out_features)
+        part.weight_EK, part.scale_EG = whole.weight_EK[rows], whole.scale_EG[rows]
+        part.bias = None if whole.bias is None else whole.bias[rows]
+        begin += part.out_features
+    return whole
+
+
+def _kind(linear: W8A8Linear) -> tuple[object, ...]:
+    return linear.in_features, linear.group, linear.dtype, linear.weight_EK.dtype, linear.bias is None

@@ -1,0 +1,168 @@
+"""Products with 8- and 4-bit weights are what torch computes in float32, and a row is alone in them.
+
+It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from eyas.kernels.linear.quantised_weight import (
+    FLOAT8,
+    QuantisedWeight,
+    quantise_float8,
+    quantise_int4,
+)
+from eyas.kernels.linear.w4a16_linear import W4A16Linear
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter has no products of bfloat16
+
+
+def made(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(shape) * scale).to(DEVICE, dtype)
+
+
+def near(ours: Tensor, exact: Tensor) -> None:
+    relative, absolute = (1.6e-2, 3e-2) if ours.dtype == torch.bfloat16 else (2e-3, 4e-3)
+    torch.testing.assert_close(ours.float(), exact.float(), rtol=relative, atol=absolute)
+
+
+def eight_bits(kind: str, weight_EK: Tensor) -> QuantisedWeight:
+    outputs, inputs = weight_EK.shape
+    if kind == "fp8":
+        return quantise_float8(weight_EK)
+    if kind == "int8":
+        scale = weight_EK.abs().amax(dim=1, keepdim=True) / 127
+        return QuantisedWeight(q_EK=(weight_EK / scale).round().to(torch.int8), scale_EG=scale, bits=8, group=inputs)
+    scale = torch.rand(outputs, -(-inputs // 128), device=DEVICE) + 0.5
+    q_EK = (weight_EK * 100).to(FLOAT8)
+    return QuantisedWeight(q_EK=q_EK, scale_EG=scale * 0.01, bits=8, group=128)
+
+
+def rounded_rows(x: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Tensor]:
+    """By the kernel; by torch where the interpreter would do it, which loses what it carries while it rounds to fp8."""
+    from eyas.kernels.linear.quantised_triton import quantise_rows
+
+    if DEVICE.type == "cuda" or dtype != FLOAT8:
+        return quantise_rows(x, dtype, padded)
+    most = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-12)
+    q = torch.nn.functional.pad(x.float() * (448 / most), (0, padded - x.shape[1])).clamp(-448, 448).to(FLOAT8)
+    return q, (most / 448).flatten()
+
+
+def decoded(linear: W8A8Linear | W4A16Linear, x: Tensor) -> Tensor:
+    """By the kernels, on whatever device."""
+    from eyas.kernels.linear import quantised_triton as kernels
+
+    out = x.new_empty(len(x), linear.out_features)
+    if isinstance(linear, W4A16Linear):
+        scales = linear.scale_EG, linear.zero_EG, linear.group, linear.plane
+        return kernels.w4a16_decode(x, linear.words_EW, *scales, linear.bias, out)
+    q, scale = rounded_rows(x, linear.weight_EK.dtype, linear.weight_EK.shape[1])
+    return kernels.w8a8_decode(q, scale, linear.weight_EK, linear.scale_EG, linear.group, linear.bias, out)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks"])
+@pytest.mark.parametrize(("inputs", "outputs", "biased"), [(256, 48, True), (200, 33, False), (400, 80, True)])
+def test_eight_bits(kind: str, inputs: int, outputs: int, biased: bool) -> None:
+    from eyas.kernels.linear.quantised_triton import scale_outputs
+
+    torch.manual_seed(0)
+    weight = eight_bits(kind, made(outputs, inputs, scale=inputs**-0.5))
+    linear = W8A8Linear.of(weight, made(outputs) if biased else None, HALF)
+    x = made(16, inputs, dtype=HALF)
+    x[1] *= 100
+    x[2] = 0
+    expected = linear._by_torch(x)
+    ours = decoded(linear, x)
+    near(ours / (1 + expected.abs()), expected / (1 + expected.abs()))
+    for rows in (1, 4, 9):
+        assert torch.equal(decoded(linear, x[:rows]), ours[:rows])
+        assert torch.equal(decoded(linear, x[-rows:].contiguous()), ours[-rows:])
+    if kind != "blocks":
+        q, scale = rounded_rows(x, weight.q_EK.dtype, linear.weight_EK.shape[1])
+        product = (q.float() @ linear.weight_EK.float().t()).contiguous()
+        behind = scale_outputs(product, scale, linear.scale_EG, linear.bias, torch.empty_like(ours))
+        near(behind / (1 + expected.abs()), expected / (1 + expected.abs()))
+
+
+@pytest.mark.parametrize("kind", [FLOAT8, torch.int8])
+@pytest.mark.parametrize("size", [64, 200])
+def test_rows_are_rounded_as_torch_rounds_them(kind: torch.dtype, size: int) -> None:
+    from eyas.kernels.linear.quantised_triton import quantise_rows
+
+    torch.manual_seed(0)
+    x, largest = made(5, size, dtype=HALF), 448.0 if kind == FLOAT8 else 127.0
+    padded = 256
+    q, scale = quantise_rows(x, kind, padded)
+    most = x.float().abs().amax(dim=1)
+    torch.testing.assert_close(scale, most / largest)
+    exact = x.float() * (largest / most[:, None])
+    rounded = exact.to(FLOAT8).float() if kind == FLOAT8 else (exact + 0.5).floor()
+    # The last bit of a division may decide; and the interpreter loses what it carries while it rounds to fp8.
+    allowed = 0.05 if kind == FLOAT8 and DEVICE.type == "cpu" else 0.01
+    assert (q[:, :size].float() != rounded).float().mean() < allowed
+    assert not q[:, size:].float().any()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 512, 0])
+@pytest.mark.parametrize(("inputs", "outputs", "biased"), [(512, 48, True), (640, 33, False), (1024, 16, True)])
+def test_four_bits(group: int, inputs: int, outputs: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    weight = quantise_int4(made(outputs, inputs, scale=inputs**-0.5), group or inputs)
+    assert W4A16Linear.takes(weight)
+    linear = W4A16Linear.of(weight, made(outputs) if biased else None, HALF)
+    x = made(16, inputs, dtype=HALF)
+    exact = x.float() @ weight.dequantised().t() + (0 if linear.bias is None else linear.bias.float())
+    ours = decoded(linear, x)
+    near(ours, exact)
+    for rows in (1, 4, 9):
+        assert torch.equal(decoded(linear, x[:rows]), ours[:rows])
+        assert torch.equal(decoded(linear, x[-rows:].contiguous()), ours[-rows:])
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_four_bits_alone(group: int) -> None:
+    from eyas.kernels.linear.quantised_triton import w4a16_dequantise
+
+    torch.manual_seed(0)
+    weight = quantise_int4(made(20, 640), group)
+    linear = W4A16Linear.of(weight, None, HALF)
+    scales = linear.scale_EG, linear.zero_EG, linear.group, linear.plane
+    ours = w4a16_dequantise(linear.words_EW, *scales, 640, HALF)
+    assert torch.equal(ours, weight.dequantised().to(HALF))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
+def test_a_row_is_the_same_in_every_tile(kind: str) -> None:
+    """Over the tiles of 1 to 200 rows; on a GPU this is what `decode_tiling` claims."""
+    torch.manual_seed(0)
+    outputs, inputs, most = (4400, 1024, 200) if DEVICE.type == "cuda" else (80, 512, 70)
+    dense = made(outputs, inputs, scale=inputs**-0.5)
+    linear: W8A8Linear | W4A16Linear
+    if kind == "int4":
+        linear = W4A16Linear.of(quantise_int4(dense), None, HALF)
+    else:
+        linear = W8A8Linear.of(eight_bits(kind, dense), None, HALF)
+    x = made(most, inputs, dtype=HALF)
+    every = decoded(linear, x)
+    for rows in (1, 3, 8, 9, 16, 17, 32, 33, 64):
+        assert torch.equal(decoded(linear, x[:rows]), every[:rows])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
+def test_prompts_and_decoding_agree(kind: str) -> None:
+    if DEVICE.type != "cuda":
+        pytest.skip("the general products are those of a GPU")
+    torch.manual_seed(0)
+    dense, x = made(512, 1024, scale=1 / 32), made(300, 1024, dtype=HALF)
+    linear: W8A8Linear | W4A16Linear
+    if kind == "int4":
+        linear = W4A16Linear.of(quantise_int4(dense), made(512), HALF)
+    else:
+        linear = W8A8Linear.of(eight_bits(kind, dense), made(512), HALF)
+    near(linear.product(x), linear.product(x, decoding=True))
+    near(linear(x[None])[0], linear.product(x, decoding=True))
