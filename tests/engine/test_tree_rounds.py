@@ -232,7 +232,7 @@ def test_a_shape_is_captured_once(target: Target, tiny_drafter: Drafter, prompts
     made = [key for key in graphs_of(engine)._made if key[0] in ("verify trees", "sample trees")]
     assert {key[1:5] for key in made} <= {(1, 4, 3, 9), (2, 4, 3, 9)}
     assert engine.rounds is not None
-    assert engine.rounds.runner.bytes > sum(nodes.bytes for nodes in engine.rounds.runner._nodes.values()) > 0
+    assert engine.rounds.runner.bytes > sum(nodes.bytes for nodes in engine.rounds.runner.graphs.nodes.values()) > 0
 
 
 def test_trees_that_are_chosen_were_captured_ahead(
@@ -250,7 +250,7 @@ def test_trees_that_are_chosen_were_captured_ahead(
     assert set(engine.controller.costs.trees) == set(CAPTURED_TREES), "they were rehearsed"
     assert engine.rounds is not None
     shapes = {(shape.depth, shape.width, shape.budget) for shape in CAPTURED_TREES}
-    assert set(engine.rounds.runner._nodes) == {(rows, *shape) for rows in (1, 2, 3) for shape in shapes}
+    assert set(engine.rounds.runner.graphs.nodes) == {(rows, *shape) for rows in (1, 2, 3) for shape in shapes}
     depth, shape = 0, CHAIN
     make_moody(engine, lambda: depth)
     moody = engine.controller.choose

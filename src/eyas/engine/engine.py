@@ -377,11 +377,11 @@ class Engine:
             self._rehearse()
             return 0
         started = self._clock()
-        captured = self.rounds.runner.capture_graphs()
+        captured = self.rounds.runner.graphs.capture_ahead()
         self.controller.captures(self.rounds.runner.shapes)
         self.proposer.rehearse()
         if self.rounds is not None and self.drafts:
-            self.controller.rehearse(self.rounds.runner.rehearse())
+            self.controller.rehearse(self.rounds.runner.graphs.rehearse())
             captured = len(self.rounds.runner.capture)
         logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured

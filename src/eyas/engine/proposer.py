@@ -175,7 +175,7 @@ class Proposer:
             return {}
         if self._choice is not None and self._steps < self._choice.holds and self._fits(decoding):
             self._steps += 1
-            return self._slots
+            return self._slots if self._drafting else {}
         facts = [_facts(seq) for seq in decoding]
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._steps = 1
@@ -190,7 +190,7 @@ class Proposer:
                 tree = self._tree(seq)
             self._slots[seq.key] = limit if tree is None or not limit else tree.slots
         self._drafting = sum(1 for limit in limits if limit)
-        return self._slots
+        return self._slots if self._drafting else {}
 
     def _fits(self, decoding: Sequence[SequenceState]) -> bool:
         """Whether the choice in force is one for these requests: about as many, and none that it would leave out."""

@@ -1,14 +1,7 @@
 """Launches rounds: which captured passes a step is made of, and how what came of it is brought to the host.
 
 A step of decoding is one copy in, up to three replays (draft, verify, sample) and one copy out; a step that reads
-prompts has another read and sample. Nobody waits between them, nor for the step before. Passes are captured for
-buckets of shapes, as they are met or ahead:
-
-    rows     rounded up to one of ROWS
-    depth    the deepest draft of any row, so that there are as many tokens as one of TOKENS
-    blocks   of the longest row, in USUAL_BLOCKS or that times powers of 4
-    tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured. Of a verification that
-             has a budget, as `captured_plan.py` has them
+prompts has another read and sample (`round_graphs.py`). Nobody waits between them, nor for the step before.
 
 The host keeps bounds: `_waiting` has the most states that may wait for the drafter, by slot. Before they could outgrow
 the ring, or what a draft reads, the drafter reads them in a pass of its own (`catch_up`).
@@ -19,10 +12,7 @@ to be called with a mask, once the tokens before are known. The passes before it
 Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, X concatenated auxiliary states.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise, product
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -31,31 +21,20 @@ from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
-from eyas.engine.runner import round_passes, tree_passes
-from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS, USUAL_BLOCKS
+from eyas.engine.runner import round_passes
+from eyas.engine.runner.buckets import USUAL_BLOCKS
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.flat_verify import verify_flat
-from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
-from eyas.engine.runner.input_buffers import InputBuffers
+from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.launched_round import LaunchedRound
+from eyas.engine.runner.round_graphs import RoundGraphs
 from eyas.engine.runner.round_passes import RoundDrafter, RoundLine, RoundTarget
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.scheduler import ScheduledRow
-from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.draft import Tree
-from eyas.engine.speculation.observations import Rehearsal
-from eyas.kernels.tree_nodes import TreeNodes
-from eyas.plan.shapes import CAPTURED_TREES, Shape
 
-REHEARSALS = 3
-"""Times that a pass is run to be timed."""
-READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
-VERIFY_FLAT = "verify a budget"
-DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample trees"
-"""Kinds of captured passes."""
 NOBODY = -1
 """The number of no stay and of no block table."""
 Integers = NDArray[np.int64]
@@ -85,21 +64,9 @@ class RoundRunner:
     ) -> None:
         device = capture.device
         self.capture, self.queue, self.chance = capture, queue, chance
-        self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=device)
-        self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens = max_depth + 1, most_tokens
-        self.shapes = CapturedShapes(
-            rows=self._rows,
-            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0})) if drafter else (),
-            most_tokens=most_tokens,
-            flat=True,
-            trees=tuple(self._considered(drafter)) if tree is None else (),
-        )
-        self._forced_tree = None if drafter is None else tree
         self._calibration: Sequence[tuple[float, float]] = ()
         """As the device has it."""
-        self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
-        self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
         most_blocks = -(-max_model_len // cache.block_size)
         self._usual_blocks = min(USUAL_BLOCKS, 1 << (most_blocks - 1).bit_length())
         widest = self._usual_blocks
@@ -122,6 +89,22 @@ class RoundRunner:
             )
         self.state = RoundState(slots=max_num_seqs, blocks=widest, max_depth=max_depth, like_X=like_X, device=device)
         self.sampling = SlotSampling(max_num_seqs, vocab_size, device)
+        self.graphs = RoundGraphs(
+            capture,
+            queue,
+            state=self.state,
+            target=self._target,
+            drafter=self._drafter,
+            sampling=self.sampling,
+            max_num_seqs=max_num_seqs,
+            most_tokens=most_tokens,
+            longest_chunk=longest_chunk,
+            max_depth=max_depth,
+            blocks=self._usual_blocks,
+            tree=tree,
+            chance=chance,
+        )
+        self.shapes = self.graphs.shapes
         self._stays = [NOBODY] * max_num_seqs
         """Who sits where, by the numbers of their stays (`SequenceState.stay`)."""
         self._tables = [NOBODY] * max_num_seqs
@@ -133,21 +116,7 @@ class RoundRunner:
         self._block_counts, self._waiting, self._follows, self._asked = np.zeros((4, max_num_seqs), dtype=np.int64)
         """By slot: blocks, states that may wait for the drafter, whether it follows, and the depth asked for."""
         self._kept_needs: tuple[list[int], Needs] = [], NOTHING
-        self._nodes: dict[tuple[int, ...], TreeNodes] = {}
-        """Memory of trees, by rows, depth, width and budget."""
         self.vocab_size = vocab_size
-
-    def _considered(self, drafter: DrafterRunner | None) -> list[Shape]:
-        """Trees that may be chosen."""
-        if drafter is None:
-            return []
-        return [x for x in CAPTURED_TREES if x.depth < self._deepest and x.width <= len(drafter.token_W)]
-
-    def _trees_for(self, rows: int) -> list[TreeNodes]:
-        """Those that so many rows may grow: the forced one, or any that may be chosen."""
-        shapes = [Tree(depth=x.depth, width=x.width, budget=x.budget) for x in self.shapes.trees_for(rows)]
-        forced = [] if self._forced_tree is None else [self._forced_tree]
-        return [trees for tree in forced or shapes if (trees := self._trees(rows, tree)) is not None]
 
     def decodes(self, seq: SequenceState) -> bool:
         """Whether a request's prompt is read, or will be by what was launched: the device has its newest token."""
@@ -186,76 +155,7 @@ class RoundRunner:
     @property
     def bytes(self) -> int:
         """Memory taken beside weights and blocks."""
-        trees = sum(nodes.bytes for nodes in self._nodes.values())
-        return self.capture.bytes + self._target.logits_SV.nbytes + self.state.bytes + trees
-
-    @torch.inference_mode()
-    def capture_graphs(self) -> int:
-        """Capture chunks and steps of usual lengths; how many graphs there are then."""
-        blocks = self._usual_blocks
-        for tokens in self._chunks:
-            for fewer, rows in pairwise((0, *self._chunk_rows)):
-                if fewer < tokens:  # or the smaller bucket has a row for every token
-                    self._reading(tokens, rows, blocks)
-                    self._sampling(rows, 0, NOTHING, masked=False)
-        for rows in self._rows:
-            if self._drafter is not None:
-                self._catching_up(rows, blocks)
-            for depth, needs in product((0, *self.shapes.depths_for(rows)), (NOTHING, Needs(sampled=True))):
-                if rows > self._most_tokens:
-                    continue
-                for flat_tokens in (None, *self.shapes.flat_tokens(rows, depth)):
-                    self._verifying(rows, blocks, depth, flat_tokens)
-                self._sampling(rows, depth, needs, masked=False)
-                for reads in {1 + depth, self._deepest} if depth else ():
-                    self._drafting(rows, blocks, reads, depth, needs)
-            for trees, needs in product(self._trees_for(rows), (NOTHING, Needs(sampled=True))):
-                self._verifying_trees(trees, blocks)
-                self._sampling_trees(trees, needs)
-                for reads in {1 + trees.depth, self._deepest}:
-                    self._drafting_trees(trees, blocks, reads, needs)
-        return len(self.capture)
-
-    @torch.inference_mode()
-    def rehearse(self) -> Rehearsal:
-        """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
-        blocks, queue = self._usual_blocks, self.queue
-        verify, draft = dict[int, float](), {depth: dict[int, float]() for depth in self.shapes.depths}
-        catch_up, grow = dict[int, float](), {shape: dict[int, float]() for shape in self.shapes.trees}
-
-        def seconds(*passes: Callable[[], object]) -> float:
-            for one in passes:
-                queue.run(one)
-            began = queue.mark()
-            for one in passes * REHEARSALS:
-                queue.run(one)
-            ended = queue.mark()
-            ended.wait()
-            return ended.seconds_since(began) / REHEARSALS
-
-        for rows in sorted({*self._rows[::2], self._rows[-1]}):
-            for depth in (0, *self.shapes.depths_for(rows)):
-                sample = self._sampling(rows, depth, NOTHING, masked=False)
-                target = self._verifying(rows, blocks, depth)
-                drafter = self._drafting(rows, blocks, 1 + depth, depth, NOTHING) if depth else None
-                queue.run(self.state.blank_rows)
-                verify[rows * (1 + depth)] = seconds(target, partial(sample, None))
-                if drafter is not None:
-                    draft[depth][rows] = seconds(drafter)
-            if self._drafter is not None:
-                reading = self._catching_up(rows, blocks)
-                queue.run(self.state.blank_rows)
-                catch_up[rows] = seconds(reading)
-        for rows, shape in product(self._rows, self.shapes.trees):
-            if shape in self.shapes.trees_for(rows):
-                trees = self._trees(rows, Tree(depth=shape.depth, width=shape.width, budget=shape.budget))
-                assert trees is not None, "the shapes fit"
-                sample, target = self._sampling_trees(trees, NOTHING), self._verifying_trees(trees, blocks)
-                drafter = self._drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
-                queue.run(self.state.blank_rows)
-                grow[shape][rows] = seconds(drafter)
-                verify.setdefault(rows * (1 + shape.budget), seconds(target, partial(sample, None)))
-        return Rehearsal(verify=verify, draft=draft, catch_up=catch_up, trees=grow)
+        return self.graphs.bytes + self._target.logits_SV.nbytes + self.state.bytes
 
     # --- launching ---------------------------------------------------------------------------------------------
 
@@ -282,7 +182,7 @@ class RoundRunner:
         bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(slot_R)
         trees = None
         if tree is not None:
-            trees = None if masked or not drafts_R.any() else self._trees(bucket, tree)
+            trees = None if masked or not drafts_R.any() else self.graphs.trees(bucket, tree)
             drafts_R = drafts_R if trees is not None else drafts_R.clip(max=tree.depth)
         if trees is not None:
             depth = trees.depth
@@ -296,16 +196,16 @@ class RoundRunner:
         if late:
             reads = 1 + depth
         # Before the rows are sent: to capture a pass is to run it, for nobody.
-        catch_up = self._catching_up(bucket, blocks) if late else None
+        catch_up = self.graphs.catching_up(bucket, blocks) if late else None
         flat_tokens = None
         if trees is not None:
-            draft: Callable[[], object] | None = self._drafting_trees(trees, blocks, reads, needs)
-            verify, sample = self._verifying_trees(trees, blocks), self._sampling_trees(trees, needs)
+            draft: Callable[[], object] | None = self.graphs.drafting_trees(trees, blocks, reads, needs)
+            verify, sample = self.graphs.verifying_trees(trees, blocks), self.graphs.sampling_trees(trees, needs)
         else:
-            draft = self._drafting(bucket, blocks, reads, depth, needs) if depth else None
+            draft = self.graphs.drafting(bucket, blocks, reads, depth, needs) if depth else None
             flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
-            verify = self._verifying(bucket, blocks, depth, flat_tokens)
-            sample = self._sampling(bucket, depth, needs, masked=masked)
+            verify = self.graphs.verifying(bucket, blocks, depth, flat_tokens)
+            sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
 
         if flat_tokens is not None and calibration is not self._calibration:
             self._calibration = calibration
@@ -346,15 +246,15 @@ class RoundRunner:
         """Get chunks of prompts under way, all in one pass; behind those that end, a token is chosen."""
         slots = [slot_of(row.seq) for row in rows]
         needs, slot_R = self._take_seats(rows, slots), np.array(slots)
-        bucket, blocks = self._chunk_bucket(len(rows)), self._block_bucket(slot_R)
+        bucket, blocks = self.graphs.chunk_rows_for(len(rows)), self._block_bucket(slot_R)
         ids, behind, start = list[int](), list[int](), [0]
         for row in rows:
             tokens, end = row.seq.tokens, row.start + row.count
             ids += tokens[row.start : end]
             behind += [*tokens[row.start + 1 : end + 1], 0][: row.count]
             start.append(len(ids))
-        inputs, read = self._reading(len(ids), bucket, blocks)
-        sample = self._sampling(bucket, 0, needs, masked=masked)
+        inputs, read = self.graphs.reading(len(ids), bucket, blocks)
+        sample = self.graphs.sampling(bucket, 0, needs, masked=masked)
         inputs.write("ids", ids)
         inputs.write("behind", behind)
         inputs.write("start", start + [len(ids)] * (bucket + 1 - len(start)))
@@ -401,147 +301,6 @@ class RoundRunner:
         host = torch.empty(shape, dtype=torch.int64, pin_memory=self.capture.device.type == "cuda")
         self.queue.run(lambda: host.copy_(compute(), non_blocking=True))
         return host
-
-    # --- passes ------------------------------------------------------------------------------------------------
-
-    def _catching_up(self, rows: int, blocks: int) -> Callable[[], object]:
-        assert self._drafter is not None
-        function = partial(round_passes.catch_up, state=self.state, drafter=self._drafter, rows=rows, blocks=blocks)
-        return self._captured(CATCH_UP, (rows, blocks), function)
-
-    def _drafting(self, rows: int, blocks: int, reads: int, depth: int, needs: Needs) -> Callable[[], object]:
-        assert self._drafter is not None
-        cuts = _cuts(needs)
-        function = partial(
-            round_passes.draft,
-            state=self.state,
-            drafter=self._drafter,
-            sampling=self.sampling,
-            needs=cuts,
-            rows=rows,
-            reads=reads,
-            depth=depth,
-            blocks=blocks,
-        )
-        return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
-
-    def _verifying(self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None) -> Callable[[], object]:
-        if flat_tokens is None:
-            function = partial(
-                round_passes.verify, state=self.state, target=self._target, rows=rows, depth=depth, blocks=blocks
-            )
-            return self._captured(VERIFY, (rows, depth, blocks), function)
-        flat = partial(
-            verify_flat,
-            state=self.state,
-            target=self._target,
-            rows=rows,
-            depth=depth,
-            tokens=flat_tokens,
-            blocks=blocks,
-        )
-        return self._captured(VERIFY_FLAT, (rows, depth, flat_tokens, blocks), flat)
-
-    def _sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
-        """Logits to tokens. Not captured where few batches are alike."""
-        function = partial(
-            round_passes.sample,
-            state=self.state,
-            target=self._target,
-            sampling=self.sampling,
-            chance=self._chance,
-            needs=needs,
-            rows=rows,
-            depth=depth,
-        )
-        if masked or needs.shaped:
-            device = self.capture.device
-            return lambda mask_NV: function(
-                {}, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
-            )
-        captured = self._captured(SAMPLE, (rows, depth, needs), function)
-        return lambda _: captured()
-
-    def _trees(self, rows: int, tree: Tree) -> TreeNodes | None:
-        """Memory for trees of so many rows, as large as the draft vocabulary and the logits allow; None: not at all."""
-        assert self._drafter is not None
-        depth, width = tree.depth, min(tree.width, len(self._drafter.token_W))
-        candidates = width * (1 + (depth - 1) * width)
-        budget = min(tree.budget, candidates, self._most_tokens // rows - 1)
-        if budget < 1:
-            return None
-        shape = rows, depth, width, budget
-        if shape not in self._nodes:
-            self._nodes[shape] = TreeNodes.of(
-                rows,
-                depth=depth,
-                width=width,
-                budget=budget,
-                device=self.capture.device,
-                states_like=self.state.states_SLX,
-            )
-        return self._nodes[shape]
-
-    def _drafting_trees(self, trees: TreeNodes, blocks: int, reads: int, needs: Needs) -> Callable[[], object]:
-        assert self._drafter is not None
-        cuts = _cuts(needs)
-        function = partial(
-            tree_passes.draft_trees,
-            state=self.state,
-            trees=trees,
-            drafter=self._drafter,
-            sampling=self.sampling,
-            needs=cuts,
-            reads=reads,
-            blocks=blocks,
-        )
-        return self._captured(DRAFT_TREES, (*_shape(trees), reads, blocks, cuts), function)
-
-    def _verifying_trees(self, trees: TreeNodes, blocks: int) -> Callable[[], object]:
-        function = partial(tree_passes.verify_trees, state=self.state, trees=trees, target=self._target, blocks=blocks)
-        return self._captured(VERIFY_TREES, (*_shape(trees), blocks), function)
-
-    def _sampling_trees(self, trees: TreeNodes, needs: Needs) -> Callable[[Tensor | None], Tensor]:
-        function = partial(
-            tree_passes.sample_trees,
-            state=self.state,
-            trees=trees,
-            target=self._target,
-            sampling=self.sampling,
-            chance=self._chance,
-            needs=needs,
-        )
-        if needs.shaped:
-            return lambda _: function({})
-        captured = self._captured(SAMPLE_TREES, (*_shape(trees), needs), function)
-        return lambda _: captured()
-
-    def _reading(self, tokens: int, rows: int, blocks: int) -> tuple[InputBuffers, Callable[[], object]]:
-        """What reads so many tokens of prompts, and where to put them."""
-        function = partial(
-            round_passes.read, state=self.state, target=self._target, drafter=self._drafter, rows=rows, blocks=blocks
-        )
-        captured = tokens <= self._chunks[-1]
-        count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
-        shapes = {"ids": (count,), "behind": (count,), "start": (rows + 1,), "base": (rows,)}
-        if captured:
-            graph = self._graph(READ, (count, rows, blocks), function, shapes)
-            if graph is not None:
-                return graph.inputs, graph.run
-        inputs = InputBuffers(shapes, self.capture.device)
-        return inputs, lambda: function(inputs.device)
-
-    def _captured(self, kind: str, bucket: tuple[object, ...], function: Function) -> Callable[[], Tensor]:
-        """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
-        graph = self._graph(kind, bucket, function, {})
-        return graph.run if graph is not None else lambda: function({})
-
-    def _graph(
-        self, kind: str, bucket: tuple[object, ...], function: Function, shapes: Mapping[str, tuple[int, ...]]
-    ) -> CapturedGraph | None:
-        if not self.capture.has(kind, bucket):
-            self.queue.run(self.state.blank_rows)
-        return self.capture.get(kind, bucket, lambda: shapes, function)
 
     # --- seats -------------------------------------------------------------------------------------------------
 
@@ -592,25 +351,11 @@ class RoundRunner:
         depth = int(asked_R.max()) if asked_R.all() else self.shapes.depth_for(deepest)
         return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
 
-    def _chunk_bucket(self, rows: int) -> int:
-        """Chunks of prompts that are read together with so many."""
-        return next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
-
     def _block_bucket(self, slot_R: Integers) -> int:
         blocks, needed = self._usual_blocks, int(self._block_counts[slot_R].max())
         while blocks < needed:
             blocks *= 4
         return blocks
-
-
-def _cuts(needs: Needs) -> Needs:
-    """What drafting heeds of them."""
-    return Needs(sampled=needs.sampled, min_p=needs.min_p, top_k=needs.top_k, top_p=needs.top_p)
-
-
-def _shape(trees: TreeNodes) -> tuple[int, int, int, int]:
-    """Rows, and how large their trees are."""
-    return len(trees.kept_count_R), trees.depth, trees.width, trees.budget
 
 
 def slot_of(seq: SequenceState) -> int:

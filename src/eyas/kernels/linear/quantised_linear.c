@@ -171,30 +171,49 @@ static long zero_of(int format) { return format & FOUR_BITS ? (format & MINIMA ?
 static long head_bytes(int format) { return PANEL * 2 * (scales_in(format) + (format & MINIMA ? 1 : 0)); }
 static long block_bytes(int format) { return head_bytes(format) + PANEL * (format & FOUR_BITS ? HALF : BLOCK); }
 
+/* BLOCK numbers, nearest first to even; their scale is returned, and the sums of both halves are written. Positive floats
+ * are ordered like their bits, and what is no number is above them all: then so is the scale, and all that comes of it. */
+INLINE float quantise_block(const float *x, int8_t *q, int32_t *halves) {
+    int32_t largest = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    float most;
+    memcpy(&most, &largest, 4);
+    const float inverse = most > 0x1p-120f ? 127.0f / most : 0.0f;
+#if defined(NEON)
+    int8x16_t both[2];
+    UNROLL for (int half = 0; half < 2; half++) {
+        int32x4_t four[4];
+        UNROLL for (int i = 0; i < 4; i++) four[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + half * HALF + 4 * i), inverse));
+        const int16x8_t low = vuzp1q_s16(vreinterpretq_s16_s32(four[0]), vreinterpretq_s16_s32(four[1]));
+        const int16x8_t high = vuzp1q_s16(vreinterpretq_s16_s32(four[2]), vreinterpretq_s16_s32(four[3]));
+        both[half] = vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
+        vst1q_s8(q + half * HALF, both[half]);
+        halves[half] = vaddlvq_s8(both[half]);
+    }
+#else
+    for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)(int32_t)__builtin_rintf(x[i] * inverse);
+    halves[0] = halves[1] = 0;
+    for (int i = 0; i < HALF; i++) halves[0] += q[i];
+    for (int i = HALF; i < BLOCK; i++) halves[1] += q[i];
+#endif
+    return most / 127.0f;
+}
+
 static void quantise_row(const float *x, long K, const struct rows *rows, long m) {
-    const long B = rows->blocks;
-    int8_t *q = rows->q + m * B * BLOCK;
-    for (long b = 0; b < B; b++, q += BLOCK) {
-        float block[BLOCK] = {0};
-        memcpy(block, x + b * BLOCK, smaller(BLOCK, K - b * BLOCK) * sizeof(float));
-        int32_t largest = 0; /* positive floats are ordered like their bits, and no number is above them all */
-        for (int i = 0; i < BLOCK; i++) {
-            int32_t bits;
-            memcpy(&bits, block + i, 4);
-            bits &= 0x7fffffff;
-            largest = bits > largest ? bits : largest;
-        }
-        float most;
-        memcpy(&most, &largest, 4);
-        const float scale = most / 127.0f, inverse = most > 0x1p-120f ? 127.0f / most : 0.0f;
-        for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)(int32_t)__builtin_rintf(block[i] * inverse);
-        int32_t low = 0, high = 0;
-        for (int i = 0; i < HALF; i++) low += q[i];
-        for (int i = HALF; i < BLOCK; i++) high += q[i];
-        rows->scale[m * B + b] = scale;
-        rows->sum[m * B + b] = scale * (float)(low + high);
-        rows->halves[(m * B + b) * 2] = low;
-        rows->halves[(m * B + b) * 2 + 1] = high;
+    const long B = rows->blocks, whole = K / BLOCK;
+    float padded[BLOCK] = {0};
+    if (whole < B) memcpy(padded, x + whole * BLOCK, (K - whole * BLOCK) * sizeof(float));
+    for (long b = 0; b < B; b++) {
+        const long at = m * B + b;
+        int32_t *halves = rows->halves + 2 * at;
+        const float scale = quantise_block(b < whole ? x + b * BLOCK : padded, rows->q + at * BLOCK, halves);
+        rows->scale[at] = scale;
+        rows->sum[at] = scale * (float)(halves[0] + halves[1]);
     }
 }
 

@@ -1,0 +1,328 @@
+"""The passes of rounds by their shapes, captured as they are met or ahead.
+
+    rows     rounded up to one of ROWS
+    depth    the deepest draft of any row, so that there are as many tokens as one of TOKENS
+    blocks   of the longest row, in USUAL_BLOCKS or that times powers of 4
+    tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured. Of a verification that
+             has a budget, as `captured_plan.py` has them
+
+Each takes its numbers from the state (`round_state.py`), prompts from buffers beside it. To capture a pass is to run
+it, for nobody: the rows are blanked before, and must be sent behind.
+
+Shapes: R rows, Q tokens of a row, V vocabulary.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import pairwise, product
+
+import torch
+from torch import Tensor
+
+from eyas.engine.runner import round_passes, tree_passes
+from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS
+from eyas.engine.runner.device_queue import DeviceQueue
+from eyas.engine.runner.flat_verify import verify_flat
+from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.engine.runner.input_buffers import InputBuffers
+from eyas.engine.runner.round_passes import RoundDrafter, RoundTarget
+from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.sampling_needs import NOTHING, Needs
+from eyas.engine.runner.slot_sampling import SlotSampling
+from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.speculation.draft import Tree
+from eyas.engine.speculation.observations import Rehearsal
+from eyas.kernels.tree_nodes import TreeNodes
+from eyas.plan.shapes import CAPTURED_TREES, Shape
+
+REHEARSALS = 3
+"""Times that a pass is run to be timed."""
+READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
+VERIFY_FLAT = "verify a budget"
+DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample trees"
+"""Kinds of captured passes."""
+
+
+class RoundGraphs:
+    """What runs a pass of a shape."""
+
+    def __init__(
+        self,
+        capture: GraphCapture,
+        queue: DeviceQueue,
+        *,
+        state: RoundState,
+        target: RoundTarget,
+        drafter: RoundDrafter | None,
+        sampling: SlotSampling,
+        max_num_seqs: int,
+        most_tokens: int,
+        longest_chunk: int,
+        max_depth: int,
+        blocks: int,
+        tree: Tree | None,
+        chance: float | None,
+    ) -> None:
+        """`blocks` is how many rows usually have at most; captured ahead are passes of that many."""
+        self.capture, self._queue = capture, queue
+        self._state, self._target, self._drafter, self._sampling = state, target, drafter, sampling
+        self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=capture.device)
+        self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
+        self._deepest, self._most_tokens, self._usual_blocks = max_depth + 1, most_tokens, blocks
+        self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
+        self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
+        self.shapes = CapturedShapes(
+            rows=self._rows,
+            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0})) if drafter else (),
+            most_tokens=most_tokens,
+            flat=True,
+            trees=tuple(self._considered()) if tree is None else (),
+        )
+        self._forced_tree = None if drafter is None else tree
+        self.nodes: dict[tuple[int, ...], TreeNodes] = {}
+        """Memory of trees, by rows, depth, width and budget."""
+
+    def _considered(self) -> list[Shape]:
+        """Trees that may be chosen."""
+        if self._drafter is None:
+            return []
+        return [x for x in CAPTURED_TREES if x.depth < self._deepest and x.width <= len(self._drafter.token_W)]
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken beside the state."""
+        return self.capture.bytes + sum(nodes.bytes for nodes in self.nodes.values())
+
+    def chunk_rows_for(self, rows: int) -> int:
+        """Chunks of prompts that are read together with so many."""
+        return next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
+
+    @torch.inference_mode()
+    def capture_ahead(self) -> int:
+        """Capture chunks and steps of usual lengths; how many graphs there are then."""
+        blocks = self._usual_blocks
+        for tokens in self._chunks:
+            for fewer, rows in pairwise((0, *self._chunk_rows)):
+                if fewer < tokens:  # or the smaller bucket has a row for every token
+                    self.reading(tokens, rows, blocks)
+                    self.sampling(rows, 0, NOTHING, masked=False)
+        for rows in self._rows:
+            if self._drafter is not None:
+                self.catching_up(rows, blocks)
+            for depth, needs in product((0, *self.shapes.depths_for(rows)), (NOTHING, Needs(sampled=True))):
+                if rows > self._most_tokens:
+                    continue
+                for flat_tokens in (None, *self.shapes.flat_tokens(rows, depth)):
+                    self.verifying(rows, blocks, depth, flat_tokens)
+                self.sampling(rows, depth, needs, masked=False)
+                for reads in {1 + depth, self._deepest} if depth else ():
+                    self.drafting(rows, blocks, reads, depth, needs)
+            for trees, needs in product(self._trees_for(rows), (NOTHING, Needs(sampled=True))):
+                self.verifying_trees(trees, blocks)
+                self.sampling_trees(trees, needs)
+                for reads in {1 + trees.depth, self._deepest}:
+                    self.drafting_trees(trees, blocks, reads, needs)
+        return len(self.capture)
+
+    @torch.inference_mode()
+    def rehearse(self) -> Rehearsal:
+        """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
+        blocks, queue = self._usual_blocks, self._queue
+        verify, draft = dict[int, float](), {depth: dict[int, float]() for depth in self.shapes.depths}
+        catch_up, grow = dict[int, float](), {shape: dict[int, float]() for shape in self.shapes.trees}
+
+        def seconds(*passes: Callable[[], object]) -> float:
+            for one in passes:
+                queue.run(one)
+            began = queue.mark()
+            for one in passes * REHEARSALS:
+                queue.run(one)
+            ended = queue.mark()
+            ended.wait()
+            return ended.seconds_since(began) / REHEARSALS
+
+        for rows in sorted({*self._rows[::2], self._rows[-1]}):
+            for depth in (0, *self.shapes.depths_for(rows)):
+                sample = self.sampling(rows, depth, NOTHING, masked=False)
+                target = self.verifying(rows, blocks, depth)
+                drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING) if depth else None
+                queue.run(self._state.blank_rows)
+                verify[rows * (1 + depth)] = seconds(target, partial(sample, None))
+                if drafter is not None:
+                    draft[depth][rows] = seconds(drafter)
+            if self._drafter is not None:
+                reading = self.catching_up(rows, blocks)
+                queue.run(self._state.blank_rows)
+                catch_up[rows] = seconds(reading)
+        for rows, shape in product(self._rows, self.shapes.trees):
+            if shape in self.shapes.trees_for(rows):
+                trees = self.trees(rows, Tree(depth=shape.depth, width=shape.width, budget=shape.budget))
+                assert trees is not None, "the shapes fit"
+                sample, target = self.sampling_trees(trees, NOTHING), self.verifying_trees(trees, blocks)
+                drafter = self.drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
+                queue.run(self._state.blank_rows)
+                grow[shape][rows] = seconds(drafter)
+                verify.setdefault(rows * (1 + shape.budget), seconds(target, partial(sample, None)))
+        return Rehearsal(verify=verify, draft=draft, catch_up=catch_up, trees=grow)
+
+    def _trees_for(self, rows: int) -> list[TreeNodes]:
+        """Those that so many rows may grow: the forced one, or any that may be chosen."""
+        shapes = [Tree(depth=x.depth, width=x.width, budget=x.budget) for x in self.shapes.trees_for(rows)]
+        forced = [] if self._forced_tree is None else [self._forced_tree]
+        return [trees for tree in forced or shapes if (trees := self.trees(rows, tree)) is not None]
+
+    def catching_up(self, rows: int, blocks: int) -> Callable[[], object]:
+        """Lets the drafter read what waits."""
+        assert self._drafter is not None
+        function = partial(round_passes.catch_up, state=self._state, drafter=self._drafter, rows=rows, blocks=blocks)
+        return self._captured(CATCH_UP, (rows, blocks), function)
+
+    def drafting(self, rows: int, blocks: int, reads: int, depth: int, needs: Needs) -> Callable[[], object]:
+        """Chains."""
+        assert self._drafter is not None
+        cuts = _cuts(needs)
+        function = partial(
+            round_passes.draft,
+            state=self._state,
+            drafter=self._drafter,
+            sampling=self._sampling,
+            needs=cuts,
+            rows=rows,
+            reads=reads,
+            depth=depth,
+            blocks=blocks,
+        )
+        return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
+
+    def verifying(self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None) -> Callable[[], object]:
+        """The target over chains: all of them, or a budget."""
+        if flat_tokens is None:
+            function = partial(
+                round_passes.verify, state=self._state, target=self._target, rows=rows, depth=depth, blocks=blocks
+            )
+            return self._captured(VERIFY, (rows, depth, blocks), function)
+        flat = partial(
+            verify_flat,
+            state=self._state,
+            target=self._target,
+            rows=rows,
+            depth=depth,
+            tokens=flat_tokens,
+            blocks=blocks,
+        )
+        return self._captured(VERIFY_FLAT, (rows, depth, flat_tokens, blocks), flat)
+
+    def sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
+        """Logits to tokens. Not captured where few batches are alike."""
+        function = partial(
+            round_passes.sample,
+            state=self._state,
+            target=self._target,
+            sampling=self._sampling,
+            chance=self._chance,
+            needs=needs,
+            rows=rows,
+            depth=depth,
+        )
+        if masked or needs.shaped:
+            device = self.capture.device
+            return lambda mask_NV: function(
+                {}, mask_NV=None if mask_NV is None else mask_NV.to(device, non_blocking=True)
+            )
+        captured = self._captured(SAMPLE, (rows, depth, needs), function)
+        return lambda _: captured()
+
+    def trees(self, rows: int, tree: Tree) -> TreeNodes | None:
+        """Memory for trees of so many rows, as large as the draft vocabulary and the logits allow; None: not at all."""
+        assert self._drafter is not None
+        depth, width = tree.depth, min(tree.width, len(self._drafter.token_W))
+        candidates = width * (1 + (depth - 1) * width)
+        budget = min(tree.budget, candidates, self._most_tokens // rows - 1)
+        if budget < 1:
+            return None
+        shape = rows, depth, width, budget
+        if shape not in self.nodes:
+            self.nodes[shape] = TreeNodes.of(
+                rows,
+                depth=depth,
+                width=width,
+                budget=budget,
+                device=self.capture.device,
+                states_like=self._state.states_SLX,
+            )
+        return self.nodes[shape]
+
+    def drafting_trees(self, trees: TreeNodes, blocks: int, reads: int, needs: Needs) -> Callable[[], object]:
+        """Trees."""
+        assert self._drafter is not None
+        cuts = _cuts(needs)
+        function = partial(
+            tree_passes.draft_trees,
+            state=self._state,
+            trees=trees,
+            drafter=self._drafter,
+            sampling=self._sampling,
+            needs=cuts,
+            reads=reads,
+            blocks=blocks,
+        )
+        return self._captured(DRAFT_TREES, (*_shape(trees), reads, blocks, cuts), function)
+
+    def verifying_trees(self, trees: TreeNodes, blocks: int) -> Callable[[], object]:
+        """The target over trees."""
+        function = partial(tree_passes.verify_trees, state=self._state, trees=trees, target=self._target, blocks=blocks)
+        return self._captured(VERIFY_TREES, (*_shape(trees), blocks), function)
+
+    def sampling_trees(self, trees: TreeNodes, needs: Needs) -> Callable[[Tensor | None], Tensor]:
+        """Logits of trees to tokens."""
+        function = partial(
+            tree_passes.sample_trees,
+            state=self._state,
+            trees=trees,
+            target=self._target,
+            sampling=self._sampling,
+            chance=self._chance,
+            needs=needs,
+        )
+        if needs.shaped:
+            return lambda _: function({})
+        captured = self._captured(SAMPLE_TREES, (*_shape(trees), needs), function)
+        return lambda _: captured()
+
+    def reading(self, tokens: int, rows: int, blocks: int) -> tuple[InputBuffers, Callable[[], object]]:
+        """What reads so many tokens of prompts, and where to put them."""
+        function = partial(
+            round_passes.read, state=self._state, target=self._target, drafter=self._drafter, rows=rows, blocks=blocks
+        )
+        captured = tokens <= self._chunks[-1]
+        count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
+        shapes = {"ids": (count,), "behind": (count,), "start": (rows + 1,), "base": (rows,)}
+        if captured:
+            graph = self._graph(READ, (count, rows, blocks), function, shapes)
+            if graph is not None:
+                return graph.inputs, graph.run
+        inputs = InputBuffers(shapes, self.capture.device)
+        return inputs, lambda: function(inputs.device)
+
+    def _captured(self, kind: str, bucket: tuple[object, ...], function: Function) -> Callable[[], Tensor]:
+        """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
+        graph = self._graph(kind, bucket, function, {})
+        return graph.run if graph is not None else lambda: function({})
+
+    def _graph(
+        self, kind: str, bucket: tuple[object, ...], function: Function, shapes: Mapping[str, tuple[int, ...]]
+    ) -> CapturedGraph | None:
+        if not self.capture.has(kind, bucket):
+            self._queue.run(self._state.blank_rows)
+        return self.capture.get(kind, bucket, lambda: shapes, function)
+
+
+def _cuts(needs: Needs) -> Needs:
+    """What drafting heeds of them."""
+    return Needs(sampled=needs.sampled, min_p=needs.min_p, top_k=needs.top_k, top_p=needs.top_p)
+
+
+def _shape(trees: TreeNodes) -> tuple[int, int, int, int]:
+    """Rows, and how large their trees are."""
+    return len(trees.kept_count_R), trees.depth, trees.width, trees.budget
