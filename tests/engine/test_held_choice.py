@@ -1,0 +1,109 @@
+"""A choice of depths serves the steps that follow, as long as it is one for those that decode."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eyas.engine.proposer import Proposer
+from eyas.engine.request import Request, SequenceState, Speculation
+from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.policy import POLICY
+from eyas.plan.shapes import CHAIN
+from eyas.sampling import Sampling
+
+AUTO = Speculation()
+
+
+class Chooser:
+    """Chooses the same depth for all on auto, and notes who it was asked for."""
+
+    def __init__(self, depth: int, holds: int) -> None:
+        self.depth, self.holds = depth, holds
+        self.asked: list[tuple[list[int], int]] = []
+        self.drift = SimpleNamespace(firing=False)
+
+    def choose(self, rows: Sequence[RowFacts], *, after: int) -> Choice:
+        self.asked.append(([row.key for row in rows], after))
+        depths = tuple(self.depth if row.mode == "auto" else row.depth or 0 for row in rows)
+        return Choice(depths=depths, limits=depths, shape=CHAIN, reason="", budget=7, holds=self.holds)
+
+
+def made(chooser: Chooser) -> Proposer:
+    unused: Any = SimpleNamespace()
+    proposer = Proposer(
+        unused,
+        chooser,
+        unused,
+        layer_ids=(),
+        drift_probe=unused,
+        tree=None,
+        clock=lambda: 0.0,  # type: ignore[arg-type]
+    )
+    proposer.rounds = True
+    return proposer
+
+
+def seqs(*keys: int, speculation: Speculation = AUTO) -> list[SequenceState]:
+    return [
+        SequenceState(
+            key=key,
+            arrival=key,
+            request=Request(prompt=(1, 2), sampling=Sampling(), max_new_tokens=9, speculation=speculation),
+        )
+        for key in keys
+    ]
+
+
+def test_the_same_requests_are_chosen_for_once() -> None:
+    chooser = Chooser(3, holds=4)
+    proposer, rows = made(chooser), seqs(0, 1)
+    slots = [dict(proposer.draft_slots(rows)) for _ in range(6)]
+    assert slots == [{0: 3, 1: 3}] * 6
+    assert chooser.asked == [([0, 1], 1), ([0, 1], 4)]
+    assert proposer.budget == 7, "also of a step that follows"
+    assert proposer.chosen is None, "of which nothing is to be told"
+
+
+def test_who_leaves_changes_nothing_and_who_comes_is_drafted_for_at_once() -> None:
+    chooser = Chooser(3, holds=8)
+    proposer, rows = made(chooser), seqs(*range(8))
+    proposer.draft_slots(rows)
+    proposer.draft_slots(rows[1:])
+    assert len(chooser.asked) == 1
+    assert dict(proposer.draft_slots([*rows[1:], *seqs(8)]))[8] == 3
+    assert chooser.asked[-1] == ([*range(1, 9)], 2)
+
+
+def test_plain_steps_go_on_with_others_unless_one_has_a_depth_of_its_own() -> None:
+    chooser = Chooser(0, holds=8)
+    proposer, rows = made(chooser), seqs(*range(8))
+    assert dict(proposer.draft_slots(rows)) == {}
+    assert dict(proposer.draft_slots([*rows, *seqs(8)])) == {}
+    assert len(chooser.asked) == 1
+    fixed = seqs(9, speculation=Speculation(mode="fixed", depth=2))
+    assert dict(proposer.draft_slots([*rows, *fixed]))[9] == 2
+    assert len(chooser.asked) == 2
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 16), (16, 4)])
+def test_what_was_chosen_for_few_does_not_serve_many(before: int, now: int) -> None:
+    chooser = Chooser(0, holds=8)
+    proposer, rows = made(chooser), seqs(*range(max(before, now)))
+    proposer.draft_slots(rows[:before])
+    proposer.draft_slots(rows[:now])
+    assert len(chooser.asked) == 2
+
+
+def test_where_the_host_looks_on_every_step_that_drafts_is_chosen_for() -> None:
+    controller = Controller()
+    assert controller.choose([RowFacts(0, 9, "fixed", 3)]).holds == 1
+
+
+def test_where_depths_are_fixed_and_captured_there_is_little_to_choose() -> None:
+    from engine.simulated_device import SHAPES
+
+    controller = Controller()
+    controller.captures(SHAPES)
+    assert controller.choose([RowFacts(0, 9, "fixed", 3)]).holds == POLICY.plan_steps
