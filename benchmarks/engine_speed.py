@@ -37,7 +37,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.drafter import Tree
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.loading import load_target
+from eyas.loading import load_drafter_for, load_target
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from eyas.train.journal import versions
@@ -162,7 +162,9 @@ def read_prompts(path: Path, target: Target, limit: int) -> list[tuple[int, ...]
 
 
 def read_drafter(name: str, target: Target, *, random: bool = False, packed: bool = True) -> Drafter:
-    """A drafter beside the target; with random weights, if it is to know nothing."""
+    """A drafter beside the target, as eyas serves it; with random weights, if it is to know nothing."""
+    if packed and not random:
+        return load_drafter_for(target, name)
     loaded = load_drafter(name).to(device=target.device, dtype=target.dtype)
     loaded.share_target(*target.tables())
     made = _randomised(loaded) if random else loaded

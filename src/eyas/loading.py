@@ -17,7 +17,13 @@ from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
-from eyas.kernels.linear.quantised_linear import QuantisedKernel, QuantisedLinear, load_quantised
+from eyas.kernels.linear.quantised_linear import (
+    QuantisedKernel,
+    QuantisedLinear,
+    load_quantised,
+    quantise,
+    replace_by_blocks,
+)
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.packed_experts import pack_experts
@@ -130,10 +136,16 @@ def _choose(
 
 
 def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None) -> Drafter:
-    """Load a drafter to where its target is, in its precision, packed like it, with the weights that they share."""
+    """Load a drafter to where its target is, in its precision, packed like it, with the weights that they share.
+
+    Beside a quantised target its matrices take 8 bits: what it drafts may change by that, what the target says may not.
+    """
     model = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
     model.share_target(*target.tables())
     if target.device.type == "cpu":
+        kernel = load_quantised(cache=cache)[0] if target.quantization != "none" else None
+        if kernel is not None:
+            replace_by_blocks(model, kernel, lambda linear: quantise(linear.weight, 8))
         pack_linears(model, halve=True, cache=cache)
     return model
 

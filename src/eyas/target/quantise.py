@@ -22,6 +22,7 @@ from eyas.kernels.linear.quantised_linear import (
     QuantisedKernel,
     QuantisedLinear,
     quantise,
+    replace_by_blocks,
 )
 from eyas.kernels.linear.quantised_weight import quantise_float8, quantise_int4
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
@@ -39,16 +40,10 @@ def quantise_linears(model: PreTrainedModel, bits: Bits, kernel: QuantisedKernel
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embedding: Any = model.get_input_embeddings()
     tied = head is not None and type(embedding) is nn.Embedding and head.weight is embedding.weight
-    count = 0
-    for parent in list(model.modules()):
-        for name, linear in list(parent.named_children()):
-            if type(linear) is nn.Linear and linear.weight.numel():
-                blocks = quantise(linear.weight, 8 if linear is head else bits)
-                packed = QuantisedLinear.of(kernel, blocks, linear.bias)
-                setattr(parent, name, packed)
-                count += 1
-                if linear is head and tied:
-                    model.set_input_embeddings(QuantisedEmbedding(packed))
+    count = replace_by_blocks(model, kernel, lambda linear: quantise(linear.weight, 8 if linear is head else bits))
+    packed = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if tied and isinstance(packed, QuantisedLinear):
+        model.set_input_embeddings(QuantisedEmbedding(packed))
     return count
 
 

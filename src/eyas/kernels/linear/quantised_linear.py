@@ -14,7 +14,7 @@ Shapes: M rows, N outputs, K inputs, B blocks, S scales of an output (B, or 2 B 
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -305,6 +305,17 @@ def joined_quantised(linears: Sequence[QuantisedLinear]) -> QuantisedLinear:
     """One layer with the outputs of all, in order, on the same memory; x is quantised once for all."""
     first = linears[0]
     return QuantisedLinear(first.kernel, [one for linear in linears for one in linear.panels], first.in_features)
+
+
+def replace_by_blocks(model: nn.Module, kernel: QuantisedKernel, blocks_of: Callable[[nn.Linear], Blocks]) -> int:
+    """Replace every nn.Linear inside `model`, in place, and return how many; the model can no longer be trained."""
+    count = 0
+    for parent in list(model.modules()):
+        for name, linear in list(parent.named_children()):
+            if type(linear) is nn.Linear and linear.weight.numel():
+                setattr(parent, name, QuantisedLinear.of(kernel, blocks_of(linear), linear.bias))
+                count += 1
+    return count
 
 
 class QuantisedEmbedding(nn.Module):
