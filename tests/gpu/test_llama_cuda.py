@@ -21,6 +21,7 @@ from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.experts import Experts
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
+from eyas.target.quantise import replace_linears
 from kernels.test_recognise import gated, with_block, zeros
 
 pytestmark = pytest.mark.gpu
@@ -163,6 +164,20 @@ def test_passes_of_few_tokens_are_the_plain_ones(
         assert all(torch.equal(mine, same) for mine, same in zip(ours, again, strict=True))
         base += tokens
     both.judge()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text"])
+def test_quantised_linears_run_by_the_fused_pass(family: str, kind: str) -> None:
+    """By torch in the interpreter; on a GPU by kernels for prompts and for decoding, both of which the trial takes."""
+    made = target(family, HALF, 9, 3, 16)
+    replace_linears(made.model, kind)
+    lean = recognised(made)
+    assert lean.phased
+    fused = by_kernels(lean).with_few_rows()
+    assert fused is not None
+    assert fused.few_rows == 0
+    require_same(fused, made)
 
 
 def test_products_that_are_not_plain_run_by_the_general_pass() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.linear.quantised_weight import (
     FLOAT8,
     QuantisedWeight,
@@ -106,6 +107,31 @@ def test_rows_are_rounded_as_torch_rounds_them(kind: torch.dtype, size: int) -> 
     allowed = 0.05 if kind == FLOAT8 and DEVICE.type == "cpu" else 0.01
     assert (q[:, :size].float() != rounded).float().mean() < allowed
     assert not q[:, size:].float().any()
+
+
+@pytest.mark.parametrize("kind", [FLOAT8, torch.int8])
+@pytest.mark.parametrize(("size", "padded"), [(64, 128), (200, 256), (5000, 5120)])
+def test_norms_and_gates_round_rows_as_if_apart(kind: torch.dtype, size: int, padded: int) -> None:
+    from eyas.kernels.linear.quantised_triton import gate_quantise, quantise_rows, rows_for
+    from eyas.kernels.llama.triton import _add_norm, _gate, _launch_add_norm
+
+    torch.manual_seed(0)
+    weight = torch.zeros(16, padded, device=DEVICE).to(kind)
+    x, more = made(3, size, dtype=HALF), made(3, size, dtype=HALF)
+    norm = FusedNorm(torch.rand(size, device=DEVICE).add(0.5).to(HALF), 1e-5)
+    apart, together = x.clone(), x.clone()
+    expected = quantise_rows(_add_norm(apart, more, None, norm), kind, padded)
+    ours = rows_for(3, weight)
+    _launch_add_norm(together, more, None, norm, *ours)
+    assert torch.equal(together, apart)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, expected, strict=True))
+
+    for activation in Activation:
+        gate_up, let_through = made(3, 2 * size, dtype=HALF), made(3, size, dtype=HALF)
+        _gate(gate_up, activation, let_through)
+        expected = quantise_rows(let_through, kind, padded)
+        ours = gate_quantise(gate_up, activation, *rows_for(3, weight))
+        assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 512, 0])

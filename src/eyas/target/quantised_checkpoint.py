@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from eyas.errors import UserError
+from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.linear.quantised_weight import QuantisedWeight
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
@@ -51,6 +52,8 @@ def multiplies(device: torch.device, kind: str, dtype: torch.dtype) -> str | Non
         return "products of 8- and 4-bit weights of this kind run on a GPU only"
     if dtype not in DTYPES_OF_KERNELS:
         return f"they take rows of bfloat16 or float16, not of {str(dtype).removeprefix('torch.')}"
+    if not has_triton():
+        return "their kernels need Triton, which torch for CUDA brings"
     if kind == "fp8" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         have = ".".join(map(str, torch.cuda.get_device_capability(device)))
         return f"fp8 needs a GPU of compute capability 8.9 or more, and this one has {have}"

@@ -2,6 +2,7 @@
 """Products with weights of 8 and 4 bits on a GPU.
 
     quantise_rows      rows to fp8 or int8, each by its own scale
+    gate_quantise      the same of what gates let through
     w8a8_decode        their product with weights of the same type
     scale_outputs      row and output scales behind a product that knows none (`torch._scaled_mm`)
     w4a16_decode       the product of 16-bit rows with 4-bit weights, which become 16-bit numbers in registers
@@ -23,6 +24,7 @@ Shapes: N rows, K inputs, E outputs, G groups of inputs.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -30,12 +32,23 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
+from eyas.kernels.elementwise import Activation
+from eyas.kernels.elementwise_triton import gated
 from eyas.kernels.linear.quantised_weight import FLOAT8, FLOAT8_LARGEST, INT8_LARGEST
 
 BLOCK_K = 128
 """Inputs of one step of an 8-bit product; weights are padded to a multiple of it."""
 FEW_OUTPUTS = 4224
 """Outputs up to which 16 at a time make no more programs than an H200 holds at a time."""
+
+
+@triton.jit
+def rounded(value, most, LARGEST: tl.constexpr, INT: tl.constexpr):
+    """Numbers of a row whose largest is `most`, as they are in 8 bits; the scale is `most` / LARGEST."""
+    value = tl.minimum(tl.maximum(value.to(tl.float32) * (LARGEST / most), -LARGEST), LARGEST)
+    if INT:
+        value = tl.floor(value + 0.5)
+    return value
 
 
 @triton.jit
@@ -62,14 +75,44 @@ def _quantise_rows_kernel(
         most = tl.maximum(most, tl.abs(tl.load(x + n * row + at, mask=at < SIZE, other=0.0).to(tl.float32)))
     largest = tl.maximum(tl.max(most, axis=0), 1e-12)
     tl.store(scale + n, largest / LARGEST)
-    by = LARGEST / largest
     for begin in tl.static_range(0, PADDED, BLOCK):
         at = begin + k
-        value = tl.load(x + n * row + at, mask=at < SIZE, other=0.0).to(tl.float32) * by
-        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
-        if INT:
-            value = tl.floor(value + 0.5)
+        value = rounded(tl.load(x + n * row + at, mask=at < SIZE, other=0.0), largest, LARGEST, INT)
         tl.store(q + n * PADDED + at, value.to(q.dtype.element_ty), mask=at < PADDED)
+
+
+@triton.jit
+def _gate_quantise_kernel(
+    gate_up,
+    q,
+    scale,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INT: tl.constexpr,
+    GELU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One row: what its gates let through, as `_quantise_rows_kernel` has it. It is computed twice instead of kept."""
+    begin_dependent(DEPENDENT, EARLY)
+    n = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    most = tl.zeros((BLOCK,), tl.float32)
+    for begin in tl.static_range(0, SIZE, BLOCK):
+        inside = begin + k < SIZE
+        gate = tl.load(gate_up + n * 2 * SIZE + begin + k, mask=inside, other=0.0)
+        up = tl.load(gate_up + n * 2 * SIZE + SIZE + begin + k, mask=inside, other=0.0)
+        most = tl.maximum(most, tl.abs(gated(gate, up, GELU).to(tl.float32)))
+    largest = tl.maximum(tl.max(most, axis=0), 1e-12)
+    tl.store(scale + n, largest / LARGEST)
+    for begin in tl.static_range(0, PADDED, BLOCK):
+        inside = begin + k < SIZE
+        gate = tl.load(gate_up + n * 2 * SIZE + begin + k, mask=inside, other=0.0)
+        up = tl.load(gate_up + n * 2 * SIZE + SIZE + begin + k, mask=inside, other=0.0)
+        value = rounded(gated(gate, up, GELU), largest, LARGEST, INT)
+        tl.store(q + n * PADDED + begin + k, value.to(q.dtype.element_ty), mask=begin + k < PADDED)
 
 
 @triton.jit
@@ -268,6 +311,36 @@ def decode_tiling(rows: int, outputs: int) -> DecodeTiling:
     return DecodeTiling(outputs=64 if outputs > FEW_OUTPUTS else 32, rows=64, warps=2, stages=3)
 
 
+def largest_of(dtype: torch.dtype) -> dict[str, Any]:
+    """What kernels that round rows to a type are told about it."""
+    return {"LARGEST": FLOAT8_LARGEST if dtype == FLOAT8 else INT8_LARGEST, "INT": dtype != FLOAT8}
+
+
+def rows_for(rows: int, weight_EK: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for rows [N, K] that are to be multiplied by a weight, and for their scales [N]."""
+    q_NK = torch.empty(rows, weight_EK.shape[1], dtype=weight_EK.dtype, device=weight_EK.device)
+    return q_NK, torch.empty(rows, dtype=torch.float32, device=weight_EK.device)
+
+
+def gate_quantise(gate_up_NG: Tensor, activation: Activation, q_NK: Tensor, scale_N: Tensor) -> tuple[Tensor, Tensor]:
+    """What the first half of every row lets through of the second, in 8 bits, zeros behind its end."""
+    rows, gates = gate_up_NG.shape
+    padded = q_NK.shape[1]
+    assert gate_up_NG.is_contiguous()
+    if rows:
+        _gate_quantise_kernel[(rows,)](
+            *(gate_up_NG, q_NK, scale_N),
+            SIZE=gates // 2,
+            PADDED=padded,
+            BLOCK=min(4096, triton.next_power_of_2(padded)),
+            GELU=activation is Activation.GELU_TANH,
+            num_warps=8 if padded > 2048 else 4,
+            **largest_of(q_NK.dtype),
+            **dependent_launch(gate_up_NG.device),
+        )
+    return q_NK, scale_N
+
+
 def quantise_rows(x_NK: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Tensor]:
     """Rows as fp8 or int8 [N, padded], zeros behind their end, and their scales [N]."""
     rows, size = x_NK.shape
@@ -280,9 +353,8 @@ def quantise_rows(x_NK: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor
             SIZE=size,
             PADDED=padded,
             BLOCK=min(4096, triton.next_power_of_2(padded)),
-            LARGEST=FLOAT8_LARGEST if dtype == FLOAT8 else INT8_LARGEST,
-            INT=dtype != FLOAT8,
             num_warps=8 if padded > 2048 else 4,
+            **largest_of(dtype),
             **dependent_launch(x_NK.device),
         )
     return q_NK, scale_N

@@ -101,6 +101,14 @@ class W8A8Linear(nn.Module):
         product_NE = torch._scaled_mm(q_NK, weight_KE, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         return scale_outputs(product_NE, scale_N, self.scale_EG, self.bias, out_NE)
 
+    def decode_rows(self, q_NK: Tensor, scale_N: Tensor, out_NE: Tensor | None = None) -> Tensor:
+        """As `product` while decoding, on a GPU, of rows that are in 8 bits already (`rows_for`)."""
+        from eyas.kernels.linear.quantised_triton import w8a8_decode
+
+        if out_NE is None:
+            out_NE = torch.empty(len(q_NK), self.out_features, dtype=self.dtype, device=q_NK.device)
+        return w8a8_decode(q_NK, scale_N, self.weight_EK, self.scale_EG, self.group, self.bias, out_NE)
+
     @property
     def _has_general_product(self) -> bool:
         """Whether torch has a product for many rows."""

@@ -35,6 +35,8 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
+from eyas.kernels.linear.quantised_triton import gate_quantise, largest_of, rounded, rows_for
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.block import (
     FusedLlama,
     GatedMlp,
@@ -55,17 +57,22 @@ def _add_norm_kernel(
     y_weight,
     weight,
     output,
+    output_scale,
     y_eps,
     eps,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
     ADDS: tl.constexpr,
     NORMS_Y: tl.constexpr,
     FINE: tl.constexpr,
+    QUANTISES: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INT: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token: x += y, in place, and its norm."""
+    """One token: x += y, in place, and its norm; that in 8 bits where it is asked for, zeros up to WIDTH."""
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PADDED)
@@ -82,7 +89,14 @@ def _add_norm_kernel(
     exact = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
     normed = weighted(value, scale, tl.load(weight + at, mask=inside, other=0.0), FINE)
-    tl.store(output + token * SIZE + at, normed, mask=inside)
+    if QUANTISES:
+        exact = tl.where(inside, normed.to(tl.float32), 0.0)
+        most = tl.maximum(tl.max(tl.abs(exact), axis=0), 1e-12)
+        tl.store(output_scale + token, most / LARGEST)
+        q = rounded(exact, most, LARGEST, INT).to(output.dtype.element_ty)
+        tl.store(output + token * WIDTH + at, q, mask=at < WIDTH)
+    else:
+        tl.store(output + token * SIZE + at, normed, mask=inside)
 
 
 @triton.jit
@@ -338,28 +352,47 @@ class TritonLlama(FusedLlama):
         more_ND: Tensor | None = None
         more_norm: FusedNorm | None = None
         for layer, block in enumerate(self.blocks):
-            normed_ND = _add_norm(x_ND, more_ND, more_norm, block.attention_norm)
+            fed = x_ND, more_ND, more_norm, block.attention_norm
+            if not (decoding and _norm_product(block.qkv, *fed, qkv_NE)):
+                self._product(block.qkv, _add_norm(*fed), qkv_NE, decoding=decoding)
             if layer in states:
                 states[layer].copy_(x_ND)
-            self._product(block.qkv, normed_ND, qkv_NE, decoding=decoding)
             keys_GCK, values_GCK = kv[layer]
             _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
             asked = block.scale, block.softcap, block.window, block.sink_logit_H
             mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
             more_ND = self._product(block.output, mixed_NHK.reshape(tokens, -1), decoding=decoding)
-            normed_ND = _add_norm(x_ND, more_ND, block.attention_output_norm, block.mlp_norm)
+            fed = x_ND, more_ND, block.attention_output_norm, block.mlp_norm
             mlp = block.mlp
             if isinstance(mlp, Experts):
-                more_ND = self._mixture(mlp, normed_ND)
+                more_ND = self._mixture(mlp, _add_norm(*fed))
             else:
-                if isinstance(mlp.gate_up, PhasedProduct):
-                    self._product(mlp.gate_up, normed_ND, gate_up, decoding=decoding)
-                else:
-                    mlp.gate_up(normed_ND, gate_up)
-                _gate(gate_up, mlp.activation, gated_NI)
-                more_ND = self._product(mlp.down, gated_NI, decoding=decoding)
+                more_ND = self._feed_forward(mlp, fed, gate_up, gated_NI, decoding=decoding)
             more_norm = block.mlp_output_norm
         return x_ND, more_ND
+
+    def _feed_forward(
+        self,
+        mlp: GatedMlp,
+        fed: tuple[Tensor, Tensor | None, FusedNorm | None, FusedNorm],
+        gate_up: Tensor,
+        gated_NI: Tensor,
+        *,
+        decoding: bool,
+    ) -> Tensor:
+        """What the gates add; both memories are written to."""
+        if not (decoding and _norm_product(mlp.gate_up, *fed, gate_up)):
+            normed_ND = _add_norm(*fed)
+            if isinstance(mlp.gate_up, PhasedProduct):
+                self._product(mlp.gate_up, normed_ND, gate_up, decoding=decoding)
+            else:
+                mlp.gate_up(normed_ND, gate_up)
+        down = _w8a8(mlp.down) if decoding else None
+        if down is not None:
+            rows = gate_quantise(gate_up, mlp.activation, *rows_for(len(gate_up), down.weight_EK))
+            return down.decode_rows(*rows)
+        _gate(gate_up, mlp.activation, gated_NI)
+        return self._product(mlp.down, gated_NI, decoding=decoding)
 
     def _mixture(self, experts: Experts, x_ND: Tensor) -> Tensor:
         assert isinstance(experts, PlainExperts)
@@ -455,22 +488,62 @@ def _plain(product: Product) -> tuple[Tensor, Tensor | None]:
 
 def _add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm) -> Tensor:
     """Add to x, in place, what may be normed first, and norm it."""
+    output_ND = torch.empty_like(x_ND)
+    _launch_add_norm(x_ND, more_ND, more_norm, norm, output_ND, None)
+    return output_ND
+
+
+def _launch_add_norm(
+    x_ND: Tensor,
+    more_ND: Tensor | None,
+    more_norm: FusedNorm | None,
+    norm: FusedNorm,
+    output_NK: Tensor,
+    scale_N: Tensor | None,
+) -> None:
+    """Write the norm to `output_NK`: as it is, or where there are scales as rows in 8 bits."""
     assert more_norm is None or more_norm.weight.dtype == norm.weight.dtype
     tokens, size = x_ND.shape
-    output_ND = torch.empty_like(x_ND)
-    padded = triton.next_power_of_2(size)
+    width = output_NK.shape[1]
+    padded = triton.next_power_of_2(max(size, width))
     _add_norm_kernel[(tokens,)](
-        *(x_ND, x_ND if more_ND is None else more_ND, (more_norm or norm).weight, norm.weight, output_ND),
-        *((more_norm or norm).eps, norm.eps),
+        *(x_ND, x_ND if more_ND is None else more_ND, (more_norm or norm).weight, norm.weight, output_NK),
+        *(x_ND if scale_N is None else scale_N, (more_norm or norm).eps, norm.eps),
         SIZE=size,
         PADDED=padded,
+        WIDTH=width,
         ADDS=more_ND is not None,
         NORMS_Y=more_norm is not None,
         FINE=norm.weight.dtype != x_ND.dtype,
+        QUANTISES=scale_N is not None,
+        **largest_of(output_NK.dtype),
         num_warps=4 if padded <= 2048 else 8,
         **dependent_launch(x_ND.device),
     )
-    return output_ND
+
+
+def _norm_product(
+    product: Product,
+    x_ND: Tensor,
+    more_ND: Tensor | None,
+    more_norm: FusedNorm | None,
+    norm: FusedNorm,
+    out_NE: Tensor,
+) -> bool:
+    """Add, norm and multiply a decoding pass's rows by 8-bit weights, in two launches; False for other products."""
+    linear = _w8a8(product)
+    if linear is None:
+        return False
+    rows = rows_for(len(x_ND), linear.weight_EK)
+    _launch_add_norm(x_ND, more_ND, more_norm, norm, *rows)
+    linear.decode_rows(*rows, out_NE)
+    return True
+
+
+def _w8a8(product: Product) -> W8A8Linear | None:
+    """The linear of a product that reads rows in 8 bits on a GPU."""
+    linear = product.linear if isinstance(product, PhasedProduct) else None
+    return linear if isinstance(linear, W8A8Linear) and linear.weight_EK.device.type == "cuda" else None
 
 
 def _rotate(
