@@ -193,6 +193,14 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path: Path) -> None:
         Target.load(str(tmp_path), dtype="float32", device="cpu")
 
 
+def test_damaged_files_are_told(tmp_path: Path) -> None:
+    write(tmp_path, "fp8")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="are damaged"):
+        Target.load(str(tmp_path), dtype="float32", device="cpu")
+
+
 def test_it_is_not_quantised_twice(tmp_path: Path) -> None:
     write(tmp_path, "fp8")
     with pytest.raises(UserError, match=r"is quantised already .*fp8"):

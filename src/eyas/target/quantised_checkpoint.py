@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -193,9 +193,12 @@ def _tensors(folder: Path, source: str) -> Iterator[Mapping[str, _Reader]]:
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise UserError(f"{source} has no file {missing[0]}; use a complete checkpoint in safetensors")
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in files]
-        yield {name: _Reader(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+    try:
+        with ExitStack() as stack:
+            opened = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in files]
+            yield {name: _Reader(file, name) for file in opened for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise UserError(f"the weights of {source} are damaged ({error}); fetch them again") from error
 
 
 def _by_module(names: Mapping[str, object]) -> dict[str, dict[str, str]]:
