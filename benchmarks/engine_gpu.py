@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cells import device_parts, number, table
 from memory_floor import bandwidth, step_bytes
 from random_models import SHAPES, random_drafter, random_target, write_configs
 from tossed_engine import TossedEngine
@@ -79,7 +80,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.users = arguments.users or [1, 4, 16, 64, 256, 512]
     try:
-        print(table(Benchmark(arguments).run()))
+        print(table(Benchmark(arguments).run(), line_of))
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -174,7 +175,7 @@ class Benchmark:
         floor = step_bytes(self.target, self.drafter, users=users, context=context, depth=depth) / self.bandwidth
         row = row_of(users, depth, runs, others, 1000 * floor) | ours.parts()
         self.rows.append(row)
-        print(line_of(row) + parts_of(row), flush=True)
+        print(f"{line_of(row)}\n      {device_parts(row)}", flush=True)
         if arguments.out is not None:
             arguments.out.write_text(json.dumps(self._record(), indent=1))
         del ours
@@ -307,34 +308,15 @@ def row_of(users: int, depth: int, runs: Sequence[Json], others: Sequence[Json],
     }
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
 def line_of(row: Json) -> str:
     """A cell in a line."""
     return (
         f"{row['users']:>5} users  depth {row['depth']}"
-        f"  tokens/s {row['tokens_per_second']:>9.1f}  vLLM {_number(row['vllm_tokens_per_second'], '.1f'):>9}"
-        f"  ratio {_number(row['ratio'], '.3f'):>6}"
-        f"  ms/step {row['ms_per_step']:>8.3f}  vLLM {_number(row['vllm_ms_per_step'], '.3f'):>8}"
-        f"  floor {row['floor_ms']:.3f}: {row['floor_share']:.0%}, vLLM {_number(row['vllm_floor_share'], '.0%')}"
+        f"  tokens/s {row['tokens_per_second']:>9.1f}  vLLM {number(row['vllm_tokens_per_second'], '.1f'):>9}"
+        f"  ratio {number(row['ratio'], '.3f'):>6}"
+        f"  ms/step {row['ms_per_step']:>8.3f}  vLLM {number(row['vllm_ms_per_step'], '.3f'):>8}"
+        f"  floor {row['floor_ms']:.3f}: {row['floor_share']:.0%}, vLLM {number(row['vllm_floor_share'], '.0%')}"
     )
-
-
-def parts_of(row: Json) -> str:
-    """What the device does in a step of ours."""
-    device = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["device_ms"].items())
-    return (
-        f"\n      length {row['acceptance_length']:.2f}; device ms: {device or '-'}; "
-        f"{row['graphs']} graphs, {row['graph_mebibytes']} MiB"
-    )
-
-
-def table(record: Json) -> str:
-    """All cells, a line each, and what is missing."""
-    head = f"\n{record['arguments']['shape']}, {record['device']}, {record['seconds']:.0f} s in all"
-    return "\n".join([head, *map(line_of, record["rows"]), *(f"note: {words}" for words in record["notes"])])
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cells import device_parts, number, table
 from memory_floor import bandwidth, step_bytes
 from random_models import LONGEST, SHAPES, random_drafter, random_target
 from tossed_engine import TossedEngine
@@ -103,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
     try:
-        print(table(Benchmark(arguments).run()))
+        print(table(Benchmark(arguments).run(), line_of))
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
 
@@ -343,32 +344,20 @@ def with_growth(rows: Sequence[Json]) -> list[Json]:
     return grown
 
 
-def _number(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)
-
-
 def _gibibytes(count: int | None) -> str:
-    return _number(None if count is None else count / 2**30, ".2f")
+    return number(None if count is None else count / 2**30, ".2f")
 
 
 def line_of(row: Json) -> str:
     """A cell in two lines."""
-    device = ", ".join(f"{kind} {ms:.3f}" for kind, ms in row["device_ms"].items())
     return (
         f"{row['context']:>7} context {row['users']:>3} users  depth {row['depth']}"
         f"  ms/step {row['ms_per_step']:>8.3f}  floor {row['floor_ms']:>7.3f}: {row['floor_share']:.0%}"
-        f"  growth {_number(row['growth'], '.2f'):>5}"
+        f"  growth {number(row['growth'], '.2f'):>5}"
         f"  held {_gibibytes(row['held_bytes'])} GiB, planned {_gibibytes(row['planned_bytes'])}:"
-        f" {_number(row['held_ratio'], '.3f')}, peak {_gibibytes(row['peak_bytes'])}"
-        f"\n        tokens/s {row['tokens_per_second']:.1f}; length {row['acceptance_length']:.2f};"
-        f" device ms: {device or '-'}; {row['graphs']} graphs, {row['graph_mebibytes']} MiB"
+        f" {number(row['held_ratio'], '.3f')}, peak {_gibibytes(row['peak_bytes'])}"
+        f"\n        tokens/s {row['tokens_per_second']:.1f}; {device_parts(row)}"
     )
-
-
-def table(record: Json) -> str:
-    """All cells, and what is missing."""
-    head = f"\n{record['arguments']['shape']}, {record['device']}, {record['seconds']:.0f} s in all"
-    return "\n".join([head, *map(line_of, record["rows"]), *(f"note: {words}" for words in record["notes"])])
 
 
 if __name__ == "__main__":

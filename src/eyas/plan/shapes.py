@@ -112,9 +112,9 @@ class Plan:
         return self.tokens / self.seconds
 
     def drafts_like(self, other: "Plan") -> bool:
-        """Whether both draft the same for most."""
-        deepest, others = ({depth for level in plan.by_level.values() for depth in level} for plan in (self, other))
-        return (deepest, self.shape, self.budget) == (others, other.shape, other.budget)
+        """Whether both draft as deep and in the same shape; how many drafts a budget has follows from the batch."""
+        depths, others = ({depth for level in plan.by_level.values() for depth in level} for plan in (self, other))
+        return (depths, self.shape, self.budget is None) == (others, other.shape, other.budget is None)
 
     def depths(self, levels: Sequence[int]) -> list[int]:
         """Depths of requests of these levels.
