@@ -38,3 +38,22 @@ def test_an_interruption_is_one_line_wherever_it_comes(tmp_path: Path, seconds: 
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=60)[1]
     assert (process.returncode, err) == (130, "eyas: interrupted\n")
+
+
+@pytest.mark.parametrize("part", ["make_context", "invoke"])
+def test_an_interruption_is_one_line_in_every_part_of_a_command(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the command line is read, and while the command runs."""
+    from typer.core import TyperCommand
+
+    from eyas.cli.app import main
+
+    def interrupted(*given: object, **more: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TyperCommand, part, interrupted)
+    monkeypatch.setattr(sys, "argv", ["eyas", "plan", "smollm2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "eyas: interrupted\n")

@@ -5,6 +5,8 @@ Typer's own tables share 80 columns among six columns and leave 20 to the words.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -77,6 +79,15 @@ def _version_option() -> Any:
 _VERSION = _version_option()
 
 
+@contextmanager
+def _aborts() -> Iterator[None]:
+    """Ctrl-C becomes an abort: typer would make a bare exit code of it, and `main` has a line to say."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise typer.Abort from interrupt
+
+
 class _Grouped:
     """Help in groups, and `--version`, for commands and groups of them."""
 
@@ -85,12 +96,15 @@ class _Grouped:
         *own, asked_help = super().get_params(ctx)  # type: ignore[misc]
         return [*own, _VERSION, asked_help]
 
+    def make_context(self, *given: Any, **more: Any) -> Any:
+        """Read the command line."""
+        with _aborts():
+            return super().make_context(*given, **more)  # type: ignore[misc]
+
     def invoke(self, ctx: Any) -> Any:
-        """Run it; typer would make a bare exit code of Ctrl-C, and `main` has a line to say."""
-        try:
+        """Run it."""
+        with _aborts():
             return super().invoke(ctx)  # type: ignore[misc]
-        except KeyboardInterrupt as interrupt:
-            raise typer.Abort from interrupt
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group of options, then subcommands."""
