@@ -45,14 +45,14 @@ def test_an_interruption_is_one_line_in_every_part_of_a_command(
     part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While the command line is read, and while the command runs."""
-    from typer.core import TyperCommand
+    from typer.core import TyperGroup
 
     from eyas.cli.app import main
 
     def interrupted(*given: object, **more: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TyperCommand, part, interrupted)
+    monkeypatch.setattr(TyperGroup, part, interrupted)
     monkeypatch.setattr(sys, "argv", ["eyas", "plan", "smollm2"])
     with pytest.raises(SystemExit) as ended:
         main()
