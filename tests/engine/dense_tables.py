@@ -53,7 +53,7 @@ def _row(
     assert lens is not None
     tail = end - base
     count = min(following - start, tail)
-    ancestors_QT = (mask_N[start : start + count, None] >> torch.arange(tail)) & 1 > 0
+    ancestors_QT = (mask_N[start : start + count, None].cpu() >> torch.arange(tail)) & 1 > 0
     return AttentionRow(blocks=blocks, base=base, count=count, ancestors=ancestors_QT)
 
 
