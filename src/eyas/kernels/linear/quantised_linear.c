@@ -11,7 +11,7 @@
  * Weights lie in panels of PANEL outputs, block behind block: scales, minima (half precision), then
  *
  *     8 bits: q[k / 4][output][k % 4]                  four neighbouring inputs are what one instruction adds up
- *     4 bits: the same for k < 16, with input k + 16 in the upper four bits
+ *     4 bits: the same for k < 16, with input k + 16 in the upper four bits; signed without a minimum, but for VNNI
  *
  * so they are read from front to back, once for ROWS rows. Where there are more rows, four bits are unpacked once for
  * all of them.
@@ -71,9 +71,10 @@ typedef int32_t integers __attribute__((vector_size(LANES * 4), aligned(4), may_
 typedef uint8_t bytes __attribute__((vector_size(LANES * 4), aligned(1), may_alias));
 
 /* 1.5 * 2^23: an integer that is added to its bits is what the number then lies above it. Sums of blocks begin with them,
- * and are below 2^22; that is cheaper than a conversion. */
+ * and are below 2^22; that is cheaper than a conversion. A number 2^4 times smaller divides them by 16 beside. */
 #define MAGIC 12582912.0f
-enum { MAGIC_BITS = 0x4b400000 };
+#define MAGIC_OF_16THS 786432.0f
+enum { MAGIC_BITS = 0x4b400000, MAGIC_BITS_OF_16THS = 0x49400000 };
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -163,17 +164,61 @@ struct rows {
     long blocks;
 };
 
+/* Four bits without a minimum are signed where bytes are, and then used where they lie highest in a byte: 16 times. */
+INLINE int is_signed(int format) { return format == FOUR_BITS && !UNSIGNED; }
+INLINE bytes lower(bytes both, int format) {
+    if (is_signed(format)) return both << 4;
+    return both & 15;
+}
+INLINE bytes upper(bytes both, int format) {
+    if (is_signed(format)) return both & 0xf0;
+    return both >> 4;
+}
+INLINE float first_number(int format) { return is_signed(format) ? MAGIC_OF_16THS : MAGIC; }
+
+/* What sums of blocks begin with. ARM loads it each time: that is free beside products, to move it is not. */
+#if defined(NEON)
+static const int32_t FIRST[4] = {MAGIC_BITS, MAGIC_BITS, MAGIC_BITS, MAGIC_BITS};
+static const int32_t FIRST_OF_16THS[4] = {MAGIC_BITS_OF_16THS, MAGIC_BITS_OF_16THS, MAGIC_BITS_OF_16THS, MAGIC_BITS_OF_16THS};
+INLINE integers first_sum(int format) {
+    integers sum;
+    if (is_signed(format))
+        __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(FIRST_OF_16THS));
+    else
+        __asm__ volatile("ldr %q0, %1" : "=w"(sum) : "m"(FIRST));
+    return sum;
+}
+#else
+INLINE integers first_sum(int format) { return (integers){0} + (is_signed(format) ? MAGIC_BITS_OF_16THS : MAGIC_BITS); }
+#endif
+
+/* total + a * x, rounded once where the processor can; ARM multiplies by a lane, which spares spreading x. */
+#if defined(NEON)
+INLINE float32x2_t read_number(const float *x) {
+    float32x2_t number;
+    __asm__("ldr %s0, %1" : "=w"(number) : "m"(*x));
+    return number;
+}
+#define MULTIPLY_ADD(total, a, x) ((vector)vfmaq_lane_f32((float32x4_t)(total), (float32x4_t)(a), x, 0))
+#else
+INLINE float read_number(const float *x) { return *x; }
+#define MULTIPLY_ADD(total, a, x) ((total) + (a) * (x))
+#endif
+
 static long blocks_of(long K) { return (K + BLOCK - 1) / BLOCK; }
 static long scales_in(int format) { return format & SCALES_OF_HALVES ? 2 : 1; }
-static long zero_of(int format) { return format & FOUR_BITS ? (format & MINIMA ? 0 : 8) : UNSIGNED ? 128 : 0; }
+static long zero_of(int format) {
+    if (!UNSIGNED || format == (FOUR_BITS | MINIMA)) return 0;
+    return format & FOUR_BITS ? 8 : 128;
+}
 
 /* Bytes of a panel's block before the weights, and with them. */
 static long head_bytes(int format) { return PANEL * 2 * (scales_in(format) + (format & MINIMA ? 1 : 0)); }
 static long block_bytes(int format) { return head_bytes(format) + PANEL * (format & FOUR_BITS ? HALF : BLOCK); }
 
-/* BLOCK numbers, nearest first to even; their scale is returned, and the sums of both halves are written. Positive floats
- * are ordered like their bits, and what is no number is above them all: then so is the scale, and all that comes of it. */
-INLINE float quantise_block(const float *x, int8_t *q, int32_t *halves) {
+/* The largest of BLOCK numbers, whatever their signs. Positive floats are ordered like their bits, and what is no number
+ * is above them all: then so is the scale, and all that comes of it. */
+INLINE float largest_of(const float *x) {
     int32_t largest = 0;
     for (int i = 0; i < BLOCK; i++) {
         int32_t bits;
@@ -183,17 +228,24 @@ INLINE float quantise_block(const float *x, int8_t *q, int32_t *halves) {
     }
     float most;
     memcpy(&most, &largest, 4);
-    const float inverse = most > 0x1p-120f ? 127.0f / most : 0.0f;
+    return most;
+}
+
+/* BLOCK numbers times `inverse`, to the nearest integer, of two to the even one; the sums of both halves. */
+INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *halves) {
 #if defined(NEON)
-    int8x16_t both[2];
     UNROLL for (int half = 0; half < 2; half++) {
         int32x4_t four[4];
-        UNROLL for (int i = 0; i < 4; i++) four[i] = vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + half * HALF + 4 * i), inverse));
+        UNROLL for (int i = 0; i < 4; i++) { /* the bits below MAGIC; a conversion takes four times as long */
+            float32x4_t scaled = vmulq_n_f32(vld1q_f32(x + half * HALF + 4 * i), inverse);
+            __asm__("" : "+w"(scaled)); /* rounded here, too, as everywhere else */
+            four[i] = vreinterpretq_s32_f32(vaddq_f32(scaled, vdupq_n_f32(MAGIC)));
+        }
         const int16x8_t low = vuzp1q_s16(vreinterpretq_s16_s32(four[0]), vreinterpretq_s16_s32(four[1]));
         const int16x8_t high = vuzp1q_s16(vreinterpretq_s16_s32(four[2]), vreinterpretq_s16_s32(four[3]));
-        both[half] = vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
-        vst1q_s8(q + half * HALF, both[half]);
-        halves[half] = vaddlvq_s8(both[half]);
+        const int8x16_t all = vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high));
+        vst1q_s8(q + half * HALF, all);
+        halves[half] = vaddvq_s32(vdotq_s32(vdupq_n_s32(0), all, vdupq_n_s8(1)));
     }
 #else
     for (int i = 0; i < BLOCK; i++) q[i] = (int8_t)(int32_t)__builtin_rintf(x[i] * inverse);
@@ -201,74 +253,97 @@ INLINE float quantise_block(const float *x, int8_t *q, int32_t *halves) {
     for (int i = 0; i < HALF; i++) halves[0] += q[i];
     for (int i = HALF; i < BLOCK; i++) halves[1] += q[i];
 #endif
-    return most / 127.0f;
 }
 
+/* Scales of all blocks first: the rest of a block would wait for its own. */
 static void quantise_row(const float *x, long K, const struct rows *rows, long m) {
     const long B = rows->blocks, whole = K / BLOCK;
     float padded[BLOCK] = {0};
+    float *scale = rows->scale + m * B, *sum = rows->sum + m * B;
     if (whole < B) memcpy(padded, x + whole * BLOCK, (K - whole * BLOCK) * sizeof(float));
+    for (long b = 0; b < B; b++) scale[b] = largest_of(b < whole ? x + b * BLOCK : padded);
+    for (long b = 0; b < B; b++) sum[b] = scale[b] > 0x1p-120f ? 127.0f / scale[b] : 0.0f;
     for (long b = 0; b < B; b++) {
-        const long at = m * B + b;
-        int32_t *halves = rows->halves + 2 * at;
-        const float scale = quantise_block(b < whole ? x + b * BLOCK : padded, rows->q + at * BLOCK, halves);
-        rows->scale[at] = scale;
-        rows->sum[at] = scale * (float)(halves[0] + halves[1]);
+        int32_t *halves = rows->halves + 2 * (m * B + b);
+        round_block(b < whole ? x + b * BLOCK : padded, sum[b], rows->q + (m * B + b) * BLOCK, halves);
+        scale[b] /= 127.0f;
+        sum[b] = scale[b] * (float)(halves[0] + halves[1]);
     }
 }
 
 /* sums[r][c] += the shares of blocks `first` to `last` of a panel, for one tile: up to ROWS rows from `m` on.
  * The sums stay in registers, for `count` and `format` are constants at every call. `w` begins with block `first`; its
- * four bits lie in `unpacked`, a byte each, unless that is null. */
+ * four bits lie in `unpacked`, a byte each, unless that is null.
+ * Multiplications of floats stand together: between integer products each of them costs a Neoverse as much as two. */
 INLINE void multiply(const int count, const int format, const int is_unpacked, const struct rows *rows, long m, long first,
                      long last, const uint8_t *w, const uint8_t *unpacked, float *sums) {
     const long B = rows->blocks, size = block_bytes(format), head = head_bytes(format);
     const int nibbles = (format & FOUR_BITS) && !is_unpacked, split = format & SCALES_OF_HALVES;
     const int32_t zero = (int32_t)zero_of(format);
+    const int8_t *x_q = rows->q + (m * B + first) * BLOCK;
+    const float *x_scale = rows->scale + m * B + first, *x_sum = rows->sum + m * B + first;
+    const int32_t *x_halves = rows->halves + (m * B + first) * 2;
     vector total[ROWS][VECTORS];
     UNROLL for (int r = 0; r < count; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) total[r][v] = ((const vector *)(sums + r * PANEL))[v];
-    for (long b = first; b < last; b++, w += size) {
+#define EACH UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int r = 0; r < count; r++)
+    for (long b = first; b < last; b++, w += size, x_q += BLOCK, x_scale++, x_sum++, x_halves += 2) {
         const uint8_t *q = is_unpacked ? unpacked + (b - first) * BLOCK * PANEL : w + head;
+        inputs x[2][ROWS];
+        UNROLL for (int r = 0; r < count; r++)
+            UNROLL for (int half = 0; half < 2; half++) x[half][r] = read_inputs(x_q + r * B * BLOCK + half * HALF);
         integers sum[ROWS][VECTORS];
-        UNROLL for (int half = 0; half < 2; half++) {
-            if (half == 0 || split) {
-                UNROLL for (int r = 0; r < count; r++) {
-                    int32_t start = MAGIC_BITS;
-                    if (zero) {
-                        const int32_t *halves = rows->halves + ((m + r) * B + b) * 2;
-                        start -= zero * (split ? halves[half] : halves[0] + halves[1]);
-                    }
-                    UNROLL for (int v = 0; v < VECTORS; v++) sum[r][v] = (integers){0} + start;
-                }
-            }
-            inputs x[ROWS];
-            UNROLL for (int r = 0; r < count; r++) x[r] = read_inputs(rows->q + ((m + r) * B + b) * BLOCK + half * HALF);
-#define QUAD(j)                                                                                     \
-    UNROLL for (int v = 0; v < VECTORS; v++) {                                                      \
-        bytes four;                                                                                 \
-        if (nibbles) {                                                                              \
-            four = ((const bytes *)q)[(j) * VECTORS + v];                                           \
-            if (half) four >>= 4; else four &= 15;                                                  \
-        } else                                                                                      \
-            four = ((const bytes *)q)[(4 * half + (j)) * VECTORS + v];                              \
-        UNROLL for (int r = 0; r < count; r++) sum[r][v] = DOT(sum[r][v], four, x[r], j);           \
+        vector share[ROWS][VECTORS];
+#define START(half)                                                                                                  \
+    EACH {                                                                                                           \
+        const int32_t *halves = x_halves + r * B * 2;                                                                \
+        sum[r][v] = first_sum(format);                                                                               \
+        if (zero) sum[r][v] -= zero * (split ? halves[half] : halves[0] + halves[1]);                                \
     }
-            QUAD(0) QUAD(1) QUAD(2) QUAD(3)
-#undef QUAD
-            if (half == 1 || split)
-                UNROLL for (int v = 0; v < VECTORS; v++) {
-                    const vector scale = read_halves(w + 2 * ((split ? half : 0) * PANEL + v * LANES));
-                    UNROLL for (int r = 0; r < count; r++)
-                        total[r][v] += ((vector)sum[r][v] - MAGIC) * scale * rows->scale[(m + r) * B + b];
-                }
+#define QUAD(half, j)                                                                                                \
+    UNROLL for (int v = 0; v < VECTORS; v++) {                                                                       \
+        const bytes four = ((const bytes *)q)[(4 * half + (j)) * VECTORS + v];                                       \
+        UNROLL for (int r = 0; r < count; r++) sum[r][v] = DOT(sum[r][v], four, x[half][r], j);                      \
+    }
+#define TWO_QUADS(v, j)                                                                                              \
+    {                                                                                                                \
+        const bytes both = ((const bytes *)q)[(j) * VECTORS + v], low = lower(both, format);                         \
+        UNROLL for (int r = 0; r < count; r++) sum[r][v] = DOT(sum[r][v], low, x[0][r], j);                          \
+        const bytes high = upper(both, format);                                                                      \
+        UNROLL for (int r = 0; r < count; r++) sum[r][v] = DOT(sum[r][v], high, x[1][r], j);                         \
+    }
+#define SCALE(half)                                                                                                  \
+    EACH share[r][v] = (vector)sum[r][v] - first_number(format);                                                     \
+    UNROLL for (int v = 0; v < VECTORS; v++) {                                                                       \
+        const vector scale = read_halves(w + 2 * ((split ? half : 0) * PANEL + v * LANES));                          \
+        UNROLL for (int r = 0; r < count; r++) share[r][v] *= scale;                                                 \
+    }                                                                                                                \
+    EACH total[r][v] = MULTIPLY_ADD(total[r][v], share[r][v], read_number(x_scale + r * B));
+
+        START(0)
+        if (nibbles) {
+            UNROLL for (int v = 0; v < VECTORS; v++) { TWO_QUADS(v, 0) TWO_QUADS(v, 1) TWO_QUADS(v, 2) TWO_QUADS(v, 3) }
+        } else {
+            QUAD(0, 0) QUAD(0, 1) QUAD(0, 2) QUAD(0, 3)
+            if (split) {
+                SCALE(0)
+                START(1)
+            }
+            QUAD(1, 0) QUAD(1, 1) QUAD(1, 2) QUAD(1, 3)
         }
+        SCALE(1)
         if (format & MINIMA)
             UNROLL for (int v = 0; v < VECTORS; v++) {
                 const vector minimum = read_halves(w + 2 * (scales_in(format) * PANEL + v * LANES));
-                UNROLL for (int r = 0; r < count; r++) total[r][v] += minimum * rows->sum[(m + r) * B + b];
+                UNROLL for (int r = 0; r < count; r++)
+                    total[r][v] = MULTIPLY_ADD(total[r][v], minimum, read_number(x_sum + r * B));
             }
+#undef START
+#undef QUAD
+#undef TWO_QUADS
+#undef SCALE
     }
+#undef EACH
     UNROLL for (int r = 0; r < count; r++)
         UNROLL for (int v = 0; v < VECTORS; v++) ((vector *)(sums + r * PANEL))[v] = total[r][v];
 }
@@ -302,7 +377,7 @@ INLINE void panel(const int format, const struct rows *rows, long m, long M, con
             for (long i = b; i < end; i++) {
                 const bytes *q = (const bytes *)(w + i * size + head);
                 bytes *low = (bytes *)(unpacked + (i - b) * BLOCK * PANEL), *high = low + 4 * VECTORS;
-                UNROLL for (int j = 0; j < 4 * VECTORS; j++) low[j] = q[j] & 15, high[j] = q[j] >> 4;
+                UNROLL for (int j = 0; j < 4 * VECTORS; j++) low[j] = lower(q[j], format), high[j] = upper(q[j], format);
             }
         for (long t = 0; t < tiles; t++) { /* as even as can be */
             const long from = M * t / tiles, count = M * (t + 1) / tiles - from;
@@ -380,7 +455,10 @@ void quantised_linear(const float *x, long M, long K, const struct part *parts, 
                 for (long i = 0; i < count; i++) memcpy(sums + i * PANEL, bias, sizeof bias);
                 PRODUCTS[part->format](&rows, m, count, part->panels + at * B * block_bytes((int)part->format), sums);
                 float *y_mn = y + m * y_stride + column + n;
-                for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, columns * sizeof(float));
+                if (columns == PANEL) /* a constant: no call */
+                    for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, PANEL * sizeof(float));
+                else
+                    for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, columns * sizeof(float));
             }
         }
     }
@@ -402,7 +480,10 @@ void dequantised_rows(const struct part *part, long K, const int64_t *ids, long 
                 const float scale = widened(halves[format & SCALES_OF_HALVES ? k / HALF : 0]);
                 const long within = format & FOUR_BITS ? k % HALF : k;
                 const uint8_t byte = w[head + within / 4 * 4 * PANEL + c * 4 + k % 4];
-                const long q = format & FOUR_BITS ? (k < HALF ? byte & 15 : byte >> 4) : UNSIGNED ? byte : (int8_t)byte;
+                const long nibble = k < HALF ? byte & 15 : byte >> 4;
+                const long q = !(format & FOUR_BITS)  ? (UNSIGNED ? byte : (int8_t)byte)
+                               : is_signed(format) ? (nibble ^ 8) - 8
+                                                   : nibble;
                 y[b * BLOCK + k] = scale * (float)(q - zero) + minimum;
             }
         }

@@ -166,11 +166,11 @@ class QuantisedKernel:
             return x_PCBH.permute(0, 2, 3, 1).contiguous().view(torch.uint8).view(panels, count, -1)
 
         q_NK = functional.pad(blocks.q_NK, (0, count * BLOCK - inputs, 0, missing))
-        if blocks.bits == 4 and blocks.minimum_NB is None:
-            q_NK = q_NK + 8
-        q_NK = q_NK.view(torch.uint8)
-        if blocks.bits == 8 and self.library.unsigned_bytes():
-            q_NK = q_NK ^ 128
+        q_NK, is_unsigned = q_NK.view(torch.uint8), bool(self.library.unsigned_bytes())
+        if blocks.bits == 8:
+            q_NK = q_NK ^ 128 if is_unsigned else q_NK
+        elif blocks.minimum_NB is None:
+            q_NK = q_NK + 8 & 15 if is_unsigned else q_NK & 15
         q_PBJCI = q_NK.view(panels, width, count, BLOCK // 4, 4).permute(0, 2, 3, 1, 4)
         if blocks.bits == 4:
             q_PBJCI = q_PBJCI[:, :, :4] | q_PBJCI[:, :, 4:] << 4
