@@ -16,6 +16,7 @@ from eyas.drafter.check import check
 from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
+from eyas.freed_memory import give_back
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import (
     QuantisedKernel,
@@ -173,7 +174,9 @@ def load_pair(
         revision=revision,
         chat_format=chat_format,
     )
-    return loaded, None if drafter is None else load_drafter_for(loaded, drafter, cache=cache)
+    model = None if drafter is None else load_drafter_for(loaded, drafter, cache=cache)
+    give_back()
+    return loaded, model
 
 
 def load_another(target: Target, drafter: str, *, cache: Path | None = None) -> Drafter:

@@ -264,6 +264,7 @@ def serve(
     import_libraries()
     from eyas.engine.config import EngineConfig, require_gpu
     from eyas.engine.engine import Engine
+    from eyas.freed_memory import give_back
     from eyas.loading import load_another, load_pair
     from eyas.serve.access.policy import access_rules, is_loopback
     from eyas.serve.app import Application
@@ -376,4 +377,5 @@ def serve(
             slot=slot,
         )
         application.context.compiler.start()
+        give_back()  # what reading tokenizers and the first steps took
         Server(application, tls=tls).run([listener])

@@ -302,6 +302,9 @@ def build_drafter(checkpoint: Checkpoint) -> Drafter:
             own_head="lm_head.weight" in checkpoint.tensors,
         )
     tensors = dict(checkpoint.tensors)
+    for name in tensors.keys() & {"d2t", "t2d"}:
+        # They are never cast, as weights are: where they lay in the file, all of it would stay mapped for them.
+        tensors[name] = tensors[name].clone()
     if checkpoint.config.pruned and "t2d" not in tensors:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         tensors["t2d"] = membership_from_target_ids(target_ids, checkpoint.config.vocab_size)

@@ -6,12 +6,13 @@ What a block is and who owns which is for `block_manager.py` to say; which slots
 Shapes: N tokens of a pass, C slots of the cache, G key heads, K head dim, M slots moved.
 """
 
+import mmap
 import os
+from contextlib import suppress
 from itertools import chain
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,15 +105,20 @@ class KVCache:
             move_slots_by_triton(memory_L, like_GCK, from_M, to_M, rows)
 
     def _zeros(self, like_NGK: Tensor) -> Tensor:
-        _, heads, size = like_NGK.shape
-        shape = heads, self.slots, size
+        _, heads, head_dim = like_NGK.shape
+        shape = heads, self.slots, head_dim
         with torch.inference_mode(False):  # else it could be written in inference mode only
             if not like_NGK.is_cpu:
                 return like_NGK.new_zeros(shape)
             # The system hands out zeros when they are first touched, and blocks that are never used cost nothing;
-            # torch would touch all of them now.
-            numbers = np.zeros(prod(shape) * like_NGK.element_size(), dtype=np.uint8)
-            return torch.from_numpy(numbers).view(like_NGK.dtype).view(shape)
+            # torch would touch all of them now. A block is a page or so in every head of every layer: in huge pages,
+            # which numpy asks for, the first block would take hundreds of megabytes.
+            size = prod(shape) * like_NGK.element_size()
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_NOHUGEPAGE"):
+                with suppress(OSError):  # a kernel without huge pages does not know the word
+                    memory.madvise(mmap.MADV_NOHUGEPAGE)
+            return torch.frombuffer(memory, dtype=like_NGK.dtype).view(shape)
 
 
 def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int) -> KVCache:

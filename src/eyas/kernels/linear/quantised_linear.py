@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eyas.kernels.linear.weight_memory import laid_apart
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("quantised_linear.c")
@@ -253,7 +254,7 @@ class QuantisedLinear(nn.Module):
         """Pack a matrix."""
         outputs, inputs = blocks.q_NK.shape
         bias_N = None if bias_N is None else bias_N.detach().float().contiguous()
-        return cls(kernel, [Panels(kernel.pack(blocks), blocks.format, outputs, bias_N)], inputs)
+        return cls(kernel, [Panels(laid_apart(kernel.pack(blocks)), blocks.format, outputs, bias_N)], inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantisedLinear":
         return QuantisedLinear(self.kernel, self.panels, self.in_features)  # never written: copies share them

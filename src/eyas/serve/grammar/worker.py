@@ -25,6 +25,7 @@ from typing import Any, Literal, NoReturn
 
 from eyas.engine.grammar.compile import GrammarKind, TokenizerData, compile_matcher
 from eyas.errors import UserError
+from eyas.freed_memory import give_back
 from eyas.serve.grammar.bounds import check_bounds
 
 Outcome = Literal["ok", "invalid", "time", "memory", "crash", "busy"]
@@ -230,6 +231,7 @@ def main() -> None:
     line, _, unread = unread.partition(b"\n")
     tokenizer = TokenizerData(**json.loads(line)).read()
     del line
+    give_back()
     GrammarWorker(tokenizer).run(unread)
 
 
