@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf import GGMLQuantizationType as Kind
 
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
@@ -18,11 +21,15 @@ from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.device_queue import CUDAStreamQueue
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised
+from eyas.loading import load_pair
 from eyas.plan.decoder import read_decoder
-from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes
-from eyas.plan.quantisation import parse_quantisation
-from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, target_config
+from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes, target_bytes
+from eyas.plan.quantisation import GGUF_BITS, gguf_quantisation, in_blocks, parse_quantisation
+from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, gguf_kinds, target_config
 from eyas.sampling import Sampling
+from eyas.target.gguf_blocks import blocks_of, is_packable
+from eyas.target.quantise import replace_linears
 
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
@@ -103,6 +110,49 @@ def test_the_default_target_with_the_drafter_that_ships(default_target: Target) 
         pytest.skip("no compiler here to pack linears")
     pack_linears(drafter, halve=True)
     compare(packed, drafter, dict(DEFAULT_CONFIG), shape)
+
+
+@pytest.mark.default
+@pytest.mark.parametrize("asked", ["gguf", "int8"])
+def test_the_default_target_quantised_on_a_processor(asked: str) -> None:
+    if load_quantised()[0] is None:
+        pytest.skip("no compiler here for integer products")
+    target, drafter = load_pair("smollm2", "smollm2-eagle3.1", dtype="auto", device="cpu", quantization=asked)
+    decoder, kinds = read_decoder(DEFAULT_CONFIG, "it"), gguf_kinds("smollm2")
+    assert kinds is not None
+    kept = gguf_quantisation(kinds, tied=True) if asked == "gguf" else in_blocks(asked, tied=True)
+    assert kept is not None
+    planned = footprint(decoder, drafter_shape("smollm2-eagle3.1"), kept, room=ROOM, device="cpu")
+    held = footprint_of(target, drafter, OPTIONS, 256)
+    assert planned.weights == pytest.approx(held.weights, rel=1e-4)  # but for some numbers of the rotation
+    assert planned.drafter == pytest.approx(held.drafter, rel=1e-4)
+    assert (planned.token, planned.drafter_token) == (held.token, held.drafter_token)
+
+
+@pytest.mark.parametrize("kind", GGUF_BITS)
+def test_kinds_of_gguf_take_the_bits_that_are_planned(kind: str) -> None:
+    kernel, words = load_quantised()
+    if kernel is None:
+        pytest.skip(f"no integer products here: {words}")
+    per_block, size = GGML_QUANT_SIZES[Kind[kind]]
+    stored = np.zeros((64, 512 // per_block * size), dtype=np.uint8)
+    packed = QuantisedLinear.of(kernel, blocks_of(stored, Kind[kind], 512))
+    assert packed.nbytes * 8 == 64 * 512 * GGUF_BITS[kind]
+    assert {one.name for one in Kind if is_packable(one)} == GGUF_BITS.keys()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_linears_that_a_gpu_quantises(kind: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    from tiny import target_config as tiny_config
+
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    config = tiny_config(hidden_size=512, intermediate_size=1024, **heads)
+    model = LlamaForCausalLM(config).bfloat16().eval().requires_grad_(False)
+    replace_linears(model, kind)
+    planned = target_bytes(read_decoder(config.to_dict(), "it"), parse_quantisation(kind), device="cuda")
+    assert planned == pytest.approx(weight_bytes(model), rel=WITHIN)
 
 
 @pytest.mark.default

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from eyas.plan.decoder import Decoder
     from eyas.plan.footprint import DrafterShape
     from eyas.plan.measured import Measurements
+    from eyas.plan.quantisation import Quantisation
+    from eyas.plan.resolve import Json
     from eyas.plan.roofline import Pair
 
 CONTEXT = 8192
@@ -37,7 +39,9 @@ def plan(
     quantisation: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16, float16, fp8, int8, int4, int4-g64.",
+            "--quantization",
+            "--quantisation",
+            help="auto, none, gguf (on a CPU), float32, bfloat16, float16, fp8, int8, int4, int4-g64.",
             show_default="as stored",
             rich_help_panel=MODEL,
         ),
@@ -105,7 +109,6 @@ def plan(
     from eyas.plan.fit import fit as find_fit
     from eyas.plan.forecast import Deployment, forecast_of
     from eyas.plan.measured import read_measured
-    from eyas.plan.quantisation import PLAIN, Quantisation, parse_quantisation, stored_quantisation
     from eyas.plan.record import calibration_of, record_of
     from eyas.plan.resolve import target_config
     from eyas.plan.roofline import Pair, Speed, speed_of
@@ -115,11 +118,7 @@ def plan(
     described = gpu is None and (memory is not None or bandwidth is not None or tflops is not None)
     card = find_card(gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops)
     name, shape = _drafter(drafter, target, decoder)
-    if quantisation is not None:
-        stored = parse_quantisation(quantisation)
-    else:
-        # A processor computes in float32 whatever is stored; one with arithmetic for bfloat16 can be told so.
-        stored = PLAIN["float32"] if card.device == "cpu" else stored_quantisation(config, target)
+    stored = _quantisation(quantisation, config, target, decoder, card.device)
     bench = None if measured is None else read_measured(measured)
 
     factors: tuple[float, ...] = (1.0,) * 4
@@ -127,11 +126,11 @@ def plan(
     if bench is not None:
         pair = Pair(decoder=decoder, drafter=shape, quantisation=stored)
         if bench.target is not None:
-            pair = _measured_pair(bench)
+            pair = _measured_pair(bench, card.device)
         start = speed_of(card, pair.quantisation)
         factors, checked = calibration(pair, start, bench.steps), check(pair, start, bench.steps)
 
-    def speed(kind: Quantisation) -> Speed:
+    def speed(kind: "Quantisation") -> Speed:
         return speed_of(card, kind).scaled(factors)
 
     deployment = Deployment(
@@ -167,6 +166,31 @@ def plan(
         raise typer.Exit(1)
 
 
+def _quantisation(asked: str | None, config: "Json", target: str, decoder: "Decoder", device: str) -> "Quantisation":
+    """What the target's weights are on this device: as loading would have them, or what was asked for."""
+    from eyas.plan.quantisation import PLAIN, gguf_quantisation, in_blocks, parse_quantisation, stored_quantisation
+    from eyas.plan.resolve import gguf_kinds
+
+    if device != "cpu":
+        if asked == "gguf":
+            raise UserError("--quantization gguf runs on the CPU only; leave it out, use fp8 or int4, or --gpu cpu")
+        if asked == "none":
+            return PLAIN["bfloat16"]
+        return stored_quantisation(config, target) if asked in (None, "auto") else parse_quantisation(asked)
+    if asked in ("int8", "int4"):
+        return in_blocks(asked, tied=decoder.tied)
+    if asked in (None, "auto", "gguf"):
+        kinds = gguf_kinds(target)
+        packed = None if kinds is None else gguf_quantisation(kinds, tied=decoder.tied)
+        if packed is None and asked == "gguf":
+            raise UserError(f"{target} is not a GGUF file with quantised matrices; use int8 or int4, or leave it out")
+        # A processor computes everything else in float32; one with arithmetic for bfloat16 can be told so.
+        return packed or PLAIN["float32"]
+    if asked == "fp8":
+        raise UserError("--quantization fp8 runs on a GPU only, and the plan is for a CPU; use int8")
+    return PLAIN["float32"] if asked == "none" else parse_quantisation(asked)
+
+
 def _drafter(asked: str | None, target: str, decoder: "Decoder") -> "tuple[str | None, DrafterShape | None]":
     """What drafts: the name a server would be told, and its shape."""
     from eyas.drafter.shipped import NO_DRAFTER, choose_drafter
@@ -180,17 +204,19 @@ def _drafter(asked: str | None, target: str, decoder: "Decoder") -> "tuple[str |
     return name, shape
 
 
-def _measured_pair(bench: "Measurements") -> "Pair":
+def _measured_pair(bench: "Measurements", device: str) -> "Pair":
     """What a bench measured, which may be another target: constants are the machine's."""
     from eyas.plan.decoder import read_decoder
-    from eyas.plan.quantisation import parse_quantisation, stored_quantisation
+    from eyas.plan.quantisation import stored_quantisation
     from eyas.plan.resolve import target_config
     from eyas.plan.roofline import Pair
 
     assert bench.target is not None
     config = target_config(bench.target)
     decoder = read_decoder(config, bench.target)
-    stored = parse_quantisation(bench.quantisation) if bench.quantisation else stored_quantisation(config, bench.target)
+    stored = stored_quantisation(config, bench.target)
+    if bench.quantisation:
+        stored = _quantisation(bench.quantisation, config, bench.target, decoder, device)
     return Pair(decoder=decoder, drafter=_drafter(bench.drafter, bench.target, decoder)[1], quantisation=stored)
 
 

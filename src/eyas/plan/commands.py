@@ -20,6 +20,8 @@ def eyas_command(forecast: Forecast, target: str, drafter: str | None) -> str:
     words = ["eyas", "serve", _model(target), "--device", deployment.card.device, *_limits(forecast)]
     if deployment.quantisation.plain:
         words += ["--dtype", deployment.quantisation.dtype]
+    elif deployment.quantisation.option:
+        words += ["--quantization", deployment.quantisation.option]
     if forecast.budget is not None:
         words += ["--memory-gib", f"{ceil(forecast.budget.bytes / 2**30 * 100) / 100:g}"]
     if deployment.drafter is None:
@@ -54,13 +56,16 @@ def command_notes(forecast: Forecast, target: str) -> list[str]:
         said.append(f"{target} is a configuration; the lines name the folder it lies in, where weights must be too")
     if deployment.drafter is not None and deployment.drafter.assumed:
         said.append(f"no drafter was named: {UNTRAINED} is one of the usual shape, yet to be trained (`eyas train`)")
-    if not deployment.quantisation.plain:
-        how = (
-            "; vLLM can do that while it loads"
-            if deployment.quantisation.name == "fp8"
-            else ", by AWQ or GPTQ for instance"
+    kept = deployment.quantisation
+    if deployment.card.device == "cpu" and not kept.plain:
+        said.append(
+            f"the target's matrices are {kept.name} and the drafter's take 8 bits; vLLM does nothing of the kind"
         )
-        said.append(f"{deployment.quantisation.name} needs a checkpoint that is quantised so{how}")
+    elif not kept.plain:
+        name = kept.name
+        how = "; eyas and vLLM can do that while they load" if name == "fp8" else ", by AWQ or GPTQ for instance"
+        how += "; eyas can do that while it loads" if kept.option == "int4" else ""
+        said.append(f"{name} needs a checkpoint that is quantised so{how}")
     if any(layer.window for layer in deployment.decoder.layers):
         said.append("layers with a window are kept whole by eyas; vLLM frees what they no longer see")
     if deployment.decoder.note:

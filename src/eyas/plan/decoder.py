@@ -84,8 +84,12 @@ class Decoder:
     @property
     def others(self) -> int:
         """Weights elsewhere: embedding, head, norms and biases; quantisations leave them as they are."""
-        vocabulary = self.vocabulary * (1 if self.tied else 2)
-        return vocabulary + self.hidden_size + sum(layer.vectors for layer in self.layers)
+        return self.vocabulary * (1 if self.tied else 2) + self.vectors
+
+    @property
+    def vectors(self) -> int:
+        """Weights in norms and biases."""
+        return self.hidden_size + sum(layer.vectors for layer in self.layers)
 
     @property
     def parameters(self) -> int:

@@ -71,26 +71,28 @@ def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str) -
 
     A processor computes float32 from panels: a head that is the embedding as well lies there twice.
     """
-    count = decoder.others
-    if device == "cpu" and quantisation.name == "float32" and decoder.tied:
-        count += decoder.vocabulary
-    return int(decoder.matrices * quantisation.bits / 8) + count * quantisation.other_bytes
+    twice = device == "cpu" and quantisation.name == "float32"
+    vocabulary = quantisation.vocabulary_bytes(decoder.vocabulary, tied=decoder.tied and not twice)
+    return int(decoder.matrices * quantisation.bits / 8 + vocabulary) + decoder.vectors * quantisation.other_bytes
 
 
-def drafter_bytes(drafter: DrafterShape, dtype: str, *, device: str) -> int:
+def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: str) -> int:
     """What a drafter holds itself, tables of its vocabulary included."""
+    dtype = quantisation.dtype
     lent = {"embed_tokens.weight"} if not drafter.own_embedding else set()
     lent |= {"lm_head.weight"} if not drafter.own_head else set()
     halved = device == "cpu" and dtype == "float32" and drafter.halved
 
-    def width(name: str, spec: TensorSpec) -> int:
+    def width(name: str, spec: TensorSpec) -> float:
         if spec.dtypes != WEIGHT_DTYPES:
             return {"I64": 8, "BOOL": 1}[min(spec.dtypes)]
         multiplies = len(spec.shape) == 2 and name != "embed_tokens.weight"
+        if multiplies and quantisation.drafter_bits is not None:
+            return quantisation.drafter_bits / 8
         return BYTES_PER_ELEMENT["bfloat16" if halved and multiplies else dtype]
 
     tensors = expected_tensors(drafter.config).items()
-    return sum(prod(spec.shape) * width(name, spec) for name, spec in tensors if name not in lent)
+    return int(sum(prod(spec.shape) * width(name, spec) for name, spec in tensors if name not in lent))
 
 
 def working_bytes(
@@ -154,7 +156,7 @@ def footprint(
     recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element)
     return Footprint(
         weights=target_bytes(decoder, quantisation, device=device),
-        drafter=0 if drafter is None else drafter_bytes(drafter, quantisation.dtype, device=device),
+        drafter=0 if drafter is None else drafter_bytes(drafter, quantisation, device=device),
         token=len(decoder.layers) * decoder.kv_width * element,
         drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, quantisation.dtype),
         working=working,

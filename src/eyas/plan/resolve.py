@@ -7,6 +7,7 @@ config.json, a folder or a hub id. Of a hub id only config.json is looked for: i
 import json
 import struct
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ DEFAULT_CONFIG: Mapping[str, Any] = {
     "max_position_embeddings": 8192,
 }
 """The default target's, so that planning needs neither its file nor a network."""
+DEFAULT_KINDS = {"token_embd.weight": ("Q8_0", 28_311_552), "blk.weight": ("Q4_1", 106_168_320)}
+"""The same for its GGUF file: all matrices of its layers are of one kind."""
 USUAL_VOCABULARY = 32000
 """Draft tokens of a drafter that is yet to be trained."""
 
@@ -47,6 +50,19 @@ def target_config(source: str) -> Json:
     if path.suffix.lower() == ".gguf":
         return _gguf_config(path)
     return _config_at(path, source, "a target")[0]
+
+
+def gguf_kinds(source: str) -> dict[str, tuple[str, int]] | None:
+    """Kind and number of weights of every matrix of a GGUF file, by name; None for every other target."""
+    if source == DEFAULT_TARGET:
+        return dict(DEFAULT_KINDS)
+    path = Path(source).expanduser()
+    if path.suffix.lower() != ".gguf" or not path.is_file():
+        return None
+    from eyas.target.gguf_file import GgufFile
+
+    file = GgufFile(path)
+    return {name: (file.kind(name).name, prod(shape)) for name, shape in file.shapes.items() if len(shape) > 1}
 
 
 def drafter_shape(source: str) -> DrafterShape:
@@ -173,7 +189,7 @@ def _from_hub(source: str) -> Path:
 
 
 def _gguf_config(path: Path) -> Json:
-    """What a GGUF file says about sizes; eyas loads such a file dequantised, so that is what is planned for."""
+    """What a GGUF file says about sizes; a GPU dequantises it to bfloat16."""
     from eyas.target.gguf_file import GgufFile
 
     if not path.is_file():
