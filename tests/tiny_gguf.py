@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -67,6 +74,16 @@ def tiny_model(family: str = "llama", **changes: Any) -> Any:
                 "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
             },
         }
+    if family == "phi3":
+        settings |= {"pad_token_id": None, "sliding_window": 24}
+    if family == "qwen3_moe":
+        settings |= {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+        }
     config = AutoConfig.for_model(family, **{**settings, **changes})
     model = AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-untyped-call]
     with torch.no_grad():
@@ -98,7 +115,8 @@ def write_gguf(
     """
     config = model.config
     gemma3 = config.model_type == "gemma3_text"
-    architecture = architecture or ("gemma3" if gemma3 else config.model_type)
+    names = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+    architecture = architecture or names.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -111,7 +129,15 @@ def write_gguf(
         _add_gemma3(writer, config)
     else:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        writer.add_rope_dimension_count(16)
+        writer.add_rope_dimension_count(int(16 * config.rope_parameters.get("partial_rotary_factor", 1.0)))
+    if config.model_type == "phi3":
+        _add_phi3(writer, config)
+    if config.model_type == "qwen3_moe":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if sentencepiece:
         writer.add_tokenizer_model("llama")
         writer.add_token_list(PIECES)
@@ -127,7 +153,7 @@ def write_gguf(
     writer.add_eos_token_id(2 if sentencepiece else 0)
     writer.add_bos_token_id(1)
     writer.add_chat_template(CHAT_TEMPLATE)
-    for name, weight in model.state_dict().items():
+    for name, weight in _published(model.state_dict()):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = _stored_name(name, gemma3)
@@ -138,7 +164,8 @@ def write_gguf(
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             values = _permute(values, heads)
         own = (kinds or {}).get(stored, kind)
-        if values.ndim == 2 and own is not gguf.GGMLQuantizationType.F32:
+        router = "ffn_gate_inp" in stored  # never quantised
+        if values.ndim > 1 and not router and own is not gguf.GGMLQuantizationType.F32:
             writer.add_tensor(stored, gguf.quantize(values, own), raw_dtype=own)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(values))
@@ -170,6 +197,30 @@ def _add_gemma3(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(whole["factor"])
     writer.add_sliding_window(config.sliding_window)
+
+
+def _add_phi3(writer: gguf.GGUFWriter, config: Any) -> None:
+    """What llama.cpp's converter says of Phi-3: not what kind of scaling it is, which the tensors tell."""
+    rope = config.rope_parameters
+    writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", config.max_position_embeddings))
+    writer.add_sliding_window(config.sliding_window or 0)
+    if rope["rope_type"] == "longrope":
+        scale = config.max_position_embeddings / rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_attn_factors(
+            math.sqrt(1 + math.log(scale) / math.log(rope["original_max_position_embeddings"]))
+        )
+        for length in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
+
+
+def _published(state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gates of experts apart from what they gate, as files have them."""
+    for name, weight in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), weight.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up", part) + ".weight", half.contiguous()
+        else:
+            yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", weight
 
 
 def _stored_name(name: str, gemma3: bool) -> str:

@@ -80,7 +80,7 @@ def load_target(
     if kernel is None:
         loaded = Target.load(target, dtype=dtype, **rest)
     elif path is not None:
-        loaded = Target.load(target, build=partial(packed_model, path, kernel), **rest)
+        loaded = Target.load(target, build=partial(packed_model, path, kernel, cache), **rest)
     else:
         loaded = Target.load(target, dtype="float32", **rest)
         quantise_linears(loaded.model, 8 if chosen == "int8" else 4, kernel)

@@ -37,7 +37,7 @@ def converted(path: Path) -> Any:
     return Target.load(str(path), dtype="float32", cache=path.parent / "cache").model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_converted_model_gives_exactly_the_logits_of_the_original(family: str, tied: bool, tmp_path: Path) -> None:
     model = tiny_model(family, tie_word_embeddings=tied)
@@ -139,6 +139,28 @@ def test_rotary_scaling_survives_conversion(rope: dict[str, Any], edit: Edit, tm
     assert not torch.equal(logits_of(ours), logits_of(tiny_model())), "the scaling must matter"
 
 
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + k / 4 for k in range(8)], "long_factor": [2.0] * 8}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+        {**LONGROPE, "original_max_position_embeddings": 32},  # what is read is longer
+        {**LONGROPE, "original_max_position_embeddings": 64},
+    ],
+    ids=["partial", "long", "short"],
+)
+def test_phi3_keeps_its_window_and_its_rotations(rope: dict[str, Any], tmp_path: Path) -> None:
+    original = {key: rope[key] for key in ("original_max_position_embeddings",) if key in rope}
+    model = tiny_model("phi3", rope_parameters={"rope_theta": 50000.0, **rope}, **original)
+    ours = converted(write_gguf(model, tmp_path / "m.gguf"))
+    torch.testing.assert_close(logits_of(ours), logits_of(model), rtol=1e-5, atol=1e-4)
+    assert not torch.allclose(logits_of(ours), logits_of(tiny_model("phi3")), atol=1e-2), "the rotation must matter"
+    wide = tiny_model("phi3", sliding_window=None, rope_parameters=model.config.rope_parameters, **original)
+    assert not torch.allclose(logits_of(ours), logits_of(wide), atol=1e-2), "the window must matter"
+
+
 def test_large_models_are_split_into_shards_that_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eyas.target.shards import write_bfloat16
 
@@ -166,11 +188,16 @@ def test_facts_come_from_the_file(tmp_path: Path) -> None:
     ("edit", "message"),
     [
         (lambda w: w.add_sliding_window(64), r"llama\.attention\.sliding_window, which eyas does not understand"),
-        (lambda w: w.add_expert_count(8), "mixture of 8 experts"),
+        (lambda w: w.add_expert_count(8), "mixture of 8 experts of architecture 'llama'"),
         (lambda w: w.add_key_length(16) or w.add_value_length(8), "keys and values of different sizes"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rotary scaling 'longrope'"),
         (lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.zeros((4, 64), np.float32)), "ffn_gate_inp"),
         (lambda w: w.add_tensor("rope_freqs.weight", np.full(8, 3.0, np.float32)), "is not Llama 3's scaling"),
+        (
+            lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)),
+            "rope_factors_short.weight beside",
+        ),
+        (lambda w: w.add_rope_scaling_attn_factors(1.2), "sets llama.rope.scaling.attn_factor without"),
         (lambda w: w.add_uint16("split.count", 3), "one of 3 pieces"),
     ],
 )
@@ -191,9 +218,39 @@ def test_what_a_gemma3_file_says_otherwise_is_refused(edit: Edit, message: str, 
     refuses(write_gguf(tiny_model("gemma3_text"), tmp_path / "m.gguf", edit=edit), message)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "no tensor rope_factors_short"),
+        (
+            lambda w: w.add_tensor("blk.0.attn_q.weight", np.ones((64, 64), np.float32)),
+            "blk.0.attn_q.weight that a phi3",
+        ),
+    ],
+)
+def test_what_a_phi3_file_says_otherwise_is_refused(edit: Edit, message: str, tmp_path: Path) -> None:
+    refuses(write_gguf(tiny_model("phi3"), tmp_path / "m.gguf", edit=edit), message)
+
+
+@pytest.mark.parametrize(
+    ("edit", "drop", "message"),
+    [
+        (lambda w: None, "blk.1.ffn_up_exps.weight", "model.layers.1.mlp.experts.0.up_proj.weight is missing"),
+        (lambda w: w.add_expert_weights_scale(2.0), "", "qwen3moe.expert_weights_scale, which eyas does not"),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_gate_shexp.weight", np.ones((32, 64), np.float32)),
+            "",
+            "blk.0.ffn_gate_shexp.weight that a qwen3moe",
+        ),
+    ],
+)
+def test_what_a_mixture_lacks_or_says_otherwise_is_refused(edit: Edit, drop: str, message: str, tmp_path: Path) -> None:
+    refuses(write_gguf(tiny_model("qwen3_moe"), tmp_path / "m.gguf", edit=edit, drop=drop), message)
+
+
 def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path: Path) -> None:
     path = write_gguf(tiny_model(), tmp_path / "m.gguf", architecture="mamba")
-    refuses(path, "architecture 'mamba'; supported are models of llama, qwen2, qwen3, gemma3")
+    refuses(path, "architecture 'mamba'; supported are models of llama, qwen2, qwen3, gemma3, phi3, qwen3moe:")
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:

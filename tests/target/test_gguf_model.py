@@ -17,6 +17,7 @@ from torch import nn
 from eyas.engine.runner.fused_target import fused_target
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, load_quantised, quantise
+from eyas.kernels.llama.packed_experts import PackedExperts
 from eyas.loading import load_target
 from eyas.target.gguf_blocks import blocks_of, is_packable
 from eyas.target.model import Target
@@ -83,10 +84,15 @@ def test_blocks_are_what_the_gguf_package_dequantises(kind: Kind) -> None:
         ("qwen2", Kind.Q5_0),
         ("qwen3", Kind.Q4_0),
         ("gemma3_text", Kind.Q8_0),
+        ("phi3", Kind.Q4_0),
+        ("qwen3_moe", Kind.Q8_0),
+        ("qwen3_moe", Kind.Q4_1),
     ],
 )
 def test_a_packed_model_is_near_its_dequantised_weights(load: Load, family: str, kind: Kind, tmp_path: Path) -> None:
-    path = write_gguf(tiny_model(family), tmp_path / "m.gguf", kind=kind)
+    # Of all experts: a near-tie between two of them would be decided otherwise, and change everything behind it.
+    everyone = {"num_experts_per_tok": 6} if family == "qwen3_moe" else {}
+    path = write_gguf(tiny_model(family, **everyone), tmp_path / "m.gguf", kind=kind)
     packed, dense = load(path), load(path, "none")
     assert (packed.quantization, dense.quantization) == ("gguf", "none")
     assert 1e-5 < distance(logits_of(packed), logits_of(dense)) < 0.06
@@ -105,12 +111,37 @@ def test_a_tied_head_is_the_memory_of_the_embeddings(tied: bool, load: Load, tmp
     assert (model.lm_head is model.model.embed_tokens.table) == tied
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3"])
 def test_a_packed_model_runs_fused_in_one_call(load: Load, family: str, tmp_path: Path) -> None:
     fused = fused_target(load(write_gguf(tiny_model(family), tmp_path / "m.gguf", kind=Kind.Q4_1)))
     assert fused is not None
     assert fused.layers is not None
     assert fused.quantised
+
+
+def test_packed_experts_run_fused_and_as_the_models_own_code_does(load: Load, tmp_path: Path) -> None:
+    target = load(write_gguf(tiny_model("qwen3_moe"), tmp_path / "m.gguf", kind=Kind.Q8_0))
+    fused, model = fused_target(target), target.model
+    assert fused is not None
+    assert fused.quantised
+    assert fused.layers is None  # experts have no place in one call
+    experts = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(experts) == 3
+    assert all(isinstance(product, QuantisedLinear) for one in experts for pair in one.products for product in pair)
+    x_ND, route = torch.randn(7, 64), (torch.tensor([[0, 5]] * 7), torch.rand(7, 2))
+    whole = experts[0](x_ND, *route)
+    assert all(
+        torch.equal(whole[n : n + 1], experts[0](x_ND[n : n + 1], *(x[n : n + 1] for x in route))) for n in range(7)
+    )
+
+
+def test_experts_without_an_integer_product_are_computed_from_bfloat16(load: Load, tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe", num_experts_per_tok=6)
+    names = [f"blk.{layer}.ffn_down_exps.weight" for layer in range(3)]
+    path = write_gguf(model, tmp_path / "m.gguf", kind=Kind.Q8_0, kinds=dict.fromkeys(names, Kind.F16))
+    packed = load(path)
+    assert packed.quantization == "gguf"
+    assert distance(logits_of(packed), logits_of(load(path, "none"))) < 0.06
 
 
 def test_the_packed_weights_keep_the_size_of_the_file(load: Load, tmp_path: Path) -> None:

@@ -13,15 +13,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from eyas.checksum import sha256_of
 from eyas.errors import UserError
+from eyas.target.gguf_experts import EXPERT_KEYS, EXPERT_TENSORS, expert_settings, published_shapes
 from eyas.target.gguf_file import GgufFile
 from eyas.target.gguf_gemma3 import GEMMA3_KEYS, gemma3_settings
-from eyas.target.gguf_rope import ROPE_FREQS, ROPE_KEYS, rope_parameters
+from eyas.target.gguf_phi3 import PHI3_KEYS, PHI3_TENSORS, phi3_settings
+from eyas.target.gguf_rope import ROPE_KEYS, ROPE_TENSORS, rope_parameters
 from eyas.target.gguf_tokenizer import stop_token_ids, write_tokenizer
 from eyas.target.shards import write_bfloat16
 from eyas.target.store import build_once
@@ -46,6 +49,7 @@ class Architecture:
     """Whether norms of transformers multiply by 1 + weight; GGUF stores the sum."""
     keys: frozenset[str] = frozenset()
     """Metadata that other architectures do not have."""
+    has_experts: bool = False
     settings: Callable[[GgufFile, dict[str, object]], dict[str, object]] = lambda source, rope: {
         "rope_parameters": rope
     }
@@ -98,6 +102,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         keys=GEMMA3_KEYS,
         settings=gemma3_settings,
     ),
+    "phi3": Architecture(
+        model_class="Phi3ForCausalLM", layer_tensors=PHI3_TENSORS, keys=PHI3_KEYS, settings=phi3_settings
+    ),
+    "qwen3moe": Architecture(
+        model_class="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        layer_tensors=_LAYER_TENSORS | _QK_NORMS | EXPERT_TENSORS,
+        keys=EXPERT_KEYS,
+        has_experts=True,
+        settings=expert_settings,
+    ),
 }
 
 _SIZES = {
@@ -142,10 +157,9 @@ def convert(path: Path, folder: Path, *, sha256: str) -> None:
         pad_token_id=source.optional("tokenizer.ggml.padding_token_id", int, None),
     )
     generation.save_pretrained(folder)
-    shapes = source.shapes
     write_bfloat16(
         folder,
-        {name: shapes[stored] for name, stored in names.items()},
+        {name: place.shape(source) for name, place in names.items()},
         lambda name: dense_weight(source, names[name], name, architecture, config),
     )
     provenance = {
@@ -179,10 +193,11 @@ def architecture_of(source: GgufFile) -> str:
             "use the model's safetensors folder instead"
         )
     experts = source.optional(f"{name}.expert_count", int, 0)
-    if experts > 0:
+    if experts > 0 and not ARCHITECTURES[name].has_experts:
+        mixtures = ", ".join(known for known, one in ARCHITECTURES.items() if one.has_experts)
         raise UserError(
-            f"{source.path} is a mixture of {experts} experts; "
-            "from GGUF only dense models are supported, use the model's safetensors folder instead"
+            f"{source.path} is a mixture of {experts} experts of architecture {name!r}; mixtures are supported from "
+            f"GGUF for {mixtures}, use the model's safetensors folder instead"
         )
     return name
 
@@ -215,19 +230,36 @@ def _config(source: GgufFile, architecture: str) -> PretrainedConfig:
     return config
 
 
-def tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) -> dict[str, str]:
-    """Map transformers' tensor names to the file's, in file order, checked against the model's own list."""
+class Place(NamedTuple):
+    """Where the file has a weight: a tensor, or what is one expert's of it."""
+
+    tensor: str
+    expert: int | None = None
+
+    def shape(self, source: GgufFile) -> tuple[int, ...]:
+        """Of the weight."""
+        return source.shapes[self.tensor][0 if self.expert is None else 1 :]
+
+
+def tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) -> dict[str, Place]:
+    """Where the file has what transformers' checkpoints call so, in file order, checked against the model's own list.
+
+    Experts go by the names that checkpoints are published with, one by one.
+    """
     table = ARCHITECTURES[architecture].layer_tensors
-    shapes = source.shapes
-    names: dict[str, str] = {}
-    for stored in shapes:
-        if stored == ROPE_FREQS:
+    names: dict[str, Place] = {}
+    for stored, shape in source.shapes.items():
+        if stored in ROPE_TENSORS:
             continue
         match = _LAYER.fullmatch(stored)
         if match is not None and match[2] in table:
-            names[f"model.layers.{match[1]}.{table[match[2]]}"] = stored
+            name = f"model.layers.{match[1]}.{table[match[2]]}"
+            if match[2] in EXPERT_TENSORS and len(shape) == 3:
+                names |= {name.format(expert=e): Place(stored, e) for e in range(shape[0])}
+            else:
+                names[name] = Place(stored)
         elif stored in _GLOBAL_TENSORS:
-            names[_GLOBAL_TENSORS[stored]] = stored
+            names[_GLOBAL_TENSORS[stored]] = Place(stored)
         else:
             raise UserError(
                 f"{source.path} has a tensor {stored} that a {architecture} model does not use; "
@@ -235,11 +267,11 @@ def tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) 
             )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    expected = published_shapes(empty)
     if config.tie_word_embeddings:
         del expected["lm_head.weight"]
-    for name in expected.keys() | names.keys():
-        found = shapes[names[name]] if name in names else None
+    for name in sorted(expected.keys() | names.keys()):
+        found = names[name].shape(source) if name in names else None
         if found != expected.get(name):
             raise UserError(
                 f"{source.path} is not a whole {architecture} model: {name} is {found or 'missing'}, "
@@ -248,9 +280,11 @@ def tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) 
     return names
 
 
-def dense_weight(source: GgufFile, stored: str, name: str, architecture: str, config: PretrainedConfig) -> torch.Tensor:
+def dense_weight(
+    source: GgufFile, place: Place, name: str, architecture: str, config: PretrainedConfig
+) -> torch.Tensor:
     """A tensor as transformers has it, float32; `name` is what it is called there."""
-    weight = torch.from_numpy(source.tensor(stored))
+    weight = torch.from_numpy(source.tensor(*place))
     if ARCHITECTURES[architecture].norms_add_one and name.endswith("norm.weight"):
         return weight - 1
     order = row_order(name, len(weight), architecture, config)

@@ -143,11 +143,11 @@ class GgufFile:
         shape = gguf.quant_shape_to_byte_shape(stored.shape, stored.kind)
         return np.frombuffer(self._data, np.uint8, count=math.prod(shape), offset=stored.offset).reshape(shape)
 
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
-        """Return a tensor dequantised to float32."""
-        stored = self._tensors[name]
+    def tensor(self, name: str, part: int | None = None) -> npt.NDArray[np.float32]:
+        """Return a tensor, or one along its first dimension, dequantised to float32."""
+        stored, packed = self._tensors[name], self.packed(name)
         try:
-            values = gguf.dequantize(self.packed(name), stored.kind)
+            values = gguf.dequantize(packed if part is None else packed[part], stored.kind)
         except NotImplementedError as error:
             raise UserError(
                 f"tensor {name} of {self.path} has type {stored.kind.name}, which cannot be dequantised; "

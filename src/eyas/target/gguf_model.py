@@ -9,6 +9,7 @@ weights must load where it fits packed.
 """
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +19,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from eyas.kernels.linear.packed_linear import load_kernel
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedKernel, QuantisedLinear
 from eyas.target.empty_model import matrices_without_memory
-from eyas.target.gguf import architecture_of, dense_weight, row_order, tensor_names
+from eyas.target.gguf import Place, architecture_of, dense_weight, row_order, tensor_names
 from eyas.target.gguf_blocks import blocks_of, is_packable
+from eyas.target.gguf_experts import dense_experts, quantised_experts, stay_packed
 from eyas.target.gguf_file import GgufFile
 
 logger = logging.getLogger(__name__)
@@ -35,9 +38,17 @@ def has_packed_matrices(path: Path) -> bool:
 
 @torch.no_grad()
 def packed_model(
-    path: Path, kernel: QuantisedKernel, folder: str, config: PretrainedConfig, attention: str | None
+    path: Path,
+    kernel: QuantisedKernel,
+    cache: Path | None,
+    folder: str,
+    config: PretrainedConfig,
+    attention: str | None,
 ) -> PreTrainedModel:
-    """The model of a GGUF file, whose converted `folder` has this configuration; `attention` is transformers' name."""
+    """The model of a GGUF file, whose converted `folder` has this configuration; `attention` is transformers' name.
+
+    Compiled code is kept in `cache`.
+    """
     source = GgufFile(path)
     architecture = architecture_of(source)
     names = tensor_names(source, architecture, config)
@@ -51,21 +62,30 @@ def packed_model(
         weights = {
             attribute: dense_weight(source, stored, f"{owner}.{attribute}", architecture, config)
             for attribute, stored in attributes.items()
-            if not _stays_packed(module, source, stored)
+            if not _stays_packed(module, source, stored.tensor)
         }
         if "weight" in weights:
-            if weights["weight"].ndim > 1:
-                dense[source.kind(attributes["weight"]).name] += 1
+            if isinstance(module, nn.Linear | nn.Embedding):
+                dense[source.kind(attributes["weight"].tensor).name] += 1
                 weights["weight"] = weights["weight"].bfloat16().float()
             for attribute, weight in weights.items():
                 setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
             continue
-        stored = attributes["weight"]
+        stored = attributes["weight"].tensor
         blocks = blocks_of(source.packed(stored), source.kind(stored), source.shapes[stored][1])
         order = row_order(f"{owner}.weight", len(blocks.q_NK), architecture, config)
         linear = QuantisedLinear.of(kernel, blocks if order is None else blocks.rows(order), weights.get("bias"))
         packed = QuantisedEmbedding(linear, _scale_of(module)) if isinstance(module, nn.Embedding) else linear
         model.set_submodule(owner, packed)
+    for owner, tensors in _by_experts(names).items():
+        module = model.get_submodule(owner)
+        if stay_packed(source, tensors):
+            router = load_kernel(cache=cache)[0]
+            model.set_submodule(owner, quantised_experts(module, source, tensors, kernel, router))
+            continue
+        dense.update(source.kind(tensor).name for tensor in tensors.values())
+        for attribute, weight in dense_experts(source, tensors).items():
+            setattr(module, attribute, nn.Parameter(weight, requires_grad=False))
     if config.tie_word_embeddings:
         embedding = model.get_input_embeddings()
         if isinstance(embedding, QuantisedEmbedding):
@@ -80,12 +100,23 @@ def packed_model(
     return loaded
 
 
-def _by_module(names: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Tensors of the file by the module they belong to and their name there."""
+def _by_module(names: Mapping[str, Place]) -> dict[str, dict[str, Place]]:
+    """Tensors of the file, but for those of experts, by the module they belong to and their name there."""
+    modules: dict[str, dict[str, Place]] = {}
+    for name, place in names.items():
+        if place.expert is None:
+            owner, _, attribute = name.rpartition(".")
+            modules.setdefault(owner, {})[attribute] = place
+    return modules
+
+
+def _by_experts(names: Mapping[str, Place]) -> dict[str, dict[str, str]]:
+    """Tensors of experts by the module that has all of a layer, and by what they are."""
     modules: dict[str, dict[str, str]] = {}
-    for name, stored in names.items():
-        owner, _, attribute = name.rpartition(".")
-        modules.setdefault(owner, {})[attribute] = stored
+    for name, place in names.items():
+        match = re.fullmatch(r"(.+)\.0\.(\w+)\.weight", name)  # of a layer's first expert: they share tensors
+        if match is not None and place.expert is not None:
+            modules.setdefault(match[1], {})[match[2]] = place.tensor
     return modules
 
 

@@ -1,4 +1,4 @@
-"""Experts whose float32 weights lie in panels (`linear/packed_linear.py`), for the few rows of decoding on a processor.
+"""Experts whose weights lie in panels (`linear/packed_linear.py`, or quantised), for decoding on a processor.
 
 transformers keeps the weights of all experts of a layer in two tensors, which no linear holds. A module of ours takes
 the place of theirs: it has the same weights once, in panels, is called as theirs was, and the model's own code goes on
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.kernels.linear.packed_linear import LinearKernel, PackedLinear, load_kernel, pack
+from eyas.kernels.llama.cpu import CompiledLinear
 from eyas.kernels.llama.experts import Experts, Routes, mixed
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -26,7 +27,14 @@ CLOSE = 1e-4
 class PackedExperts(nn.Module):
     """Stands where a model of transformers has its experts."""
 
-    def __init__(self, kernel: LinearKernel, experts: Any, *, halve: bool) -> None:
+    def __init__(
+        self,
+        experts: Any,
+        gate_up: Sequence[CompiledLinear],
+        down: Sequence[CompiledLinear],
+        kernel: LinearKernel | None,
+    ) -> None:
+        """Take the place of `experts`; `kernel` multiplies what chooses among them."""
         super().__init__()
         self.is_transposed, self.is_concatenated = experts.is_transposed, experts.is_concatenated
         self.has_bias = hasattr(experts, "gate_up_proj_bias")
@@ -34,24 +42,18 @@ class PackedExperts(nn.Module):
         for name in ("act_fn", "alpha", "limit"):
             if hasattr(experts, name):
                 setattr(self, name, getattr(experts, name))
-        gate_up, down = (self._packed(kernel, experts, name, halve) for name in WEIGHTS)
         self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+        self.kernel = kernel
         self.register_state_dict_post_hook(_as_transformers)  # type: ignore[no-untyped-call]
 
-    def _packed(self, kernel: LinearKernel, experts: Any, name: str, halve: bool) -> list[PackedLinear]:
-        weights = getattr(experts, name).detach()
-        weights = weights.transpose(1, 2) if self.is_transposed else weights
-        made = []
-        for e, weight in enumerate(weights):
-            linear = nn.Linear(weight.shape[1], weight.shape[0], bias=self.has_bias, device="meta")
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            if self.has_bias:
-                linear.bias = nn.Parameter(getattr(experts, f"{name}_bias").detach()[e], requires_grad=False)
-            made += pack(kernel, [linear], halve=halve)
-        return made
+    @classmethod
+    def of(cls, kernel: LinearKernel, experts: Any, *, halve: bool) -> "PackedExperts":
+        """Pack the weights of a module."""
+        gate_up, down = (_packed(kernel, experts, name, halve) for name in WEIGHTS)
+        return cls(experts, gate_up, down, kernel)
 
     @property
-    def products(self) -> Sequence[tuple[PackedLinear, PackedLinear]]:
+    def products(self) -> Sequence[tuple[CompiledLinear, CompiledLinear]]:
         """Of every expert: for gates and what they gate, and the one behind them."""
         return list(zip(self.gate_up, self.down, strict=True))  # type: ignore[arg-type]
 
@@ -63,6 +65,21 @@ class PackedExperts(nn.Module):
             return made
 
         return mixed(hidden_states, Routes(top_k_index, top_k_weights), len(self.down), run_expert)
+
+
+def _packed(kernel: LinearKernel, experts: Any, name: str, halve: bool) -> list[PackedLinear]:
+    """The linears of all experts that are called so."""
+    weights = getattr(experts, name).detach()
+    weights = weights.transpose(1, 2) if experts.is_transposed else weights
+    biases = getattr(experts, f"{name}_bias").detach() if hasattr(experts, f"{name}_bias") else None
+    made = []
+    for e, weight in enumerate(weights):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=biases is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        if biases is not None:
+            linear.bias = nn.Parameter(biases[e], requires_grad=False)
+        made += pack(kernel, [linear], halve=halve)
+    return made
 
 
 def _as_transformers(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -80,7 +97,7 @@ def _as_transformers(module: nn.Module, state: dict[str, Any], prefix: str, _: A
 class CompiledExperts(Experts):
     """Experts whose products are packed."""
 
-    products: Sequence[tuple[PackedLinear, PackedLinear]]
+    products: Sequence[tuple[CompiledLinear, CompiledLinear]]
 
     @property
     def count(self) -> int:
@@ -90,7 +107,7 @@ class CompiledExperts(Experts):
     def run_expert(self, expert: int, x: Tensor) -> Tensor:
         """What one of them makes of rows."""
         gate_up, down = self.products[expert]
-        return down.kernel.linear(self.gated(gate_up.kernel.linear(x, gate_up)), down)
+        return down.product(self.gated(gate_up.product(x)))
 
 
 def pack_experts(model: nn.Module, *, halve: bool | None = None, cache: Path | None = None) -> int:
@@ -105,7 +122,7 @@ def pack_experts(model: nn.Module, *, halve: bool | None = None, cache: Path | N
     count = 0
     for parent, name in found:
         experts = getattr(parent, name)  # held no longer than this: one layer's weights are there twice at a time
-        packed = PackedExperts(kernel, experts, halve=kernel.halving_pays if halve is None else halve)
+        packed = PackedExperts.of(kernel, experts, halve=kernel.halving_pays if halve is None else halve)
         if _is_same(packed, experts):
             setattr(parent, name, packed)
             count += 1

@@ -271,8 +271,8 @@ def _experts(mlp: Any) -> Experts:
         raise NotLlamaError(f"{type(experts).__name__} does not say what opens its gates")
     gating = ClampedSwiglu(float(experts.alpha), float(experts.limit)) if clamps else _activation(experts.act_fn)
     if type(experts) is PackedExperts:
-        router, products = _packed(router, experts.products[0][0].kernel), experts.products
-        return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=products)
+        router = router if experts.kernel is None else _packed(router, experts.kernel)
+        return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=experts.products)
     has_bias = hasattr(experts, "gate_up_proj_bias")
     biases = ("gate_up_proj_bias", "down_proj_bias") if has_bias else ()
     _expect(experts, "gate_up_proj", "down_proj", *biases, *(() if clamps else ("act_fn",)))
