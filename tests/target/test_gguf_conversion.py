@@ -254,7 +254,7 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(tmp_path
 
 
 def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
-    refuses(write_gguf(tiny_model(), tmp_path / "m.gguf", pre="tekken"), "pre-tokenizer 'tekken'; supported are")
+    refuses(write_gguf(tiny_model(), tmp_path / "m.gguf", pre="kimi-k2"), "pre-tokenizer 'kimi-k2'; supported are")
 
 
 @pytest.mark.parametrize("lost", ["blk.1.ffn_up.weight", "token_embd.weight"])

@@ -26,6 +26,33 @@ def test_text_survives_encoding_and_decoding(pre: str, tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
 
 
+CUT = "It's 12345 naïve, HelloWORLD a/b\n\n  x"
+CUTS = {  # as llama.cpp cuts it (benchmarks/gguf_tokenizers.py)
+    "default": "It|'|s| |123|45| naïve|,| HelloWORLD| a|/|b|\n\n | x",
+    "gpt-2": "It|'s| 12345| naïve|,| HelloWORLD| a|/|b|\n\n | x",
+    "refact": "It|'s| |1|2|3|4|5| naïve|,| HelloWORLD| a|/|b|\n\n | x",
+    "qwen2": "It|'s| |1|2|3|4|5| naïve|,| HelloWORLD| a|/b|\n\n| | x",
+    "dbrx": "It|'s| |123|45| naïve|,| HelloWORLD| a|/b|\n\n| | x",
+    "deepseek-coder": "It|'|s| |1|2|3|4|5| naïve|,| HelloWORLD| a|/|b|\n|\n| | x",
+    "tekken": "It|'s| |1|2|3|4|5| naïve|,| Hello|WORLD| a|/b|\n\n| | x",
+    "gpt-4o": "It's| |123|45| naïve|,| Hello|WORLD| a|/b|\n\n| | x",
+}
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_words_are_cut_as_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
+    cutter = tokenizer_of(tmp_path, pre=pre).backend_tokenizer.pre_tokenizer
+    assert "|".join(CUT[first:end] for _, (first, end) in cutter.pre_tokenize_str(CUT)) == CUTS[pre]
+
+
+def test_special_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path) -> None:
+    for family, expected in (("phi3", ["</s>", "▁", "t"]), ("llama", ["</s>", "▁", "<0x0A>", "▁", "t"])):
+        path = write_gguf(tiny_model(family), tmp_path / f"{family}.gguf", sentencepiece=True)
+        tokenizer = AutoTokenizer.from_pretrained(locate(str(path), cache=tmp_path / "cache"))
+        ids = tokenizer.encode("</s>\n t", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids) == expected
+
+
 def test_smollm_cuts_digits_before_words(tmp_path: Path) -> None:
     digits = tokenizer_of(tmp_path, pre="smollm").tokenize("t  12")
     assert digits == ["t", "ĠĠ", "1", "2"]

@@ -29,7 +29,7 @@ from eyas.target.gguf_tokenizer import stop_token_ids, write_tokenizer
 from eyas.target.shards import write_bfloat16
 from eyas.target.store import build_once
 
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 """Part of every cached folder's name: raise it when the same GGUF would give another folder."""
 
 logger = logging.getLogger(__name__)

@@ -3,11 +3,13 @@
 GGUF stores vocabulary and merges, but of how text is cut before merging only a name (`tokenizer.ggml.pre`).
 transformers' own conversion ignores that name and cuts every byte-level BPE like GPT-2, which gives other ids
 than the target was trained on (SmolLM2 splits digits). So byte-level BPE is built from a table of those names.
+Where llama.cpp departs from what a model was trained with (it leaves out Qwen's composed form, and marks of letters for
+tekken and gpt-4o), the model is followed; all else is llama.cpp's, token by token (benchmarks/gguf_tokenizers.py).
 Invariant: a name outside the table is refused; a tokenizer that is nearly right is worse than none.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -18,6 +20,7 @@ from eyas.target.gguf_file import GgufFile
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "\u2581"
+_NEVER_SWALLOWING = ("<unk>", "<s>", "<|endoftext|>")
 _ROLES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -29,15 +32,18 @@ _STOPS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokeniz
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Words by case: capitals, then small letters; marks and letters without case are of both.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE, _REST_WITH_PATHS = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreTokenizer:
     """How one kind of byte-level BPE cuts text into words before it merges bytes."""
 
-    pattern: str | None
-    """The regular expression of words; None is GPT-2's, built into `ByteLevel`."""
-    individual_digits: bool = False
+    patterns: tuple[str, ...]
+    """Regular expressions, one after the other: each cuts out what it finds in the pieces so far."""
     nfc: bool = False
     """Whether text is brought to Unicode's composed form first."""
     ignore_merges: bool = False
@@ -46,18 +52,27 @@ class PreTokenizer:
     """What llama.cpp does for this kind when the file does not say."""
 
 
-_GPT2 = PreTokenizer(pattern=None)
-_QWEN2 = PreTokenizer(pattern=rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", nfc=True)
-_LLAMA3 = PreTokenizer(pattern=rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", ignore_merges=True, adds_bos=True)
+def _by_case(ending: str, digits: str) -> str:
+    return rf"{_BEFORE}{_UPPER}*{_LOWER}+{ending}|{_BEFORE}{_UPPER}+{_LOWER}*{ending}|{digits}|{_REST_WITH_PATHS}"
+
+
+_GPT2 = PreTokenizer(patterns=(_GPT2_WORDS,))
+_DIGITS_APART = PreTokenizer(patterns=(r"\p{N}", _GPT2_WORDS))
+_QWEN2 = PreTokenizer(patterns=(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",), nfc=True)
+_THREE_DIGITS = PreTokenizer(patterns=(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",))
+_LLAMA3 = replace(_THREE_DIGITS, ignore_merges=True, adds_bos=True)
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": PreTokenizer(pattern=None, individual_digits=True),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
+    "default": PreTokenizer(patterns=(r"[\p{P}$+<=>^~|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "trillion"), _GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _DIGITS_APART),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _THREE_DIGITS),
+    "deepseek-coder": PreTokenizer(
+        patterns=("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}")
+    ),
+    "tekken": PreTokenizer(patterns=(_by_case("", r"\p{N}"),), ignore_merges=True, adds_bos=True),
+    "gpt-4o": PreTokenizer(patterns=(_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
 }
 
 
@@ -124,7 +139,9 @@ def _sentencepiece(source: GgufFile, max_length: int) -> PreTrainedTokenizerBase
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    _add_tokens(tokenizer, tokens, types)
+    # Phi-3's special tokens take the white space behind them, which no key says: its template has line ends there.
+    swallowing = source.required("general.architecture", str) == "phi3"
+    _add_tokens(tokenizer, tokens, types, swallowing=swallowing)
     # As llama.cpp does where the file does not say.
     around = _around(source, roles, adds_bos=True)
     if around != (None, None):
@@ -183,13 +200,8 @@ def _byte_level_bpe(source: GgufFile, max_length: int) -> PreTrainedTokenizerBas
 
 
 def _pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
-    steps: list[pre_tokenizers.PreTokenizer] = []
-    if pre.individual_digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pre.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pre.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
-    return pre_tokenizers.Sequence(steps)
+    steps = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns]
+    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _used(types: list[int]) -> int:
@@ -200,11 +212,16 @@ def _used(types: list[int]) -> int:
     return count
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Mark the tokens that are found in text before anything is merged."""
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], *, swallowing: bool = False) -> None:
+    """Mark the tokens that are found in text before anything is merged; some swallow the white space behind them."""
     tokenizer.add_tokens(
         [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            AddedToken(
+                token,
+                special=kind == _CONTROL,
+                normalized=False,
+                rstrip=swallowing and token not in _NEVER_SWALLOWING,
+            )
             for token, kind in zip(tokens, types, strict=True)
             if kind in (_CONTROL, _USER_DEFINED)
         ]
