@@ -20,6 +20,7 @@ from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.cli.stop import StopRequest, children_of
 from eyas.cli.train import _Screen
 from eyas.drafter.checkpoint import load_drafter
+from eyas.kernels.linear.quantised_linear import load_quantised
 from eyas.target.model import Target
 from eyas.train.recipe import load_recipe
 from eyas.train.run import TrainResult
@@ -76,6 +77,25 @@ def test_a_dry_run_prints_a_recipe_that_loads_again(run: Run, recipe: Path, tmp_
     assert load_recipe(again) == load_recipe(recipe, ["train.lr=3e-4", "drafter.draft_vocab_size=64"])
     assert load_recipe(again).train.lr == 3e-4
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_line_says_what_the_target_is_quantised_as(run: Run, recipe: Path) -> None:
+    assert 'quantization = "none"' in run("train", recipe, "--dry-run").out
+    assert 'quantization = "gguf"' in run("train", recipe, "--dry-run", "--quantization", "gguf").out
+    outcome = run("train", recipe, "--dry-run", "--quantization", "int3")
+    assert outcome.code != 0
+    assert "target.quantization" in outcome.err
+    outcome = run("train", recipe, "--dry-run", "--quantization", "int8", "--set", "target.spread=true")
+    assert "target.spread" in outcome.err
+
+
+def test_a_drafter_is_trained_on_a_quantised_target(run: Run, recipe: Path, tmp_path: Path) -> None:
+    if load_quantised()[0] is None:
+        pytest.skip("no compiler here for integer products")
+    outcome = run("train", recipe, "--quantization", "int8", "--set", "target.device=cpu")
+    assert outcome.code == 0, outcome.err
+    assert "matrices stay quantised (int8" in outcome.err
+    assert load_drafter(str(tmp_path / "run" / "drafter")).fc.weight.isfinite().all()
 
 
 def test_several_processes_share_a_run_as_the_documents_say(recipe: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Ten planted faults are named, three healthy drafters raise none."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import tiny
 from doctor.planted import broken
 from eyas.doctor.candidate import DrafterCandidate, prepare_candidate
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
-from eyas.doctor.quantise import quantised, round_weights
+from eyas.doctor.quantise import quantised
 from eyas.doctor.repairs import repairs, variant
 from eyas.doctor.resemblance import measure_resemblance
 from eyas.doctor.transcripts import Answering, Asked, Transcriber
@@ -17,6 +18,7 @@ from eyas.doctor.verdict import FAULTS, Verdict, judge, recommend_depth
 from eyas.drafter.checkpoint import Checkpoint, checkpoint_of
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
+from eyas.kernels.linear.quantised_linear import load_quantised
 from eyas.target.model import Target
 
 
@@ -98,8 +100,11 @@ def test_only_a_lost_flag_is_forgiven(tiny_target: Target, pruned_drafter: Draft
 
 
 def test_a_quantised_target_is_whole_again_afterwards(tiny_target: Target) -> None:
+    if load_quantised()[0] is None:
+        pytest.skip("no compiler here for integer products")
     before = {name: tensor.clone() for name, tensor in tiny_target.model.state_dict().items()}
-    for bits, most in ((8, 0.01), (4, 0.2)):
+    cases: list[tuple[Literal[4, 8], float]] = [(8, 0.01), (4, 0.2)]
+    for bits, most in cases:
         with quantised(tiny_target, bits) as layers:
             assert layers == 7 * tiny.LAYERS
             changed = tiny_target.model.state_dict()
@@ -107,8 +112,9 @@ def test_a_quantised_target_is_whole_again_afterwards(tiny_target: Target) -> No
                 changed["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"]
             )
             assert torch.equal(changed["lm_head.weight"], before["lm_head.weight"])
+            made = changed["model.layers.0.mlp.up_proj.weight"]
         weight = before["model.layers.0.mlp.up_proj.weight"]
-        error = (round_weights(weight, bits) - weight).norm() / weight.norm()
+        error = (made - weight).norm() / weight.norm()
         assert 0 < float(error) < most
     for name, tensor in tiny_target.model.state_dict().items():
         assert torch.equal(tensor, before[name]), name

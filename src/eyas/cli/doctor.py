@@ -12,7 +12,18 @@ import typer
 from eyas.cli.arguments import as_json_value, make_folder, read_chat_format, read_stop, require_models, short_names
 from eyas.cli.help import MODEL, OUTPUT, SPECULATION, WORK
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Raw, Stop, report
+from eyas.cli.options import (
+    AsJson,
+    Cache,
+    ChatTemplate,
+    ChatTemplateKwargs,
+    Device,
+    Dtype,
+    Quantization,
+    Raw,
+    Stop,
+    report,
+)
 
 if TYPE_CHECKING:
     from eyas.data.conversations import Conversation
@@ -83,6 +94,7 @@ def doctor(
     chat_template_kwargs: ChatTemplateKwargs = None,
     raw: Raw = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = "none",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -100,6 +112,7 @@ def doctor(
     from eyas.errors import UserError
     from eyas.kernels.linear.packed_linear import pack_linears
     from eyas.kernels.llama.packed_experts import pack_experts
+    from eyas.loading import load_target
     from eyas.target.model import Target
 
     arguments = {name: as_json_value(value) for name, value in context.params.items()}
@@ -114,9 +127,18 @@ def doctor(
     names = short_names([drafter] if against is None else [drafter, against])
     chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
     config = replace(config, stop_strings=read_stop(stop))
-    loaded = Target.load(target, dtype=dtype, device=device, cache=cache, chat_format=chat_format)
-    pack_linears(loaded.model, halve=False, cache=cache)  # faster on a CPU, and no row's result depends on the others'
-    pack_experts(loaded.model, halve=False, cache=cache)
+    if quantization == "none":
+        loaded = Target.load(
+            target, dtype=dtype, device=device, cache=cache, chat_format=chat_format, quantization="none"
+        )
+        # Faster on a CPU, and no row's result depends on the others'; never halved, so that states are exact.
+        pack_linears(loaded.model, halve=False, cache=cache)
+        pack_experts(loaded.model, halve=False, cache=cache)
+    else:
+        loaded = load_target(
+            target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+        )
+    arguments["quantization"] = loaded.quantization
     chat_prompts = _chat_prompts(conversations, loaded, config, limit)
     candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
     examination = Examination(loaded, candidates, chat_prompts, config, filler=text)

@@ -29,6 +29,9 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Set a value of the recipe: train.lr=1e-3. Repeatable.")
     ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="The recipe's target.quantization: none, auto, gguf, int8, int4, fp8.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in output.folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe and stop.")] = False,
     as_json: AsJson = False,
@@ -41,7 +44,8 @@ def train(
     """
     from eyas.train.recipe import load_recipe, to_toml
 
-    chosen = load_recipe(recipe, overrides or [])
+    quantized = [] if quantization is None else [f"target.quantization={quantization}"]
+    chosen = load_recipe(recipe, [*(overrides or []), *quantized])
     if dry_run:
         typer.echo(to_toml(chosen))
         return
@@ -107,15 +111,26 @@ def _say_what_next(recipe: "Recipe", drafters: dict[str, Path]) -> None:
 
 def _load_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Target":
     """Load the target, where weights pass through the host's memory one process of a machine after the other."""
+    from eyas.loading import load_target
     from eyas.target.model import Target, loads_onto_device
 
     device = _device(recipe.target.device)
 
     def load() -> Target:
+        if recipe.target.quantization != "none":
+            return load_target(
+                recipe.target.source,
+                dtype=recipe.target.dtype,
+                device=device,
+                quantization=recipe.target.quantization,
+                cache=cache,
+                chat_format=recipe.target.chat_format(),
+            )
         return Target.load(
             recipe.target.source,
             dtype=recipe.target.dtype,
             device=device,
+            quantization="none",
             spread=recipe.target.spread,
             cache=cache,
             chat_format=recipe.target.chat_format(),

@@ -19,7 +19,7 @@ from eyas.data.conversations import Conversation
 from eyas.doctor.long_prompts import PLACES, Filler, LongPrompt, allowed_lengths, long_prompts
 from eyas.doctor.measures import acceptance_length, round_totals
 from eyas.doctor.prompt_formats import prompt_formats
-from eyas.doctor.quantise import quantised
+from eyas.doctor.quantise import kind_of, quantised
 from eyas.doctor.rounds import Noise, Rounds
 from eyas.doctor.statistics import Array, estimate
 from eyas.doctor.subject import Subject
@@ -27,6 +27,7 @@ from eyas.doctor.texts import CODE, QUESTIONS, TOOL_TRAFFIC
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
 from eyas.drafter.drift import Estimate
 from eyas.errors import UserError
+from eyas.kernels.linear.quantised_linear import Bits
 from eyas.sampling import Sampling
 
 GROUPS = ("noise", "template", "text", "sampling", "weights", "context")
@@ -44,7 +45,7 @@ class Conditions:
     depths: tuple[int, ...] = (3, 7)
     temperatures: tuple[float, ...] = (0.5, 1.0)
     noises: tuple[float, ...] = (0.1, 0.5, 1.0)
-    bits: tuple[int, ...] = (8, 4)
+    bits: tuple[Bits, ...] = (8, 4)
     lengths: tuple[int, ...] = (1000, 2000, 4000, 7000)
     context_prompts: int = 2
     context_tokens: int = 24
@@ -166,8 +167,9 @@ class Robustness:
             for i, text in enumerate(texts)
         ]
 
-    def _quantised(self, bits: int) -> Case:
-        name, about = f"{bits}-bit target", f"linear weights rounded to {bits} bits in groups of 128, no calibration"
+    def _quantised(self, bits: Bits) -> Case:
+        kind = kind_of(self._target, bits)
+        name, about = f"{bits}-bit target", f"linear layers as --quantization {kind} has them, no calibration"
         try:
             with quantised(self._target, bits) if self._left() > 0 else nullcontext():
                 self._transcriber.forget()

@@ -143,9 +143,8 @@ class Transcriber:
             self._engine = Engine(self.target, config=options)
 
     def forget(self) -> None:
-        """Read everything anew: the target's weights have changed."""
-        if self._engine is not None:
-            self._engine.block_manager.forget()
+        """Read everything anew: the target has other layers."""
+        self._engine = None
 
     def _ask(
         self, prompt: Asked, how: Answering, *, made: tuple[int, ...] = (), count: int | None = None

@@ -99,6 +99,8 @@ class TargetSettings(_Table):
     """The embedded default, a folder, a GGUF file or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of its weights; auto: as they are stored."""
+    quantization: Literal["none", "auto", "fp8", "int8", "int4", "gguf"] = "none"
+    """What its matrices are while it makes states, as `--quantization` of other commands; none: dequantised."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """Where everything runs; auto: on a CUDA device if there is one, otherwise on the CPU."""
     spread: bool = False
@@ -114,6 +116,11 @@ class TargetSettings(_Table):
     def _check(self) -> Self:
         if self.raw and self.chat_template is not None:
             raise UserError("target.raw and target.chat_template are two ways to write a conversation; set one of them")
+        if self.spread and self.quantization != "none":
+            raise UserError(
+                f"target.quantization {self.quantization} runs on one device and target.spread lays the target over "
+                "several; leave one of them out"
+            )
         return self
 
     def chat_format(self) -> "ChatFormat":
