@@ -408,7 +408,9 @@ def test_requests_that_are_not_drafted_for_are_read_together_when_too_much_waits
         monkeypatch.setattr(drafter, "PATIENCE_BYTES", 0)  # a lump of states, then
     engine = Engine(target, tiny_drafter, config=options(max_model_len=256))
     monkeypatch.setattr(
-        engine.controller, "choose", lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1, under_way=None)
+        engine.controller,
+        "choose",
+        lambda rows, **_: SimpleNamespace(limits=(0,) * len(rows), holds=1, rests=False, under_way=None),
     )
     reads: list[int] = []
     assert isinstance(engine.proposer, Proposer)

@@ -136,6 +136,7 @@ class Engine:
             )
         key, self._keys = self._keys, self._keys + 1
         seq = SequenceState(key=key, arrival=key, request=request)
+        self.proposer.admit(seq)
         self.scheduler.add(seq)
         if self.rounds is not None:
             self.rounds.submit(seq)
@@ -312,7 +313,9 @@ class Engine:
         config, runner, proposer = self.config, self.runner, self.proposer
         room = config.room(self.target.device, self.max_model_len)
         rounds = RoundRunner(
-            lambda ids_N, metadata, keep_M, out_MV: runner.run(ids_N, metadata, keep_M, runner.layer_ids, out_MV),
+            lambda ids_N, metadata, keep_M, out_MV, states: runner.run(
+                ids_N, metadata, keep_M, runner.layer_ids if states else (), out_MV
+            ),
             runner.cache,
             proposer.drafter if isinstance(proposer, Proposer) else None,
             capture=capture,

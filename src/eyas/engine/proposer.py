@@ -55,6 +55,12 @@ class Proposes(Protocol):
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
+    def admit(self, seq: SequenceState) -> None:
+        """Take note of a request that came, and decide whether the drafter follows it."""
+
+    def take_released(self) -> list[SequenceState]:
+        """Requests that the drafter does not follow any longer, and whose memory of states nobody reads."""
+
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
 
@@ -97,6 +103,13 @@ class NoProposer:
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
         return False
+
+    def admit(self, seq: SequenceState) -> None:
+        """Nobody follows it."""
+
+    def take_released(self) -> list[SequenceState]:
+        """None was followed."""
+        return []
 
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """No room for drafts."""
@@ -163,10 +176,29 @@ class Proposer:
         self._drafting = 0
         """Requests that it drafts for."""
         self._look_due = False
+        self._released: list[SequenceState] = []
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
         return seq.speculates
+
+    def admit(self, seq: SequenceState) -> None:
+        """Let the drafter follow a request on auto unless it rests."""
+        if seq.request.speculation.mode == "auto":
+            seq.speculates = self._controller.follows_new()
+
+    def take_released(self) -> list[SequenceState]:
+        """Requests that the drafter does not follow any longer."""
+        released, self._released = self._released, []
+        return released
+
+    def _release(self, seqs: Sequence[SequenceState]) -> None:
+        """A drafter that rests leaves requests on auto alone, to their end: they cost what they would without one."""
+        for seq in seqs:
+            if seq.speculates and seq.request.speculation.mode == "auto":
+                seq.speculates = False
+                self._drafter.forget(seq.key)
+                self._released.append(seq)
 
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
@@ -179,6 +211,8 @@ class Proposer:
         facts = [_facts(seq) for seq in decoding]
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._steps = 1
+        if choice.rests:
+            self._release(decoding)
         # Nobody looks on the way while the device drafts.
         limits = choice.depths if self.rounds else choice.limits
         if self.rounds:
@@ -197,6 +231,8 @@ class Proposer:
         if abs(len(decoding) - len(self._slots)) > len(self._slots) // 4:
             return False
         new = [seq for seq in decoding if seq.key not in self._slots]
+        if self._choice is not None and self._choice.rests:
+            return not any(seq.speculates for seq in new)
         return not new or (not self._drafting and not any(seq.request.speculation.depth for seq in new))
 
     @property
@@ -369,4 +405,5 @@ def _unread(seqs: Sequence[SequenceState]) -> int:
 def _facts(seq: SequenceState) -> RowFacts:
     speculation = seq.request.speculation
     pending = seq.target_length - seq.drafter_length
-    return RowFacts(seq.key, len(seq.tokens), speculation.mode, speculation.depth, pending)
+    mode = speculation.mode if seq.speculates else "off"
+    return RowFacts(seq.key, len(seq.tokens), mode, speculation.depth, pending)

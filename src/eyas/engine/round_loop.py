@@ -185,6 +185,8 @@ class RoundLoop:
         scheduled = self._scheduler.plan(self._proposer.draft_slots)
         for seq in scheduled.preempted:
             self._proposer.forget(seq.key, ended=False)
+        for seq in self._proposer.take_released():
+            self.runner.release(seq)
         return scheduled
 
     def _mask(self, waiting: LaunchedRound) -> Tensor:

@@ -319,6 +319,8 @@ class Scheduler:
         self._drafter = drafter
         while self._running:
             self._send_back()
+        for seq in self._waiting:
+            seq.speculates = seq.request.speculation.mode != "off"
 
     def check(self) -> None:
         """Raise AssertionError unless requests, blocks, slots and flights are in order. For between steps."""

@@ -63,7 +63,7 @@ def verify_flat(
     )
     left_SV = target.logits_SV
     flat_NV = left_SV.new_empty(tokens, left_SV.shape[1])
-    logits_NV, aux_NX = target.run(torch.where(offset_N == 0, newest_N, draft_N), layout, None, flat_NV)
+    logits_NV, aux_NX = target.run(torch.where(offset_N == 0, newest_N, draft_N), layout, None, flat_NV, True)
     # The last row of logits is nobody's.
     place_N = torch.where(live_N, row_N * width + offset_N, len(left_SV) - 1)
     left_SV.index_copy_(0, place_N, logits_NV.to(left_SV.dtype))

@@ -90,6 +90,11 @@ class RoundGraphs:
         return [x for x in CAPTURED_TREES if x.depth < self._deepest and x.width <= len(self._drafter.token_W)]
 
     @property
+    def _manners(self) -> tuple[bool, ...]:
+        """Whether a drafter follows: of what it can, both, since a drafter that has collapsed follows nobody."""
+        return (False,) if self._drafter is None else (True, False)
+
+    @property
     def bytes(self) -> int:
         """Memory taken beside the state."""
         return self.capture.bytes + sum(nodes.bytes for nodes in self.nodes.values())
@@ -105,7 +110,8 @@ class RoundGraphs:
         for tokens in self._chunks:
             for fewer, rows in pairwise((0, *self._chunk_rows)):
                 if fewer < tokens:  # or the smaller bucket has a row for every token
-                    self.reading(tokens, rows, blocks)
+                    for followed in self._manners:
+                        self.reading(tokens, rows, blocks, followed=followed)
                     self.sampling(rows, 0, NOTHING, masked=False)
         for rows in self._rows:
             if self._drafter is not None:
@@ -115,6 +121,8 @@ class RoundGraphs:
                     continue
                 for flat_tokens in (None, *self.shapes.flat_tokens(rows, depth)):
                     self.verifying(rows, blocks, depth, flat_tokens)
+                if depth == 0:
+                    self.verifying(rows, blocks, depth, followed=False)
                 self.sampling(rows, depth, needs, masked=False)
                 for reads in {1 + depth, self._deepest} if depth else ():
                     self.drafting(rows, blocks, reads, depth, needs)
@@ -195,13 +203,22 @@ class RoundGraphs:
         )
         return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
 
-    def verifying(self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None) -> Callable[[], object]:
-        """The target over chains: all of them, or a budget."""
+    def verifying(
+        self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None, *, followed: bool = True
+    ) -> Callable[[], object]:
+        """The target over chains: all of them, or a budget. Rows that draft are followed; others may not be."""
+        followed = followed and self._drafter is not None
         if flat_tokens is None:
             function = partial(
-                round_passes.verify, state=self._state, target=self._target, rows=rows, depth=depth, blocks=blocks
+                round_passes.verify,
+                state=self._state,
+                target=self._target,
+                rows=rows,
+                depth=depth,
+                blocks=blocks,
+                followed=followed,
             )
-            return self._captured(VERIFY, (rows, depth, blocks), function)
+            return self._captured(VERIFY, (rows, depth, blocks, followed), function)
         flat = partial(
             verify_flat,
             state=self._state,
@@ -290,16 +307,19 @@ class RoundGraphs:
         captured = self._captured(SAMPLE_TREES, (*_shape(trees), needs), function)
         return lambda _: captured()
 
-    def reading(self, tokens: int, rows: int, blocks: int) -> tuple[InputBuffers, Callable[[], object]]:
+    def reading(
+        self, tokens: int, rows: int, blocks: int, *, followed: bool = True
+    ) -> tuple[InputBuffers, Callable[[], object]]:
         """What reads so many tokens of prompts, and where to put them."""
+        drafter = self._drafter if followed else None
         function = partial(
-            round_passes.read, state=self._state, target=self._target, drafter=self._drafter, rows=rows, blocks=blocks
+            round_passes.read, state=self._state, target=self._target, drafter=drafter, rows=rows, blocks=blocks
         )
         captured = tokens <= self._chunks[-1]
         count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
         shapes = {"ids": (count,), "behind": (count,), "start": (rows + 1,), "base": (rows,)}
         if captured:
-            graph = self._graph(READ, (count, rows, blocks), function, shapes)
+            graph = self._graph(READ, (count, rows, blocks, drafter is not None), function, shapes)
             if graph is not None:
                 return graph.inputs, graph.run
         inputs = InputBuffers(shapes, self.capture.device)

@@ -37,9 +37,10 @@ from eyas.kernels.draft_choice import choose_drafts
 from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
 from eyas.kernels.round_outcome import settle
 
-RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
+RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
-and auxiliary states [N, X]. Logits are written to the last tensor where the target's code can."""
+and, if they are asked for, auxiliary states [N, X]. Logits are written to the last tensor where the target's code can.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,10 +77,12 @@ class RoundTarget:
     logits_SV: Tensor
     """Where its passes leave logits, for `sample`."""
 
-    def leave_logits(self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None) -> Tensor | None:
+    def leave_logits(
+        self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None, *, states: bool = True
+    ) -> Tensor | None:
         """Run the tokens of a layout; gives their states, if somebody reads them."""
         out_MV = self.logits_SV[: len(ids_N if keep_M is None else keep_M)]
-        logits_MV, aux_NX = self.run(ids_N, layout, keep_M, out_MV)
+        logits_MV, aux_NX = self.run(ids_N, layout, keep_M, out_MV, states)
         if logits_MV.data_ptr() != out_MV.data_ptr():
             out_MV.copy_(logits_MV)
         return aux_NX
@@ -119,10 +122,15 @@ def draft(
     return state.drafts_RK[:rows, :depth]
 
 
-def verify(_: Numbers, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int) -> Tensor:
-    """The target over the newest token and the drafts; logits are left row by row, states in the ring."""
+def verify(
+    _: Numbers, *, state: RoundState, target: RoundTarget, rows: int, depth: int, blocks: int, followed: bool = True
+) -> Tensor:
+    """The target over the newest token and the drafts; logits are left row by row, states in the ring.
+
+    Where no row is followed, there are no states to leave.
+    """
     layout = lay_out_verify(state, block_shape(target.cache, blocks), rows=rows, depth=depth)
-    aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None)
+    aux_NX = target.leave_logits(layout.ids_N, layout.tokens, None, states=followed)
     if state.states_SLX is not None and aux_NX is not None:
         state.states_SLX.flatten(0, 1).index_copy_(0, layout.place_N, aux_NX.to(state.states_SLX.dtype))
     return layout.ids_N
@@ -222,6 +230,8 @@ def read(
 ) -> Tensor:
     """The target over chunks of prompts; logits behind the last token of each row are left for `sample`.
 
+    The drafter reads along, if there is one that follows any of the rows.
+
     Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `start` [R + 1],
     where rows begin, `base` [R], their first positions. A row that samples is left where a decoding one stands before
     its newest token is read.
@@ -244,7 +254,7 @@ def read(
 
     last_R = (start_R[1:].long() - 1).clamp(min=0)
     layout = lay_out(count_R, target.cache)
-    aux_NX = target.leave_logits(ids_N, layout, last_R)
+    aux_NX = target.leave_logits(ids_N, layout, last_R, states=drafter is not None)
     # Nobody's slot takes what rows of none say; its numbers mean nothing.
     end_R = base_R + count_R
     follows_R = state.follows_S[who.slot_R]

@@ -204,7 +204,7 @@ class RoundRunner:
         else:
             draft = self.graphs.drafting(bucket, blocks, reads, depth, needs) if depth else None
             flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
-            verify = self.graphs.verifying(bucket, blocks, depth, flat_tokens)
+            verify = self.graphs.verifying(bucket, blocks, depth, flat_tokens, followed=self._are_followed(slot_R))
             sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
 
         if flat_tokens is not None and calibration is not self._calibration:
@@ -253,7 +253,7 @@ class RoundRunner:
             ids += tokens[row.start : end]
             behind += [*tokens[row.start + 1 : end + 1], 0][: row.count]
             start.append(len(ids))
-        inputs, read = self.graphs.reading(len(ids), bucket, blocks)
+        inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=self._are_followed(slot_R))
         sample = self.graphs.sampling(bucket, 0, needs, masked=masked)
         inputs.write("ids", ids)
         inputs.write("behind", behind)
@@ -341,6 +341,16 @@ class RoundRunner:
         self._kept_needs = [], NOTHING
         self.state.set("limit", slot, seq.limit)
         self.state.set("follows", slot, int(follows))
+
+    def release(self, seq: SequenceState) -> None:
+        """The drafter does not follow a request any longer."""
+        if seq.slot is not None and self._stays[seq.slot] == seq.stay:
+            self._follows[seq.slot] = 0
+            self.state.set("follows", seq.slot, 0)
+
+    def _are_followed(self, slot_R: Integers) -> bool:
+        """Whether the drafter follows any of these."""
+        return bool(self._follows[slot_R].any())
 
     # --- buckets -----------------------------------------------------------------------------------------------
 

@@ -67,5 +67,7 @@ class Choice:
     holds: int = 1
     """Steps that it is meant for, this one included, as long as it fits those that decode. Of later ones nothing but
     the fate of drafts needs to be told."""
+    rests: bool = False
+    """Whether the drafter has collapsed and need not follow requests on auto any longer."""
     under_way: StepUnderWay | None = field(default=None, repr=False, compare=False)
     """The controller's own notes; they come back to it with the step's report."""

@@ -77,6 +77,8 @@ class Controller:
         """The step that was chosen for last."""
         self._probing_until = 0
         """The step up to which a probe under way is waited for: until it is observed nothing is known of it."""
+        self._resting = False
+        """Whether the drafter has collapsed, and probes have found nothing for long."""
         self._steps = 0
         self._plain_at = 0
         self._trees = trees
@@ -126,6 +128,10 @@ class Controller:
             row.key: depth if depth == 0 or row.key in step.bound else self.drift.deepest
             for row, depth in zip(rows, depths, strict=True)
         }
+        self._note_rest(step, drafts=any(depth for key, depth in wanted.items() if key not in situation.fixed))
+        rests = self._resting and not self._probe_under_way
+        if rests and not situation.auto:
+            self._reason = "plain: hardly any draft was accepted, so the drafter follows nobody but for probes"
         self._depths.update(depths)
         self._in_trees += len(situation.auto) if shape.kind == "tree" else 0
         return Choice(
@@ -135,9 +141,26 @@ class Controller:
             reason=self._reason,
             look=POLICY.ranks if any(depths) and self._looks_now(situation) else 1,
             budget=None if step.plan is None else step.plan.budget,
-            holds=self._holds_drafts(step) if any(depths) else self._holds(step),
+            holds=self._holds_drafts(step) if any(depths) else POLICY.resting_steps if rests else self._holds(step),
+            rests=rests,
             under_way=step,
         )
+
+    def follows_new(self) -> bool:
+        """Whether the drafter follows a request on auto that comes now; to be asked once for each."""
+        return not self._resting or self.probes.admits(self._steps)
+
+    @property
+    def _probe_under_way(self) -> bool:
+        return self._steps < self._probing_until
+
+    def _note_rest(self, step: StepUnderWay, *, drafts: bool) -> None:
+        """A collapsed drafter rests until a probe hits or the plan is to draft; a probe alone changes nothing yet."""
+        hopeless = self.acceptance.watch.collapsed and self.probes.hopeless
+        if not hopeless or (drafts and not step.probe):
+            self._resting = False
+        elif not self._probe_under_way:
+            self._resting = True
 
     def _holds_drafts(self, step: StepUnderWay) -> int:
         """Steps until there is a choice again behind one that drafts.
@@ -229,7 +252,7 @@ class Controller:
         """Depths of a probe, if one is due and can be afforded, and what it is for."""
         situation, auto = step.situation, step.situation.auto
         timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.rows + len(auto))
-        if self._steps < self._probing_until or (timed and not self.probes.due(self._steps)):
+        if self._probe_under_way or (timed and not self.probes.due(self._steps)):
             return {}, ""
         what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
         # Two deep, to know of deeper drafts at once: they may pay where shallow ones do not.
@@ -260,7 +283,7 @@ class Controller:
         assert shapes is not None
         timed = any(curve.tells_any for curve in costs.chains.values())
         depths = [depth for depth in shapes.depths_for(situation.rows) if depth <= self.drift.deepest]
-        if self._steps < self._probing_until or (timed and not self.probes.due(self._steps)) or not depths:
+        if self._probe_under_way or (timed and not self.probes.due(self._steps)) or not depths:
             return {}, ""
         prices, rows = self._planner.captured_prices(situation), costs.plain_tokens(situation.rows)
         step.plain = prices.step(prices.verify(rows), 0)

@@ -7,6 +7,9 @@ waits. A good drafter's probes therefore cost next to nothing and follow each ot
 
 So do those of a good one where it is the cost of drafts that forbids them: once a streak of hits has changed nothing,
 another would tell nothing new, unless drafts have meanwhile become much worse than they were then.
+
+A drafter that is hopeless for long does not even read along: then a new request is followed now and then, for one
+probe.
 """
 
 from math import ceil, inf
@@ -24,10 +27,14 @@ class Exploration:
         self.count = 0
         self.streak = 0
         """Probes in a row that had a draft accepted: the next follow at once, each with twice the requests."""
+        self.misses = 0
+        """Probes of late that had none accepted; one that had makes up for some."""
         self._in_vain: float | None = None
         """Acceptance of first drafts when a streak changed nothing; None: no streak has, or that is no longer so."""
         self._wait = POLICY.probe_shortest_wait
         self._next = 0.0
+        self._admitted = -inf
+        """The step in which a request was followed for a probe's sake."""
 
     def due(self, step: int) -> bool:
         """Whether the wait is over."""
@@ -36,6 +43,18 @@ class Exploration:
     def steps_left(self, step: int) -> int:
         """Steps until the next is due."""
         return ceil(self._next - step)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether probes have found nothing for long."""
+        return self.misses >= POLICY.hopeless_misses
+
+    def admits(self, step: int) -> bool:
+        """Whether a request that comes now is to be followed for the next probe's sake, while no other is."""
+        if not self.due(step) or step < self._admitted + max(self._wait, POLICY.probe_resting_wait):
+            return False
+        self._admitted = step
+        return True
 
     def affords(self, loss: float, plain: float) -> bool:
         """Whether a probe may lose so many seconds, where a plain step takes `plain`."""
@@ -49,6 +68,8 @@ class Exploration:
         loss = min(seconds - plain, POLICY.probe_most_loss * plain) - saved
         self.lost = max(0.0, self.lost + loss)
         self.count += 1
+        self.misses += -POLICY.probe_hit_outweighs if hit else 1
+        self.misses = min(max(0, self.misses), POLICY.hopeless_misses)
         if self._in_vain is not None and chance < POLICY.probe_worse * self._in_vain:
             self._in_vain, self._wait = None, POLICY.probe_shortest_wait
         if self._in_vain is not None:
@@ -63,6 +84,6 @@ class Exploration:
 
     def rest(self) -> None:
         """Speculation pays again: the next time it does not, probing starts afresh."""
-        self.streak, self._in_vain = 0, None
+        self.streak, self.misses, self._in_vain = 0, 0, None
         self._wait = POLICY.probe_shortest_wait
         self._next = -inf

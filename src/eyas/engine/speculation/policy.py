@@ -125,6 +125,15 @@ class DepthPolicy:
     """Steps between probes as long as that is so."""
     probe_worse: float = 0.7
     """Acceptance, as a part of what it was then, below which a hit is news again."""
+    hopeless_misses: int = 12
+    """Probes without a hit, some 600 steps at their growing distance, after which a collapsed drafter follows nobody.
+    Before that an answer may have gone through a passage that no drafter guesses, and be worth following behind it."""
+    probe_hit_outweighs: int = 4
+    """Misses that a hit makes up for: among hundreds of requests, one is hit by luck."""
+    probe_resting_wait: float = 384.0
+    """The fewest steps between requests that it then follows for a probe's sake."""
+    resting_steps: int = 64
+    """Steps that a choice holds while it follows nobody."""
     probe_most_loss: float = 2.0
     """Plain steps that one probe is charged at most: a shape's first step may hold a compilation, which comes once."""
 
