@@ -58,9 +58,7 @@ def command_notes(forecast: Forecast, target: str) -> list[str]:
         said.append(f"no drafter was named: {UNTRAINED} is one of the usual shape, yet to be trained (`eyas train`)")
     kept = deployment.quantisation
     if deployment.card.device == "cpu" and not kept.plain:
-        said.append(
-            f"the target's matrices are {kept.name} and the drafter's take 8 bits; vLLM does nothing of the kind"
-        )
+        said.append(f"the target's matrices are {kept.name}, and the drafter's take 8 bits; vLLM keeps 16")
     elif not kept.plain:
         name = kept.name
         how = "; eyas and vLLM can do that while they load" if name == "fp8" else ", by AWQ or GPTQ for instance"
