@@ -3,6 +3,8 @@
 It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,7 +47,7 @@ def eight_bits(kind: str, weight_EK: Tensor) -> QuantisedWeight:
 
 def rounded_rows(x: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Tensor]:
     """By the kernel; by torch where the interpreter would do it, which loses what it carries while it rounds to fp8."""
-    from eyas.kernels.linear.quantised_triton import quantise_rows
+    from eyas.kernels.linear.w8a8_triton import quantise_rows
 
     if DEVICE.type == "cuda" or dtype != FLOAT8:
         return quantise_rows(x, dtype, padded)
@@ -56,20 +58,24 @@ def rounded_rows(x: Tensor, dtype: torch.dtype, padded: int) -> tuple[Tensor, Te
 
 def decoded(linear: W8A8Linear | W4A16Linear, x: Tensor) -> Tensor:
     """By the kernels, on whatever device."""
-    from eyas.kernels.linear import quantised_triton as kernels
+    from eyas.kernels.linear import w8a8_triton as kernels
 
     out = x.new_empty(len(x), linear.out_features)
     if isinstance(linear, W4A16Linear):
-        scales = linear.scale_EG, linear.zero_EG, linear.group, linear.plane
-        return kernels.w4a16_decode(x, linear.words_EW, *scales, linear.bias, out)
+        from eyas.kernels.linear.w4a16_triton import w4a16_decode
+
+        weight = linear.words_EW, linear.scales_GE, linear.scale_dtype, linear.group, linear.plane
+        return w4a16_decode(x, *weight, linear.bias, out, arrived=linear.arrived)
     q, scale = rounded_rows(x, linear.weight_EK.dtype, linear.weight_EK.shape[1])
-    return kernels.w8a8_decode(q, scale, linear.weight_EK, linear.scale_EG, linear.group, linear.bias, out)
+    return kernels.w8a8_decode(
+        q, scale, linear.weight_EK, linear.scale_EG, linear.group, linear.bias, out, arrived=linear.arrived
+    )
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "blocks"])
 @pytest.mark.parametrize(("inputs", "outputs", "biased"), [(256, 48, True), (200, 33, False), (400, 80, True)])
 def test_eight_bits(kind: str, inputs: int, outputs: int, biased: bool) -> None:
-    from eyas.kernels.linear.quantised_triton import scale_outputs
+    from eyas.kernels.linear.w8a8_triton import scale_outputs
 
     torch.manual_seed(0)
     weight = eight_bits(kind, made(outputs, inputs, scale=inputs**-0.5))
@@ -93,7 +99,7 @@ def test_eight_bits(kind: str, inputs: int, outputs: int, biased: bool) -> None:
 @pytest.mark.parametrize("kind", [FLOAT8, torch.int8])
 @pytest.mark.parametrize("size", [64, 200])
 def test_rows_are_rounded_as_torch_rounds_them(kind: torch.dtype, size: int) -> None:
-    from eyas.kernels.linear.quantised_triton import quantise_rows
+    from eyas.kernels.linear.w8a8_triton import quantise_rows
 
     torch.manual_seed(0)
     x, largest = made(5, size, dtype=HALF), 448.0 if kind == FLOAT8 else 127.0
@@ -112,7 +118,7 @@ def test_rows_are_rounded_as_torch_rounds_them(kind: torch.dtype, size: int) -> 
 @pytest.mark.parametrize("kind", [FLOAT8, torch.int8])
 @pytest.mark.parametrize(("size", "padded"), [(64, 128), (200, 256), (5000, 5120)])
 def test_norms_and_gates_round_rows_as_if_apart(kind: torch.dtype, size: int, padded: int) -> None:
-    from eyas.kernels.linear.quantised_triton import gate_quantise, quantise_rows, rows_for
+    from eyas.kernels.linear.w8a8_triton import gate_quantise, quantise_rows, rows_for
     from eyas.kernels.llama.triton import _add_norm, _gate, _launch_add_norm
 
     torch.manual_seed(0)
@@ -152,19 +158,19 @@ def test_four_bits(group: int, inputs: int, outputs: int, biased: bool) -> None:
 
 @pytest.mark.parametrize("group", [32, 128])
 def test_four_bits_alone(group: int) -> None:
-    from eyas.kernels.linear.quantised_triton import w4a16_dequantise
+    from eyas.kernels.linear.w4a16_triton import w4a16_dequantise
 
     torch.manual_seed(0)
     weight = quantise_int4(made(20, 640), group)
     linear = W4A16Linear.of(weight, None, HALF)
-    scales = linear.scale_EG, linear.zero_EG, linear.group, linear.plane
-    ours = w4a16_dequantise(linear.words_EW, *scales, 640, HALF)
+    packed = linear.words_EW, linear.scales_GE, linear.scale_dtype, linear.group, linear.plane
+    ours = w4a16_dequantise(*packed, 640, HALF)
     assert torch.equal(ours, weight.dequantised().to(HALF))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
 def test_a_row_is_the_same_in_every_tile(kind: str) -> None:
-    """Over the tiles of 1 to 200 rows; on a GPU this is what `decode_tiling` claims."""
+    """Over the tiles of 1 to 200 rows; on a GPU this is what `w8a8_tiling` and `w4a16_tiling` claim."""
     torch.manual_seed(0)
     outputs, inputs, most = (4400, 1024, 200) if DEVICE.type == "cuda" else (80, 512, 70)
     dense = made(outputs, inputs, scale=inputs**-0.5)
@@ -177,6 +183,35 @@ def test_a_row_is_the_same_in_every_tile(kind: str) -> None:
     every = decoded(linear, x)
     for rows in (1, 3, 8, 9, 16, 17, 32, 33, 64):
         assert torch.equal(decoded(linear, x[:rows]), every[:rows])
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])
+@pytest.mark.parametrize("splits", [2, 3])
+def test_programs_that_share_outputs(kind: str, splits: int) -> None:
+    """Parts of the inputs are summed up in the same order at every run, and counts are zeros behind it."""
+    from eyas.kernels.linear.w4a16_triton import w4a16_decode, w4a16_tiling
+    from eyas.kernels.linear.w8a8_triton import w8a8_decode, w8a8_tiling
+
+    torch.manual_seed(0)
+    dense, x = made(100, 1280, scale=1 / 36), made(20, 1280, dtype=HALF)
+    arrived = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    four = W4A16Linear.of(quantise_int4(dense), None, HALF)
+    eight = None if kind == "int4" else W8A8Linear.of(eight_bits(kind, dense), None, HALF)
+
+    def ours(splits: int) -> Tensor:
+        out = x.new_empty(20, 100)
+        if eight is None:
+            packed = four.words_EW, four.scales_GE, four.scale_dtype, four.group, four.plane
+            tiling = replace(w4a16_tiling(20, 100, 1280), splits=splits)
+            return w4a16_decode(x, *packed, None, out, arrived=arrived, tiling=tiling)
+        tiling = replace(w8a8_tiling(20, 100, 1280), splits=splits)
+        rows, weight = rounded_rows(x, eight.weight_EK.dtype, 1280), (eight.weight_EK, eight.scale_EG, eight.group)
+        return w8a8_decode(*rows, *weight, None, out, arrived=arrived, tiling=tiling)
+
+    parts = ours(splits)
+    near(parts, ours(1))
+    assert torch.equal(ours(splits), parts)
+    assert not arrived.any()
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "blocks", "int4"])

@@ -6,7 +6,7 @@ Every row is rounded by its own scale, its largest number over the largest of th
 on the rows beside it, as they would with one scale for all.
 
 On a GPU there are two kernels, chosen by what a pass is for and never by how many rows it has. Decoding and
-verification take `w8a8_decode`, whose invariant is that of `quantised_triton.py`. Prompts take `torch._scaled_mm` with
+verification take `w8a8_decode`, whose invariant is that of `w8a8_triton.py`. Prompts take `torch._scaled_mm` with
 a scale of 1, and the scales behind it. Elsewhere it is computed by torch: for tests.
 
 Shapes: N rows, K inputs, E outputs, G groups of inputs.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eyas.kernels.linear.decode_tiling import decode_counts
 from eyas.kernels.linear.quantised_weight import FLOAT8, FLOAT8_LARGEST, INT8_LARGEST, QuantisedWeight
 
 BLOCK_K = 128
@@ -42,6 +43,7 @@ class W8A8Linear(nn.Module):
         self.in_features, self.out_features, self.group, self.dtype = in_features, len(weight_EK), group, dtype
         # No buffers: nothing may cast or move them.
         self.weight_EK, self.scale_EG, self.bias = weight_EK, scale_EG, bias_E
+        self.arrived = decode_counts(weight_EK)
         self._one = torch.ones((), dtype=torch.float32, device=weight_EK.device)
 
     @staticmethod
@@ -92,22 +94,23 @@ class W8A8Linear(nn.Module):
             out_NE = x_NK.new_empty(len(x_NK), self.out_features)
         if x_NK.device.type != "cuda":
             return out_NE.copy_(self._by_torch(x_NK))
-        from eyas.kernels.linear.quantised_triton import quantise_rows, scale_outputs, w8a8_decode
+        from eyas.kernels.linear.w8a8_triton import quantise_rows, scale_outputs
 
         q_NK, scale_N = quantise_rows(x_NK, self.weight_EK.dtype, self.weight_EK.shape[1])
         if decoding or not self._has_general_product:
-            return w8a8_decode(q_NK, scale_N, self.weight_EK, self.scale_EG, self.group, self.bias, out_NE)
+            return self.decode_rows(q_NK, scale_N, out_NE)
         weight_KE, one = self.weight_EK.t(), self._one
         product_NE = torch._scaled_mm(q_NK, weight_KE, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         return scale_outputs(product_NE, scale_N, self.scale_EG, self.bias, out_NE)
 
     def decode_rows(self, q_NK: Tensor, scale_N: Tensor, out_NE: Tensor | None = None) -> Tensor:
         """As `product` while decoding, on a GPU, of rows that are in 8 bits already (`rows_for`)."""
-        from eyas.kernels.linear.quantised_triton import w8a8_decode
+        from eyas.kernels.linear.w8a8_triton import w8a8_decode
 
         if out_NE is None:
             out_NE = torch.empty(len(q_NK), self.out_features, dtype=self.dtype, device=q_NK.device)
-        return w8a8_decode(q_NK, scale_N, self.weight_EK, self.scale_EG, self.group, self.bias, out_NE)
+        weight = self.weight_EK, self.scale_EG, self.group
+        return w8a8_decode(q_NK, scale_N, *weight, self.bias, out_NE, arrived=self.arrived)
 
     @property
     def _has_general_product(self) -> bool:

@@ -35,8 +35,8 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
-from eyas.kernels.linear.quantised_triton import gate_quantise, largest_of, rounded, rows_for
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.kernels.linear.w8a8_triton import gate_quantise, largest_of, rounded, rows_for
 from eyas.kernels.llama.block import (
     FusedLlama,
     GatedMlp,

@@ -1,0 +1,241 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Products of 16-bit rows with 4-bit weights on a GPU.
+
+    w4a16_decode       weights become 16-bit numbers in registers, on their way to the product
+    w4a16_dequantise   the weights alone, for a general product of many rows
+
+Invariant of the product: **a row's result does not depend on the rows beside it, nor on how many there are**. Tiles
+differ in how many rows they have, never in the order of sums: how inputs are split depends on the weight alone.
+
+Weights are packed so that unpacking moves nothing and makes two at a time. Inputs are cut into blocks of 4 planes;
+word w of a block (16 bits) has in its four bits j the input j * PLANE + w of it. So the same bits of two neighbouring
+words, which share a register, are neighbouring inputs: a shift, and a mask with an exponent, make 128 + q of them
+(1024 + q in float16), and one more takes away the zero point with as much on top. That is what inline assembly is for
+here: from plain Triton, every weight is unpacked on its own. Weights less their zero points are exact; sums over a
+plane are scaled.
+
+A group's scale and zero point are one word of 32 bits [G, E]: the scale below, in a type of 16 bits of its own, and
+-(zero + 128) above, in that of rows. A plane lies in one group.
+
+Shapes: N rows, K inputs, E outputs, G groups of inputs, W words of four weights.
+"""
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
+from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
+from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
+from eyas.kernels.linear.w4a16_linear import PLANES
+
+
+@triton.jit
+def _unpacked(words, word, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """The four bits J of every word less the zero point of `word`, which belongs to its group: exact."""
+    origin = (word >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    if ASM is not None:
+        value = tl.inline_asm_elementwise(ASM[J], "=r,r,r", [words, origin], dtype=origin.dtype, is_pure=True, pack=2)
+    else:
+        offset = 128 if origin.dtype == tl.bfloat16 else 1024
+        value = (((words >> (4 * J)) & 15).to(tl.float32) + offset + origin.to(tl.float32)).to(DTYPE)
+    return value
+
+
+@triton.jit
+def _scale_of(word, BFLOAT16: tl.constexpr):
+    """A group's scale, float32."""
+    low = (word & 0xFFFF).to(tl.uint16)
+    return low.to(tl.bfloat16 if BFLOAT16 else tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _w4a16_kernel(
+    x,
+    weight,
+    scales,
+    bias,
+    partial,
+    arrived,
+    output,
+    rows,
+    x_row,
+    scales_row,
+    SIZE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ASM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Some outputs of some rows, over one of SPLITS parts of the blocks."""
+    begin_dependent(DEPENDENT, EARLY)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    PART: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    out = e if OUTPUTS % BLOCK_E == 0 else tl.minimum(e, OUTPUTS - 1)
+    w = tl.arange(0, PLANE)
+    weights = weight + out.to(tl.int64)[:, None] * (BLOCKS * PLANE)
+    inputs = x + n[None, :].to(tl.int64) * x_row
+    first = tl.program_id(2) * PART
+    acc = tl.zeros((BLOCK_E, BLOCK_N), tl.float32)
+    for block in tl.range(first, tl.minimum(first + PART, BLOCKS), num_stages=STAGES):
+        words = tl.load(weights + (block * PLANE + w)[None, :], eviction_policy="evict_first")
+        for j in tl.static_range(4):
+            begin = (block * 4 + j) * PLANE
+            word = tl.load(scales + begin // GROUP * scales_row + out)
+            tile = _unpacked(words, word[:, None], j, DTYPE, ASM)
+            k = begin + w
+            inside = (n < rows)[None, :]
+            if BLOCKS * 4 * PLANE != SIZE:
+                inside = inside & (k < SIZE)[:, None]
+            part = tl.dot(tile, tl.load(inputs + k[:, None], mask=inside, other=0.0))
+            acc += part * _scale_of(word, BFLOAT16)[:, None]
+    if SPLITS == 1:
+        _w4a16_store(acc, n, e, out, bias, output, rows, OUTPUTS, HAS_BIAS)
+    else:
+        acc, last = split_sums(acc, (n < rows)[None, :] & (e < OUTPUTS)[:, None], partial, arrived, SPLITS)
+        if last:
+            _w4a16_store(acc, n, e, out, bias, output, rows, OUTPUTS, HAS_BIAS)
+
+
+@triton.jit
+def _w4a16_store(acc, n, e, out, bias, output, rows, OUTPUTS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Sums [e, n] to where they belong, with the bias."""
+    if HAS_BIAS:
+        acc += tl.load(bias + out).to(tl.float32)[:, None]
+    at = n[None, :].to(tl.int64) * OUTPUTS + e[:, None]
+    tl.store(output + at, acc.to(output.dtype.element_ty), mask=(n < rows)[None, :] & (e < OUTPUTS)[:, None])
+
+
+@triton.jit
+def _w4a16_dequantise_kernel(
+    weight,
+    scales,
+    output,
+    scales_row,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLANE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One block of one output's weights."""
+    begin_dependent(DEPENDENT, EARLY)
+    DTYPE: tl.constexpr = output.dtype.element_ty
+    e, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    w = tl.arange(0, PLANE)
+    words = tl.load(weight + e * (BLOCKS * PLANE) + block * PLANE + w)
+    for j in tl.static_range(4):
+        k = (block * 4 + j) * PLANE
+        word = tl.load(scales + k // GROUP * scales_row + e)
+        value = _unpacked(words, word, j, DTYPE, None).to(tl.float32) * _scale_of(word, BFLOAT16)
+        tl.store(output + e * SIZE + k + w, value.to(DTYPE), mask=k + w < SIZE)
+
+
+def w4a16_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
+    """How to cut a product; only the tile's rows depend on rows, and they change no number.
+
+    With fewer outputs, or more warps, Triton loads a group's scales many times over.
+    """
+    tile = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    splits = splits_for(outputs, inputs)
+    return DecodeTiling(outputs=OUTPUTS, inputs=256, rows=tile, warps=2, stages=4, splits=splits)
+
+
+def w4a16_decode(
+    x_NK: Tensor,
+    words_EW: Tensor,
+    scales_GE: Tensor,
+    scale_dtype: torch.dtype,
+    group: int,
+    plane: int,
+    bias_E: Tensor | None,
+    out_NE: Tensor,
+    *,
+    arrived: Tensor | None = None,
+    tiling: DecodeTiling | None = None,
+) -> Tensor:
+    """The product of 16-bit rows with packed weights; `arrived` is memory for `split_sums`."""
+    (rows, size), outputs = x_NK.shape, len(words_EW)
+    assert x_NK.stride(1) == scales_GE.stride(1) == 1
+    assert x_NK.dtype in (torch.bfloat16, torch.float16)
+    assert words_EW.is_contiguous()
+    assert out_NE.is_contiguous()
+    tiling = tiling or w4a16_tiling(rows, outputs, size)
+    if rows:
+        grid, blocks = tiling.grid(rows, outputs), words_EW.shape[1] // plane
+        step_bytes = plane * (2 * tiling.outputs + 2 * PLANES * tiling.rows) + 4 * PLANES * tiling.outputs
+        _w4a16_kernel[grid](
+            *(x_NK, words_EW, scales_GE, words_EW if bias_E is None else bias_E),
+            *split_memory(x_NK, arrived, grid[0] * grid[1], tiling.rows * tiling.outputs, tiling.splits),
+            *(out_NE, rows, x_NK.stride(0), scales_GE.stride(0)),
+            SIZE=size,
+            OUTPUTS=outputs,
+            BLOCKS=blocks,
+            GROUP=group,
+            PLANE=plane,
+            BLOCK_N=tiling.rows,
+            BLOCK_E=tiling.outputs,
+            SPLITS=tiling.splits,
+            STAGES=tiling.stages_of(step_bytes, x_NK.device),
+            BFLOAT16=scale_dtype == torch.bfloat16,
+            HAS_BIAS=bias_E is not None,
+            ASM=_assembly(x_NK),
+            num_warps=tiling.warps,
+            **dependent_launch(x_NK.device),
+        )
+    return out_NE
+
+
+def _assembly(x_NK: Tensor) -> tuple[str, ...] | None:
+    """How two weights are unpacked, for each of a word's four; None where that is left to Triton."""
+    if x_NK.device.type != "cuda" or torch.version.cuda is None:
+        return None
+    kind, exponent, one = ("bf16x2", 0x4300, 0x3F80) if x_NK.dtype == torch.bfloat16 else ("f16x2", 0x6400, 0x3C00)
+    twice = 0x10001
+    return tuple(
+        "{ .reg .b32 q, one;"
+        f" shr.u32 q, $1, {4 * j};"
+        f" lop3.b32 q, q, {15 * twice:#x}, {exponent * twice:#x}, 0xea;"  # (q & 15) | exponent
+        f" mov.b32 one, {one * twice:#x}; fma.rn.{kind} $0, q, one, $2; }}"  # an addition, which is newer in bfloat16
+        for j in range(PLANES)
+    )
+
+
+def w4a16_dequantise(
+    words_EW: Tensor,
+    scales_GE: Tensor,
+    scale_dtype: torch.dtype,
+    group: int,
+    plane: int,
+    inputs: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weights [E, K] of the type of rows."""
+    weight_EK = torch.empty(len(words_EW), inputs, dtype=dtype, device=words_EW.device)
+    blocks = words_EW.shape[1] // plane
+    assert scales_GE.stride(1) == 1
+    _w4a16_dequantise_kernel[(len(words_EW), blocks)](
+        *(words_EW, scales_GE, weight_EK, scales_GE.stride(0)),
+        SIZE=inputs,
+        BLOCKS=blocks,
+        GROUP=group,
+        PLANE=plane,
+        BFLOAT16=scale_dtype == torch.bfloat16,
+        num_warps=1,
+        **dependent_launch(words_EW.device),
+    )
+    return weight_EK
