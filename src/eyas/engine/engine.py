@@ -51,6 +51,7 @@ from eyas.kernels.attention.choose import has_triton
 from eyas.sampling import Sampling
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
+from eyas.target.rope import settle_rope
 
 logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
@@ -75,6 +76,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.target = target
         self.max_model_len = choose_length(config.max_model_len, target)
+        settle_rope(target.model, self.max_model_len)
         self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
         self.runner = ModelRunner(target, self._new_cache())

@@ -61,7 +61,8 @@ class Quantisation:
 
 
 def _grouped(bits: int, group: int) -> float:
-    return bits + (16 + (bits if bits == 4 else 0)) / group
+    """Of a weight with its share of the group's scale, and with 4 bits of its zero point: 16 bits each."""
+    return bits + (32 if bits == 4 else 16) / group
 
 
 PLAIN = {
