@@ -78,6 +78,7 @@ def test_a_tree_is_priced_by_its_shape() -> None:
             verify=lambda tokens: 1.0 + tokens / 100,
             draft=lambda depth: 0.1,
             step=lambda passes, _: passes,
+            step_of_trees=lambda passes, _: passes,
             grow=lambda shape: 0.1 if shape == small else growing,
         )
         plan = plan_captured_tree(batch_of(1, GOOD), shapes, prices, GOOD, [0.4, 0.2, 0.1])
@@ -91,5 +92,9 @@ def test_a_tree_is_priced_by_its_shape() -> None:
 
 def _free() -> CapturedPrices:
     return CapturedPrices(
-        verify=lambda tokens: 1.0, draft=lambda depth: 0.0, step=lambda passes, _: passes, grow=lambda shape: 0.0
+        verify=lambda tokens: 1.0,
+        draft=lambda depth: 0.0,
+        step=lambda passes, _: passes,
+        step_of_trees=lambda passes, _: passes,
+        grow=lambda shape: 0.0,
     )

@@ -219,3 +219,17 @@ def test_the_host_takes_longer_for_deeper_drafts_and_unseen_depths_lie_between()
     for _ in range(3):
         costs.observe_step(64, 0.9e-3, passes=0.5e-3, depth=1)
     assert costs.rest(64, depth=1) == pytest.approx(1e-3), "no less than without drafts"
+
+
+def test_what_the_host_does_with_trees_says_nothing_about_chains() -> None:
+    costs = CostModel()
+    costs.overlap()
+    for _ in range(3):
+        costs.observe_step(1, 0.5e-3, passes=0.4e-3, depth=0)
+        costs.observe_step(1, 1.25e-3, passes=1.1e-3, depth=5, trees=True)
+    assert costs.step(1, 0.85e-3, depth=3) == 0.85e-3
+    assert costs.step(1, 0.9e-3, depth=5) == 0.9e-3
+    assert costs.step(1, 1.1e-3, depth=5, trees=True) == pytest.approx(1.25e-3)
+    for _ in range(3):
+        costs.observe_step(1, 1.0e-3, passes=0.8e-3, depth=5)
+    assert costs.step(1, 0.8e-3, depth=5) == pytest.approx(1.0e-3)

@@ -90,7 +90,9 @@ class CapturedPrices:
     draft: Callable[[int], float]
     """All passes of the drafter, for all rows, by depth."""
     step: Callable[[float, int], float]
-    """A whole step whose passes take so long, by the depth of its drafts."""
+    """A whole step whose passes take so long, by the depth of its chains."""
+    step_of_trees: Callable[[float, int], float] = lambda passes, depth: inf
+    """The same where trees grow."""
     grow: Callable[[Shape], float] = lambda shape: inf
     """All passes of the drafter where trees grow."""
 
@@ -162,7 +164,7 @@ def plan_captured_tree(
             by_level={level: [shape.depth] * count for level, count in batch.levels.items()},
             drafts=auto * shape.budget,
             tokens=batch.rows + auto * gains[shape.budget - 1],
-            seconds=prices.step(prices.verify(tokens) + prices.grow(shape), shape.depth),
+            seconds=prices.step_of_trees(prices.verify(tokens) + prices.grow(shape), shape.depth),
             shape=shape,
         )
         if best is None or plan.rate > best.rate:

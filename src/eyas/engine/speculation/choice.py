@@ -44,6 +44,8 @@ class StepUnderWay:
     """Whether the target's pass is among the seconds."""
     depth: int = 0
     """Of what was drafted; where drafts are not captured, 1 stands for all depths."""
+    trees: bool = False
+    """Whether these were captured trees."""
     observed: bool = False
     repeats: int = 0
     """Steps that followed like it, without a choice of their own."""

@@ -402,6 +402,7 @@ class Controller:
         self.costs.observe_draft(timing)
         if step is not None:
             step.depth = timing.passes if timing.rows is not None else 1
+            step.trees = timing.trees and timing.rows is not None
         if timing.rows is not None:
             costs = self.costs
             captured = costs.tree_of(timing.shape).at if timing.trees else partial(costs.chain, timing.passes)
@@ -430,8 +431,8 @@ class Controller:
     def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
         if step.timed:
             rows = step.situation.rows
-            self.costs.observe_step(rows, seconds, passes=step.seconds, depth=step.depth)
-            whole = self.costs.step(rows, step.expected, depth=step.depth)
+            self.costs.observe_step(rows, seconds, passes=step.seconds, depth=step.depth, trees=step.trees)
+            whole = self.costs.step(rows, step.expected, depth=step.depth, trees=step.trees)
             self._take_time(step, max(0.0, seconds - step.seconds), whole - step.expected)
 
     def forget(self, key: int) -> None:
@@ -464,6 +465,9 @@ class Controller:
             "seconds_beside_passes_by_depth_and_requests": {
                 depth: {count: curve.at(count) for count in curve.known}
                 for depth, curve in sorted(self.costs.rests.items())
+            },
+            "seconds_beside_passes_of_trees_by_requests": {
+                count: self.costs.tree_rest.at(count) for count in self.costs.tree_rest.known
             },
             "seconds": self.probes.total,
             "probes": self.probes.count,

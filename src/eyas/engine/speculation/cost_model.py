@@ -284,24 +284,26 @@ class CostModel:
         self.first_draft, self.further_draft, self.pass_of_tree = (
             CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True) for _ in range(3)
         )
-        self.rests: dict[int, CostCurve] = {}
-        """By the depth of drafts, 0 for plain steps; where drafts are not captured, 1 stands for all depths."""
-        self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
-        drafts = self.first_draft, self.further_draft, self.pass_of_tree
         self.overlapped = False
         """Whether the host works on one step while the device runs the next."""
+        self.rests: dict[int, CostCurve] = {}
+        """By the depth of chains, 0 for plain steps; where drafts are not captured, 1 stands for all, trees too."""
+        self.tree_rest = self._new_rest()
+        """Of captured trees: what the host does with their nodes says nothing about chains."""
+        self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
+        drafts = self.first_draft, self.further_draft, self.pass_of_tree
         self.shapes: CapturedShapes | None = None
         """Those of passes, where they are captured."""
         self.chains: dict[int, CostCurve] = {}
         """All passes of a draft against rows, by depth; where they are captured."""
         self.trees: dict[Shape, CostCurve] = {}
         """The same for trees, by shape."""
-        self._curves = [self.verify, *drafts]
+        self._curves = [self.verify, self.tree_rest, *drafts]
 
     def overlap(self) -> None:
         """The host works on one step while the device runs the next."""
         self.overlapped = True
-        for curve in self.rests.values():
+        for curve in (self.tree_rest, *self.rests.values()):
             curve.below = OVERLAPPED_BELOW
 
     @property
@@ -348,14 +350,18 @@ class CostModel:
     def rest_of(self, depth: int) -> CostCurve:
         """The curve of the host's time for steps that draft so deep."""
         if depth not in self.rests:
-            curve = self.rests[depth] = CostCurve(POLICY.target_buckets_per_octave, level_above=True)
-            curve.below = OVERLAPPED_BELOW if self.overlapped else curve.below
-            self._curves.append(curve)
+            self.rests[depth] = self._new_rest()
+            self._curves.append(self.rests[depth])
         return self.rests[depth]
 
-    def observe_step(self, requests: int, seconds: float, *, passes: float, depth: int) -> None:
-        """Take what a step took as a whole, `passes` being the seconds of its passes."""
-        curve = self.rest_of(depth)
+    def _new_rest(self) -> CostCurve:
+        curve = CostCurve(POLICY.target_buckets_per_octave, level_above=True)
+        curve.below = OVERLAPPED_BELOW if self.overlapped else curve.below
+        return curve
+
+    def observe_step(self, requests: int, seconds: float, *, passes: float, depth: int, trees: bool = False) -> None:
+        """Take what a step took as a whole, `passes` being the seconds of its passes; `trees` are captured ones."""
+        curve = self.tree_rest if trees else self.rest_of(depth)
         if not self.overlapped:
             curve.observe(requests, max(0.0, seconds - passes))
         elif seconds > POLICY.host_bound * passes:
@@ -363,16 +369,19 @@ class CostModel:
         elif curve.samples(requests) and (not curve.known or curve.at(requests) > passes):
             curve.observe(requests, passes)  # the host had waited, so that it takes no longer than this
 
-    def step(self, requests: int, passes: float, *, depth: int) -> float:
+    def step(self, requests: int, passes: float, *, depth: int, trees: bool = False) -> float:
         """Expected seconds of a step whose passes take so long."""
-        rest = self.rest(requests, depth=depth)
+        rest = self.rest(requests, depth=depth, trees=trees)
         return max(passes, rest) if self.overlapped else passes + rest
 
-    def rest(self, requests: int, *, depth: int) -> float:
+    def rest(self, requests: int, *, depth: int, trees: bool = False) -> float:
         """Expected seconds of the host: none until some were seen; for drafts no less than without.
 
-        Depths that nobody has seen lie between those that were, plain steps among them.
+        Depths that nobody has seen lie between those that were, plain steps among them. Trees that nobody has seen
+        are taken for chains.
         """
+        if trees and self.tree_rest.known:
+            return max(self.rest(requests, depth=0), self.tree_rest.at(requests))
         seen = {0: 0.0} | {at: curve.at(requests) for at, curve in self.rests.items() if curve.known}
         depths = sorted(seen)
         return _level(list(zip(depths, accumulate((seen[at] for at in depths), max), strict=True)), depth)

@@ -91,6 +91,7 @@ class Planner:
             draft=lambda depth: costs.chain(depth, costs.plain_tokens(rows)),
             grow=lambda shape: costs.tree(shape, costs.plain_tokens(rows)),
             step=lambda passes, depth: costs.step(rows, passes, depth=depth),
+            step_of_trees=lambda passes, depth: costs.step(rows, passes, depth=depth, trees=True),
         )
 
     def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
