@@ -13,7 +13,7 @@ from eyas.engine.speculation.policy import POLICY
 from eyas.plan.shapes import CHAIN
 from eyas.sampling import Sampling
 
-AUTO = Speculation()
+AUTO, NO_DEPTH = Speculation(), Speculation(mode="fixed", depth=0)
 
 
 class Chooser:
@@ -66,14 +66,18 @@ def test_the_same_requests_are_chosen_for_once() -> None:
     assert proposer.chosen is None, "of which nothing is to be told"
 
 
-def test_who_leaves_changes_nothing_and_who_comes_is_drafted_for_at_once() -> None:
+def test_who_leaves_changes_nothing_and_who_comes_drafts_as_the_others_do() -> None:
     chooser = Chooser(3, holds=8)
     proposer, rows = made(chooser), seqs(*range(8))
     proposer.draft_slots(rows)
     proposer.draft_slots(rows[1:])
+    new = [*seqs(8), *seqs(9, speculation=Speculation(mode="off")), *seqs(10, speculation=NO_DEPTH)]
+    slots = dict(proposer.draft_slots([*rows[3:], *new]))
+    assert [slots[key] for key in (7, 8, 9, 10)] == [3, 3, 0, 0]
     assert len(chooser.asked) == 1
-    assert dict(proposer.draft_slots([*rows[1:], *seqs(8)]))[8] == 3
-    assert chooser.asked[-1] == ([*range(1, 9)], 2)
+    deep = seqs(11, speculation=Speculation(mode="fixed", depth=2))
+    assert dict(proposer.draft_slots([*rows[3:], *new, *deep]))[11] == 2
+    assert chooser.asked[-1] == ([*range(3, 12)], 3)
 
 
 def test_plain_steps_go_on_with_others_unless_one_has_a_depth_of_its_own() -> None:

@@ -171,6 +171,8 @@ class Proposer:
         self._choice: Choice | None = None
         self._slots: dict[int, int] = {}
         """Room for drafts by it."""
+        self._usual_slots = 0
+        """The same for a request on auto: where rounds live on the device, all of them draft alike."""
         self._steps = 0
         """Since that choice."""
         self._drafting = 0
@@ -195,7 +197,7 @@ class Proposer:
     def _release(self, seqs: Sequence[SequenceState]) -> None:
         """A drafter that rests leaves requests on auto alone, to their end: they cost what they would without one."""
         for seq in seqs:
-            if seq.speculates and seq.request.speculation.mode == "auto":
+            if _is_on_auto(seq):
                 seq.speculates = False
                 self._drafter.forget(seq.key)
                 self._released.append(seq)
@@ -217,23 +219,32 @@ class Proposer:
         limits = choice.depths if self.rounds else choice.limits
         if self.rounds:
             self.round_tree = self._tree_of_round(decoding)
-        self._slots = {}
+        self._slots, self._usual_slots = {}, 0
         for seq, limit in zip(decoding, limits, strict=True):
             tree = self.round_tree
             if not self.rounds and limit:
                 tree = self._tree(seq)
             self._slots[seq.key] = limit if tree is None or not limit else tree.slots
+            if _is_on_auto(seq):
+                self._usual_slots = self._slots[seq.key]
         self._drafting = sum(1 for limit in limits if limit)
         return self._slots if self._drafting else {}
 
     def _fits(self, decoding: Sequence[SequenceState]) -> bool:
-        """Whether the choice in force is one for these requests: about as many, and none that it would leave out."""
+        """Whether the choice in force is one for these requests: about as many, and none that it says nothing about.
+
+        New ones on auto draft as the others do.
+        """
         if abs(len(decoding) - len(self._slots)) > len(self._slots) // 4:
             return False
         new = [seq for seq in decoding if seq.key not in self._slots]
         if self._choice is not None and self._choice.rests:
             return not any(seq.speculates for seq in new)
-        return not new or (not self._drafting and not any(seq.request.speculation.depth for seq in new))
+        if any(seq.request.speculation.depth for seq in new):
+            return False
+        if self._drafting:
+            self._slots |= {seq.key: self._usual_slots if _is_on_auto(seq) else 0 for seq in new}
+        return True
 
     @property
     def budget(self) -> int | None:
@@ -400,6 +411,11 @@ class Proposer:
 def _unread(seqs: Sequence[SequenceState]) -> int:
     """States that the drafter has not read yet."""
     return sum(seq.target_length - seq.drafter_length for seq in seqs)
+
+
+def _is_on_auto(seq: SequenceState) -> bool:
+    """Whether the controller says how deep it drafts."""
+    return seq.speculates and seq.request.speculation.mode == "auto"
 
 
 def _facts(seq: SequenceState) -> RowFacts:

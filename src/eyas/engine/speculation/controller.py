@@ -173,8 +173,9 @@ class Controller:
             return POLICY.plan_steps
         if step.plan is None:  # a probe, or a look at candidates
             return 1
-        settled = self.acceptance.rounds >= POLICY.held_drafts * POLICY.plan_rounds_per_step
-        return POLICY.held_drafts if settled else 1
+        if self.acceptance.rounds < POLICY.held_drafts * POLICY.plan_rounds_per_step:
+            return 1
+        return POLICY.held_drafts_of_many if step.situation.rows >= POLICY.many_rows else POLICY.held_drafts
 
     def _holds(self, step: StepUnderWay) -> int:
         """The same behind a plain one: choosing takes the host longer than the rest of it."""

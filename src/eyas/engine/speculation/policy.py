@@ -45,6 +45,9 @@ class DepthPolicy:
     """The most steps that one serves which was made again and again and stayed the same."""
     held_drafts: int = 4
     """Steps in a row that draft by one choice where passes are captured: to choose takes the host time in every one."""
+    many_rows: int = 64
+    held_drafts_of_many: int = 8
+    """The same for so many requests, where choosing takes longest and the average of all changes least."""
     kept_plans: int = 64
 
     # --- Acceptance: beliefs before there is evidence, and how evidence fades.
