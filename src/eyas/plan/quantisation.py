@@ -1,7 +1,7 @@
 """How many bits a weight takes, and at which speed it is multiplied.
 
 On a GPU, formats for serving make the layers' matrices smaller and leave embedding, head, norms and biases in 16 bits.
-A group of weights shares a scale (16 bits) and, with 4 bits, a zero point of as many bits as a weight.
+A group of weights shares a scale and, with 4 bits, a zero point, 16 bits each.
 
 On a processor, blocks of 32 weights share a scale and perhaps a minimum (16 bits each), the head is quantised too, and
 what is not is float32 (`target/quantise.py`). A GGUF file's matrices stay as they are, in these blocks.
