@@ -6,9 +6,7 @@ What a block is and who owns which is for `block_manager.py` to say; which slots
 Shapes: N tokens of a pass, C slots of the cache, G key heads, K head dim, M slots moved.
 """
 
-import mmap
 import os
-from contextlib import suppress
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -21,6 +19,7 @@ from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.attention.backend import write_slots
 from eyas.kernels.attention.choose import has_triton
+from eyas.kernels.mapped_memory import mapped_memory
 
 
 class KVCache:
@@ -113,11 +112,7 @@ class KVCache:
             # The system hands out zeros when they are first touched, and blocks that are never used cost nothing;
             # torch would touch all of them now. A block is a page or so in every head of every layer: in huge pages,
             # which numpy asks for, the first block would take hundreds of megabytes.
-            size = prod(shape) * like_NGK.element_size()
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_NOHUGEPAGE"):
-                with suppress(OSError):  # a kernel without huge pages does not know the word
-                    memory.madvise(mmap.MADV_NOHUGEPAGE)
+            memory = mapped_memory(prod(shape) * like_NGK.element_size(), huge_pages=False)
             return torch.frombuffer(memory, dtype=like_NGK.dtype).view(shape)
 
 

@@ -5,12 +5,12 @@ given back: a model of 96 MB left 70 MB of holes. Here matrices lie one behind t
 region is freed when its last matrix is.
 """
 
-import mmap
 import threading
-from contextlib import suppress
 
 import torch
 from torch import Tensor
+
+from eyas.kernels.mapped_memory import mapped_memory
 
 REGION = 2**25
 """Bytes; a matrix of more than a quarter of it has a region to itself, so that little stays unused."""
@@ -40,10 +40,6 @@ def _take(count: int) -> Tensor:
 
 
 def _map(count: int) -> Tensor:
-    """Zeros, of which only what is written takes memory."""
-    memory = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages does not know the word
-            memory.madvise(mmap.MADV_HUGEPAGE)  # weights are read from end to end, all the time
+    memory = mapped_memory(count, huge_pages=True)  # weights are read from end to end, all the time
     with torch.inference_mode(False):
         return torch.frombuffer(memory, dtype=torch.uint8)

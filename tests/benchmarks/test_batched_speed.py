@@ -1,0 +1,24 @@
+"""The benchmark beside llama-batched-bench counts every token once."""
+
+import pytest
+from batched_speed import _run
+
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request, Speculation
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+
+
+@pytest.mark.parametrize("users", [1, 3])
+def test_steps_that_read_and_steps_that_decode_are_told_apart(tiny_target: Target, users: int) -> None:
+    engine = Engine(tiny_target, config=EngineConfig(max_num_seqs=users, max_model_len=64, memory=2**22))
+    for first in range(users):
+        prompt = tuple(range(first, first + 9))
+        engine.submit(
+            Request(prompt=prompt, sampling=Sampling(), max_new_tokens=8, speculation=Speculation(mode="off"))
+        )
+    reading, decoding, tokens = _run(engine)
+    assert reading > 0
+    assert decoding > 0
+    assert tokens == users * 7, "the first token of an answer comes of reading its prompt"
