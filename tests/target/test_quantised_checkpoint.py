@@ -19,7 +19,7 @@ from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.target import quantised_checkpoint
 from eyas.target.model import Target
-from target.test_quantised_tensors import packed_rows
+from quantization.test_quantised_tensors import packed_rows
 
 CONFIG = LlamaConfig(
     vocab_size=96,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.errors import UserError
-from eyas.target.quantization_config import weight_scheme
+from eyas.quantization.quantization_config import weight_scheme
 
 GROUP = 128
 """Weights that share a scale, unless a format says otherwise."""

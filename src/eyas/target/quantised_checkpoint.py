@@ -27,9 +27,9 @@ from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.linear.quantised_weight import QuantisedWeight
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.quantization.quantised_tensors import is_quantised, read_quantised
+from eyas.quantization.quantization_config import METHODS, WeightScheme, weight_scheme
 from eyas.target.empty_model import matrices_without_memory
-from eyas.target.quantised_tensors import is_quantised, read_quantised
-from eyas.target.quantization_config import METHODS, WeightScheme, weight_scheme
 
 logger = logging.getLogger(__name__)
 

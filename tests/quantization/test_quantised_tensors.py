@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import UserError
-from eyas.target.quantised_tensors import is_quantised, read_quantised
-from eyas.target.quantization_config import WeightScheme, weight_scheme
+from eyas.quantization.quantised_tensors import is_quantised, read_quantised
+from eyas.quantization.quantization_config import WeightScheme, weight_scheme
 
 E, K, GROUP = 16, 64, 32
 

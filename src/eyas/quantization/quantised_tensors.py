@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_weight import FLOAT8, QuantisedWeight
-from eyas.target.quantization_config import WeightScheme
+from eyas.quantization.quantization_config import WeightScheme
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each four bits of an int32 belong to, from the lowest."""
