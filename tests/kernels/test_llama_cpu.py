@@ -16,6 +16,13 @@ from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.linear.quantised_linear import (
+    QuantisedEmbedding,
+    QuantisedLinear,
+    load_quantised,
+    quantise,
+    replace_by_blocks,
+)
 from eyas.kernels.llama import eagle
 from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.cpu import load_layers
@@ -156,4 +163,107 @@ def test_a_depth_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPa
 
     drafter = packed_drafter()
     monkeypatch.setattr(eagle.DraftLayer, "run_depth", wrong)
+    assert fused_drafter(drafter) is drafter
+
+
+# --- a chain of drafts ---------------------------------------------------------------------------------------------
+
+CHUNK = 128
+BASES = (0, 1, SIZE - 1, CHUNK - 3, CHUNK - 1)
+"""Where drafts are read: within a block, into the next one, and into the next chunk of attention."""
+
+
+@torch.inference_mode()
+def chain_of(lean: _FusedDrafter, base: int, depths: int, window: int | None, *, at_once: bool) -> tuple[Any, ...]:
+    """Drafts behind random states in a cache full of random keys and values; how sure they are, and what is cached."""
+    config, generator = lean._config, torch.Generator().manual_seed(base)
+    shape = (config.num_key_value_heads, 40 * SIZE, config.head_dim)
+    cache = KVCache(blocks=40, block_size=SIZE)
+    cache.layers[0] = (torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    normed, feedback = torch.randn(2, 1, config.hidden_size, generator=generator)
+    if config.norm_output:
+        feedback = normed
+    blocks = torch.randperm(40, generator=generator).tolist()
+
+    def attend(slot: int) -> PagedAttention:
+        layout = layout_of([AttentionRow(blocks=blocks, base=slot, count=1)])
+        return PagedAttention(cache, layout, window=window, sinks=2 if window else 0)
+
+    tokens, chances = list[int](), list[float]()
+    if at_once:
+        made = lean.chain(normed[0], feedback[0], attend(base), depths, lambda _: True)
+        assert made is not None
+        tokens, chances = made
+    for depth in range(0 if at_once else depths):
+        if depth:
+            output = lean.step(
+                feedback, torch.tensor(tokens[-1:]), torch.tensor([base + depth - 1]), attend(base + depth - 1)
+            )
+            normed, feedback = output.normed, output.feedback
+        place, chance = lean.elementwise.most_likely_and_chance(lean.logits(normed).contiguous())
+        tokens += lean.token_W[place].tolist()
+        chances += chance.tolist()
+    return tokens, chances, *cache.layers[0]
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("flags", SETTINGS[::5], ids=lambda flags: "+".join(k for k, v in flags.items() if v) or "none")
+def test_a_chain_is_the_same_to_the_last_bit(flags: dict[str, bool], base: int) -> None:
+    lean = fused_drafter(packed_drafter(**flags))
+    assert isinstance(lean, _FusedDrafter)
+    for depths, window in ((1, None), (2, None), (7, None), (7, 5)):
+        ours, theirs = (chain_of(lean, base, depths, window, at_once=at_once) for at_once in (True, False))
+        assert ours[:2] == theirs[:2]
+        assert len(ours[0]) == depths
+        assert all(torch.equal(a, b) for a, b in zip(ours[2:], theirs[2:], strict=True))
+
+
+def test_a_chain_of_a_quantised_drafter_with_scaled_logits_is_the_same() -> None:
+    kernel, reason = load_quantised()
+    assert kernel is not None, reason
+    drafter = random_drafter(drafter_config(hidden_size=64, head_dim=32, norm_output=True, logit_scale=0.3)).eval()
+    drafter.requires_grad_(False)
+    replace_by_blocks(drafter, kernel, lambda linear: quantise(linear.weight, 8))
+    assert drafter.embed_tokens is not None
+    table = QuantisedLinear.of(kernel, quantise(drafter.embed_tokens.weight, 4))
+    drafter.embed_tokens = QuantisedEmbedding(table)  # type: ignore[assignment]
+    lean = fused_drafter(drafter)
+    assert isinstance(lean, _FusedDrafter)
+    ours, theirs = (chain_of(lean, 3, 5, None, at_once=at_once) for at_once in (True, False))
+    assert ours[:2] == theirs[:2]
+
+
+def test_a_chain_ends_where_it_is_told_to_and_raises_what_is_raised() -> None:
+    lean = fused_drafter(packed_drafter())
+    assert isinstance(lean, _FusedDrafter)
+    cache = KVCache(blocks=40, block_size=SIZE)
+    layout = layout_of([AttentionRow(blocks=range(4), base=2, count=1)])
+    state, seen = torch.randn(64), list[list[float]]()
+
+    def two_of_them(chances: Sequence[float]) -> bool:
+        seen.append(list(chances))
+        return len(chances) < 2
+
+    made = lean.chain(state, state, PagedAttention(cache, layout), 5, two_of_them)
+    assert made is not None
+    assert len(made[0]) == 2
+    assert seen == [made[1][:1], made[1]]
+
+    def fails(chances: Sequence[float]) -> bool:
+        raise ValueError("asked too much")
+
+    with pytest.raises(ValueError, match="asked too much"):
+        lean.chain(state, state, PagedAttention(cache, layout), 5, fails)
+
+
+def test_a_chain_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = eagle.DraftLayer.run_chain
+
+    def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
+        made = right(self, *given)
+        assert made is not None
+        return made[0], [chance * 0.99 for chance in made[1]]
+
+    drafter = packed_drafter()
+    monkeypatch.setattr(eagle.DraftLayer, "run_chain", wrong)
     assert fused_drafter(drafter) is drafter

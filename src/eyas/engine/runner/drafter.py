@@ -15,7 +15,7 @@ Drafted slots lie behind the read ones and are overwritten by the next read: rej
 Shapes: N tokens of a pass, R rows, D drafter hidden, X concatenated auxiliary states, W draft vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -25,7 +25,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import remember_in
+from eyas.engine.runner.drafts import DraftsChains, remember_in
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.runner.tree_growth import TreeGrowth
@@ -122,6 +122,10 @@ class DrafterRunner:
 
         Of each, `look` candidates are noted, the draft being the first; where that is 1, none are.
         """
+        if len(seqs) == 1 and look == 1:
+            made = self._chain_at_once(seqs[0], depths[0], continue_drafting)
+            if made is not None:
+                return [made]
         tokens: list[list[int]] = [[] for _ in seqs]
         confidences: list[list[float]] = [[] for _ in seqs]
         candidates: list[dict[int, Candidates]] = [{} for _ in seqs]
@@ -162,10 +166,23 @@ class DrafterRunner:
             for row, (token, confidence) in zip(rows, firsts, strict=True):
                 tokens[row].append(token)
                 confidences[row].append(confidence)
-        return [
-            Draft(tokens=tuple(made), parents=tuple(range(-1, len(made) - 1)), confidences=tuple(sure), candidates=seen)
-            for made, sure, seen in zip(tokens, confidences, candidates, strict=True)
-        ]
+        return [_chain(*drafted) for drafted in zip(tokens, confidences, candidates, strict=True)]
+
+    def _chain_at_once(
+        self, seq: SequenceState, depths: int, continue_drafting: ContinueDrafting | None
+    ) -> Draft | None:
+        """The same for one greedy request, without a look at it between depths; None where that cannot be."""
+        greedy = seq.request.sampling.temperature == 0 and seq.matcher is None
+        if not greedy or not isinstance(self.run, DraftsChains):
+            return None
+
+        def goes_on(confidences: Sequence[float]) -> bool:
+            return continue_drafting is None or continue_drafting([seq.key], [confidences])[0]
+
+        layout = self._lay_out([AttentionRow(blocks=seq.blocks, base=seq.drafter_length, count=1)])
+        states = self._normed_D[seq.key], self._feedback_D[seq.key]
+        made = self.run.chain(*states, self.attention(layout), depths, goes_on)
+        return None if made is None else _chain(*made, {})
 
     @torch.inference_mode()
     def tree(
@@ -221,3 +238,12 @@ class DrafterRunner:
     def attention(self, layout: AttentionMetadata) -> PagedAttention:
         """Attention over the drafter's blocks in one pass."""
         return PagedAttention(self.cache, layout, window=self.window, sinks=self.sinks)
+
+
+def _chain(tokens: Sequence[int], confidences: Sequence[float], candidates: Mapping[int, Candidates]) -> Draft:
+    return Draft(
+        tokens=tuple(tokens),
+        parents=tuple(range(-1, len(tokens) - 1)),
+        confidences=tuple(confidences),
+        candidates=candidates,
+    )

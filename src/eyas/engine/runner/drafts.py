@@ -14,6 +14,7 @@ from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.llama.block import Product, join
+from eyas.kernels.llama.eagle import GoesOn
 
 
 class Drafts(Protocol):
@@ -47,6 +48,19 @@ class DraftsInPlace(Drafts, Protocol):
 
     def remember_in(self, cache: KVCache, layout: AttentionMetadata, hidden_ND: Tensor, token_N: Tensor) -> None:
         """Put keys and values in their slots."""
+
+
+@runtime_checkable
+class DraftsChains(Drafts, Protocol):
+    """What may draft a chain for one request at once."""
+
+    def chain(
+        self, normed_D: Tensor, feedback_D: Tensor, attend: PagedAttention, depths: int, goes_on: GoesOn
+    ) -> tuple[list[int], list[float]] | None:
+        """Up to `depths` drafts, each the likeliest token, and how sure the drafter was of each.
+
+        `attend` is of the slot in which the first of them is read; there are blocks for all. None: it cannot here.
+        """
 
 
 def fuse_rows(drafter: Drafts, aux_SX: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:

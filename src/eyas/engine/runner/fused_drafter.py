@@ -28,10 +28,11 @@ from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, produc
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
+from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.llama.block import packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
-from eyas.kernels.llama.eagle import DraftLayer, RotaryTable, Surroundings
+from eyas.kernels.llama.eagle import DraftHead, DraftLayer, GoesOn, RotaryTable, Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class _FusedDrafter:
     def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
         config, layer = drafter.config, first_layer(drafter)
         attention, mlp = layer.self_attn, layer.mlp
-        self._model, self._config, self._elementwise = drafter, config, elementwise
+        self._model, self._config, self.elementwise = drafter, config, elementwise
+        self.token_W = drafter.vocab().target_ids_W
         assert drafter.embed_tokens is not None
         embedding = drafter.embed_tokens
         self._embedding_VD = embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
@@ -126,7 +128,19 @@ class _FusedDrafter:
             rotary_dim=config.head_dim,
             intermediate=products.down.in_features,
         )
-        return DraftLayer(parts, around, sizes, compiled)
+        return DraftLayer(parts, around, self._head(), sizes, compiled)
+
+    def _head(self) -> DraftHead | None:
+        """What chooses drafts; None where its product is not compiled."""
+        model, config = self._model, self._config
+        if not isinstance(model.lm_head, PackedLinear | QuantisedLinear):
+            return None
+        return DraftHead(
+            linear=model.lm_head,
+            target_id_W=self.token_W,
+            logit_scale=config.logit_scale,
+            feeds_normed=config.norm_output,
+        )
 
     def fuse(self, aux_NX: Tensor) -> Tensor:
         """Norm each auxiliary state where the drafter does, and combine them."""
@@ -160,13 +174,24 @@ class _FusedDrafter:
         both_NE, normed_ND = self._input(hidden, token_ids)
         qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
         turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
-        self._elementwise.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
+        self.elementwise.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
         attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
         x_ND = self._output(attended.reshape(tokens, -1), None)
         x_ND += normed_ND if config.norm_before_residual else hidden
         gate_up = self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
-        x_ND += self._down(self._elementwise.gate(gate_up), None)
+        x_ND += self._down(self.elementwise.gate(gate_up), None)
         return x_ND, self._norm(self._model.norm, x_ND)
+
+    def chain(
+        self, normed_D: Tensor, feedback_D: Tensor, attend: PagedAttention, depths: int, goes_on: GoesOn
+    ) -> tuple[list[int], list[float]] | None:
+        """As `DraftsChains`."""
+        if self._in_one_call is None:
+            return None
+        kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
+        (row,) = attend.metadata.rows
+        asked = attend.backend, kv, attend.window, depths, goes_on
+        return self._in_one_call.run_chain(feedback_D, normed_D, row.base, *asked)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
         """Keys and values alone."""
@@ -174,7 +199,7 @@ class _FusedDrafter:
         keys = config.num_key_value_heads
         kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
         turned = kv.new_empty(tokens, keys, config.head_dim)
-        self._elementwise.rotate(kv[:, :keys], *self._turns.at(positions), turned)
+        self.elementwise.rotate(kv[:, :keys], *self._turns.at(positions), turned)
         return turned, kv[:, keys:]
 
     def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,7 +220,7 @@ class _FusedDrafter:
 
     def _norm(self, norm: nn.Module, x_ND: Tensor, out_ND: Tensor | None = None) -> Tensor:
         assert isinstance(norm, RMSNorm)
-        return self._elementwise.norm(x_ND, norm.weight, norm.eps, out_ND)
+        return self.elementwise.norm(x_ND, norm.weight, norm.eps, out_ND)
 
 
 @torch.inference_mode()
@@ -217,8 +242,35 @@ def _is_right(fused: _FusedDrafter, drafter: Drafter) -> bool:
         second = one.step(first.feedback, token_N.flip(0), position_N + 1, attends[1])
         keys, values = (x.flatten(1) for x in one.remember(hidden_ND, token_N, position_N))
         results.append((hidden_ND, first.normed, first.feedback, second.normed, second.feedback, keys, values))
+    if not _chains_alike(fused, hidden_ND[0], passes[0].block_size):
+        return False
     tolerance = QUANTISED_TOLERANCE if isinstance(drafter.fc, QuantisedLinear) else TOLERANCE
     return all(_near(ours, theirs, tolerance) for ours, theirs in zip(*results, strict=True))
+
+
+def _chains_alike(fused: _FusedDrafter, state_D: Tensor, block_size: int) -> bool:
+    """Whether a chain at once, if there is one, drafts what its depths draft one by one, to the last bit."""
+    cache, depths, chances = KVCache(blocks=2, block_size=block_size), 3, list[float]()
+    layouts = [
+        AttentionMetadata.of(
+            [AttentionRow(blocks=(1, 0), base=base, count=1)], block_size=block_size, device=torch.device("cpu")
+        )
+        for base in range(2, 2 + depths - 1)
+    ]
+    at_once = fused.chain(state_D, state_D, PagedAttention(cache, layouts[0]), depths, lambda _: True)
+    if at_once is None:
+        return True
+    normed_ND = feedback_ND = state_D[None]
+    token_W, tokens = fused.token_W, list[int]()
+    for layout in (None, *layouts):
+        if layout is not None:
+            attend = PagedAttention(cache, layout)
+            output = fused.step(feedback_ND, torch.tensor(tokens[-1:]), layout.position_N, attend)
+            normed_ND, feedback_ND = output.normed, output.feedback
+        place_N, chance_N = fused.elementwise.most_likely_and_chance(fused.logits(normed_ND).contiguous())
+        tokens += token_W[place_N].tolist()
+        chances += chance_N.tolist()
+    return at_once == (tokens, chances)
 
 
 def _near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:

@@ -41,16 +41,16 @@ enum {
 /* What is the same for all layers of a pass; paged_native.py has the same fields. */
 struct pass {
     const int32_t *table; /* [rows][blocks] */
-    const int32_t *base;  /* [rows] */
-    const int32_t *end;   /* [rows]: the slot behind the tail */
-    const int32_t *start; /* [rows]: the first token */
+    int32_t *base;        /* [rows] */
+    int32_t *end;         /* [rows]: the slot behind the tail */
+    const int32_t *start; /* [rows + 1]: the first token, and N */
     const uint64_t *seen; /* [N]: bit t: the token sees tail slot t, where a tail is that short; null: all are chains */
-    const int64_t *slot;  /* [N]: where new keys and values are written */
+    int64_t *slot;        /* [N]: where new keys and values are written */
     const struct unit *units;
     const struct task *tasks;
     float *parts;
     int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
-    int64_t blocks, block_size, new_tokens, task_count;
+    int64_t rows, blocks, block_size, new_tokens, task_count;
     int64_t window, sinks; /* window 0: none */
     int64_t shared, key_heads, slots, key_size, value_size; /* F, G, C, K, V */
     int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides, in floats */
@@ -329,6 +329,16 @@ static void merge(const struct pass *pass, const struct layer *layer, const stru
             for (long v = 0; v < V; v++) output[v] += part[MIXED + v] * weight;
         }
         for (long v = 0; v < V; v++) output[v] /= total;
+    }
+}
+
+/* Let the new tokens of every row stand one slot further on, in a pass of chains that was planned to reach so far:
+ * chunks that nobody sees yet give nothing. */
+void advance_blocks(struct pass *pass) {
+    for (long r = 0; r < pass->rows; r++) {
+        pass->base[r]++, pass->end[r]++;
+        for (long n = pass->start[r]; n < pass->start[r + 1]; n++)
+            pass->slot[n] = place_of(pass, r, pass->base[r] + n - pass->start[r]);
     }
 }
 

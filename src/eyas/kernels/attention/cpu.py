@@ -38,7 +38,7 @@ WORK_OF_A_THREAD = 1 << 18
 
 _POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left")
 _NUMBERS = (
-    *("blocks", "block_size", "new_tokens", "task_count", "window", "sinks"),
+    *("rows", "blocks", "block_size", "new_tokens", "task_count", "window", "sinks"),
     *("shared", "key_heads", "slots", "key_size", "value_size"),
     *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
 )
@@ -61,6 +61,7 @@ class AttentionKernel:
         pointer, number = ctypes.c_void_p, ctypes.c_float
         self.library.attend_blocks.argtypes = [pointer] * 8 + [number] * 2
         self.library.attend_blocks.restype = None
+        self.library.advance_blocks.argtypes, self.library.advance_blocks.restype = [pointer], None
 
     @cached_property
     def chunk(self) -> int:
@@ -110,6 +111,7 @@ class _Asked(NamedTuple):
     v_shape: tuple[int, ...]
     strides: tuple[int, ...]
     slots: int
+    ahead: int = 0
 
 
 class CompiledBackend(AttentionBackend):
@@ -182,13 +184,22 @@ class CompiledBackend(AttentionBackend):
         return output_NHV
 
     def waves(
-        self, q_shape: Sequence[int], v_shape: Sequence[int], strides: tuple[int, ...], slots: int, window: int | None
+        self,
+        q_shape: Sequence[int],
+        v_shape: Sequence[int],
+        strides: tuple[int, ...],
+        slots: int,
+        window: int | None,
+        *,
+        ahead: int = 0,
     ) -> list[int]:
         """For a caller of the kernel: the address of what each call for a layer takes, as long as this object lives.
 
-        `strides` are those of tokens and heads, of queries, keys and values.
+        `strides` are those of tokens and heads, of queries, keys and values. The caller may let chains advance by
+        `ahead` slots (`advance_blocks`), for which there must be blocks; then this pass is not what it was.
         """
-        return [wave.address for wave in self._planned(_Asked(window, tuple(q_shape), tuple(v_shape), strides, slots))]
+        asked = _Asked(window, tuple(q_shape), tuple(v_shape), strides, slots, ahead)
+        return [wave.address for wave in self._planned(asked)]
 
     def _prepare(self, q_NHK: Tensor, k_NGK: Tensor, v_NGV: Tensor, slots: int, window: int | None) -> None:
         """Most layers bring what the one before brought: new numbers in the same memory, laid out alike."""
@@ -208,8 +219,9 @@ class CompiledBackend(AttentionBackend):
         """What one layer does: almost always a single call."""
         (tokens, heads, key_size), (_, key_heads, value_size) = asked.q_shape, asked.v_shape
         metadata, shared, part_bytes = self.metadata, heads // key_heads, 4 * (2 + value_size)
-        (widest, rows), tree_mask_N = metadata.numbers(), metadata.tree_mask_N()
-        new_tokens, left = tokens, [*self._units(asked.window, shared)][::-1]
+        (widest, rows), tree_mask_N = metadata.numbers(asked.ahead), metadata.tree_mask_N()
+        assert not (asked.ahead and tree_mask_N is not None), "only chains advance"
+        new_tokens, left = tokens, [*self._units(asked, shared)][::-1]
         while left:
             units: list[tuple[int, ...]] = []
             tasks: list[tuple[int, int]] = []
@@ -231,7 +243,7 @@ class CompiledBackend(AttentionBackend):
                 *(metadata.slot_mapping_N.data_ptr(), units_at, tasks_at, parts_P.data_ptr(), left_at),
             )
             numbers = (
-                *(widest, metadata.block_size, new_tokens, len(tasks), asked.window or 0),
+                *(len(metadata.rows), widest, metadata.block_size, new_tokens, len(tasks), asked.window or 0),
                 *(self.sinks, shared, key_heads, asked.slots, key_size, value_size),
                 *asked.strides,
                 min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
@@ -242,9 +254,9 @@ class CompiledBackend(AttentionBackend):
             )
             new_tokens = 0
 
-    def _units(self, window: int | None, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
+    def _units(self, asked: _Asked, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
         """The row, lines from and how many, chunks from and to."""
-        chunk, block = self._kernel.chunk, self._kernel.block
+        chunk, block, window = self._kernel.chunk, self._kernel.block, asked.window
         for index, row in enumerate(self.metadata.rows):
             positions, lines = row.positions(), row.count * shared
             for first in range(0, lines, block):
@@ -252,7 +264,7 @@ class CompiledBackend(AttentionBackend):
                 asking = positions[first // shared : (first + count - 1) // shared + 1]
                 nearest = 0 if window is None else max(0, min(asking) + 1 - window)
                 begin = 0 if self.sinks else nearest // chunk
-                yield index, first, count, begin, max(asking) // chunk + 1
+                yield index, first, count, begin, (max(asking) + asked.ahead) // chunk + 1
 
 
 def _side_by_side(lists: Sequence[Sequence[int]]) -> "tuple[array[int], list[int]]":

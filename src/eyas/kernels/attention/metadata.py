@@ -282,10 +282,14 @@ class AttentionMetadata:
             max_seq_len=widest * self.block_size,
         )
 
-    def numbers(self) -> tuple[int, list[list[int]]]:
-        """The width of the block tables, and of rows known on the host: base, end, start and table."""
+    def numbers(self, ahead: int = 0) -> tuple[int, list[list[int]]]:
+        """The width of the block tables, and of rows known on the host: base, end, start and table.
+
+        Tables reach `ahead` slots further than the rows.
+        """
         rows = self.rows
-        used = [-(-row.end // self.block_size) for row in rows]
+        used = [-(-(row.end + ahead) // self.block_size) for row in rows]
+        assert all(blocks <= len(row.blocks) for row, blocks in zip(rows, used, strict=True))
         widest = max(used)
         padding = [0] * widest
         tables = ([*row.blocks[:blocks], *padding[blocks:]] for row, blocks in zip(rows, used, strict=True))

@@ -467,7 +467,8 @@ void quantised_linear(const float *x, long M, long K, const struct part *parts, 
 /* y[i] = W[ids[i]], as floats. */
 void dequantised_rows(const struct part *part, long K, const int64_t *ids, long count, float *y) {
     const int format = (int)part->format;
-    const long B = blocks_of(K), size = block_bytes(format), head = head_bytes(format), zero = zero_of(format);
+    const long B = blocks_of(K), size = block_bytes(format), head = head_bytes(format);
+    const int32_t zero = (int32_t)zero_of(format);
     for (long i = 0; i < count; i++, y += K) {
         const long c = ids[i] % PANEL;
         const uint8_t *w = part->panels + ids[i] / PANEL * B * size;
@@ -476,15 +477,18 @@ void dequantised_rows(const struct part *part, long K, const int64_t *ids, long 
             for (long s = 0; s < head / (2 * PANEL); s++) memcpy(halves + s, w + 2 * (s * PANEL + c), 2);
             const float minimum = format & MINIMA ? widened(halves[scales_in(format)]) : 0.0f;
             const long end = smaller(BLOCK, K - b * BLOCK);
-            for (long k = 0; k < end; k++) {
+            for (long k = 0, next; k < end; k = next) { /* a half: of one scale, and of one part of every byte */
                 const float scale = widened(halves[format & SCALES_OF_HALVES ? k / HALF : 0]);
-                const long within = format & FOUR_BITS ? k % HALF : k;
-                const uint8_t byte = w[head + within / 4 * 4 * PANEL + c * 4 + k % 4];
-                const long nibble = k < HALF ? byte & 15 : byte >> 4;
-                const long q = !(format & FOUR_BITS)  ? (UNSIGNED ? byte : (int8_t)byte)
-                               : is_signed(format) ? (nibble ^ 8) - 8
-                                                   : nibble;
-                y[b * BLOCK + k] = scale * (float)(q - zero) + minimum;
+                next = smaller(k + HALF, end);
+                for (long i = k; i < next; i++) {
+                    const long within = format & FOUR_BITS ? i - k : i;
+                    const uint8_t byte = w[head + within / 4 * 4 * PANEL + c * 4 + i % 4];
+                    const int32_t nibble = k < HALF ? byte & 15 : byte >> 4;
+                    const int32_t q = !(format & FOUR_BITS) ? (UNSIGNED ? byte : (int8_t)byte)
+                                      : is_signed(format) ? (nibble ^ 8) - 8
+                                                          : nibble;
+                    y[b * BLOCK + i] = scale * (float)(q - zero) + minimum;
+                }
             }
         }
     }

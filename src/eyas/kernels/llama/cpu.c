@@ -1,5 +1,5 @@
-/* Layers of a decoder over one pass, in one call: the steps of block.py in their order; and what a drafter does
- * before its only layer and after it, as the fused drafter has it.
+/* Layers of a decoder over one pass, in one call: the steps of block.py in their order; what a drafter does before its
+ * only layer and after it, as the fused drafter has it; and a chain of its drafts, depth behind depth.
  *
  * Little is computed between two products. But whatever Python does there finds the processor's caches full of weights,
  * and takes several times as long as it would elsewhere, which for a token or two is much of the whole pass.
@@ -27,6 +27,9 @@ struct steps {
     void (*attend)(const void *wave, const float *q, const float *k, const float *v, float *keys, float *values,
                    const float *sink, float *output, float scale, float softcap);
     void (*gate)(const float *x, long N, long I, int activation, float *y, int threads);
+    void (*most_likely)(const float *x, long N, long V, int64_t *place, float *chance, int threads);
+    void (*advance)(void *wave);
+    void (*packed_rows)(const void *part, long K, const int64_t *ids, long count, float *y); /* of an embedding */
 };
 
 /* What cpu.py has the same fields of. */
@@ -70,7 +73,8 @@ struct run {
 
 /* A drafter's depth: what its layer reads, and the norm behind it. `run.input`, `run.cos` and `run.sin` are written here. */
 struct depth {
-    const float *embedding;            /* [V][D] */
+    const float *embedding;            /* [V][D]; null: it is packed */
+    const void *packed_embedding;
     const float *cos, *sin;            /* [positions][R] */
     const int64_t *token, *position;   /* [N] */
     const float *hidden;               /* [N][D] */
@@ -79,9 +83,23 @@ struct depth {
     int64_t normed_residual;           /* whether the layer adds to the normed state instead of the state */
 };
 
+/* A chain of drafts: at every depth the likeliest token, which the next one reads. */
+struct chain {
+    struct product head;       /* D to the draft vocabulary, W */
+    const int64_t *target_ids; /* [W] */
+    int64_t *position;         /* [N]: of the next depth; `depth.position` */
+    float *logits;             /* [N][W] */
+    int64_t *token;            /* [depths][N]: drafted, as target ids */
+    float *chance;             /* [depths][N]: their probability by a softmax */
+    int64_t (*goes_on)(int64_t depths); /* asked when so many are made */
+    int64_t depths, feeds_normed;       /* whether the next depth reads the normed state */
+    float logit_scale;
+};
+
 long run_bytes(void) { return sizeof(struct run); }
 long layer_bytes(void) { return sizeof(struct layer); }
 long depth_bytes(void) { return sizeof(struct depth); }
+long chain_bytes(void) { return sizeof(struct chain); }
 
 long numbers_per_token(long D, long H, long G, long K, long I) { return 2 * D + (3 * H + 3 * G) * K + 3 * I; }
 
@@ -157,17 +175,45 @@ static void enter(const struct run *run, const struct depth *depth) {
     float *input = (float *)run->input;
     for (long n = 0; n < N; n++) {
         const float *embedded = depth->embedding + depth->token[n] * D;
+        if (!depth->embedding) {
+            run->steps->packed_rows(depth->packed_embedding, D, depth->token + n, 1, run->memory);
+            embedded = run->memory;
+        }
         run->steps->norm(embedded, D, 1, D, depth->token_norm.weight, depth->token_norm.eps, input + n * 2 * D, 2 * D, 1);
         memcpy((float *)run->cos + n * R, depth->cos + depth->position[n] * R, R * sizeof(float));
         memcpy((float *)run->sin + n * R, depth->sin + depth->position[n] * R, R * sizeof(float));
     }
     run->steps->norm(depth->hidden, D, N, D, depth->hidden_norm.weight, depth->hidden_norm.eps, input + D, 2 * D, threads);
-    for (long n = 0; n < N; n++)
-        memcpy(run->x + n * D, depth->normed_residual ? input + n * 2 * D + D : depth->hidden + n * D, D * sizeof(float));
+    for (long n = 0; n < N; n++) {
+        const float *residual = depth->normed_residual ? input + n * 2 * D + D : depth->hidden + n * D;
+        if (residual != run->x + n * D) memcpy(run->x + n * D, residual, D * sizeof(float));
+    }
 }
 
 void run_depth(const struct run *run, const struct depth *depth) {
     enter(run, depth);
     run_layers(run);
     norm(run, &depth->last_norm, run->x, depth->normed);
+}
+
+/* How many depths were drafted. `first` is the second depth, but for its tokens; the first draft comes of `first->normed`. */
+long run_chain(const struct run *run, const struct depth *first, const struct chain *chain) {
+    const long N = run->tokens, W = chain->head.outputs;
+    struct depth depth = *first;
+    for (long made = 1;; made++) {
+        int64_t *token = chain->token + (made - 1) * N;
+        multiply(run, &chain->head, depth.normed, chain->logits);
+        if (chain->logit_scale != 1.0f)
+            for (long i = 0; i < N * W; i++) chain->logits[i] *= chain->logit_scale;
+        run->steps->most_likely(chain->logits, N, W, token, chain->chance + (made - 1) * N, (int)run->threads);
+        for (long n = 0; n < N; n++) token[n] = chain->target_ids[token[n]];
+        if (made == chain->depths || !chain->goes_on(made)) return made;
+        if (made > 1) { /* further on, behind the state of the depth before */
+            depth.hidden = chain->feeds_normed ? depth.normed : run->x;
+            for (long n = 0; n < N; n++) chain->position[n]++;
+            for (long w = 0; w < run->wave_ends[0]; w++) run->steps->advance((void *)run->waves[w]);
+        }
+        depth.token = token;
+        run_depth(run, &depth);
+    }
 }

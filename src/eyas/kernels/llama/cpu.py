@@ -88,7 +88,10 @@ class Parts:
     """Of what the gates add."""
 
 
-_STEPS = ("norm", "product", "quantised_product", "norm_heads", "rotate", "attend", "gate")
+_STEPS = (
+    *("norm", "product", "quantised_product", "norm_heads", "rotate", "attend", "gate"),
+    *("most_likely", "advance", "packed_rows"),
+)
 _NORMS = ("attention_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm", "qk_norm")
 
 
@@ -96,11 +99,31 @@ class _Steps(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in _STEPS)
 
 
-class _Product(ctypes.Structure):
+class ProductWeight(ctypes.Structure):
+    """`struct product`."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "parts")),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "halved", "part_count")),
     )
+
+    @classmethod
+    def of(cls, packed: CompiledLinear) -> "ProductWeight":
+        """Of a linear, whose weights must stay where they are."""
+        if isinstance(packed, QuantisedLinear):
+            return cls(
+                parts=ctypes.addressof(packed.parts),
+                inputs=packed.in_features,
+                outputs=packed.out_features,
+                part_count=len(packed.parts),
+            )
+        return cls(
+            panels=packed.panels_PKC.data_ptr(),
+            bias=None if packed.bias is None else packed.bias.data_ptr(),
+            inputs=packed.in_features,
+            outputs=packed.out_features,
+            halved=packed.halved,
+        )
 
 
 class NormWeight(ctypes.Structure):
@@ -118,7 +141,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, NormWeight) for name in _NORMS),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "sink")),
-        *((name, _Product) for name in PackedProducts._fields),
+        *((name, ProductWeight) for name in PackedProducts._fields),
         *((name, ctypes.c_int64) for name in ("window", "rotation", "activation")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
@@ -143,13 +166,16 @@ class Compiled:
     elementwise: Elementwise
     attention: AttentionKernel
 
-    def steps_with(self, parts: Sequence[Parts]) -> _Steps:
-        """The steps of such layers."""
-        linears = [linear for part in parts for linear in part.products]
+    def steps_with(self, linears: Sequence[CompiledLinear]) -> _Steps:
+        """The steps of layers whose products are such."""
         product = next((x.kernel.library.packed_linear for x in linears if isinstance(x, PackedLinear)), None)
         quantised = next((x.kernel.library.quantised_linear for x in linears if isinstance(x, QuantisedLinear)), None)
-        steps, attend = self.elementwise.library, self.attention.library.attend_blocks
-        functions = (steps.rms_norm, product, quantised, steps.norm_heads, steps.rotate, attend, steps.gated)
+        rows = next((x.kernel.library.dequantised_rows for x in linears if isinstance(x, QuantisedLinear)), None)
+        steps, attention = self.elementwise.library, self.attention.library
+        functions = (
+            *(steps.rms_norm, product, quantised, steps.norm_heads, steps.rotate, attention.attend_blocks, steps.gated),
+            *(steps.most_likely, attention.advance_blocks, rows),
+        )
         return _Steps(*(function and ctypes.cast(function, ctypes.c_void_p) for function in functions))
 
 
@@ -164,9 +190,13 @@ def load_layers() -> Compiled | None:
         return None
     library.numbers_per_token.argtypes = [ctypes.c_long] * 5
     library.numbers_per_token.restype = ctypes.c_long
-    for function, pointers in ((library.run_layers, 1), (library.run_depth, 2)):
+    for function, pointers, gives in (
+        (library.run_layers, 1, None),
+        (library.run_depth, 2, None),
+        (library.run_chain, 3, ctypes.c_long),
+    ):
         function.argtypes = [ctypes.c_void_p] * pointers
-        function.restype = None
+        function.restype = gives
     return Compiled(library, elementwise, attention)
 
 
@@ -181,15 +211,24 @@ class Waves(NamedTuple):
 class Layers:
     """Layers of one model, over whose weights they run."""
 
-    def __init__(self, parts: Sequence[Parts], sizes: LlamaSizes, compiled: Compiled) -> None:
-        self._parts, self.sizes, self.library, self._steps = parts, sizes, compiled.library, compiled.steps_with(parts)
+    def __init__(
+        self, parts: Sequence[Parts], sizes: LlamaSizes, compiled: Compiled, others: Sequence[CompiledLinear] = ()
+    ) -> None:
+        """`others` are what is multiplied with besides, or looked up in."""
+        linears = [*(linear for part in parts for linear in part.products), *others]
+        self._parts, self.sizes, self.library, self._steps = (
+            parts,
+            sizes,
+            compiled.library,
+            compiled.steps_with(linears),
+        )
         self._hidden = parts[0].products.down.out_features
         self._windows = list(dict.fromkeys(part.window for part in parts))
         self._layers = (_Layer * len(parts))(*(_layer(part, self._windows.index(part.window)) for part in parts))
         self._boundaries = range(len(parts) + 1)
-        self.numbers_per_token = compiled.library.numbers_per_token(
+        self.numbers_per_token: int = compiled.library.numbers_per_token(
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
-        ) + max(_workspace_numbers(product) for part in parts for product in part.products)
+        ) + max(map(_workspace_numbers, linears))
         self._kv: list[Tensor] = []
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
@@ -233,10 +272,12 @@ class Layers:
         kv: Mapping[int, tuple[Tensor, Tensor]],
         tokens: int,
         windows: Sequence[int | None],
+        *,
+        ahead: int = 0,
     ) -> "Waves | None":
         """How compiled code attends in this pass, over keys and values that all layers are told of; None if it cannot.
 
-        `windows` are those of the layers, each once. All layers have as many slots.
+        `windows` are those of the layers, each once. All layers have as many slots. Chains may advance by `ahead`.
         """
         if not isinstance(attention, CompiledBackend):
             return None
@@ -245,7 +286,7 @@ class Layers:
             self._take(given)
         sizes, slots = self.sizes, given[0].shape[1]
         q_shape, v_shape = ((tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.key_heads))
-        by_window = [attention.waves(q_shape, v_shape, self._strides, slots, window) for window in windows]
+        by_window = [attention.waves(q_shape, v_shape, self._strides, slots, window, ahead=ahead) for window in windows]
         waves = [wave for several in by_window for wave in several]
         ends = accumulate(map(len, by_window))
         return Waves((ctypes.c_void_p * len(waves))(*waves), (ctypes.c_int64 * len(by_window))(*ends))
@@ -284,7 +325,7 @@ class Layers:
 def _layer(parts: Parts, window: int) -> _Layer:
     return _Layer(
         **{name: NormWeight.of(getattr(parts, name)) for name in _NORMS},
-        **{name: _product(packed) for name, packed in parts.products._asdict().items()},
+        **{name: ProductWeight.of(packed) for name, packed in parts.products._asdict().items()},
         sink=None if parts.sink_logit_H is None else parts.sink_logit_H.data_ptr(),
         window=window,
         rotation=parts.rotation,
@@ -297,20 +338,3 @@ def _layer(parts: Parts, window: int) -> _Layer:
 def _workspace_numbers(product: CompiledLinear) -> int:
     """What it takes for every token beside its results, in float32."""
     return product.kernel.workspace_bytes(product.in_features) // 4 if isinstance(product, QuantisedLinear) else 0
-
-
-def _product(packed: CompiledLinear) -> _Product:
-    if isinstance(packed, QuantisedLinear):
-        return _Product(
-            parts=ctypes.addressof(packed.parts),
-            inputs=packed.in_features,
-            outputs=packed.out_features,
-            part_count=len(packed.parts),
-        )
-    return _Product(
-        panels=packed.panels_PKC.data_ptr(),
-        bias=None if packed.bias is None else packed.bias.data_ptr(),
-        inputs=packed.in_features,
-        outputs=packed.out_features,
-        halved=packed.halved,
-    )

@@ -1,10 +1,13 @@
 """A drafter's depth in one call of compiled code: what stands before its only layer, the layer, and the norm behind it.
 
-Shapes: N tokens, D drafter hidden, V target vocabulary, K head dim, T positions.
+And a chain of greedy drafts in one call: Python between two depths takes as long as half of a small drafter's depth.
+
+Shapes: N tokens, D drafter hidden, V target vocabulary, W draft vocabulary, K head dim, T positions.
 """
 
 import ctypes
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +15,17 @@ from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
-from eyas.kernels.llama.cpu import Compiled, Layers, LlamaSizes, Norm, NormWeight, Parts
+from eyas.kernels.llama.cpu import (
+    Compiled,
+    CompiledLinear,
+    Layers,
+    LlamaSizes,
+    Norm,
+    NormWeight,
+    Parts,
+    ProductWeight,
+    Waves,
+)
 
 FIRST_POSITIONS = 1024
 
@@ -55,22 +68,61 @@ class Surroundings:
     turns: RotaryTable
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftHead:
+    """What chooses a draft, and what the next depth is fed."""
+
+    linear: CompiledLinear
+    target_id_W: Tensor
+    logit_scale: float
+    feeds_normed: bool
+    """Whether the next depth reads the normed state."""
+
+
+GoesOn = Callable[[Sequence[float]], bool]
+"""Given how sure the drafter was of each draft of a chain so far: whether there should be another."""
+
+_GoesOn = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+
+
 class _Depth(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("embedding", "cos", "sin", "token", "position", "hidden")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "packed_embedding", "cos", "sin")),
+        *((name, ctypes.c_void_p) for name in ("token", "position", "hidden")),
         *((name, NormWeight) for name in ("token_norm", "hidden_norm", "last_norm")),
         ("normed", ctypes.c_void_p),
         ("normed_residual", ctypes.c_int64),
     )
 
 
+class _Chain(ctypes.Structure):
+    _fields_ = (
+        ("head", ProductWeight),
+        *((name, ctypes.c_void_p) for name in ("target_ids", "position", "logits", "token", "chance")),
+        ("goes_on", _GoesOn),
+        *((name, ctypes.c_int64) for name in ("depths", "feeds_normed")),
+        ("logit_scale", ctypes.c_float),
+    )
+
+
 class DraftLayer(Layers):
     """The layer of one drafter, over whose weights it runs."""
 
-    def __init__(self, layer: Parts, around: Surroundings, sizes: LlamaSizes, compiled: Compiled) -> None:
-        super().__init__([layer], sizes, compiled)
+    def __init__(
+        self, layer: Parts, around: Surroundings, head: DraftHead | None, sizes: LlamaSizes, compiled: Compiled
+    ) -> None:
+        table = around.embedding_VD
+        packed = [table.table] if isinstance(table, QuantisedEmbedding) else []
+        super().__init__([layer], sizes, compiled, [*packed, *([] if head is None else [head.linear])])
         assert compiled.library.depth_bytes() == ctypes.sizeof(_Depth)
-        self._around = around
+        assert compiled.library.chain_bytes() == ctypes.sizeof(_Chain)
+        self._around, self._head = around, head
+        self._norms = [NormWeight.of(norm) for norm in (around.token_norm, around.hidden_norm, around.last_norm)]
+        self._embedding = (
+            (None, ctypes.addressof(table.table.parts))
+            if isinstance(table, QuantisedEmbedding)
+            else (table.data_ptr(), None)
+        )
 
     def run_depth(
         self,
@@ -82,33 +134,89 @@ class DraftLayer(Layers):
         window: int | None,
     ) -> tuple[Tensor, Tensor] | None:
         """The state behind the layer, and the same normed; None where the attention is not compiled."""
-        waves = self.waves(attention, {0: kv}, len(hidden_ND), [window])
+        tokens, size = hidden_ND.shape
+        waves = self.waves(attention, {0: kv}, tokens, [window])
         if waves is None:
             return None
         assert all(x.is_contiguous() for x in (hidden_ND, token_N, position_N))
-        (tokens, size), head_dim, around = hidden_ND.shape, self.sizes.head_dim, self._around
-        around.turns.reach(1 + int(position_N.max()))
+        self._around.turns.reach(1 + int(position_N.max()))
         x_ND, normed_ND = torch.empty(2, tokens, size, dtype=torch.float32).unbind()
-        memory = torch.empty(tokens, self.numbers_per_token + 2 * size + 2 * head_dim, dtype=torch.float32)
+        memory = torch.empty(tokens * self._numbers(size), dtype=torch.float32)
+        run = self._run(waves, tokens, size, x_ND.data_ptr(), memory)
+        depth = self._depth(token_N.data_ptr(), position_N.data_ptr(), hidden_ND.data_ptr(), normed_ND.data_ptr())
+        self.library.run_depth(ctypes.addressof(run), ctypes.addressof(depth))
+        return x_ND, normed_ND
+
+    def run_chain(
+        self,
+        feedback_D: Tensor,
+        normed_D: Tensor,
+        position: int,
+        attention: AttentionBackend,
+        kv: tuple[Tensor, Tensor],
+        window: int | None,
+        depths: int,
+        goes_on: GoesOn,
+    ) -> tuple[list[int], list[float]] | None:
+        """Up to `depths` drafts of one request as target ids, and how sure the drafter was of each.
+
+        The first comes of the states given, and is read at `position`, in the only slot of the pass. None where a step
+        is not compiled.
+        """
+        head, ahead = self._head, max(0, depths - 2)
+        waves = None if head is None else self.waves(attention, {0: kv}, 1, [window], ahead=ahead)
+        if head is None or waves is None:
+            return None
+        assert all(x.is_contiguous() for x in (feedback_D, normed_D))
+        self._around.turns.reach(position + depths)
+        size, words = len(normed_D), head.linear.out_features
+        memory = torch.empty(self._numbers(size) + 2 * size + words, dtype=torch.float32)
+        normed_at = memory.data_ptr() + 4 * self._numbers(size)
+        x_at, logits_at = normed_at + 4 * size, normed_at + 4 * 2 * size
+        ctypes.memmove(normed_at, normed_D.data_ptr(), 4 * size)
+        integers, chances = array("q", [position, *[0] * depths]), array("f", [0.0] * depths)
+        (position_at, _), (chances_at, _) = integers.buffer_info(), chances.buffer_info()
+        failed: list[BaseException] = []
+
+        def asked(made: int) -> bool:
+            try:
+                return goes_on(chances[:made].tolist())
+            except BaseException as error:  # C knows none: it is raised again behind it
+                failed.append(error)
+                return False
+
+        run = self._run(waves, 1, size, x_at, memory)
+        depth = self._depth(None, position_at, feedback_D.data_ptr(), normed_at)
+        chain = _Chain(
+            ProductWeight.of(head.linear),
+            *(head.target_id_W.data_ptr(), position_at, logits_at, position_at + integers.itemsize, chances_at),
+            *(_GoesOn(asked), depths, head.feeds_normed, head.logit_scale),
+        )
+        made = self.library.run_chain(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(chain))
+        if failed:
+            raise failed[0]
+        return integers[1 : 1 + made].tolist(), chances[:made].tolist()
+
+    def _numbers(self, size: int) -> int:
+        """What a depth takes for every token, in float32."""
+        return self.numbers_per_token + 2 * size + 2 * self.sizes.head_dim
+
+    def _run(self, waves: "Waves", tokens: int, size: int, x: int, memory: Tensor) -> ctypes.Structure:
         input_at = memory.data_ptr() + 4 * tokens * self.numbers_per_token
         cos_at = input_at + 4 * tokens * 2 * size
-        run = self.prepared(
+        return self.prepared(
             waves,
             tokens=tokens,
-            x=x_ND.data_ptr(),
+            x=x,
             cos=cos_at,
-            sin=cos_at + 4 * tokens * head_dim,
+            sin=cos_at + 4 * tokens * self.sizes.head_dim,
             memory=memory.data_ptr(),
             first_input=input_at,
         )
-        norms = (around.token_norm, around.hidden_norm, around.last_norm)
-        table = around.embedding_VD
-        if isinstance(table, QuantisedEmbedding):  # the rows alone, in the order of the tokens
-            table, token_N = table.rows(token_N), torch.arange(tokens)
-        depth = _Depth(
-            *(table.data_ptr(), around.turns.cos_TK.data_ptr(), around.turns.sin_TK.data_ptr()),
-            *(token_N.data_ptr(), position_N.data_ptr(), hidden_ND.data_ptr()),
-            *(*map(NormWeight.of, norms), normed_ND.data_ptr(), around.normed_residual),
+
+    def _depth(self, token: int | None, position: int, hidden: int, normed: int) -> _Depth:
+        around = self._around
+        return _Depth(
+            *(*self._embedding, around.turns.cos_TK.data_ptr(), around.turns.sin_TK.data_ptr()),
+            *(token, position, hidden, *self._norms, normed, around.normed_residual),
         )
-        self.library.run_depth(ctypes.addressof(run), ctypes.addressof(depth))
-        return x_ND, normed_ND
