@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
@@ -13,9 +14,10 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.fused_target import fused_target
 from eyas.sampling import Sampling
+from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.target.quantise import quantise_on_gpu
-from tiny import language
+from tiny import Letters, language, target_config
 
 pytestmark = pytest.mark.gpu
 NEW = 16
@@ -53,6 +55,18 @@ def test_drafts_change_nothing(kind: str, target: Target, drafter: Drafter) -> N
         same = sum(a == b for ours, expected in together for a, b in zip(ours, expected, strict=True))
         assert same >= 36, f"at depth {depth} {same} of 40 answers are the same"
     assert engine.stats.accepted > 0
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_wide_layers_pass_their_trial(kind: str) -> None:
+    """Where what a layer adds is longer than what it adds to, states of fp8 lie far from each other at once."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 12, "head_dim": 64}
+    config = target_config(**sizes, num_attention_heads=32, num_key_value_heads=8)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).cuda().bfloat16().eval().requires_grad_(False)
+    quantise_on_gpu(model, kind, "wide")
+    made = Target(facts=facts_of(config, "wide"), model=model, tokenizer=Letters())
+    assert type(fused_target(made)).__name__ == "TritonLlama"
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])

@@ -44,6 +44,8 @@ class W8A8Linear(nn.Module):
         # No buffers: nothing may cast or move them.
         self.weight_EK, self.scale_EG, self.bias = weight_EK, scale_EG, bias_E
         self.arrived = decode_counts(weight_EK)
+        self.decodes = False
+        """Whether `forward` takes the kernel for decoding: a model's own code is compared with ours so (`trial.py`)."""
         self._one = torch.ones((), dtype=torch.float32, device=weight_EK.device)
 
     @staticmethod
@@ -86,7 +88,8 @@ class W8A8Linear(nn.Module):
         """The outputs of rows [..., K], [..., E]."""
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a quantised linear has no gradient; load the target with quantization none")
-        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        y_NE = self.product(x.reshape(-1, self.in_features), decoding=self.decodes)
+        return y_NE.view(*x.shape[:-1], self.out_features)
 
     def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
         """The outputs [N, E] of rows; `decoding` chooses the kernel."""

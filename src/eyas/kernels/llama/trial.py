@@ -45,7 +45,8 @@ float32 may decide between two of 255 values. That is rare within a layer, and b
 every token."""
 PHASED_TOLERANCE = 4e-2
 """The same where products of 16-bit rows have weights of 8 or 4 bits: rows that are rounded to 8 bits there differ by
-an eighth in some number where they differed in its last of 16 bits."""
+an eighth in some number where they differed in its last of 16 bits. So both sides multiply rows of 8 bits by the same
+kernel: by another, half of the outputs differ in their last bit, and behind two layers of fp8 states are 8 % off."""
 UNSTABLE = 7.0
 """How many times as far any single token may lie behind one layer: some tokens amplify rounding within a layer too,
 where what its attention adds decides what its gates let through."""
@@ -58,9 +59,10 @@ class Routed(NamedTuple):
     routes: Routes
 
 
-OwnForward = Callable[[Tensor, AttentionMetadata, Tensor], tuple[Sequence[Tensor], Tensor, Mapping[int, Routed]]]
+OwnForward = Callable[[Tensor, AttentionMetadata, Tensor, bool], tuple[Sequence[Tensor], Tensor, Mapping[int, Routed]]]
 """A model's own code over the tokens [N] of a pass and those of them [M] behind which logits are asked for: the states
-[N, D] before every layer and behind the last, logits [M, V], and what routers did in the layers that have some.
+[N, D] before every layer and behind the last, logits [M, V], and what routers did in the layers that have some. The
+last argument says whether the pass is decoding.
 
 It remembers keys and values from pass to pass, in BLOCKS blocks of BLOCK_SIZE."""
 
@@ -95,13 +97,14 @@ def require_same(fused: FusedLlama, own: OwnForward, *, max_position_embeddings:
     alone, together, routers = Errors(), Errors(), Errors()
     generator = torch.Generator().manual_seed(0)
     for again, shift in enumerate((0, max(0, (max_position_embeddings or 0) - length))):
-        states = partial(_states, decoding=bool(again) and fused.phased)
+        decoding = bool(again) and fused.phased
+        states = partial(_states, decoding=decoding)
         for rows in passes:
             metadata = AttentionMetadata.of(rows, block_size=BLOCK_SIZE, device=device)
             metadata = replace(metadata, position_N=metadata.position_N + shift)
             ids_N = torch.randint(len(fused.embedding_VD), metadata.position_N.shape, generator=generator).to(device)
             keep_M = torch.arange(0, len(ids_N), 2, device=device)
-            theirs, their_logits, routed = own(ids_N, metadata, keep_M)
+            theirs, their_logits, routed = own(ids_N, metadata, keep_M, decoding)
 
             attention = choose_backend(metadata)
             logits, ours = states(_routed_alike(fused, routed), ids_N, attention, kv, keep_M)
