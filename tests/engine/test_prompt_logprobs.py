@@ -79,10 +79,10 @@ def test_a_step_computes_few_logits_of_prompts(
     engine, most, run_pass = Engine(target, config=options()), 0, None
     run_pass = engine.runner.run
 
-    def counted(ids_N: Any, metadata: Any, keep_M: Any, layers: Any) -> Any:
+    def counted(ids_N: Any, metadata: Any, keep_M: Any, *rest: Any) -> Any:
         nonlocal most
-        most = max(most, len(keep_M))
-        return run_pass(ids_N, metadata, keep_M, layers)
+        most = max(most, len(ids_N if keep_M is None else keep_M))
+        return run_pass(ids_N, metadata, keep_M, *rest)
 
     monkeypatch.setattr(engine.runner, "run", counted)
     asked = [request(prompt, prompt_logprobs=1, max_new_tokens=2) for prompt in prompts[-3:]]

@@ -26,6 +26,7 @@ from eyas.kernels.linear.quantised_linear import (
 from eyas.kernels.llama import eagle
 from eyas.kernels.llama.block import FusedLlama
 from eyas.kernels.llama.cpu import load_layers
+from eyas.kernels.llama.rotary_table import FIRST_POSITIONS
 from eyas.target.model import Target
 from kernels.test_attention import MakeBackend
 from kernels.test_recognise import DENSE, assert_same_pass, lean_of, plain, zeros
@@ -143,7 +144,7 @@ def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool
     lean = fused_drafter(packed_drafter(halve=halve, **flags))
     assert isinstance(lean, _FusedDrafter)
     assert lean._in_one_call is not None
-    far = 3 * eagle.FIRST_POSITIONS  # the table of turns has to grow
+    far = 3 * FIRST_POSITIONS  # the table of turns has to grow
     ours = [depths_of(lean), depths_of(lean, far=far)]
     lean._in_one_call = None
     theirs = [depths_of(lean), depths_of(lean, far=far)]
@@ -267,3 +268,18 @@ def test_a_chain_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPa
     drafter = packed_drafter()
     monkeypatch.setattr(eagle.DraftLayer, "run_chain", wrong)
     assert fused_drafter(drafter) is drafter
+
+
+# --- rotations worked out ahead --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", ["llama", "gemma3"])
+def test_rotations_of_a_request_alone_are_those_of_its_positions(block: str) -> None:
+    lean = lean_of(packed(block))
+    assert lean._next_turns is not None
+    x_ND = torch.zeros(1, 128)
+    for first, count in ((0, 1), (1, 4), (60, 4), (61, 4), (64, 16), (3, 2), (5000, 1), (5001, 3)):
+        row = AttentionRow(blocks=range(1300), base=first, count=count)
+        metadata = layout_of([row])
+        ours, theirs = lean._pass_turns(x_ND, metadata), lean._turns(x_ND, metadata.position_N)
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -32,7 +32,8 @@ from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.llama.block import packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
-from eyas.kernels.llama.eagle import DraftHead, DraftLayer, GoesOn, RotaryTable, Surroundings
+from eyas.kernels.llama.eagle import DraftHead, DraftLayer, GoesOn, Surroundings
+from eyas.kernels.llama.rotary_table import RotaryTable
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,9 @@ from eyas.target.model import Target
 LOGITS_AT_ONCE = 64
 """Rows of prompt logits that are reduced together, which bounds the memory of the reduction."""
 
+FEW_LOGITS = 16
+"""Rows of logits up to which their memory is kept from pass to pass."""
+
 
 class ModelRunner:
     """A target over its KV cache."""
@@ -39,6 +42,7 @@ class ModelRunner:
         self._target, self._device = target, target.device
         self._own = TargetRunner(target, cache)
         self._fused = fused_target(target)
+        self._logits_MV = torch.empty(0)
 
     @property
     def logits_dtype(self) -> torch.dtype:
@@ -61,8 +65,9 @@ class ModelRunner:
             shares.append(lay_out(row, draft))
         metadata = AttentionMetadata.of(shares, block_size=self.cache.block_size, device=self._device)
         both = tuple(sorted({*layer_ids, *self.kept_layer_ids}))
-        keep_M = integers(keep + of_prompts, self._device)
-        logits_MV, states_NX = self.run(integers(ids, self._device), metadata, keep_M, both)
+        asked = len(keep) + len(of_prompts)
+        keep_M = None if keep == list(range(len(ids))) else integers(keep + of_prompts, self._device)
+        logits_MV, states_NX = self.run(integers(ids, self._device), metadata, keep_M, both, self._memory_for(asked))
         prompt_logprobs = _prompt_logprobs(rows, logits_MV[len(keep) :]) if of_prompts else {}
         if of_prompts:
             logits_MV = logits_MV[: len(keep)].clone()  # those of prompts are many, and free memory from here on
@@ -71,6 +76,15 @@ class ModelRunner:
             for some in (layer_ids, self.kept_layer_ids)
         )
         return TargetOutput(logits_MV=logits_MV, aux_NX=aux_NX, hidden_NX=hidden_NX, prompt_logprobs=prompt_logprobs)
+
+    def _memory_for(self, logits: int) -> Tensor | None:
+        """Where the logits of a pass over rows go, until the next: on a CPU fresh pages cost a short pass much."""
+        if self._fused is None or self._device.type != "cpu" or not 0 < logits <= FEW_LOGITS:
+            return None
+        if len(self._logits_MV) < logits:
+            shape = (logits, self._target.facts.vocab_size)
+            self._logits_MV = torch.empty(shape, dtype=self.logits_dtype, device=self._device)
+        return self._logits_MV[:logits]
 
     def run(
         self,

@@ -21,6 +21,7 @@ concatenated auxiliary states.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.elementwise import Activation, FusedNorm, elementwise_for
 from eyas.kernels.linear.packed_linear import PackedLinear, joined
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, joined_quantised
@@ -36,6 +38,10 @@ from eyas.kernels.linear.w4a16_linear import W4A16Linear, joined_w4a16
 from eyas.kernels.linear.w8a8_linear import W8A8Linear, joined_w8a8
 from eyas.kernels.llama.cpu import CompiledLinear, Layers, LlamaSizes, PackedProducts, Parts, load_layers
 from eyas.kernels.llama.experts import Experts, Routes
+from eyas.kernels.llama.rotary_table import RotaryWindow
+
+ALONE = 16
+"""Tokens of a request in a pass of its own, up to which their rotations are worked out ahead."""
 
 KVLayers = Mapping[int, tuple[Tensor, Tensor]]
 """Keys and values [G, C, K] of every layer, to be read and written."""
@@ -282,8 +288,24 @@ class FusedLlama:
             return self.embedding_VD.rows(ids_N)
         return functional.embedding(ids_N, self.embedding_VD)
 
+    @cached_property
+    def _next_turns(self) -> RotaryWindow | None:
+        """Turns worked out some positions ahead; None where they may depend on more than a position."""
+        if self.layers is None or not all(isinstance(rotary, StaticRotary) for rotary in self.rotations):
+            return None
+        like = torch.empty(0, dtype=torch.float32)
+        return RotaryWindow(lambda position_N: self._turns(like, position_N))
+
+    def _pass_turns(self, x_ND: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [T, N, R] of every rotation in a pass."""
+        if len(metadata.rows) == 1 and self._next_turns is not None:
+            (row,) = metadata.rows
+            if row.ancestors is None and row.count <= ALONE:
+                return self._next_turns.at(int(metadata.position_N[0]), row.count)
+        return self._turns(x_ND, metadata.position_N)
+
     def _turns(self, x_ND: Tensor, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, N, R] of every rotation."""
+        """The same at positions."""
         turns = [rotary(x_ND, position_ids=position_N[None]) for rotary in self.rotations]
         cos_TNR, sin_TNR = (x[0] if len(turns) == 1 else torch.cat(x) for x in zip(*turns, strict=True))
         return cos_TNR.contiguous(), sin_TNR.contiguous()
@@ -314,7 +336,7 @@ class FusedLlama:
         `logits_out_MV`, if it is given.
         """
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
-        cos_TNR, sin_TNR = self._turns(x_ND, attention.metadata.position_N)
+        cos_TNR, sin_TNR = self._pass_turns(x_ND, attention.metadata)
         if self.layers is None or not self.layers.run(x_ND, cos_TNR, sin_TNR, attention, kv, states):
             self._run(x_ND, cos_TNR, sin_TNR, attention, kv, states)
         if keep_M is not None:

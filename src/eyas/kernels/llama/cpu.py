@@ -26,6 +26,7 @@ from eyas.kernels.linear.quantised_linear import QuantisedLinear
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
+FEW_TOKENS = 16
 
 
 class Norm(Protocol):
@@ -230,6 +231,7 @@ class Layers:
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
         ) + max(map(_workspace_numbers, linears))
         self._kv: list[Tensor] = []
+        self._memory = torch.empty(0, dtype=torch.float32)
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
 
@@ -250,7 +252,7 @@ class Layers:
         waves = self.waves(attention, kv, len(x_ND), self._windows)
         if waves is None:
             return False
-        memory = torch.empty(len(x_ND) * self.numbers_per_token, dtype=torch.float32)
+        memory = self._workspace(len(x_ND) * self.numbers_per_token)
         places = [None if (state := states.get(layer)) is None else state.data_ptr() for layer in self._boundaries]
         noted = (ctypes.c_void_p * len(places))(*places)
         run = self.prepared(
@@ -265,6 +267,14 @@ class Layers:
         )
         self.library.run_layers(ctypes.addressof(run))
         return True
+
+    def _workspace(self, numbers: int) -> Tensor:
+        """Memory for a pass; that of a short one is kept for the next: fresh pages cost a short pass much."""
+        if numbers > FEW_TOKENS * self.numbers_per_token:
+            return torch.empty(numbers, dtype=torch.float32)
+        if len(self._memory) < numbers:
+            self._memory = torch.empty(numbers, dtype=torch.float32)
+        return self._memory
 
     def waves(
         self,

@@ -2,7 +2,7 @@
 
 And a chain of greedy drafts in one call: Python between two depths takes as long as half of a small drafter's depth.
 
-Shapes: N tokens, D drafter hidden, V target vocabulary, W draft vocabulary, K head dim, T positions.
+Shapes: N tokens, D drafter hidden, V target vocabulary, W draft vocabulary.
 """
 
 import ctypes
@@ -26,33 +26,7 @@ from eyas.kernels.llama.cpu import (
     ProductWeight,
     Waves,
 )
-
-FIRST_POSITIONS = 1024
-
-Rope = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
-"""Cosines and sines [T, 1, K] of the rotation at positions [T]."""
-
-
-class RotaryTable:
-    """Cosines and sines of the rotation, worked out once for every position, and as far as they were asked for."""
-
-    def __init__(self, rope: Rope) -> None:
-        self._rope = rope
-        self.cos_TK, self.sin_TK = self._worked_out(FIRST_POSITIONS)
-
-    def at(self, position_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Those of positions, [N, K]."""
-        self.reach(1 + int(position_N.max()))
-        return self.cos_TK.index_select(0, position_N), self.sin_TK.index_select(0, position_N)
-
-    def reach(self, positions: int) -> None:
-        """Have so many."""
-        if positions > len(self.cos_TK):
-            self.cos_TK, self.sin_TK = self._worked_out(2 * positions)
-
-    def _worked_out(self, count: int) -> tuple[Tensor, Tensor]:
-        cos_TGK, sin_TGK = self._rope(torch.arange(count), torch.float32)
-        return cos_TGK[:, 0].contiguous(), sin_TGK[:, 0].contiguous()
+from eyas.kernels.llama.rotary_table import RotaryTable
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
