@@ -16,7 +16,7 @@
  * position; chunks begin at multiples of CHUNK; scores, sums of a chunk and the sum over chunks are each added up in
  * one order. Blocks, tiles and threads only choose what is worked on together.
  *
- * What a query does not see is never read: it may hold anything.
+ * What a query does not see may hold anything: it is not read, or its score is dropped (keys of later queries of a row).
  *
  * Names: N tokens, H query heads, G key heads, F = H / G, C slots of the cache, K size of keys, V of values.
  */
@@ -204,23 +204,39 @@ INLINE void score_all(const int rows, const int fetches, const float *const *q, 
 #define TILES(call) \
     switch (rows) { case 1: call(1); break; case 2: call(2); break; case 3: call(3); break; default: call(TILE); }
 
-/* The parts of up to BLOCK lines, which all see these slots and no others of the chunk; `slot` has room for CHUNK. */
+/* mixed[:] += sum over first <= j < end of weight[j] * values[slot[j]][:], for one line: it goes on where `mix` ended. */
+static void mix_further(const float *weight, const float *values, long V, const int32_t *slot, long first, long end,
+                        float *mixed) {
+    for (long j = first; j < end; j++) {
+        const float *value = values + slot[j] * V;
+        long c = 0;
+        for (; c + LANES <= V; c += LANES) *(vector *)(mixed + c) += *(const vector *)(value + c) * weight[j];
+        for (; c < V; c++) mixed[c] += weight[j] * value[c];
+    }
+}
+
+/* The parts of up to BLOCK lines. Each sees the first counts[line] of these slots, no fewer than the line before it sees,
+ * and no others of the chunk; `slot` has room for CHUNK. */
 static void attend(const float *const *q, long lines, const float *keys, const float *values, long K, long V,
-                   int32_t *slot, long count, float scale, float softcap, float *parts) {
+                   int32_t *slot, const int32_t *counts, float scale, float softcap, float *parts) {
     float weight[BLOCK * CHUNK];
-    const long stride = MIXED + V, tiles = (lines + TILE - 1) / TILE;
-    for (long j = count; j % 4; j++) slot[j] = slot[count - 1]; /* scored in fours; what is too much is dropped */
+    const long stride = MIXED + V, tiles = (lines + TILE - 1) / TILE, most = counts[lines - 1];
+    for (long j = most; j % 4; j++) slot[j] = slot[most - 1]; /* scored in fours; what is too much is dropped */
     for (long t = 0; t < tiles; t++) { /* as even as can be */
         const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
         const int fetches = t == 0 && lines < BLOCK; /* many lines take longer than memory */
+        const long count = counts[first + rows - 1];
 #define SCORE(n) score_all(n, fetches, q + first, keys, values, K, V, slot, count, weight + first * CHUNK)
         TILES(SCORE)
     }
-    for (long i = 0; i < lines; i++) weigh(weight + i * CHUNK, count, scale, softcap, parts + i * stride);
+    for (long i = 0; i < lines; i++) weigh(weight + i * CHUNK, counts[i], scale, softcap, parts + i * stride);
     for (long t = 0; t < tiles; t++) {
         const long first = lines * t / tiles, rows = lines * (t + 1) / tiles - first;
+        const long count = counts[first]; /* what all of them see */
 #define MIX(n) mix_all(n, weight + first * CHUNK, values, V, slot, count, parts + first * stride + MIXED, stride)
         TILES(MIX)
+        for (long i = first; i < first + rows; i++)
+            mix_further(weight + i * CHUNK, values, V, slot, count, counts[i], parts + i * stride + MIXED);
     }
 }
 
@@ -274,6 +290,9 @@ static int is_shared(const struct pass *pass, const struct unit *unit, long chun
     return 1;
 }
 
+/* Whether what a query of a row sees, the later ones see too, in the same slots and before all else. */
+static int is_nested(const struct pass *pass, long row) { return !pass->window && !has_bits(pass, row); }
+
 /* --- a layer ------------------------------------------------------------------------------------------------------ */
 
 struct layer {
@@ -295,17 +314,23 @@ static void run_task(const struct pass *pass, const struct layer *layer, long in
         const long query = (unit->first + i) / F, head = (unit->first + i) % F;
         q[i] = layer->q + (pass->start[unit->row] + query) * pass->q_token + (g * F + head) * pass->q_head;
     }
-    int32_t slots[CHUNK];
-    const int shared = is_shared(pass, unit, chunk);
+    int32_t slots[CHUNK], counts[BLOCK];
+    const int shared = is_shared(pass, unit, chunk), nested = is_nested(pass, unit->row);
     for (long i = 0, next; i < lines; i = next) {
-        const long query = (unit->first + i) / F;
-        next = shared ? lines : smaller(lines, (query + 1) * F - unit->first);
-        const long count = list_slots(pass, unit->row, query, chunk, slots);
-        if (count > 0)
-            attend(q + i, next - i, keys, values, K, V, slots, count, layer->scale, layer->softcap,
+        const long query = (unit->first + i) / F, last = (unit->first + lines - 1) / F;
+        next = shared || nested ? lines : smaller(lines, (query + 1) * F - unit->first);
+        const long count = list_slots(pass, unit->row, nested ? last : query, chunk, slots);
+        for (long j = i; j < next; j++) {
+            counts[j] = (int32_t)count;
+            if (nested) /* the last query sees the most */
+                counts[j] = (int32_t)smaller(count, position_of(pass, unit->row, (unit->first + j) / F) + 1 - chunk * CHUNK);
+            if (counts[j] > 0) continue;
+            parts[j * stride + MOST] = -INFINITY;
+            i = j + 1; /* lines that see nothing come first */
+        }
+        if (i < next)
+            attend(q + i, next - i, keys, values, K, V, slots, counts + i, layer->scale, layer->softcap,
                    parts + i * stride);
-        else
-            for (long j = i; j < next; j++) parts[j * stride + MOST] = -INFINITY;
     }
 }
 
