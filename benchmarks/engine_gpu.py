@@ -43,6 +43,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.request import Request, Speculation
 from eyas.errors import UserError
+from eyas.plan.kv_cache_dtype import KV_CACHE_DTYPES, read_kv_cache_dtype
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from eyas.target.quantise import ON_THE_FLY
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=("none", *ON_THE_FLY), default="none", help="of the target's linears; vLLM has none"
     )
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto", help="of both engines")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs, both engines")
     parser.add_argument("--no-async-scheduling", action="store_true", help="ours without a step in flight")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
@@ -140,6 +142,7 @@ class Benchmark:
             depth=depth,
             length=arguments.length if depth else None,
             eager=arguments.eager,
+            kv_cache_dtype=arguments.kv_cache_dtype,
         )
         self._say(f"vLLM {self.vllm_version} starts for depth {depth}; a first start takes minutes")
         try:
@@ -172,7 +175,9 @@ class Benchmark:
             if vllm is not None:
                 others.append(vllm.answer(prompts, users=users, max_tokens=arguments.new))
         context = arguments.prompt + arguments.new / 2
-        floor = step_bytes(self.target, self.drafter, users=users, context=context, depth=depth) / self.bandwidth
+        kept = read_kv_cache_dtype(arguments.kv_cache_dtype)
+        read = step_bytes(self.target, self.drafter, users=users, context=context, depth=depth, kv_cache_dtype=kept)
+        floor = read / self.bandwidth
         row = row_of(users, depth, runs, others, 1000 * floor) | ours.parts()
         self.rows.append(row)
         print(f"{line_of(row)}\n      {device_parts(row)}", flush=True)
@@ -227,6 +232,7 @@ class OurEngine:
             graphs=not arguments.eager,
             async_scheduling=not arguments.no_async_scheduling,
             prefix_cache=False,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             tree=read_tree(arguments.tree, "random") if depth else None,
         )
         self.engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)

@@ -9,6 +9,7 @@ from torch import nn
 from eyas.drafter.cost import kv_bytes_per_token
 from eyas.drafter.model import Drafter
 from eyas.engine.config import weight_bytes
+from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
 from eyas.target.model import Target
 
 TRIALS = 5
@@ -55,6 +56,7 @@ def step_bytes(
     context: float,
     depth: int,
     drafter_context: float | None = None,
+    kv_cache_dtype: KVCacheKind = "auto",
 ) -> int:
     """Bytes that a step reads: every weight once in a pass, and keys and values of all users.
 
@@ -63,14 +65,16 @@ def step_bytes(
     than the target does. Activations are left out: they stay in caches.
     """
     model, seen = target.model, context if drafter_context is None else min(context, drafter_context)
-    read = weight_bytes(model) + int(users * context * _kv_bytes_of(model))
+    element = kv_element(kv_cache_dtype, next(model.parameters()).element_size())
+    read = weight_bytes(model) + int(users * context * _kv_numbers_of(model) * element)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight.data_ptr() != head.weight.data_ptr():
         read -= embedding.weight.nbytes  # a row per token is looked up in it
     read -= int(_experts_left_out(model, tokens=users * (1 + depth)))
     if drafter is not None and depth:
         own, first = weight_bytes(drafter, beside=model), drafter.fc.weight.nbytes
-        token = kv_bytes_per_token(drafter.config, str(drafter.fc.weight.dtype).removeprefix("torch."))
+        computed = str(drafter.fc.weight.dtype).removeprefix("torch.")
+        token = kv_bytes_per_token(drafter.config, "fp8" if kv_cache_dtype == "fp8" else computed)
         read += first + depth * (own - first + int(users * seen * token))
     return read
 
@@ -82,9 +86,8 @@ def _experts_left_out(model: nn.Module, *, tokens: int) -> float:
     return sum(weight.nbytes * (1 - active / len(weight)) ** tokens for weight in experts)
 
 
-def _kv_bytes_of(model: nn.Module) -> int:
+def _kv_numbers_of(model: nn.Module) -> int:
     """Keys and values of a token in every layer of a Llama."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    element = next(model.parameters()).element_size()
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * element)
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)

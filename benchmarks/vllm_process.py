@@ -41,6 +41,7 @@ def vllm_options(
     depth: int = 0,
     length: float | None = None,
     eager: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """Keywords of `vllm.LLM`. `length` forces this mean acceptance length, whatever the drafter says."""
     options: dict[str, Any] = {
@@ -57,6 +58,8 @@ def vllm_options(
     if eager:
         del options["compilation_config"]
         options["enforce_eager"] = True
+    if kv_cache_dtype != "auto":
+        options["kv_cache_dtype"] = kv_cache_dtype
     if random_weights:
         options["load_format"] = "dummy"
     if depth:

@@ -21,6 +21,7 @@ Run = Callable[..., Any]
         (["hello", "--drafter", "d", "--tree", "5x4"], ["--tree 5x4", "DEPTHxWIDTHxBUDGET"]),
         (["hello", "--drafter", "d", "--tree", "5x0x4"], ["width", "0", "1 or more"]),
         (["hello", "--temperature", "-1"], ["temperature -1"]),
+        (["hello", "--kv-cache-dtype", "fp8_e5m2"], ["kv_cache_dtype is 'fp8_e5m2'", "auto, fp8, fp8_e4m3"]),
         (["hello", "--min-p", "2"], ["min_p 2", "0"]),
         (["--file", "nowhere.jsonl"], ["nowhere.jsonl"]),
     ],

@@ -151,6 +151,19 @@ def test_the_lines_are_lines_that_servers_take(llama: str) -> None:
             assert depth == record["recommended_depth"] > 0
 
 
+def test_keys_and_values_in_fp8_take_half(llama: str) -> None:
+    words = [llama, "--gpu", "h200", "--users", "256", "--context", "8192"]
+    (_, wide), (_, narrow) = run(*words), run(*words, "--kv-cache-dtype", "fp8_e4m3")
+    for key in ("kv_per_token", "drafter_kv_per_token"):
+        assert wide["memory"][key] == 2 * narrow["memory"][key] > 0
+    assert 2 * wide["users_fit"] <= narrow["users_fit"] <= 2 * wide["users_fit"] + 1
+    assert narrow["expected"][0]["step_seconds"] < wide["expected"][0]["step_seconds"], "a step reads less"
+    assert (wide["kv_cache_dtype"], narrow["kv_cache_dtype"]) == ("auto", "fp8")
+    for line in narrow["commands"]:
+        assert "--kv-cache-dtype fp8" in line
+    assert not any("--kv-cache-dtype" in line for line in wide["commands"])
+
+
 def test_blocks_are_granted_as_the_line_says(llama: str) -> None:
     from eyas.plan.memory import Footprint, blocks_of, plan_blocks
 
@@ -258,6 +271,8 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytes
         (["--bandwidth", "-3"], "--bandwidth is -3"),
         (["--quantisation", "int3"], "int3.*not one of"),
         (["--quantisation", "int4-g0"], "int4-g0"),
+        (["--kv-cache-dtype", "int8"], "--kv-cache-dtype is 'int8'; it must be one of auto, fp8, fp8_e4m3"),
+        (["--kv-cache-dtype", "fp8", "--gpu", "a100-80"], "a card that computes in fp8, which a100-80 does not"),
         (["--context", "9000"], "9,000 is above the 8,192"),
         (["--acceptance", "0.5", "--length", "2@3"], "one of them"),
         (["--drafter", "no-such-drafter"], "no-such-drafter"),

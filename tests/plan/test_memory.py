@@ -25,6 +25,7 @@ from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised
 from eyas.loading import load_pair
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes, target_bytes
+from eyas.plan.kv_cache_dtype import KVCacheKind
 from eyas.plan.quantisation import GGUF_BITS, gguf_quantisation, in_blocks, parse_quantisation
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, gguf_kinds, target_config
 from eyas.sampling import Sampling
@@ -73,10 +74,19 @@ def allocated(engine: Engine, target: Target, drafter: Drafter) -> int:
     return weight_bytes(target.model) + weight_bytes(drafter, beside=target.model) + caches
 
 
-def compare(target: Target, drafter: Drafter, config: dict[str, object], shape: DrafterShape) -> None:
-    engine = Engine(target, drafter, config=OPTIONS)
-    planned = footprint(read_decoder(config, "it"), shape, parse_quantisation("float32"), room=ROOM, device="cpu")
-    of_loaded = footprint_of(target, drafter, OPTIONS, 256)
+def compare(
+    target: Target,
+    drafter: Drafter,
+    config: dict[str, object],
+    shape: DrafterShape,
+    kv_cache_dtype: KVCacheKind = "auto",
+) -> None:
+    options = replace(OPTIONS, kv_cache_dtype=kv_cache_dtype)
+    engine, decoder = Engine(target, drafter, config=options), read_decoder(config, "it")
+    planned = footprint(
+        *(decoder, shape, parse_quantisation("float32")), room=ROOM, device="cpu", kv_cache_dtype=kv_cache_dtype
+    )
+    of_loaded = footprint_of(target, drafter, options, 256)
     assert planned.token == of_loaded.token, "keys and values of a token"
     assert planned.drafter_token == of_loaded.drafter_token
     assert planned.weights == pytest.approx(of_loaded.weights, rel=WITHIN)
@@ -88,10 +98,11 @@ def compare(target: Target, drafter: Drafter, config: dict[str, object], shape: 
     assert engine.budget.bytes == positions * planned.per_token
 
 
-def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter]) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter], kv_cache_dtype: KVCacheKind) -> None:
     target, drafter = pair
     shape = DrafterShape(name="tiny", config=drafter.config, own_embedding=False, own_head=True)
-    compare(target, drafter, target.model.config.to_dict(), shape)
+    compare(target, drafter, target.model.config.to_dict(), shape, kv_cache_dtype)
 
 
 @pytest.mark.default

@@ -74,6 +74,8 @@ def test_what_is_served_is_told(client: Any, target: Any) -> None:
         "max_depth": 7,
         "max_model_len": 256,
         "max_num_seqs": 4,
+        "quantization": "none",
+        "kv_cache_dtype": "auto",
         "sampling_defaults": {},
     }
     assert client.get("/status").json["state"] == "ok"

@@ -19,6 +19,7 @@ from eyas.cli.options import (
     ChatTemplateKwargs,
     Device,
     Dtype,
+    KVCacheDtype,
     MaxBadShare,
     Quantization,
     Raw,
@@ -138,6 +139,7 @@ def answer(
     max_bad_share: MaxBadShare = MAX_BAD_SHARE,
     dtype: Dtype = "auto",
     quantization: Quantization = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -156,6 +158,7 @@ def answer(
     from eyas.data.regenerate import regenerate
     from eyas.errors import UserError
     from eyas.loading import load_target
+    from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.sampling import Sampling
     from eyas.serve.builders.answer_reader import AnswerReader
     from eyas.target.fingerprint import fingerprint
@@ -164,6 +167,7 @@ def answer(
     flags = dict(zip(SAMPLED, (temperature, top_k, top_p, min_p, repetition_penalty), strict=True))
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     Sampling(**given)  # before anything is loaded
+    kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
     files, bad = expand_files([file]), BadRecords()
     conversations = list(islice(ConversationReader(files, bad), limit))
     report_skipped(bad, max_bad_share)
@@ -200,6 +204,7 @@ def answer(
         limits=limits,
         stop_strings=stops,
         max_num_seqs=min(slots, len(conversations)),
+        kv_cache_dtype=kept,
         seed=seed,
     )
     arguments = {
@@ -208,6 +213,7 @@ def answer(
         "target": target,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "quantization": loaded.quantization,
+        **({} if kept == "auto" else {"kv_cache_dtype": kept}),
         **{name: getattr(sampling, name) for name in SAMPLED},
         **asdict(limits),
         "stop": stops,

@@ -11,7 +11,17 @@ import typer
 from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.help import MODEL, SAMPLING, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Device, Dtype, Quantization, Raw
+from eyas.cli.options import (
+    AsJson,
+    Cache,
+    ChatTemplate,
+    ChatTemplateKwargs,
+    Device,
+    Dtype,
+    KVCacheDtype,
+    Quantization,
+    Raw,
+)
 
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
@@ -49,6 +59,7 @@ def demo(
     raw: Raw = False,
     dtype: Dtype = "auto",
     quantization: Quantization = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -70,11 +81,13 @@ def demo(
     if speculation.mode == "off":
         raise UserError("--depth 0 leaves nothing to compare; give 1 or more, or auto")
     chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
+    # Without the prefix cache: the second answer to a prompt must not profit from the first.
+    options = EngineConfig(
+        max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False, kv_cache_dtype=kv_cache_dtype
+    )
     loaded, model = load_pair(
         target, name, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
     )
-    # Without the prefix cache: the second answer to a prompt must not profit from the first.
-    options = EngineConfig(max_num_seqs=1, max_depth=speculation.depth or 7, prefix_cache=False)
     engine = Engine(loaded, model, config=options)
     engine.capture_graphs()
     _both(engine, "Hello! Who are you?", speculation, max_tokens=32)  # later ones find done what this one pays for

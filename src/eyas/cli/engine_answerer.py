@@ -44,6 +44,7 @@ class EngineAnswerer:
         limits: AnswerLimits,
         stop_strings: tuple[str, ...] = (),
         max_num_seqs: int,
+        kv_cache_dtype: str = "auto",
         seed: int,
     ) -> None:
         target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
@@ -53,6 +54,7 @@ class EngineAnswerer:
             max_num_seqs=max_num_seqs,
             max_model_len=limits.max_length,
             max_num_batched_tokens=max(LEAST_TOKENS, TOKENS_PER_SEQ * max_num_seqs),
+            kv_cache_dtype=kv_cache_dtype,
         )
         self._answers: dict[int, _Answer] = {}
         self._unfit: list[int] = []

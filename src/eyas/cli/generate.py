@@ -20,6 +20,7 @@ from eyas.cli.options import (
     ChatTemplateKwargs,
     Device,
     Dtype,
+    KVCacheDtype,
     Quantization,
     Raw,
     Stop,
@@ -90,6 +91,7 @@ def generate(
     raw: Raw = False,
     dtype: Dtype = "auto",
     quantization: Quantization = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     as_json: AsJson = False,
     cache: Cache = None,
@@ -117,13 +119,14 @@ def generate(
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
+    options = EngineConfig(max_num_seqs=users, kv_cache_dtype=kv_cache_dtype)
     asked = _read(file) if file is not None else [_ask(sys.stdin.read() if prompt == "-" else prompt or "")]
     chat_format = read_chat_format(chat_template, chat_template_kwargs, raw=raw)
     loaded, model = load_pair(
         target, drafter, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
     )
     deepest = max(speculation.depth or 7, 1 if shape is None else shape.depth)
-    engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=users, max_depth=deepest, tree=shape))
+    engine = Engine(loaded, model, config=replace(options, max_depth=deepest, tree=shape))
     requests = [
         Request(
             prompt=tuple(encode_prompt(loaded, conversation)),

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import MODEL, OPERATION, OUTPUT, SAMPLING, WORK
+from eyas.cli.help import MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, WORK
 from eyas.data.bad_records import BadRecords
 
 Cache = Annotated[
@@ -35,6 +35,14 @@ Quantization = Annotated[
         "bfloat16 of them; auto: gguf for a GGUF file, unless --dtype is given, else none. On a GPU: fp8 or int4 "
         "quantises them; auto takes those of a quantised checkpoint as they are, none makes 16 bits of them.",
         rich_help_panel=MODEL,
+    ),
+]
+KVCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="What target and drafter keep keys and values in: auto, as they compute them; fp8 or fp8_e4m3, 8-bit "
+        "floats, so that twice the tokens of bfloat16 fit.",
+        rich_help_panel=MEMORY,
     ),
 ]
 Device = Annotated[

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eyas.cli.help import CARD, MEMORY, MODEL, OUTPUT, SPECULATION
-from eyas.cli.options import AsJson
+from eyas.cli.options import AsJson, KVCacheDtype
 from eyas.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def plan(
             rich_help_panel=MODEL,
         ),
     ] = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     gpu: Annotated[
         str | None,
         typer.Option(help="A card of the table, cpu, or a name of yours.", show_default=GPU, rich_help_panel=CARD),
@@ -103,20 +104,26 @@ def plan(
     """
     from eyas.cli.plan_tables import print_forecast
     from eyas.plan.calibrate import CheckedStep, calibration, check
-    from eyas.plan.cards import find_card
+    from eyas.plan.cards import CARDS, find_card
     from eyas.plan.commands import UNTRAINED, command_notes, eyas_command, vllm_command
     from eyas.plan.decoder import read_decoder
     from eyas.plan.fit import fit as find_fit
     from eyas.plan.forecast import Deployment, forecast_of
+    from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.plan.measured import read_measured
     from eyas.plan.record import calibration_of, record_of
     from eyas.plan.resolve import target_config
     from eyas.plan.roofline import Pair, Speed, speed_of
 
+    kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
     config = target_config(target)
     decoder = read_decoder(config, target)
     described = gpu is None and (memory is not None or bandwidth is not None or tflops is not None)
     card = find_card(gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops)
+    if kept == "fp8" and card.name in CARDS and "fp8" not in CARDS[card.name].flops:
+        raise UserError(
+            f"--kv-cache-dtype {kv_cache_dtype} needs a card that computes in fp8, which {card.name} does not; use auto"
+        )
     name, shape = _drafter(drafter, target, decoder)
     stored = _quantisation(quantisation, config, target, decoder, card.device)
     bench = None if measured is None else read_measured(measured)
@@ -124,7 +131,7 @@ def plan(
     factors: tuple[float, ...] = (1.0,) * 4
     checked: list[CheckedStep] = []
     if bench is not None:
-        pair = Pair(decoder=decoder, drafter=shape, quantisation=stored)
+        pair = Pair(decoder=decoder, drafter=shape, quantisation=stored, kv_cache_dtype=kept)
         if bench.target is not None:
             pair = _measured_pair(bench, card.device)
         start = speed_of(card, pair.quantisation)
@@ -143,6 +150,7 @@ def plan(
         users=users,
         context=context or min(CONTEXT, decoder.context or CONTEXT),
         deepest=depth,
+        kv_cache_dtype=kept,
     )
     forecast, changes = find_fit(deployment, speed) if fit else (forecast_of(deployment), [])
     record = record_of(forecast)

@@ -67,8 +67,9 @@ def _memory(record: Record) -> "Table":
     table.add_row("target's weights", size(memory["weights"]), "")
     table.add_row("drafter's weights", size(memory["drafter"]), "embedding and head as far as they are its own")
     rows = (("kv_per_token", "target's keys and values"), ("drafter_kv_per_token", "drafter's keys and values"))
+    kind = "" if record["kv_cache_dtype"] == "auto" else f", in {record['kv_cache_dtype']}"
     for key, what in rows:
-        how = f"{asked['users']} users of {asked['context']:,} tokens, {memory[key] / 1024:,.1f} KiB each"
+        how = f"{asked['users']} users of {asked['context']:,} tokens, {memory[key] / 1024:,.1f} KiB each{kind}"
         table.add_row(what, size(tokens * memory[key]), how)
     table.add_row("CUDA graphs", size(memory["recorded"]), "logits and states that captured steps share")
     table.add_row("activations", size(memory["working"]), "of the widest pass, and the logits behind it")

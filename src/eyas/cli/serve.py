@@ -11,7 +11,7 @@ from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.config_file import read_config_file
 from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import Cache, ChatTemplate, Device, Dtype, LogLevel, Quantization, Raw, report
+from eyas.cli.options import Cache, ChatTemplate, Device, Dtype, KVCacheDtype, LogLevel, Quantization, Raw, report
 
 logger = logging.getLogger(__name__)
 UnknownFieldsOption = Literal["refuse", "report"]
@@ -217,6 +217,7 @@ def serve(
     ] = 30.0,
     dtype: Dtype = "auto",
     quantization: Quantization = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     device: Device = "auto",
     page: Annotated[
         bool,
@@ -262,10 +263,11 @@ def serve(
     config = read_speculative_config(speculative_config, target)
     require_models(target, config.drafter, revision=revision)
     import_libraries()
-    from eyas.engine.config import EngineConfig, require_gpu
+    from eyas.engine.config import EngineConfig, require_gpu, require_kv_cache_dtype
     from eyas.engine.engine import Engine
     from eyas.freed_memory import give_back
     from eyas.loading import load_another, load_pair
+    from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.serve.access.policy import access_rules, is_loopback
     from eyas.serve.app import Application
     from eyas.serve.endpoints.drafter_swap import DrafterSlot
@@ -298,6 +300,7 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         memory=None if memory_gib is None else int(memory_gib * 2**30),
         gpu_memory_utilization=gpu_memory_utilization,
+        kv_cache_dtype=kv_cache_dtype,
         max_depth=max(MAX_DEPTH, config.depth or 0),
         async_scheduling=async_scheduling,
         capture_ahead=True,
@@ -307,6 +310,7 @@ def serve(
     )
     if gpu_memory_utilization is not None:
         require_gpu(choose_device(device))
+    require_kv_cache_dtype(options, choose_device(device))
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
     listener = listen(host, port)  # before loading: a port in use should fail at once
     loaded, model = load_pair(
@@ -338,6 +342,7 @@ def serve(
             max_model_len=engine_client.budget.max_model_len,
             max_num_seqs=max_num_seqs,
             quantization=loaded.quantization,
+            kv_cache_dtype=read_kv_cache_dtype(kv_cache_dtype),
             speculation=config.speculation,
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,

@@ -5,7 +5,7 @@ from math import prod
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.tensors import expected_tensors
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 def kv_bytes_per_token(config: DrafterConfig, dtype: str) -> int:

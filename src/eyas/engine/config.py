@@ -11,13 +11,18 @@ from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
+from eyas.kernels.attention.choose import has_triton
+from eyas.kernels.attention.kv_dtype import FP8
 from eyas.kernels.linear.quantised_linear import QuantisedLinear
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.plan.footprint import CUDA_RUNTIME, Room, default_batched_tokens, recorded_bytes, working_bytes
+from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
 from eyas.target.model import Target
 
+FP8_CAPABILITY = 8, 9
+"""Of the first GPUs that convert 8-bit floats (Ada, Hopper)."""
 LONGEST = 8192
 """Tokens of prompt and answer, unless told, for targets that could hold more."""
 
@@ -38,6 +43,9 @@ class EngineConfig:
     """Bytes for blocks; half of what is free unless told."""
     gpu_memory_utilization: float | None = None
     """Instead, as vLLM has it: the share of the GPU's memory for everything of this engine, weights and passes too."""
+    kv_cache_dtype: str = "auto"
+    """What target and drafter keep keys and values in: as they compute them, or fp8, 8-bit floats (e4m3), in which
+    twice as many tokens fit in the same memory and every token reads half as many bytes."""
     prefix_cache: bool = True
     max_depth: int = 7
     tree: Tree | None = None
@@ -59,6 +67,7 @@ class EngineConfig:
     alarm."""
 
     def __post_init__(self) -> None:
+        read_kv_cache_dtype(self.kv_cache_dtype)
         if not 0 <= self.drift_share < 1:
             raise UserError(f"drift_share is {self.drift_share}; it must be 0 or more and below 1")
         if self.gpu_memory_utilization is not None:
@@ -77,6 +86,11 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return default_batched_tokens(on_gpu=device.type == "cuda", max_num_seqs=self.max_num_seqs)
+
+    @property
+    def kv_cache_type(self) -> torch.dtype | None:
+        """Of keys and values in the blocks; None: as they are computed."""
+        return FP8 if read_kv_cache_dtype(self.kv_cache_dtype) == "fp8" else None
 
     @property
     def rounds(self) -> bool:
@@ -136,6 +150,19 @@ def require_gpu(device: torch.device) -> None:
         )
 
 
+def require_kv_cache_dtype(options: EngineConfig, device: torch.device) -> None:
+    """Refuse 8-bit keys and values where the kernels that read them cannot run."""
+    if options.kv_cache_type is None or device.type != "cuda" or not has_triton():
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise UserError(
+            f"kv_cache_dtype {options.kv_cache_dtype} needs a GPU of compute capability "
+            f"{'.'.join(map(str, FP8_CAPABILITY))} or more, and {torch.cuda.get_device_name(device)} has "
+            f"{'.'.join(map(str, capability))}; use auto"
+        )
+
+
 def _memory_of_share(share: float, device: torch.device, footprint: Footprint) -> int:
     """Bytes for blocks: the share of the whole card, less what this process has taken and what running takes."""
     require_gpu(device)
@@ -152,7 +179,7 @@ def _memory_of_share(share: float, device: torch.device, footprint: Footprint) -
 
 def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> Footprint:
     """What a loaded pair takes: its weights and one token's keys and values as they are, the rest by formula."""
-    trial = KVCache(blocks=1, block_size=options.block_size)
+    trial = KVCache(blocks=1, block_size=options.block_size, dtype=options.kv_cache_type)
     TargetRunner(target, trial)
     config, element = target.model.config.get_text_config(), target.dtype.itemsize
     heads = getattr(config, "num_attention_heads", None) or 1
@@ -161,7 +188,8 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
     states, drafter_token = hidden, 0
     if drafter is not None:
         states += drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
-        drafter_token = kv_bytes_per_token(drafter.config, _name(drafter.fc.weight.dtype))
+        kept = "fp8" if options.kv_cache_type is not None else _name(drafter.fc.weight.dtype)
+        drafter_token = kv_bytes_per_token(drafter.config, kept)
     on_gpu = target.device.type == "cuda"
     working = working_bytes(
         hidden=config.hidden_size,

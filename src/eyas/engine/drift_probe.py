@@ -28,6 +28,7 @@ from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor
 from eyas.engine.runner.hidden_states import HiddenStates
 from eyas.engine.sampler import draw
 from eyas.engine.speculation.drift import DriftAlarm
+from eyas.kernels.attention.kv_dtype import bits
 from eyas.kernels.attention.metadata import AttentionRow
 from eyas.sampling import Sampling
 
@@ -207,4 +208,8 @@ def _past(drafter: DrafterRunner, seq: SequenceState) -> list[KeysAndValues]:
     row = AttentionRow(blocks=seq.blocks, base=0, count=seq.drafter_length)
     layers = [cache.layers[layer] for layer in range(len(drafter.model.layers))]
     place_T = torch.tensor(row.places(0, seq.drafter_length, cache.block_size), device=layers[0][0].device)
-    return [(k.index_select(1, place_T).transpose(0, 1), v.index_select(1, place_T).transpose(0, 1)) for k, v in layers]
+
+    def read(x_GCK: Tensor) -> Tensor:
+        return bits(x_GCK).index_select(1, place_T).view(x_GCK.dtype).to(drafter.dtype).transpose(0, 1)
+
+    return [(read(k), read(v)) for k, v in layers]

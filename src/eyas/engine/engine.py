@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.model import Drafter
-from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit
+from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit, require_kv_cache_dtype
 from eyas.engine.drift_probe import DriftProbe
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
@@ -76,6 +76,7 @@ class Engine:
         self.config = config = config or EngineConfig()
         self.target = target
         self.max_model_len = choose_length(config.max_model_len, target)
+        require_kv_cache_dtype(config, target.device)
         settle_rope(target.model, self.max_model_len)
         self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
@@ -244,7 +245,12 @@ class Engine:
         cache = self._new_cache()
         if drafter is not None:
             require_fit(drafter, self.target)
-            cache = reserve_cache(drafter, blocks=self.budget.blocks, block_size=self.config.block_size)
+            cache = reserve_cache(
+                drafter,
+                blocks=self.budget.blocks,
+                block_size=self.config.block_size,
+                dtype=self.config.kv_cache_type,
+            )
         rounds, self.rounds = self.rounds, None
         self._take_drafter(drafter, cache)
         self.block_manager.forget_drafts()
@@ -296,7 +302,8 @@ class Engine:
         self.runner.layer_ids = layer_ids
 
     def _new_cache(self) -> KVCache:
-        return KVCache(blocks=self.budget.blocks, block_size=self.config.block_size)
+        config = self.config
+        return KVCache(blocks=self.budget.blocks, block_size=config.block_size, dtype=config.kv_cache_type)
 
     # --- rounds on the device ----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ def eyas_command(forecast: Forecast, target: str, drafter: str | None) -> str:
         words += ["--dtype", deployment.quantisation.dtype]
     elif deployment.quantisation.option:
         words += ["--quantization", deployment.quantisation.option]
+    words += _kv_cache(forecast)
     if forecast.budget is not None:
         words += ["--memory-gib", f"{ceil(forecast.budget.bytes / 2**30 * 100) / 100:g}"]
     if deployment.drafter is None:
@@ -42,6 +43,7 @@ def vllm_command(forecast: Forecast, target: str, drafter: str | None) -> str:
         words += ["--dtype", deployment.quantisation.dtype]
     elif deployment.quantisation.name == "fp8":
         words += ["--quantization", "fp8"]
+    words += _kv_cache(forecast)
     if deployment.drafter is not None and drafter is not None and forecast.best.depth:
         place = str(shipped_folder(drafter)) if drafter in SHIPPED else drafter
         config = {"model": place, "method": "eagle3", "num_speculative_tokens": forecast.best.depth}
@@ -74,6 +76,11 @@ def command_notes(forecast: Forecast, target: str) -> list[str]:
 def _limits(forecast: Forecast) -> list[str]:
     deployment = forecast.deployment
     return ["--max-model-len", str(deployment.context), "--max-num-seqs", str(deployment.users)]
+
+
+def _kv_cache(forecast: Forecast) -> list[str]:
+    kept = forecast.deployment.kv_cache_dtype
+    return [] if kept == "auto" else ["--kv-cache-dtype", kept]
 
 
 def _model(target: str) -> str:

@@ -1,7 +1,7 @@
 """Bytes of a target with its drafter, from their shapes: what `memory.py` divides.
 
 The formulas are those of eyas' own engine, which keeps every position of every layer, windows or not, and both caches
-in the precision of what is not quantised.
+in the precision of what is not quantised, or in fp8.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import BYTES_PER_ELEMENT, kv_bytes_per_token
 from eyas.drafter.tensors import WEIGHT_DTYPES, TensorSpec, expected_tensors
 from eyas.plan.decoder import Decoder
+from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
 from eyas.plan.memory import Footprint
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.shapes import CAPTURED_TREE_ROWS, CAPTURED_TREES
@@ -136,10 +137,17 @@ def ring_length(max_depth: int) -> int:
 
 
 def footprint(
-    decoder: Decoder, drafter: DrafterShape | None, quantisation: Quantisation, *, room: Room, device: str
+    decoder: Decoder,
+    drafter: DrafterShape | None,
+    quantisation: Quantisation,
+    *,
+    room: Room,
+    device: str,
+    kv_cache_dtype: KVCacheKind = "auto",
 ) -> Footprint:
     """Everything but the KV blocks, from shapes."""
     element, states = quantisation.other_bytes, 0
+    kept = "fp8" if kv_cache_dtype == "fp8" else quantisation.dtype
     if drafter is not None:
         states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     on_gpu = device != "cpu"
@@ -157,8 +165,8 @@ def footprint(
     return Footprint(
         weights=target_bytes(decoder, quantisation, device=device),
         drafter=0 if drafter is None else drafter_bytes(drafter, quantisation, device=device),
-        token=len(decoder.layers) * decoder.kv_width * element,
-        drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, quantisation.dtype),
+        token=len(decoder.layers) * decoder.kv_width * kv_element(kv_cache_dtype, element),
+        drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, kept),
         working=working,
         recorded=recorded if on_gpu else 0,
         runtime=CUDA_RUNTIME if on_gpu else 0,

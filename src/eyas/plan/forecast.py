@@ -8,6 +8,7 @@ from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
 from eyas.plan.expect import Expected, auto_speedup, best_depth, expect
 from eyas.plan.footprint import DrafterShape, Room, default_batched_tokens, footprint
+from eyas.plan.kv_cache_dtype import KVCacheKind
 from eyas.plan.memory import BlockBudget, Footprint, blocks_of, longest, plan_blocks, size
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.roofline import Pair, Speed
@@ -32,6 +33,7 @@ class Deployment:
     context: int
     """The most tokens of prompt and answer; steps are timed at half of it."""
     deepest: int = 7
+    kv_cache_dtype: KVCacheKind = "auto"
 
     def __post_init__(self) -> None:
         most = self.decoder.context
@@ -59,7 +61,12 @@ class Deployment:
     @property
     def pair(self) -> Pair:
         """For the roofline."""
-        return Pair(decoder=self.decoder, drafter=self.drafter, quantisation=self.quantisation)
+        return Pair(
+            decoder=self.decoder,
+            drafter=self.drafter,
+            quantisation=self.quantisation,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
 
     @property
     def usable(self) -> int:
@@ -119,7 +126,12 @@ def forecast_of(deployment: Deployment) -> Forecast:
     """Work it out."""
     room = deployment.room
     taken = footprint(
-        deployment.decoder, deployment.drafter, deployment.quantisation, room=room, device=deployment.card.device
+        deployment.decoder,
+        deployment.drafter,
+        deployment.quantisation,
+        room=room,
+        device=deployment.card.device,
+        kv_cache_dtype=deployment.kv_cache_dtype,
     )
     loaded = taken.runtime + taken.weights + taken.drafter
     # One page behind the others takes what is not real.

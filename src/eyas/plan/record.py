@@ -29,6 +29,7 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
         if drafter is None
         else {"name": drafter.name, "family": drafter.config.family, "assumed": drafter.assumed},
         "quantisation": {"name": deployment.quantisation.name, "bits_per_weight": deployment.quantisation.bits},
+        "kv_cache_dtype": deployment.kv_cache_dtype,
         "card": {
             "name": card.name,
             "device": card.device,

@@ -18,6 +18,7 @@ from eyas.drafter.tensors import expected_tensors
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
 from eyas.plan.footprint import DrafterShape
+from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.shapes import Prices
 
@@ -96,6 +97,7 @@ class Pair:
     decoder: Decoder
     drafter: DrafterShape | None
     quantisation: Quantisation
+    kv_cache_dtype: KVCacheKind = "auto"
 
     @property
     def drafter_element(self) -> float:
@@ -115,7 +117,7 @@ class Pair:
         return Work(
             bytes=weights
             + self.quantisation.head_bytes(decoder.vocabulary, tied=decoder.tied)
-            + rows * seen * decoder.kv_width * element,
+            + rows * seen * decoder.kv_width * kv_element(self.kv_cache_dtype, element),
             flops=2 * tokens * used
             + 2 * logits * decoder.vocabulary
             + 4 * tokens * seen * decoder.heads * decoder.head_dim,
@@ -133,7 +135,7 @@ class Pair:
         sizes.pop("embed_tokens.weight")
         layers = sum(sizes.values())
         first = max(rows, tokens - (passes - 1) * rows)
-        kv_bytes = kv_bytes_per_token(config, self.quantisation.dtype)
+        kv_bytes = kv_bytes_per_token(config, "fp8" if self.kv_cache_dtype == "fp8" else self.quantisation.dtype)
         attention = 4 * context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
         return Work(
             bytes=(fusion + passes * (layers + head)) * element + passes * rows * context * kv_bytes,

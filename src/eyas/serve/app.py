@@ -160,6 +160,7 @@ class Application:
             "root": model_info.target,
             "max_model_len": model_info.max_model_len,
             "quantization": model_info.quantization,
+            "kv_cache_dtype": model_info.kv_cache_dtype,
             "speculative": model_info.speculative_card(),
         }
 

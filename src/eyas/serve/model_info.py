@@ -25,6 +25,8 @@ class ModelInfo:
     """Most answers that run at once."""
     quantization: str = "none"
     """What the target's matrices are quantised as."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are kept in; auto: as they are computed."""
     speculation: Speculation = field(default_factory=Speculation)
     """The default for requests without `speculative`."""
     tool_parser: str | None = None
@@ -95,7 +97,7 @@ def banner(model_info: ModelInfo, budget: BlockBudget) -> list[str]:
         f"serving   {model_info.name} ({model_info.target}), up to {model_info.max_model_len:,} tokens, "
         f"{model_info.max_num_seqs} at once",
         f"drafting  {policy}",
-        f"memory    {budget}",
+        f"memory    {budget}{'' if model_info.kv_cache_dtype == 'auto' else ', keys and values in fp8'}",
         f"defaults  {_default_words(model_info.sampling_defaults)}",
     ]
 

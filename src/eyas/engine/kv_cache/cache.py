@@ -19,6 +19,7 @@ from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.attention.backend import write_slots
 from eyas.kernels.attention.choose import has_triton
+from eyas.kernels.attention.kv_dtype import bits
 from eyas.kernels.mapped_memory import mapped_memory
 
 
@@ -27,14 +28,14 @@ class KVCache:
 
     A layer's memory is taken on its first write or by `reserve`, once and for good. It starts as zeros, because a
     masked NaN is still a NaN after a product. One block more than asked for is the null block: in passes of fixed
-    shape, tokens that are not real are written there.
+    shape, tokens that are not real are written there. What is written is kept as `dtype`, or as it comes.
     """
 
-    def __init__(self, *, blocks: int, block_size: int) -> None:
+    def __init__(self, *, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> None:
         for name, value in (("blocks", blocks), ("block_size", block_size)):
             if value < 1:
                 raise UserError(f"{name} is {value}; it must be 1 or more")
-        self.blocks, self.block_size = blocks, block_size
+        self.blocks, self.block_size, self.dtype = blocks, block_size, dtype
         self.layers: dict[int, KeysAndValues] = {}
         self._moved: list[tuple[Tensor, Tensor]] = []
         """For `move_by_row`: the addresses of all tensors of a kind, and one of them."""
@@ -83,7 +84,7 @@ class KVCache:
         """Copy slots in every layer; all are read before any is written."""
         for pair in self.layers.values():
             for x_GCK in pair:
-                x_GCK.index_copy_(1, to_M, x_GCK.index_select(1, from_M))
+                bits(x_GCK).index_copy_(1, to_M, bits(x_GCK).index_select(1, from_M))
 
     def move_by_row(self, from_M: Tensor, to_M: Tensor, rows: int) -> None:
         """The same for as many moves of each row, each to a slot before those that later ones of the row come from."""
@@ -105,28 +106,29 @@ class KVCache:
 
     def _zeros(self, like_NGK: Tensor) -> Tensor:
         _, heads, head_dim = like_NGK.shape
-        shape = heads, self.slots, head_dim
+        shape, dtype = (heads, self.slots, head_dim), self.dtype or like_NGK.dtype
         with torch.inference_mode(False):  # else it could be written in inference mode only
             if not like_NGK.is_cpu:
-                return like_NGK.new_zeros(shape)
+                return like_NGK.new_zeros(shape, dtype=dtype)
             # The system hands out zeros when they are first touched, and blocks that are never used cost nothing;
             # torch would touch all of them now. A block is a page or so in every head of every layer: in huge pages,
             # which numpy asks for, the first block would take hundreds of megabytes.
-            memory = mapped_memory(prod(shape) * like_NGK.element_size(), huge_pages=False)
-            return torch.frombuffer(memory, dtype=like_NGK.dtype).view(shape)
+            memory = mapped_memory(prod(shape) * dtype.itemsize, huge_pages=False)
+            return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int) -> KVCache:
+def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> KVCache:
     """Blocks for another drafter, all taken at once beside the old ones, or a refusal."""
     config, weight = drafter.config, drafter.fc.weight
-    per_slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * weight.element_size()
+    element = (dtype or weight.dtype).itemsize
+    per_slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
     needed, free = per_slot * (blocks + 1) * block_size, free_bytes(weight.device)
     if needed > free:
         raise UserError(
             f"blocks for the drafter need {needed / 2**20:.1f} MiB, above the {free / 2**20:.1f} MiB that are free; "
             "choose a smaller one, or restart with less memory for blocks"
         )
-    cache = KVCache(blocks=blocks, block_size=block_size)
+    cache = KVCache(blocks=blocks, block_size=block_size, dtype=dtype)
     like_1GK = torch.empty(1, config.num_key_value_heads, config.head_dim, device=weight.device, dtype=weight.dtype)
     for layer in range(config.num_hidden_layers):
         cache.memory(layer, like_1GK, like_1GK)

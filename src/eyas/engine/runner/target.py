@@ -39,7 +39,7 @@ class TargetRunner:
         self._target = target
         self._windows: dict[int, int] = {}
         _refuse_other_layers(target)
-        one_block = KVCache(blocks=1, block_size=cache.block_size)
+        one_block = KVCache(blocks=1, block_size=cache.block_size, dtype=cache.dtype)
         calls = self._try(one_block)
         self._windows = _unsaid_windows(target, {call.layer: call.window for call in calls})
         cache.reserve(one_block)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from eyas.kernels.attention.kv_dtype import as_stored, bits
 from eyas.kernels.attention.metadata import AttentionMetadata
 
 
@@ -76,5 +77,5 @@ class AttentionBackend(ABC):
 
 def write_slots(keys_GCK: Tensor, values_GCV: Tensor, slot_mapping_N: Tensor, k_NGK: Tensor, v_NGV: Tensor) -> None:
     """Put new keys and values in their slots."""
-    keys_GCK.index_copy_(1, slot_mapping_N, k_NGK.transpose(0, 1))
-    values_GCV.index_copy_(1, slot_mapping_N, v_NGV.transpose(0, 1))
+    for memory, x_NGK in ((keys_GCK, k_NGK), (values_GCV, v_NGV)):
+        bits(memory).index_copy_(1, slot_mapping_N, bits(as_stored(x_NGK, memory.dtype)).transpose(0, 1))

@@ -9,14 +9,15 @@ it, on how a prompt was cut into chunks, on where its blocks lie or on the numbe
 have the same property (`linear/packed_linear.py`) greedy decoding gives the same tokens one by one and verified in
 drafts.
 
-Shapes: N tokens of a pass, H query heads, G key heads, C slots of the cache, K size of queries and keys, V of values. A
-unit is up to a block of (query, head) lines of a row that share a key head; it is worked off in chunks of positions.
+Shapes: N tokens of a pass, H query heads, G key heads, C slots of the cache, S those of blocks that are read, K size of
+queries and keys, V of values. A unit is up to a block of (query, head) lines of a row that share a key head; it is
+worked off in chunks of positions.
 """
 
 import ctypes
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -25,8 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.backend import AttentionBackend, write_slots
 from eyas.kernels.attention.dense import DenseBackend
+from eyas.kernels.attention.kv_dtype import FP8, as_stored, bits
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.native import load_native
 
@@ -117,7 +119,9 @@ class _Asked(NamedTuple):
 class CompiledBackend(AttentionBackend):
     """By the kernel, which writes the new keys and values as well; what it cannot read is answered densely.
 
-    Needs rows known on the host.
+    The kernel reads float32. 8-bit keys and values of the blocks that a pass reads are made float32 for every layer
+    anew: that saves memory and no time, and an answer still depends on its own path alone. Needs rows known on the
+    host.
     """
 
     def __init__(self, kernel: AttentionKernel, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
@@ -167,9 +171,17 @@ class CompiledBackend(AttentionBackend):
         sink_logit_H: Tensor | None = None,
     ) -> Tensor:
         """Write and answer every query, [N, H, V]. Keys and values have as many slots in all layers."""
+        asked = scale, softcap, window, sink_logit_H
         if not self._takes(q_NHK, k_NGK, v_NGV):
-            asked = scale, softcap, window, sink_logit_H
             return super().write_and_attend(q_NHK, k_NGK, v_NGV, keys_GCK, values_GCV, *asked)
+        if keys_GCK.dtype == FP8:
+            write_slots(keys_GCK, values_GCV, self.metadata.slot_mapping_N, k_NGK, v_NGV)
+            slot_S, alone = self._alone
+            k_NGK, v_NGV = (as_stored(x_NGK, FP8).float() for x_NGK in (k_NGK, v_NGV))
+            keys_GSK, values_GSV = (
+                bits(x_GCK).index_select(1, slot_S).view(FP8).float() for x_GCK in (keys_GCK, values_GCV)
+            )
+            return alone.write_and_attend(q_NHK, k_NGK, v_NGV, keys_GSK, values_GSV, *asked)
         if q_NHK is not self._q or k_NGK is not self._k or v_NGV is not self._v or window != self._window:
             assert keys_GCK.dtype == values_GCV.dtype == torch.float32
             self._prepare(q_NHK, k_NGK, v_NGV, keys_GCK.shape[1], window)
@@ -182,6 +194,18 @@ class CompiledBackend(AttentionBackend):
                 *(output_NHV.data_ptr(), scale, softcap or 0.0),
             )
         return output_NHV
+
+    @cached_property
+    def _alone(self) -> tuple[Tensor, "CompiledBackend"]:
+        """The slots of the blocks that the pass reads, and the pass over those alone."""
+        size, rows = self.metadata.block_size, self.metadata.rows
+        tables = [row.blocks[: -(-row.end // size)] for row in rows]
+        used = sorted({block for table in tables for block in table})
+        place = {block: number for number, block in enumerate(used)}
+        moved = [replace(row, blocks=[place[x] for x in table]) for row, table in zip(rows, tables, strict=True)]
+        metadata = AttentionMetadata.of(moved, block_size=size, device=self.metadata.slot_mapping_N.device)
+        slot_S = (torch.tensor(used)[:, None] * size + torch.arange(size)).flatten()
+        return slot_S, CompiledBackend(self._kernel, metadata, sinks=self.sinks)
 
     def waves(
         self,

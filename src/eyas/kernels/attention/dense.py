@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.kv_dtype import bits
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 
 Run = tuple[int, int]
@@ -44,8 +45,11 @@ class _Piece:
     """To be added to the scores: [Q, S], or [F * Q, S] when folded."""
     folded: bool
 
-    def read(self, x_1GCK: Tensor) -> Tensor:
-        """Read [1, G, S, K], in place if possible."""
+    def read(self, x_1GCK: Tensor, dtype: torch.dtype) -> Tensor:
+        """Read [1, G, S, K] as this type, in place if possible."""
+        return self._gathered(bits(x_1GCK)).view(x_1GCK.dtype).to(dtype)
+
+    def _gathered(self, x_1GCK: Tensor) -> Tensor:
         if len(self.runs) == 1:
             return x_1GCK.narrow(2, *self.runs[0])
         if self.scattered is not None:
@@ -76,10 +80,10 @@ class DenseBackend(AttentionBackend):
         plan = self._plans.get((window, shared))
         if plan is None:
             plan = self._plans[window, shared] = self._pieces(window, shared, q_NHK)
-        q, k, v = q_NHK.transpose(0, 1)[None], keys_GCK[None], values_GCV[None]
+        q, k, v, dtype = q_NHK.transpose(0, 1)[None], keys_GCK[None], values_GCV[None], q_NHK.dtype
         asked = scale, softcap, sink_logit_H
         outputs = [
-            _attend(q.narrow(2, piece.first, piece.count), piece.read(k), piece.read(v), piece, *asked)
+            _attend(q.narrow(2, piece.first, piece.count), piece.read(k, dtype), piece.read(v, dtype), piece, *asked)
             for piece in plan
         ]
         output_1HNV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

@@ -12,7 +12,8 @@ at once.
 
 Everything that changes from step to step is read from device memory; grids depend on shapes and bounds alone, so the
 kernels can be captured in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
-nothing. float32 is multiplied as float32, never rounded to tf32.
+nothing. float32 is multiplied as float32, never rounded to tf32. Keys and values of 8 bits become numbers of 16 in
+registers, behind the load: float16, which holds all of them, by one instruction for two, where bfloat16 takes four.
 
 Shapes: N tokens of a pass, R rows, W places for new tokens in a row, H query heads, G key heads, F = H / G heads that
 share keys, K key dim, E value dim, C slots of the cache, S splits.
@@ -126,6 +127,11 @@ def _attend_kernel(
         mask=asked[:, None] & (key_dim < KEY_DIM)[None, :],
         other=0.0,
     )
+    HALVED: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and queries.dtype == tl.bfloat16
+    if HALVED:  # a power of 2 makes a token's queries small enough for float16, and takes none of their bits
+        largest = tl.maximum(tl.max(tl.abs(queries.to(tl.float32)), axis=1), 1e-30)
+        unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        queries = (queries.to(tl.float32) / unit[:, None]).to(tl.float16)
     position = tl.load(position_of + token, mask=asked, other=0).to(tl.int32)
     end = tl.load(end_of + row)
     if TREE:
@@ -166,8 +172,10 @@ def _attend_kernel(
             keys + where[:, None] * key_slot + key_dim[None, :],
             mask=inside[:, None] & (key_dim < KEY_DIM)[None, :],
             other=0.0,
-        )
+        ).to(queries.dtype)
         score = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if HALVED:
+            score *= unit[:, None]
         if CAPPED:
             # tanh by its definition; an exponential that overflows gives 1, as it should.
             score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * 1.4426950408889634 * scale / softcap)) + 1.0))
@@ -194,7 +202,7 @@ def _attend_kernel(
             values + where[:, None] * value_slot + value_dim[None, :],
             mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
             other=0.0,
-        )
+        ).to(queries.dtype)
         answer = tl.dot(weights.to(v.dtype), v, answer * fade[:, None], input_precision="ieee")
         top = new_top
 

@@ -292,6 +292,8 @@ class Layers:
         if not isinstance(attention, CompiledBackend):
             return None
         given = [x for layer in range(len(self._parts)) for x in kv[layer]]
+        if given[0].dtype != torch.float32:
+            return None
         if len(given) != len(self._kv) or any(x is not y for x, y in zip(given, self._kv, strict=True)):
             self._take(given)
         sizes, slots = self.sizes, given[0].shape[1]

@@ -129,7 +129,10 @@ def _rotate_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One token: its queries turned, its key turned and its value to their slot."""
+    """One token: its queries turned, its key turned and its value to their slot.
+
+    What is stored becomes what the memory holds; numbers too large for 8 bits become their largest (satfinite).
+    """
     begin_dependent(DEPENDENT, EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_of + token)

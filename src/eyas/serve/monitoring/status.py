@@ -62,6 +62,8 @@ STATUS_SCHEMA: dict[str, Any] = {
                 },
                 "max_model_len": {"type": "integer"},
                 "max_num_seqs": {"type": "integer"},
+                "quantization": {"type": "string", "description": "Of the target's weights."},
+                "kv_cache_dtype": {"enum": ["auto", "fp8"], "description": "Of keys and values; auto: as computed."},
                 "sampling_defaults": {
                     "type": "object",
                     "description": "Values of the generation config, for requests that leave them out.",
@@ -179,6 +181,8 @@ def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
         "max_depth": max_depth if model_info.drafter is not None else 0,
         "max_model_len": model_info.max_model_len,
         "max_num_seqs": model_info.max_num_seqs,
+        "quantization": model_info.quantization,
+        "kv_cache_dtype": model_info.kv_cache_dtype,
         "sampling_defaults": model_info.sampling_defaults.given,
     }
 
