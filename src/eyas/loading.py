@@ -27,6 +27,7 @@ from eyas.kernels.linear.quantised_linear import (
 )
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.kernels.llama.packed_experts import pack_experts
 from eyas.target.chat_template import ChatFormat
 from eyas.target.device import choose_device
@@ -72,9 +73,12 @@ def load_target(
     if where.type != "cpu" and quantization in ("auto", "none", *ON_THE_FLY):
         loaded = Target.load(target, dtype=dtype, quantization=quantization, **rest)
         if loaded.quantization != "none":
-            kinds = (W8A8Linear, W4A16Linear)
+            kinds = (W8A8Linear, W4A16Linear, Mxfp4Experts)
             size = sum(part.nbytes for part in loaded.model.modules() if isinstance(part, kinds))
-            logger.info(f"matrices are {loaded.quantization} ({size / 1e6:.0f} MB), embedding, head and norms are not")
+            what, others = "matrices", "embedding, head and norms"
+            if loaded.quantization == "mxfp4":
+                what, others = "experts", "other weights"
+            logger.info(f"{what} are {loaded.quantization} ({size / 1e6:.0f} MB), {others} are not")
         return loaded
     chosen, kernel, path = _choose(target, quantization, dtype, where, cache)
     if kernel is None:

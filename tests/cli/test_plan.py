@@ -304,6 +304,34 @@ def test_a_broken_configuration_is_refused(tmp_path: Path, text: str, said: str)
         run(str(tmp_path))
 
 
+GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+}
+
+
+def test_experts_in_mxfp4_are_planned_with_a_quarter_more_than_four_bits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    record = run(str(tmp_path))[1]
+    assert record["quantisation"] == {"name": "mxfp4", "bits_per_weight": pytest.approx(4.63, abs=0.01)}
+    assert record["memory"]["weights"] == pytest.approx(13.76e9, rel=0.01)  # the published files: 13.76 GB
+    dense = run(str(tmp_path), "--quantisation", "none")[1]
+    assert dense["memory"]["weights"] > 3 * record["memory"]["weights"]
+    assert any("experts stay mxfp4" in note for note in record["notes"])
+
+
 def test_a_quantised_checkpoint_is_planned_as_it_is_stored(tmp_path: Path) -> None:
     for said, name in (
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, "int4-g64"),

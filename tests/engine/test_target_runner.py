@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
-from transformers.utils.quantization_config import QuantizationMethod
 
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.target import TargetRunner
@@ -244,13 +243,6 @@ def test_sinks_are_honoured() -> None:
         layer.self_attn.sinks.data.sub_(30.0)
     assert not torch.allclose(model(ids).logits[:, -1], before, atol=0.1), "they matter"
     assert_serves(built("gpt_oss", sliding_window=WINDOW))
-
-
-@pytest.mark.parametrize("method", ["mxfp4", QuantizationMethod.MXFP4])
-def test_weights_in_mxfp4_are_refused(method: str) -> None:
-    target = built("gpt_oss")
-    target.model.config.quantization_config = {"quant_method": method}
-    assert "gpt_oss has MXFP4 weights, which are not served yet" in refusal(target)
 
 
 def test_attention_that_cannot_be_replaced_is_refused() -> None:

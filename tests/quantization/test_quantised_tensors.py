@@ -167,7 +167,6 @@ GROUP_OF_LAYERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group"
     ("said", "words"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4'"),
         ({}, None),
         ({"bits": 4}, "quant_method None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),

@@ -16,6 +16,7 @@ from eyas.kernels.attention.kv_dtype import FP8
 from eyas.kernels.linear.quantised_linear import QuantisedLinear
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.plan.footprint import CUDA_RUNTIME, Room, default_batched_tokens, recorded_bytes, working_bytes
 from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
@@ -240,7 +241,7 @@ def weight_bytes(model: nn.Module, beside: nn.Module | None = None) -> int:
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:
-    kinds = (QuantisedLinear, W8A8Linear, W4A16Linear)  # whose weights are no parameters
+    kinds = (QuantisedLinear, W8A8Linear, W4A16Linear, Mxfp4Experts)  # whose weights are no parameters
     packed = [x for part in model.modules() if isinstance(part, kinds) for x in part.packed()]
     return [*model.parameters(), *model.buffers(), *packed]
 

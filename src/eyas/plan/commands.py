@@ -61,6 +61,8 @@ def command_notes(forecast: Forecast, target: str) -> list[str]:
     kept = deployment.quantisation
     if deployment.card.device == "cpu" and not kept.plain:
         said.append(f"the target's matrices are {kept.name}, and the drafter's take 8 bits; vLLM keeps 16")
+    elif kept.expert_bits is not None:
+        said.append(f"experts stay {kept.name} as they are published, other matrices take {kept.bits:g} bits")
     elif not kept.plain:
         name = kept.name
         how = "; eyas and vLLM can do that while they load" if name == "fp8" else ", by AWQ or GPTQ for instance"

@@ -44,10 +44,14 @@ class Layer:
 
     def read(self, tokens: int) -> float:
         """What a pass over so many tokens reads, when every token chooses its experts by chance."""
+        return self.attention + self.dense + self.read_experts(tokens)
+
+    def read_experts(self, tokens: int) -> float:
+        """The part of it that is of experts."""
         if not self.experts:
-            return self.matrices
+            return 0
         missed = (1 - self.active / self.experts) ** tokens
-        return self.attention + self.dense + self.expert * self.experts * (1 - missed)
+        return self.expert * self.experts * (1 - missed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,11 @@ class Decoder:
     def matrices(self) -> int:
         """Weights in the layers' matrices."""
         return sum(layer.matrices for layer in self.layers)
+
+    @property
+    def experts(self) -> int:
+        """Those of them that are of experts."""
+        return sum(layer.experts * layer.expert for layer in self.layers)
 
     @property
     def others(self) -> int:

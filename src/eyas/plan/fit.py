@@ -39,10 +39,10 @@ def fit(deployment: Deployment, speed_of: Callable[[Quantisation], Speed]) -> tu
 
 def _candidates(deployment: Deployment, speed_of: Callable[[Quantisation], Speed]) -> Iterator[Deployment]:
     for drafter in [deployment.drafter] if deployment.drafter is None else [deployment.drafter, None]:
-        coarser = [deployment.quantisation]
-        coarser += [
-            coarse for name in LADDER if (coarse := parse_quantisation(name)).bits < deployment.quantisation.bits
-        ]
+        kept = deployment.quantisation
+        coarser = [kept]
+        if kept.expert_bits is None:  # there is nothing coarser than experts of 4 bits
+            coarser += [coarse for name in LADDER if (coarse := parse_quantisation(name)).bits < kept.bits]
         for kind in coarser:
             speed = deployment.speed if kind is deployment.quantisation else speed_of(kind)
             context = deployment.context

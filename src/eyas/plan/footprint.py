@@ -74,7 +74,8 @@ def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str) -
     """
     twice = device == "cpu" and quantisation.name == "float32"
     vocabulary = quantisation.vocabulary_bytes(decoder.vocabulary, tied=decoder.tied and not twice)
-    return int(decoder.matrices * quantisation.bits / 8 + vocabulary) + decoder.vectors * quantisation.other_bytes
+    matrices = quantisation.matrix_bytes(decoder.matrices, decoder.experts)
+    return int(matrices + vocabulary) + decoder.vectors * quantisation.other_bytes
 
 
 def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: str) -> int:

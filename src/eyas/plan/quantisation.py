@@ -26,6 +26,8 @@ class Quantisation:
     name: str
     bits: float
     """Of a weight in a matrix of the layers, its share of scales included."""
+    expert_bits: float | None = None
+    """Of a weight of experts; None: as in other matrices."""
     other_bytes: int = 2
     """Of every other weight, and of keys and values."""
     arithmetic: str = "bf16"
@@ -42,12 +44,16 @@ class Quantisation:
     @property
     def plain(self) -> bool:
         """Whether nothing is quantised: a server can do it with any checkpoint, by converting."""
-        return self.bits == 8 * self.other_bytes
+        return self.bits == 8 * self.other_bytes and self.expert_bits is None
 
     @property
     def dtype(self) -> str:
         """Of what is not quantised, in torch's words."""
         return self.name if self.plain else ("float32" if self.other_bytes == 4 else "bfloat16")
+
+    def matrix_bytes(self, matrices: float, experts: float) -> float:
+        """Of so many weights in the layers' matrices, so many of them of experts."""
+        return ((matrices - experts) * self.bits + experts * (self.expert_bits or self.bits)) / 8
 
     def vocabulary_bytes(self, weights: int, *, tied: bool) -> float:
         """Of the embedding and of a head of its own, each of so many weights."""
@@ -70,6 +76,8 @@ PLAIN = {
     "bfloat16": Quantisation(name="bfloat16", bits=16),
     "float16": Quantisation(name="float16", bits=16),
 }
+MXFP4 = 4.25
+"""Bits of a weight of experts as gpt-oss is published: an exponent of 8 bits for every 32."""
 EIGHT, FOUR, FOUR_WITH_MINIMUM, EIGHT_WITH_MORE = 8.5, 4.5, 5.0, 9.0
 """Bits of a weight in a processor's blocks: with a scale; with a minimum, or a scale of each half, as well."""
 GGUF_BITS: Mapping[str, float] = {
@@ -165,6 +173,8 @@ def stored_quantisation(config: Mapping[str, Any], source: str) -> Quantisation:
             f"what comes nearest with --quantisation ({', '.join(KINDS)})"
         ) from error
     assert scheme is not None
+    if scheme.kind == "mxfp4":
+        return Quantisation(name="mxfp4", bits=16, expert_bits=MXFP4)
     # A group that is a whole row has a scale that weighs nothing.
     name = "fp8" if scheme.kind == "fp8" else f"{scheme.kind}-g{scheme.group_size or 2**20}"
     return replace(parse_quantisation(name), option="")

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eyas.plan.calibrate import CheckedStep
-from eyas.plan.forecast import Forecast
+from eyas.plan.forecast import Deployment, Forecast
 from eyas.plan.roofline import Speed
 
 FORMAT = "eyas-plan-1"
@@ -28,7 +28,7 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
         "drafter": None
         if drafter is None
         else {"name": drafter.name, "family": drafter.config.family, "assumed": drafter.assumed},
-        "quantisation": {"name": deployment.quantisation.name, "bits_per_weight": deployment.quantisation.bits},
+        "quantisation": {"name": deployment.quantisation.name, "bits_per_weight": _bits(deployment)},
         "kv_cache_dtype": deployment.kv_cache_dtype,
         "card": {
             "name": card.name,
@@ -104,3 +104,11 @@ def calibration_of(source: str, checked: Sequence[CheckedStep]) -> dict[str, Any
         "mean_speedup_error": sum(gains) / len(gains) if gains else None,
         "worst_speedup_error": max(gains) if gains else None,
     }
+
+
+def _bits(deployment: Deployment) -> float:
+    """Of a weight in the target's matrices, on average."""
+    kept, decoder = deployment.quantisation, deployment.decoder
+    if kept.expert_bits is None:
+        return kept.bits
+    return 8 * kept.matrix_bytes(decoder.matrices, decoder.experts) / decoder.matrices

@@ -111,7 +111,8 @@ class Pair:
         logits = tokens if logits is None else logits
         seen = sum(min(context, layer.window or context) for layer in decoder.layers)
         weights = sum(
-            layer.read(tokens) * self.quantisation.bits / 8 + layer.vectors * element for layer in decoder.layers
+            self.quantisation.matrix_bytes(layer.read(tokens), layer.read_experts(tokens)) + layer.vectors * element
+            for layer in decoder.layers
         )
         used = sum(layer.used for layer in decoder.layers)
         return Work(

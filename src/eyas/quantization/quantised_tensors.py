@@ -29,6 +29,7 @@ _MARKS = {
     "fp8": ("weight_scale_inv", "weight_scale"),
     "awq": ("qweight",),
     "gptq": ("qweight",),
+    "mxfp4": (),  # of experts alone (`mxfp4_tensors.py`)
 }
 
 

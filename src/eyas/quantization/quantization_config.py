@@ -12,18 +12,20 @@ from typing import Any, Literal
 
 from eyas.errors import UserError
 
-Layout = Literal["compressed-tensors", "fp8", "awq", "gptq"]
-METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "awq", "gptq")
+Layout = Literal["compressed-tensors", "fp8", "awq", "gptq", "mxfp4"]
+METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "awq", "gptq", "mxfp4")
 SMALLEST_GROUP = 16
 """Weights that may share a scale at least, where they are in groups."""
+MXFP4_BLOCK = 32
+"""Weights that share a scale in MXFP4."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightScheme:
-    """How the linears of a checkpoint are kept."""
+    """How the linears of a checkpoint are kept; with mxfp4, its experts."""
 
     layout: Layout
-    kind: Literal["fp8", "int8", "int4"]
+    kind: Literal["fp8", "int8", "int4", "mxfp4"]
     group_size: int | None = None
     """Inputs that share a scale; None: all of an output, or more."""
     block: tuple[int, int] | None = None
@@ -36,7 +38,7 @@ class WeightScheme:
     @property
     def bits(self) -> int:
         """Of a weight."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "mxfp4") else 8
 
     @property
     def words(self) -> str:
@@ -62,6 +64,7 @@ def weight_scheme(config: Mapping[str, Any], source: str) -> WeightScheme | None
         "fbgemm_fp8": _fbgemm_fp8,
         "awq": _awq,
         "gptq": _gptq,
+        "mxfp4": _mxfp4,
     }.get(str(method))
     if reader is None:
         raise _refused(source, "quant_method", method, f"one of {', '.join(METHODS)}")
@@ -139,6 +142,11 @@ def _gptq(said: Mapping[str, Any], source: str) -> WeightScheme:
         group_size=_group(said.get("group_size"), source),
         zero_offset=1 if form == "gptq" else 0,  # the first format stores one less
     )
+
+
+def _mxfp4(_: Mapping[str, Any], __: str) -> WeightScheme:
+    """Experts as gpt-oss is published. What stays in 16 bits (`modules_to_not_convert`) the tensors tell."""
+    return WeightScheme(layout="mxfp4", kind="mxfp4", group_size=MXFP4_BLOCK)
 
 
 _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")

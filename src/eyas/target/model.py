@@ -33,6 +33,7 @@ from eyas.errors import UserError
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.target.capture import capture
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, render_chat, require_template
 from eyas.target.device import choose_device, device_words
@@ -138,7 +139,7 @@ class Target:
                     dequantise=quantization == "none",
                 )
                 model.eval().requires_grad_(False)
-                packed = any(isinstance(part, W8A8Linear | W4A16Linear) for part in model.modules())
+                packed = any(isinstance(part, W8A8Linear | W4A16Linear | Mxfp4Experts) for part in model.modules())
                 return cls(
                     facts=facts,
                     model=model,

@@ -1,8 +1,8 @@
 """A model of transformers over the weights of a quantised checkpoint, as they are published.
 
-On a GPU the linears stay packed where there is a product for their kind (`w8a8_linear.py`, `w4a16_linear.py`).
-Elsewhere they are dequantised, one after the other, and that is said. Embedding, head and norms are what the file has,
-usually 16 bits.
+On a GPU linears stay packed where there is a product for their kind (`w8a8_linear.py`, `w4a16_linear.py`), and so do
+experts in MXFP4 (`mxfp4_experts.py`). Elsewhere they are dequantised, one after the other, and that is said. Embedding,
+head and norms are what the file has, usually 16 bits.
 
 Invariant: every weight of the model comes from the file, and no dense copy of a packed matrix is made.
 """
@@ -24,12 +24,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
+from eyas.kernels.linear.mxfp4_weight import Mxfp4Weight
 from eyas.kernels.linear.quantised_weight import QuantisedWeight
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.quantization.quantised_tensors import is_quantised, read_quantised
 from eyas.quantization.quantization_config import METHODS, WeightScheme, weight_scheme
 from eyas.target.empty_model import matrices_without_memory
+from eyas.target.mxfp4_tensors import fill_mxfp4, is_mxfp4, read_mxfp4
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ def quantised_model(
             config, dtype=dtype, attn_implementation=attention
         )
     reason = "it was asked for" if dequantise else multiplies(device, scheme.kind, dtype)
-    filled, unknown, dense = set[str](), list[str](), Counter[str]()
+    filled, unknown, dense, dense_bytes = set[str](), list[str](), Counter[str](), Counter[str]()
     with _tensors(folder, source) as tensors:
         for owner, attributes in _by_module(tensors).items():
             try:
@@ -92,7 +95,21 @@ def quantised_model(
             except AttributeError:
                 unknown.append(owner)
                 continue
-            if isinstance(module, nn.Linear) and is_quantised(scheme, attributes):
+            if is_mxfp4(attributes):
+                read = {attribute: tensors[name](device) for attribute, name in attributes.items()}
+                stored = read_mxfp4(read, module, owner)
+                if reason is None:
+                    gate_up, down = (Mxfp4Weight.of(*published) for published in stored.values())
+                    module = Mxfp4Experts(module, gate_up, down, dtype)
+                    model.set_submodule(owner, module)
+                else:
+                    for attribute, published in stored.items():
+                        fill_mxfp4(module, attribute, published, dtype, owner)
+                        dense[scheme.kind] += 1
+                        dense_bytes[scheme.kind] += module.get_parameter(attribute).nbytes
+                        filled.add(f"{owner}.{attribute}")
+                attributes = {attribute: name for attribute, name in attributes.items() if attribute.endswith("_bias")}
+            elif isinstance(module, nn.Linear) and is_quantised(scheme, attributes):
                 read = {attribute: tensors[name](device) for attribute, name in attributes.items()}
                 weight = read_quantised(scheme, read, owner)
                 _require_shape(weight, module, owner)
@@ -100,8 +117,10 @@ def quantised_model(
                 if linear is not None:
                     model.set_submodule(owner, linear)
                     continue
-                dense[scheme.kind if reason else f"{scheme.kind} in groups of {weight.group}"] += 1
+                kind = scheme.kind if reason else f"{scheme.kind} in groups of {weight.group}"
                 module.weight = nn.Parameter(weight.dequantised().to(dtype), requires_grad=False)
+                dense[kind] += 1
+                dense_bytes[kind] += module.weight.nbytes
                 filled.add(f"{owner}.weight")
                 attributes = {attribute: name for attribute, name in attributes.items() if attribute == "bias"}
             for attribute, name in attributes.items():
@@ -113,8 +132,9 @@ def quantised_model(
     if unknown:
         logger.info(f"{source} has weights that the model has no place for, the first are of {unknown[0]}")
     for kind, count in dense.items():
-        name = str(dtype).removeprefix("torch.")
-        logger.info(f"{count} matrices of {kind} are dequantised to {name}: {reason or 'there is no product for them'}")
+        taken = f"{str(dtype).removeprefix('torch.')} ({dense_bytes[kind] / 1e6:.0f} MB)"
+        why = reason or "there is no product for them"
+        logger.info(f"{count} matrices of {kind} are dequantised to {taken}: {why}")
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     loaded: PreTrainedModel = model.to(device)

@@ -134,10 +134,6 @@ def _refuse_other_layers(target: Target) -> None:
     config, source = target.model.config.get_text_config(), target.facts.source
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         raise UserError(f"{source} lies on several devices; blocks need it on one")
-    quantised = getattr(target.model.config, "quantization_config", None)
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else getattr(quantised, "quant_method", None)
-    if str(getattr(method, "value", method)) == "mxfp4":
-        raise UserError(f"{source} has MXFP4 weights, which are not served yet; use a copy of it in bfloat16")
     kinds = getattr(config, "layer_types", None)
     if kinds is None and getattr(config, "attention_chunk_size", None) is not None:
         kinds = ["chunked_attention"]

@@ -69,7 +69,7 @@ class W4A16Linear(nn.Module):
         scale_EG, zero_EG = (functional.pad(x.float(), (0, extra)) for x in (weight.scale_EG, zero_EG))
         scale_dtype = _narrow(scale_EG)
         return cls(
-            _packed(functional.pad(weight.q_EK, (0, padded - inputs)), plane),
+            pack_planes(functional.pad(weight.q_EK, (0, padded - inputs)), plane),
             _packed_scales(scale_EG, zero_EG, scale_dtype, dtype),
             scale_dtype,
             None if bias_E is None else bias_E.detach().to(weight.q_EK.device, dtype).contiguous(),
@@ -130,7 +130,7 @@ class W4A16Linear(nn.Module):
 
             weight = self.words_EW, self.scales_GE, self.scale_dtype, self.group, self.plane
             return w4a16_dequantise(*weight, inputs, self.dtype)
-        q_EK = _unpacked(self.words_EW, self.plane)
+        q_EK = unpack_planes(self.words_EW, self.plane)
         of_EG = _scales(self.scales_GE, self.scale_dtype, self.dtype)
         scale_EK, zero_EK = (x.repeat_interleave(self.group, dim=1)[:, : q_EK.shape[1]] for x in of_EG)
         return ((q_EK - zero_EK) * scale_EK)[:, :inputs].to(self.dtype)
@@ -152,7 +152,7 @@ def _plane(group: int, inputs: int) -> int:
     return LARGEST_PLANE if fits else LEAST_PLANE
 
 
-def _packed(q_EK: Tensor, plane: int) -> Tensor:
+def pack_planes(q_EK: Tensor, plane: int) -> Tensor:
     """Weights 0..15 as words [E, K / 4]."""
     words = torch.zeros(len(q_EK), q_EK.shape[1] // PLANES, dtype=torch.int16, device=q_EK.device)
     q_EBJP = q_EK.view(len(q_EK), -1, PLANES, plane)
@@ -161,11 +161,11 @@ def _packed(q_EK: Tensor, plane: int) -> Tensor:
     return words
 
 
-def _unpacked(words_EW: Tensor, plane: int) -> Tensor:
-    """Weights [E, K] of words, float32."""
+def unpack_planes(words_EW: Tensor, plane: int) -> Tensor:
+    """Weights [E, K] of words, int16."""
     shift = torch.arange(0, 4 * PLANES, 4, dtype=torch.int16, device=words_EW.device)[:, None]
     words_EB1P = words_EW.view(len(words_EW), -1, 1, plane)
-    return ((words_EB1P >> shift) & 15).float().flatten(1)
+    return ((words_EB1P >> shift) & 15).flatten(1)
 
 
 def _narrow(scale_EG: Tensor) -> torch.dtype:

@@ -28,8 +28,12 @@ from torch import Tensor
 
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation
-from eyas.kernels.elementwise_triton import gated
+from eyas.kernels.linear.mxfp4_weight import BLOCK as MXFP4_BLOCK
+from eyas.kernels.linear.mxfp4_weight import Mxfp4Weight
+from eyas.kernels.llama.expert_outputs_triton import store_outputs
 from eyas.kernels.llama.experts import ClampedSwiglu, PlainExperts, Router, Routes
+from eyas.kernels.llama.mxfp4_experts import FourBitExperts
+from eyas.kernels.llama.mxfp4_experts_triton import mxfp4_kernel, unpacking
 
 
 @triton.jit
@@ -109,29 +113,6 @@ def _lay_out_kernel(
             tl.store(expert_of_block + begin + chunk, tl.full([CHUNK], -1, tl.int32), mask=begin + chunk < blocks)
 
 
-@triton.jit
-def _clamped(gate, up, alpha, limit):
-    """gate * sigmoid(alpha * gate) * (up + 1) within limits, rounded at every step."""
-    gate = tl.minimum(gate.to(tl.float32), limit).to(gate.dtype)
-    up = tl.minimum(tl.maximum(up.to(tl.float32), -limit), limit).to(up.dtype)
-    bent = (gate.to(tl.float32) * alpha).to(gate.dtype).to(tl.float32)
-    opened = (1.0 / (1.0 + tl.exp(-bent))).to(gate.dtype).to(tl.float32)
-    opened = (gate.to(tl.float32) * opened).to(gate.dtype).to(tl.float32)
-    return ((up.to(tl.float32) + 1.0).to(gate.dtype).to(tl.float32) * opened).to(gate.dtype)
-
-
-@triton.jit
-def _rounded(acc, bias, inside, HAS_BIAS: tl.constexpr, DOT: tl.constexpr, dtype: tl.constexpr):
-    """The sums [rows, outputs], rounded, and the bias added, rounded."""
-    if not DOT:
-        acc = tl.sum(acc, axis=2)
-    made = acc.to(dtype)
-    if HAS_BIAS:
-        more = tl.load(bias, mask=inside, other=0.0).to(tl.float32)
-        made = (made.to(tl.float32) + more[None, :]).to(dtype)
-    return made
-
-
 @triton.jit(do_not_specialize=["pairs"])
 def _multiply_kernel(
     x,
@@ -198,13 +179,26 @@ def _multiply_kernel(
                 up_acc = tl.dot(value, tl.trans(tile), up_acc, input_precision="ieee")
             else:
                 up_acc += value.to(tl.float32)[:, None, :] * tile.to(tl.float32)[None, :, :]
-    dtype: tl.constexpr = output.dtype.element_ty
-    biases = bias + expert * ALL + i * STEP
-    result = _rounded(acc, biases, inside, HAS_BIAS, DOT, dtype)
-    if GATES:
-        up = _rounded(up_acc, biases + UP, inside, HAS_BIAS, DOT, dtype)
-        result = _clamped(result, up, alpha, limit) if CLAMPS else gated(result, up, GELU)
-    tl.store(output + pair[:, None] * OUTPUTS + i[None, :], result, mask=real[:, None] & inside[None, :])
+    if not DOT:
+        acc, up_acc = tl.sum(acc, axis=2), tl.sum(up_acc, axis=2)
+    store_outputs(
+        acc,
+        up_acc,
+        bias + expert * ALL,
+        output,
+        pair,
+        i,
+        real,
+        alpha,
+        limit,
+        OUTPUTS,
+        STEP,
+        UP,
+        GATES,
+        GELU,
+        CLAMPS,
+        HAS_BIAS,
+    )
 
 
 @triton.jit
@@ -246,6 +240,14 @@ class ExpertTiling:
     stages: int
 
 
+def mxfp4_tiling(pairs: int, experts: int, *, gates: bool) -> ExpertTiling:
+    """The same for weights in MXFP4. By pairs, tiles differ in their rows alone, which changes no number."""
+    alone = 2 * pairs <= experts or pairs <= 2
+    rows = 0 if alone else min(32, max(8, triton.next_power_of_2(-(-pairs // experts))))
+    # With two warps all of them multiply by the same instruction; four would take another one for many rows.
+    return ExpertTiling(rows=rows, outputs=32 if gates else 64, inputs=MXFP4_BLOCK, warps=2, stages=4)
+
+
 def expert_tiling(pairs: int, experts: int, dtype: torch.dtype, *, gates: bool, size: int) -> ExpertTiling:
     """How to cut: by how many pairs an expert has on average; one pair by one while most experts would have none."""
     whole = max(16, triton.next_power_of_2(size))
@@ -284,7 +286,7 @@ def route(score_NE: Tensor, router: Router) -> Routes:
 
 
 def mixture(
-    experts: PlainExperts,
+    experts: PlainExperts | FourBitExperts,
     x_ND: Tensor,
     routes: Routes,
     *,
@@ -293,26 +295,33 @@ def mixture(
 ) -> Tensor:
     """What the experts of each row make of it [N, D]. Both tilings have as many rows."""
     (tokens, hidden), (_, top_k) = x_ND.shape, routes.expert_NK.shape
-    count, gates, _ = experts.gate_up_EGD.shape
-    inner, pairs = gates // 2, tokens * top_k
+    count, pairs, dtype = experts.count, tokens * top_k, x_ND.dtype
     output_ND = torch.empty_like(x_ND)
     if not tokens:
         return output_ND
-    assert all(x.is_contiguous() for x in (x_ND, experts.gate_up_EGD, experts.down_EDI))
+    assert x_ND.is_contiguous()
     expert_P, weight_NK = routes.expert_NK.int().flatten(), routes.weight_NK.contiguous()
-    gate_tiling = gate_tiling or expert_tiling(pairs, count, x_ND.dtype, gates=True, size=hidden)
-    down_tiling = down_tiling or expert_tiling(pairs, count, x_ND.dtype, gates=False, size=inner)
+    gate_up: Tensor | Mxfp4Weight
+    down: Tensor | Mxfp4Weight
+    if isinstance(experts, FourBitExperts):
+        gate_up, down = experts.gate_up, experts.down
+        gate_tiling = gate_tiling or mxfp4_tiling(pairs, count, gates=True)
+        down_tiling = down_tiling or mxfp4_tiling(pairs, count, gates=False)
+    else:
+        gate_up, down = experts.gate_up_EGD, experts.down_EDI
+        gate_tiling = gate_tiling or expert_tiling(pairs, count, dtype, gates=True, size=hidden)
+        down_tiling = down_tiling or expert_tiling(pairs, count, dtype, gates=False, size=down.shape[2])
     assert gate_tiling.rows == down_tiling.rows
     expert_B, pair_BR = expert_P, None
     if gate_tiling.rows:
         expert_B, pair_BR = _lay_out(expert_P, count, gate_tiling.rows)
     gated_PI = _multiply(
-        *(x_ND, experts.gate_up_EGD, experts.gate_up_bias_EG, expert_B, pair_BR, pairs, gate_tiling),
+        *(x_ND, gate_up, experts.gate_up_bias_EG, expert_B, pair_BR, pairs, gate_tiling),
         share=top_k,
         gating=experts.gating,
         interleaved=experts.interleaved,
     )
-    made_PD = _multiply(gated_PI, experts.down_EDI, experts.down_bias_ED, expert_B, pair_BR, pairs, down_tiling)
+    made_PD = _multiply(gated_PI, down, experts.down_bias_ED, expert_B, pair_BR, pairs, down_tiling)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(tokens, triton.cdiv(hidden, block))](
         *(made_PD, weight_NK, output_ND),
@@ -347,7 +356,7 @@ def _lay_out(expert_P: Tensor, count: int, rows: int) -> tuple[Tensor, Tensor]:
 
 def _multiply(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Mxfp4Weight,
     bias: Tensor | None,
     expert_B: Tensor,
     pair_BR: Tensor | None,
@@ -359,29 +368,36 @@ def _multiply(
     interleaved: bool = False,
 ) -> Tensor:
     """What the experts of pairs make of their rows of x, pair / share: [P, outputs]; with a gating, half as many."""
-    _, every, size = weight.shape
+    every = weight.outputs if isinstance(weight, Mxfp4Weight) else weight.shape[1]
     outputs = every if gating is None else every // 2
     output = x.new_empty(pairs, outputs)
     clamped = gating if isinstance(gating, ClampedSwiglu) else ClampedSwiglu(0.0, 0.0)
-    _multiply_kernel[(len(expert_B), triton.cdiv(outputs, tiling.outputs))](
-        *(x, weight, weight if bias is None else bias, expert_B, expert_B if pair_BR is None else pair_BR, output),
+    packed = weight.packed() if isinstance(weight, Mxfp4Weight) else [weight]
+    assert all(part.is_contiguous() for part in packed)
+    given = (
+        *(x, *packed, packed[0] if bias is None else bias, expert_B, expert_B if pair_BR is None else pair_BR, output),
         *(pairs, clamped.alpha, clamped.limit),
-        SHARE=share,
-        SIZE=size,
-        OUTPUTS=outputs,
-        STEP=2 if interleaved else 1,
-        UP=1 if interleaved else outputs,
-        ROWS=tiling.rows or 1,
-        BLOCK_E=tiling.outputs,
-        BLOCK_K=tiling.inputs,
-        STAGES=tiling.stages,
-        LAID_OUT=pair_BR is not None,
-        DOT=tiling.rows > 0,
-        GATES=gating is not None,
-        GELU=gating is Activation.GELU_TANH,
-        CLAMPS=isinstance(gating, ClampedSwiglu),
-        HAS_BIAS=bias is not None,
-        num_warps=tiling.warps,
-        **dependent_launch(x.device),
     )
+    settings = {
+        "SHARE": share,
+        "OUTPUTS": outputs,
+        "STEP": 2 if interleaved else 1,
+        "UP": 1 if interleaved else outputs,
+        "BLOCK_E": tiling.outputs,
+        "STAGES": tiling.stages,
+        "LAID_OUT": pair_BR is not None,
+        "GATES": gating is not None,
+        "GELU": gating is Activation.GELU_TANH,
+        "CLAMPS": isinstance(gating, ClampedSwiglu),
+        "HAS_BIAS": bias is not None,
+        "num_warps": tiling.warps,
+        **dependent_launch(x.device),
+    }
+    grid = len(expert_B), triton.cdiv(outputs, tiling.outputs)
+    if isinstance(weight, Mxfp4Weight):
+        blocks, asm = weight.exponents_EBO.shape[1], unpacking(x)
+        mxfp4_kernel[grid](*given, SIZE=weight.inputs, BLOCKS=blocks, ROWS=tiling.rows or 8, ASM=asm, **settings)
+    else:
+        size, dot = weight.shape[2], tiling.rows > 0
+        _multiply_kernel[grid](*given, SIZE=size, ROWS=tiling.rows or 1, BLOCK_K=tiling.inputs, DOT=dot, **settings)
     return output

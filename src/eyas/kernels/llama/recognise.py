@@ -35,6 +35,7 @@ from eyas.kernels.llama.block import (
 )
 from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.experts import ClampedSwiglu, Experts, PlainExperts, Router, Routes
+from eyas.kernels.llama.mxfp4_experts import FourBitExperts, Mxfp4Experts
 from eyas.kernels.llama.packed_experts import CompiledExperts, PackedExperts
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -273,6 +274,20 @@ def _experts(mlp: Any) -> Experts:
     if type(experts) is PackedExperts:
         router = router if experts.kernel is None else _packed(router, experts.kernel)
         return CompiledExperts(router=router, interleaved=interleaved, gating=gating, products=experts.products)
+    if type(experts) is Mxfp4Experts:
+        gate_up, down = experts.gate_up, experts.down
+        shapes = (down.outputs, down.inputs), router.weight_ED.shape
+        if shapes != ((gate_up.inputs, gate_up.outputs // 2), (gate_up.count, gate_up.inputs)):
+            raise NotLlamaError("its experts and their router differ in size")
+        return FourBitExperts(
+            router=router,
+            interleaved=interleaved,
+            gating=gating,
+            gate_up=gate_up,
+            gate_up_bias_EG=None if experts.gate_up_proj_bias is None else experts.gate_up_proj_bias.detach(),
+            down=down,
+            down_bias_ED=None if experts.down_proj_bias is None else experts.down_proj_bias.detach(),
+        )
     has_bias = hasattr(experts, "gate_up_proj_bias")
     biases = ("gate_up_proj_bias", "down_proj_bias") if has_bias else ()
     _expect(experts, "gate_up_proj", "down_proj", *biases, *(() if clamps else ("act_fn",)))

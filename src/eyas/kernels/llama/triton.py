@@ -48,6 +48,7 @@ from eyas.kernels.llama.block import (
 )
 from eyas.kernels.llama.experts import Experts, PlainExperts, Router, Routes
 from eyas.kernels.llama.experts_triton import mixture, route
+from eyas.kernels.llama.mxfp4_experts import FourBitExperts
 
 
 @triton.jit
@@ -398,7 +399,7 @@ class TritonLlama(FusedLlama):
         return self._product(mlp.down, gated_NI, decoding=decoding)
 
     def _mixture(self, experts: Experts, x_ND: Tensor) -> Tensor:
-        assert isinstance(experts, PlainExperts)
+        assert isinstance(experts, PlainExperts | FourBitExperts)
         return mixture(experts, x_ND, self.routes(experts, x_ND))
 
     def routes(self, experts: Experts, x_ND: Tensor) -> Routes:
