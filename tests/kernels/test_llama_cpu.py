@@ -153,6 +153,39 @@ def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool
     assert not torch.equal(ours[0][2], ours[1][2]), "or positions do not matter"
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}]
+)
+@torch.inference_mode()
+def test_reading_states_at_once_is_the_same_to_the_last_bit(flags: dict[str, bool]) -> None:
+    lean = fused_drafter(packed_drafter(**flags))
+    assert isinstance(lean, _FusedDrafter)
+    config, generator = lean._config, torch.Generator().manual_seed(3)
+    aux_NX = torch.randn(5, config.num_aux_hidden_states * config.target_hidden_size, generator=generator)
+    token_N = torch.randint(config.vocab_size, (5,), generator=generator)
+    layout, made = layout_of([AttentionRow(blocks=(3, 1), base=2, count=5)]), []
+    for at_once in (True, False):
+        cache = KVCache(blocks=7, block_size=SIZE)
+        asked = token_N, layout.position_N, PagedAttention(cache, layout)
+        output = lean.read(aux_NX, *asked) if at_once else lean.step(lean.fuse(aux_NX), *asked)
+        made.append([output.normed, output.feedback, *cache.layers[0]])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_a_reading_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = eagle.DraftLayer.run_read
+
+    def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
+        made = right(self, *given)
+        assert made is not None
+        made[1].mul_(1.01)
+        return made
+
+    drafter = packed_drafter()
+    monkeypatch.setattr(eagle.DraftLayer, "run_read", wrong)
+    assert fused_drafter(drafter) is drafter
+
+
 def test_a_depth_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     right = eagle.DraftLayer.run_depth
 

@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from eyas.drafter.model import Drafter
+from eyas.drafter.model import DepthOutput, Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.attention import PagedAttention
@@ -56,6 +56,7 @@ class DrafterRunner:
         self.model, self.cache = drafter, cache
         self.run = fused_drafter(drafter)
         """What computes it."""
+        self._chains = self.run if isinstance(self.run, DraftsChains) else None
         self.remembers = len(drafter.layers) == 1
         """Whether of what is read, later tokens see only keys and values that need no other."""
         self.window, self.sinks = window, sinks
@@ -94,10 +95,15 @@ class DrafterRunner:
         aux_NX = torch.cat(aux) if len(aux) > 1 else aux[0]
         assert len(aux_NX) == len(tokens), "one state for every token but the newest"
         layout = self._lay_out(rows)
-        hidden_ND = self.run.fuse(aux_NX.to(self.dtype))
-        token_N = integers(tokens, self._device)
+        aux_NX, token_N = aux_NX.to(self.dtype), integers(tokens, self._device)
         last = [end - 1 for end in accumulate(row.count for row in rows)]
-        if self.remembers and (but_last or len(tokens) >= len(rows) + MANY):
+        in_bulk = self.remembers and (but_last or len(tokens) >= len(rows) + MANY)
+        if self._chains is not None and not in_bulk:
+            output = self._chains.read(aux_NX, token_N, layout.position_N, self.attention(layout))
+            self._keep(output, seqs, last)
+            return
+        hidden_ND = self.run.fuse(aux_NX)
+        if in_bulk:
             remember_in(self.cache, self.run, layout, hidden_ND, token_N)
             if but_last:
                 return
@@ -105,7 +111,11 @@ class DrafterRunner:
             hidden_ND, token_N, last = hidden_ND[last_R], token_N[last_R], list(range(len(rows)))
             layout = self._lay_out(AttentionRow(blocks=row.blocks, base=row.end - 1, count=1) for row in rows)
         output = self.run.step(hidden_ND, token_N, layout.position_N, self.attention(layout))
-        for seq, place in zip(seqs, last, strict=True):
+        self._keep(output, seqs, last)
+
+    def _keep(self, output: DepthOutput, seqs: Sequence[SequenceState], places: Sequence[int]) -> None:
+        """What the next drafts of requests come of."""
+        for seq, place in zip(seqs, places, strict=True):
             self._normed_D[seq.key], self._feedback_D[seq.key] = output.normed[place], output.feedback[place]
 
     @torch.inference_mode()
@@ -173,7 +183,7 @@ class DrafterRunner:
     ) -> Draft | None:
         """The same for one greedy request, without a look at it between depths; None where that cannot be."""
         greedy = seq.request.sampling.temperature == 0 and seq.matcher is None
-        if not greedy or not isinstance(self.run, DraftsChains):
+        if not greedy or self._chains is None:
             return None
 
         def goes_on(confidences: Sequence[float]) -> bool:
@@ -181,7 +191,7 @@ class DrafterRunner:
 
         layout = self._lay_out([AttentionRow(blocks=seq.blocks, base=seq.drafter_length, count=1)])
         states = self._normed_D[seq.key], self._feedback_D[seq.key]
-        made = self.run.chain(*states, self.attention(layout), depths, goes_on)
+        made = self._chains.chain(*states, self.attention(layout), depths, goes_on)
         return None if made is None else _chain(*made, {})
 
     @torch.inference_mode()

@@ -52,7 +52,10 @@ class DraftsInPlace(Drafts, Protocol):
 
 @runtime_checkable
 class DraftsChains(Drafts, Protocol):
-    """What may draft a chain for one request at once."""
+    """What reads states and drafts behind them without a look at what lies between."""
+
+    def read(self, aux: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
+        """`fuse` and `step` at once."""
 
     def chain(
         self, normed_D: Tensor, feedback_D: Tensor, attend: PagedAttention, depths: int, goes_on: GoesOn

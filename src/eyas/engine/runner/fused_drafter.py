@@ -32,7 +32,7 @@ from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.llama.block import packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
-from eyas.kernels.llama.eagle import DraftHead, DraftLayer, GoesOn, Surroundings
+from eyas.kernels.llama.eagle import DraftHead, DraftLayer, GoesOn, StateFusion, Surroundings
 from eyas.kernels.llama.rotary_table import RotaryTable
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,7 @@ class _FusedDrafter:
         self._embedding_VD = embedding if isinstance(embedding, QuantisedEmbedding) else embedding.weight.detach()
         self._qkv = product_of(attention.q_proj, attention.k_proj, attention.v_proj)
         self._kv = product_of(attention.k_proj, attention.v_proj)
+        self._fc = product_of(drafter.fc)
         self._output, self._down = product_of(attention.o_proj), product_of(mlp.down_proj)
         self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
@@ -129,7 +130,18 @@ class _FusedDrafter:
             rotary_dim=config.head_dim,
             intermediate=products.down.in_features,
         )
-        return DraftLayer(parts, around, self._head(), sizes, compiled)
+        return DraftLayer(parts, around, self._fusion(), self._head(), sizes, compiled)
+
+    def _fusion(self) -> StateFusion | None:
+        """What the first depth reads; None where its product is not compiled."""
+        model = self._model
+        if not isinstance(model.fc, PackedLinear | QuantisedLinear):
+            return None
+        norms = None if model.fc_norm is None else [norm for norm in model.fc_norm if isinstance(norm, RMSNorm)]
+        assert norms is None or len(norms) == self._config.num_aux_hidden_states
+        return StateFusion(
+            linear=model.fc, all_norm=model.input_norm, norms=norms, count=self._config.num_aux_hidden_states
+        )
 
     def _head(self) -> DraftHead | None:
         """What chooses drafts; None where its product is not compiled."""
@@ -154,8 +166,7 @@ class _FusedDrafter:
             for norm, state_ND, out_ND in zip(model.fc_norm, states, places, strict=True):
                 self._norm(norm, state_ND, out_ND)
             aux_NX = normed_NX
-        fused_ND: Tensor = model.fc(aux_NX)
-        return fused_ND
+        return self._fc(aux_NX, None)
 
     def step(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attend: Attend) -> DepthOutput:
         """Run one depth."""
@@ -182,6 +193,18 @@ class _FusedDrafter:
         gate_up = self._gate_up(self._norm(layer.post_attention_layernorm, x_ND), None)
         x_ND += self._down(self.elementwise.gate(gate_up), None)
         return x_ND, self._norm(self._model.norm, x_ND)
+
+    def read(self, aux: Tensor, token_ids: Tensor, positions: Tensor, attend: PagedAttention) -> DepthOutput:
+        """As `DraftsChains`."""
+        made = None
+        if self._in_one_call is not None:
+            kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
+            asked = attend.backend, kv, attend.window
+            made = self._in_one_call.run_read(aux.contiguous(), token_ids, positions, *asked)
+        if made is None:
+            return self.step(self.fuse(aux), token_ids, positions, attend)
+        state_ND, normed_ND = made
+        return DepthOutput(normed=normed_ND, feedback=normed_ND if self._config.norm_output else state_ND)
 
     def chain(
         self, normed_D: Tensor, feedback_D: Tensor, attend: PagedAttention, depths: int, goes_on: GoesOn
@@ -242,6 +265,10 @@ def _is_right(fused: _FusedDrafter, drafter: Drafter) -> bool:
         first = one.step(hidden_ND, token_N, position_N, attends[0])
         second = one.step(first.feedback, token_N.flip(0), position_N + 1, attends[1])
         keys, values = (x.flatten(1) for x in one.remember(hidden_ND, token_N, position_N))
+        if isinstance(one, _FusedDrafter):  # the same once more, at once: with the same outcome
+            again = one.read(aux_NX, token_N, position_N, attends[0])
+            if not (torch.equal(again.normed, first.normed) and torch.equal(again.feedback, first.feedback)):
+                return False
         results.append((hidden_ND, first.normed, first.feedback, second.normed, second.feedback, keys, values))
     if not _chains_alike(fused, hidden_ND[0], passes[0].block_size):
         return False

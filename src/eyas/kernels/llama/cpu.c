@@ -83,6 +83,16 @@ struct depth {
     int64_t normed_residual;           /* whether the layer adds to the normed state instead of the state */
 };
 
+/* What the first depth reads: the target's states, of several layers side by side, made into one. */
+struct fusion {
+    const float *states;      /* [N][count * size] */
+    struct norm all_norm;     /* [count * size] */
+    const struct norm *norms; /* [count], each [size]; null: none */
+    struct product linear;    /* to D, `depth.hidden` */
+    float *normed;            /* [N][count * size] */
+    int64_t count, size;
+};
+
 /* A chain of drafts: at every depth the likeliest token, which the next one reads. */
 struct chain {
     struct product head;       /* D to the draft vocabulary, W */
@@ -99,6 +109,7 @@ struct chain {
 long run_bytes(void) { return sizeof(struct run); }
 long layer_bytes(void) { return sizeof(struct layer); }
 long depth_bytes(void) { return sizeof(struct depth); }
+long fusion_bytes(void) { return sizeof(struct fusion); }
 long chain_bytes(void) { return sizeof(struct chain); }
 
 long numbers_per_token(long D, long H, long G, long K, long I) { return 2 * D + (3 * H + 3 * G) * K + 3 * I; }
@@ -194,6 +205,24 @@ void run_depth(const struct run *run, const struct depth *depth) {
     enter(run, depth);
     run_layers(run);
     norm(run, &depth->last_norm, run->x, depth->normed);
+}
+
+/* The first depth, from the target's states; `depth->hidden` is written here. */
+void run_read(const struct run *run, const struct depth *depth, const struct fusion *fusion) {
+    const long N = run->tokens, size = fusion->size, width = fusion->count * size;
+    const float *states = fusion->states;
+    if (fusion->all_norm.weight) {
+        const struct norm *by = &fusion->all_norm;
+        run->steps->norm(states, width, N, width, by->weight, by->eps, fusion->normed, width, (int)run->threads);
+        states = fusion->normed;
+    }
+    for (long i = 0; fusion->norms && i < fusion->count; i++) {
+        const struct norm *by = fusion->norms + i;
+        run->steps->norm(states + i * size, width, N, size, by->weight, by->eps, fusion->normed + i * size, width,
+                         (int)run->threads);
+    }
+    multiply(run, &fusion->linear, fusion->norms ? fusion->normed : states, (float *)depth->hidden);
+    run_depth(run, depth);
 }
 
 /* How many depths were drafted. `first` is the second depth, but for its tokens; the first draft comes of `first->normed`. */

@@ -194,6 +194,7 @@ def load_layers() -> Compiled | None:
     for function, pointers, gives in (
         (library.run_layers, 1, None),
         (library.run_depth, 2, None),
+        (library.run_read, 3, None),
         (library.run_chain, 3, ctypes.c_long),
     ):
         function.argtypes = [ctypes.c_void_p] * pointers

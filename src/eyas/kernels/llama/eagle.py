@@ -1,8 +1,9 @@
 """A drafter's depth in one call of compiled code: what stands before its only layer, the layer, and the norm behind it.
 
-And a chain of greedy drafts in one call: Python between two depths takes as long as half of a small drafter's depth.
+So is the first depth from the target's states on, and a chain of greedy drafts: Python between two depths takes as long
+as half of a small drafter's depth.
 
-Shapes: N tokens, D drafter hidden, V target vocabulary, W draft vocabulary.
+Shapes: N tokens, X concatenated auxiliary states, D drafter hidden, V target vocabulary, W draft vocabulary.
 """
 
 import ctypes
@@ -43,6 +44,18 @@ class Surroundings:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class StateFusion:
+    """What makes one state of the target's auxiliary ones."""
+
+    linear: CompiledLinear
+    all_norm: Norm | None
+    """Of all together."""
+    norms: Sequence[Norm] | None
+    """Of each."""
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DraftHead:
     """What chooses a draft, and what the next depth is fed."""
 
@@ -69,6 +82,17 @@ class _Depth(ctypes.Structure):
     )
 
 
+class _Fusion(ctypes.Structure):
+    _fields_ = (
+        ("states", ctypes.c_void_p),
+        ("all_norm", NormWeight),
+        ("norms", ctypes.c_void_p),
+        ("linear", ProductWeight),
+        ("normed", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("count", "size")),
+    )
+
+
 class _Chain(ctypes.Structure):
     _fields_ = (
         ("head", ProductWeight),
@@ -83,14 +107,26 @@ class DraftLayer(Layers):
     """The layer of one drafter, over whose weights it runs."""
 
     def __init__(
-        self, layer: Parts, around: Surroundings, head: DraftHead | None, sizes: LlamaSizes, compiled: Compiled
+        self,
+        layer: Parts,
+        around: Surroundings,
+        fusion: StateFusion | None,
+        head: DraftHead | None,
+        sizes: LlamaSizes,
+        compiled: Compiled,
     ) -> None:
         table = around.embedding_VD
         packed = [table.table] if isinstance(table, QuantisedEmbedding) else []
-        super().__init__([layer], sizes, compiled, [*packed, *([] if head is None else [head.linear])])
+        super().__init__(
+            [layer], sizes, compiled, [*packed, *(part.linear for part in (fusion, head) if part is not None)]
+        )
+        assert compiled.library.fusion_bytes() == ctypes.sizeof(_Fusion)
         assert compiled.library.depth_bytes() == ctypes.sizeof(_Depth)
         assert compiled.library.chain_bytes() == ctypes.sizeof(_Chain)
-        self._around, self._head = around, head
+        self._around, self._head, self._fusion = around, head, fusion
+        self._state_norms = None
+        if fusion is not None and fusion.norms is not None:
+            self._state_norms = (NormWeight * fusion.count)(*map(NormWeight.of, fusion.norms))
         self._norms = [NormWeight.of(norm) for norm in (around.token_norm, around.hidden_norm, around.last_norm)]
         self._embedding = (
             (None, ctypes.addressof(table.table.parts))
@@ -119,6 +155,36 @@ class DraftLayer(Layers):
         run = self._run(waves, tokens, size, x_ND.data_ptr(), memory)
         depth = self._depth(token_N.data_ptr(), position_N.data_ptr(), hidden_ND.data_ptr(), normed_ND.data_ptr())
         self.library.run_depth(ctypes.addressof(run), ctypes.addressof(depth))
+        return x_ND, normed_ND
+
+    def run_read(
+        self,
+        aux_NX: Tensor,
+        token_N: Tensor,
+        position_N: Tensor,
+        attention: AttentionBackend,
+        kv: tuple[Tensor, Tensor],
+        window: int | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `run_depth`, from the target's states on; None also where their fusion is not compiled."""
+        fusion, (tokens, width) = self._fusion, aux_NX.shape
+        waves = None if fusion is None else self.waves(attention, {0: kv}, tokens, [window])
+        if fusion is None or waves is None:
+            return None
+        assert all(x.is_contiguous() for x in (aux_NX, token_N, position_N))
+        self._around.turns.reach(1 + int(position_N.max()))
+        size = fusion.linear.out_features
+        x_ND, normed_ND, hidden_ND = torch.empty(3, tokens, size, dtype=torch.float32).unbind()
+        memory = torch.empty(tokens * (self._numbers(size) + width), dtype=torch.float32)
+        run = self._run(waves, tokens, size, x_ND.data_ptr(), memory)
+        depth = self._depth(token_N.data_ptr(), position_N.data_ptr(), hidden_ND.data_ptr(), normed_ND.data_ptr())
+        fused = _Fusion(
+            *(aux_NX.data_ptr(), NormWeight.of(fusion.all_norm)),
+            None if self._state_norms is None else ctypes.addressof(self._state_norms),
+            *(ProductWeight.of(fusion.linear), memory.data_ptr() + 4 * tokens * self._numbers(size)),
+            *(fusion.count, width // fusion.count),
+        )
+        self.library.run_read(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(fused))
         return x_ND, normed_ND
 
     def run_chain(
