@@ -14,6 +14,8 @@ Everything that changes from step to step is read from device memory; grids depe
 kernels can be captured in a CUDA graph. What lies behind a row's end is not read, and a row without live tokens costs
 nothing. float32 is multiplied as float32, never rounded to tf32. Keys and values of 8 bits become numbers of 16 in
 registers, behind the load: float16, which holds all of them, by one instruction for two, where bfloat16 takes four.
+Tensor cores want values of neighbouring slots beside each other, and turn numbers of 16 bits while loading them: so
+values are read as pairs, and the even and the odd ones are multiplied apart.
 
 Shapes: N tokens of a pass, R rows, W places for new tokens in a row, H query heads, G key heads, F = H / G heads that
 share keys, K key dim, E value dim, C slots of the cache, S splits.
@@ -29,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionBackend
+from eyas.kernels.attention.kv_dtype import FP8
 from eyas.kernels.attention.metadata import TREE_BITS, AttentionMetadata, BlockTables
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 
@@ -39,6 +42,9 @@ LONG_ROW, LONG_ROW_SPLITS = 512, 4
 all short rows of the batch their empty programs."""
 MANY_PROGRAMS = 8
 """Programs for every processor above which that is left: a long row is a small part of what each has to do."""
+
+WHOLE_LINES = 64
+"""Lines from which on tensor cores read values from shared memory themselves, where they are no pairs."""
 
 # Numbers that change from pass to pass; the kernel is not to be compiled anew for special values of them.
 _NUMBERS = ["window", "sinks", "table_row", "rows", "width", "fewest", "most", "tiles", "splits", "least"]
@@ -93,6 +99,7 @@ def _attend_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     HAS_SINK: tl.constexpr,
+    PAIRED: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -155,7 +162,11 @@ def _attend_kernel(
 
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
-    answer = tl.zeros([LINES, VALUE_PADDED], tl.float32)
+    if PAIRED:
+        even = tl.zeros([LINES, VALUE_PADDED // 2], tl.float32)
+        odd = tl.zeros([LINES, VALUE_PADDED // 2], tl.float32)
+    else:
+        answer = tl.zeros([LINES, VALUE_PADDED], tl.float32)
     if HAS_SINK:  # a score that has been seen, with a value of zeros; among splits the first has seen it
         sunk = tl.load(sink + head).to(tl.float32) * 1.4426950408889634
         top = tl.where(split == 0, sunk, float("-inf"))
@@ -198,14 +209,27 @@ def _attend_kernel(
         weights = tl.exp2(score - safe[:, None])
         fade = tl.exp2(top - safe)
         total = total * fade + tl.sum(weights, axis=1)
-        v = tl.load(
-            values + where[:, None] * value_slot + value_dim[None, :],
-            mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
-            other=0.0,
-        ).to(queries.dtype)
-        answer = tl.dot(weights.to(v.dtype), v, answer * fade[:, None], input_precision="ieee")
+        if PAIRED:
+            pair = tl.arange(0, VALUE_PADDED // 2)
+            both = tl.load(
+                values.to(tl.pointer_type(tl.int16)) + where[:, None] * (value_slot // 2) + pair[None, :],
+                mask=inside[:, None] & (pair < VALUE_DIM // 2)[None, :],
+                other=0,
+            )
+            v_even, v_odd = _halves(both)
+            even = tl.dot(weights.to(tl.float16), v_even, even * fade[:, None])
+            odd = tl.dot(weights.to(tl.float16), v_odd, odd * fade[:, None])
+        else:
+            v = tl.load(
+                values + where[:, None] * value_slot + value_dim[None, :],
+                mask=inside[:, None] & (value_dim < VALUE_DIM)[None, :],
+                other=0.0,
+            ).to(queries.dtype)
+            answer = tl.dot(weights.to(v.dtype), v, answer * fade[:, None], input_precision="ieee")
         top = new_top
 
+    if PAIRED:
+        answer = tl.join(even, odd).reshape(LINES, VALUE_PADDED)
     answer = answer / tl.where(total == 0.0, 1.0, total)[:, None]
     written = asked[:, None] & (value_dim < VALUE_DIM)[None, :]
     if SPLIT:
@@ -217,6 +241,29 @@ def _attend_kernel(
         written = written & whole
     to = output + (token * HEADS + head)[:, None] * VALUE_DIM + value_dim[None, :]
     tl.store(to, answer.to(output.dtype.element_ty), mask=written)
+
+
+@triton.jit
+def _halves(both):
+    """The first and the second of two 8-bit floats in 16 bits, as float16."""
+    # Of two pairs (a b, c d): a c and b d, each converted by one instruction. Triton would take ten.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 first, second;
+        .reg .b16 ac, bd, none;
+        prmt.b32 first, $2, 0, 0x4420;
+        prmt.b32 second, $2, 0, 0x4431;
+        mov.b32 {ac, none}, first;
+        mov.b32 {bd, none}, second;
+        cvt.rn.f16x2.e4m3x2 $0, ac;
+        cvt.rn.f16x2.e4m3x2 $1, bd;
+        }""",
+        "=r,=r,r",
+        [both],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "width", "fewest", "most"])
@@ -362,6 +409,7 @@ class TritonBackend(AttentionBackend):
                 WINDOWED=window is not None,
                 CAPPED=softcap is not None,
                 HAS_SINK=sink_logit_H is not None,
+                PAIRED=lines < WHOLE_LINES and _paired(q_NHK, values_GCV, value_padded),
                 num_warps=warps,
                 num_stages=2,
                 **options,
@@ -392,6 +440,13 @@ class TritonBackend(AttentionBackend):
             row_T = torch.searchsorted(end_R, tile_T, right=True).clamp(max=len(end_R) - 1)
             self._tiles[shared, lines] = torch.stack([row_T, tile_T - (end_R - tiles_R)[row_T]], dim=1).int()
         return self._tiles[shared, lines]
+
+
+def _paired(q_NHK: Tensor, values_GCV: Tensor, padded: int) -> bool:
+    """Whether values are read as pairs: of 8 bits, for 16-bit queries, by instructions that the interpreter lacks."""
+    stride_head, stride_slot, _ = values_GCV.stride()
+    even = all(number % 2 == 0 for number in (values_GCV.shape[2], stride_head, stride_slot, values_GCV.data_ptr()))
+    return values_GCV.dtype == FP8 and q_NHK.dtype != torch.float32 and q_NHK.is_cuda and even and padded >= 32
 
 
 def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
