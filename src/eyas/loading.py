@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from eyas.drafter.check import check
-from eyas.drafter.checkpoint import find_folder, load_drafter
+from eyas.drafter.checkpoint import drafter_of, find_folder, read_checkpoint
 from eyas.drafter.model import Drafter
+from eyas.drafter.quantised_linears import QuantisedLinears
 from eyas.errors import UserError
 from eyas.freed_memory import give_back
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import (
     QuantisedKernel,
     QuantisedLinear,
+    as_blocks,
     load_quantised,
     quantise,
     replace_by_blocks,
@@ -36,6 +39,7 @@ from eyas.target.gguf_model import has_packed_matrices, packed_model
 from eyas.target.locate import gguf_of
 from eyas.target.model import Target
 from eyas.target.quantise import ON_THE_FLY, quantise_linears
+from eyas.target.quantised_checkpoint import multiplies, packed_linear
 
 logger = logging.getLogger(__name__)
 
@@ -144,15 +148,60 @@ def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None)
     """Load a drafter to where its target is, in its precision, packed like it, with the weights that they share.
 
     Beside a quantised target its matrices take 8 bits: what it drafts may change by that, what the target says may not.
+    Linears that are quantised on disk stay so beside any target.
     """
-    model = load_drafter(drafter).to(device=target.device, dtype=target.dtype)
+    checkpoint = read_checkpoint(drafter)
+    model = drafter_of(checkpoint).to(device=target.device, dtype=target.dtype)
     model.share_target(*target.tables())
-    if target.device.type == "cpu":
+    linears, on_cpu = checkpoint.quantised, target.device.type == "cpu"
+    if linears is not None:
+        reason = _multiply_integers(model, linears, cache) if on_cpu else _multiply_on_gpu(model, linears)
+        dtype = str(target.dtype).removeprefix("torch.")
+        how = f"multiplied as {model.quantization}" if reason is None else f"dequantised to {dtype}: {reason}"
+        logger.info(f"the drafter's matrices, {linears.scheme.words}, are {how}")
+    if on_cpu:
         kernel = load_quantised(cache=cache)[0] if target.quantization != "none" else None
         if kernel is not None:
             replace_by_blocks(model, kernel, lambda linear: quantise(linear.weight, 8))
+            model.quantization = "int8"
         pack_linears(model, halve=True, cache=cache)
     return model
+
+
+def _multiply_integers(model: Drafter, linears: QuantisedLinears, cache: Path | None) -> str | None:
+    """Have a CPU multiply linears in blocks of 8 bits; why not, if it cannot, and nothing is changed then."""
+    dtype = model.norm.weight.dtype
+    if dtype != torch.float32:
+        return f"integer products take rows of float32, not of {str(dtype).removeprefix('torch.')}"
+    kernel, words = load_quantised(cache=cache)
+    if kernel is None:
+        return f"there are no integer products here ({words})"
+    for name, weight in linears.weights.items():
+        linear = model.get_submodule(name)
+        if isinstance(linear, nn.Linear):
+            model.set_submodule(name, QuantisedLinear.of(kernel, as_blocks(weight), linear.bias))
+    model.quantization = "int8"
+    return None
+
+
+def _multiply_on_gpu(model: Drafter, linears: QuantisedLinears) -> str | None:
+    """The same of a GPU, as they are."""
+    like_D, kept = model.norm.weight, dict[str, nn.Module]()
+    reason = multiplies(like_D.device, linears.scheme.kind, like_D.dtype)
+    if reason is not None:
+        return reason
+    for name, weight in linears.weights.items():
+        linear = model.get_submodule(name)
+        if not isinstance(linear, nn.Linear):
+            continue
+        packed = packed_linear(linears.scheme, weight.to(like_D.device), linear.bias, like_D.dtype)
+        if packed is None:
+            return f"there is no product for {name}"
+        kept[name] = packed
+    for name, packed in kept.items():
+        model.set_submodule(name, packed)
+    model.quantization = linears.scheme.kind
+    return None
 
 
 def load_pair(

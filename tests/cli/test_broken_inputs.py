@@ -221,7 +221,11 @@ FOLDERS: dict[str, tuple[dict[str, Any], Break, tuple[str, ...]]] = {
         ("use_aux_hidden_state is False", "EAGLE-1", "use one"),
     ),
     "gelu": ({}, configure(hidden_act="gelu"), ("'gelu'", "'silu'", "use such a one")),
-    "quantised": ({}, configure(quantization_config={"bits": 4}), ("{'bits': 4}", "bfloat16", "not quantised")),
+    "quantised": (
+        {},
+        configure(quantization_config={"bits": 4}),
+        ("quant_method None", "compressed-tensors", "bfloat16"),
+    ),
     "dynamic rope": (
         {},
         configure(rope_parameters={"rope_type": "dynamic", "factor": 2.0}),

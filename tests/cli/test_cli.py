@@ -105,6 +105,7 @@ def test_a_flag_is_not_shown_as_if_it_took_a_value(run: Run) -> None:
         (["check", "a", "--nonsense"], "--nonsense"),
         (["check", "a", "b"], "b"),
         (["convert", "a", "b"], "--to"),
+        (["convert", "a", "b", "--quantize", "int4"], "'none', 'int8', 'fp8'"),
         (["convert", "a", "b", "--to", "gguf"], "'vllm', 'sglang', 'speculators'"),
         (["convert", "a", "b", "--to", "vllm", "--from", "gguf"], "'vllm', 'sglang', 'speculators'"),
         (["generate", "hello", "--depth", "-1"], "--depth"),
@@ -196,6 +197,27 @@ def test_a_target_is_refused_where_the_format_cannot_name_one(run: Run, save: Sa
     assert outcome.code == 2
     assert "org/model" in outcome.err
     assert not (tmp_path / "out").exists()
+
+
+def test_convert_quantises_and_back(run: Run, save: Save, tmp_path: Path) -> None:
+    source, small, back = save(layout="speculators"), tmp_path / "small", tmp_path / "back"
+    outcome = run("convert", source, small, "--quantize", "int8")
+    assert outcome.code == 0
+    assert "speculators -> speculators, int8 (compressed-tensors)" in outcome.out, "the format stays unless told"
+    assert "MB of weights instead of" in outcome.out
+    outcome = run("check", small)
+    assert outcome.code == 0
+    assert "int8 (compressed-tensors)" in outcome.out
+    assert json.loads(run("check", small, "--json").out)["quantization"] == "int8 (compressed-tensors)"
+    assert run("convert", small, back, "--quantize", "none", "--to", "sglang").code == 0
+    assert "float32" in run("check", back).out
+    again = tmp_path / "again"
+    run("convert", small, again, "--quantize", "fp8").assert_refused("quantised already", "leave --quantize out")
+    run("convert", source, again, "--quantize", "int8", "--to", "sglang").assert_refused("SGLang", "--quantize none")
+    run("convert", source, again, "--quantize", "none").assert_refused("not quantised")
+    run("convert", source, again, "--quantize", "int8", "--target", "t").assert_refused("--to speculators")
+    run("convert", source, again).assert_refused("nothing to convert", "--to", "--quantize")
+    assert not again.exists()
 
 
 def test_convert_takes_the_sources_format_from_the_user(run: Run, save: Save, tmp_path: Path) -> None:

@@ -15,14 +15,17 @@ from torch import Tensor
 import tiny
 from engine.dense_tables import use_dense_tables
 from eyas.drafter.model import Drafter
+from eyas.drafter.quantised_linears import linear_names
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner import fused_drafter as choice
 from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.drafts import Drafts, fuse_rows, remember_in, step_for
 from eyas.kernels.attention.metadata import AttentionMetadata
+from eyas.kernels.linear.quantised_weight import quantise_float8, quantise_int8
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.block import NotLlamaError
-from eyas.kernels.llama.trial import TOLERANCE, UNSTABLE
+from eyas.kernels.llama.trial import PHASED_TOLERANCE, TOLERANCE, UNSTABLE
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -91,7 +94,7 @@ def drafted(
     Each pass is given the states of a former call, `others`, in place of its own.
     """
     config, generator = drafter.config, torch.Generator().manual_seed(1)
-    dtype, cache = drafter.fc.weight.dtype, KVCache(blocks=7, block_size=BLOCK_SIZE)
+    dtype, cache = drafter.norm.weight.dtype, KVCache(blocks=7, block_size=BLOCK_SIZE)
     made: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:
@@ -123,10 +126,10 @@ def drafted(
     return made
 
 
-def assert_alike(drafter: Drafter, run: Drafts, **options: int) -> None:
+def assert_alike(drafter: Drafter, run: Drafts, *, tolerance: float | None = None, **options: int) -> None:
     theirs = drafted(drafter, drafter, **options)  # type: ignore[arg-type]
     ours = drafted(drafter, run, others=theirs, **options)  # type: ignore[arg-type]
-    allowed = sqrt(2) * TOLERANCE[drafter.fc.weight.dtype]
+    allowed = sqrt(2) * (tolerance or TOLERANCE[drafter.norm.weight.dtype])
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.shape == other.shape
         assert mine.dtype == other.dtype
@@ -147,6 +150,20 @@ def test_every_kind_of_drafter_drafts_as_its_model(variant: str, dtype: torch.dt
 def test_a_few_tokens_have_products_of_their_own(variant: str, dtype: torch.dtype) -> None:
     drafter = drafter_of(dtype, **VARIANTS[variant])
     assert_alike(drafter, by_kernels(drafter, few=True))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("variant", ["eagle 3.1", "biases"])
+def test_linears_of_8_bits_are_multiplied_as_they_are(variant: str, kind: str) -> None:
+    drafter = drafter_of(HALF, **VARIANTS[variant])
+    quantise = quantise_int8 if kind == "int8" else quantise_float8
+    for name in linear_names(drafter.config):
+        linear = drafter.get_submodule(name)
+        assert isinstance(linear, torch.nn.Linear)
+        drafter.set_submodule(name, W8A8Linear.of(quantise(linear.weight), linear.bias, HALF))
+    run = by_kernels(drafter)
+    assert run.phased  # type: ignore[attr-defined]
+    assert_alike(drafter, run, tolerance=PHASED_TOLERANCE)
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2)])

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
+from typer.testing import CliRunner
 
+from eyas.cli.app import app
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
 from eyas.engine.engine import Engine
@@ -22,11 +24,12 @@ from eyas.engine.runner.device_queue import CUDAStreamQueue
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.loading import load_pair
 from eyas.plan.decoder import read_decoder
-from eyas.plan.footprint import DrafterShape, Room, footprint, recorded_bytes, target_bytes
+from eyas.plan.footprint import DrafterShape, Room, drafter_bytes, footprint, recorded_bytes, target_bytes
 from eyas.plan.kv_cache_dtype import KVCacheKind
-from eyas.plan.quantisation import GGUF_BITS, gguf_quantisation, in_blocks, parse_quantisation
+from eyas.plan.quantisation import GGUF_BITS, gguf_quantisation, in_blocks, parse_quantisation, stored_quantisation
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, gguf_kinds, target_config
 from eyas.sampling import Sampling
 from eyas.target.gguf_blocks import blocks_of, is_packable
@@ -164,6 +167,69 @@ def test_linears_that_a_gpu_quantises(kind: str) -> None:
     replace_linears(model, kind)
     planned = target_bytes(read_decoder(config.to_dict(), "it"), parse_quantisation(kind), device="cuda")
     assert planned == pytest.approx(weight_bytes(model), rel=WITHIN)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "w4a16"])
+def test_compressed_tensors_take_the_bytes_that_are_planned(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU loads them; the products that it has are patched in."""
+    from eyas.target import quantised_checkpoint
+    from eyas.target.model import Target
+    from target import test_quantised_checkpoint as published
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    monkeypatch.setattr(
+        published, "CONFIG", type(published.CONFIG)(**{**published.CONFIG.to_dict(), **sizes, "head_dim": 64})
+    )
+    monkeypatch.setattr(quantised_checkpoint, "multiplies", lambda *_: None)
+    published.write(tmp_path, layout)
+    loaded = Target.load(str(tmp_path), dtype="bfloat16", device="cpu")
+    config = target_config(str(tmp_path))
+    decoder, kept = read_decoder(config, "it"), stored_quantisation(config, "it")
+    held = weight_bytes(loaded.model)
+    assert target_bytes(decoder, kept, device="cuda") == pytest.approx(held, rel=0.02)
+    assert held < 0.6 * target_bytes(decoder, parse_quantisation("bfloat16"), device="cuda")
+    done = CliRunner().invoke(
+        app, ["plan", str(tmp_path), "--gpu", "h100", "--drafter", "none", "--context", "64", "--json"]
+    )
+    record = json.loads(done.stdout)
+    assert record["memory"]["weights"] == target_bytes(decoder, kept, device="cuda")
+    assert record["quantisation"]["name"] == ("fp8" if layout == "fp8" else "int4-g128")
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_drafter_that_is_quantised_on_disk(
+    kind: str, pair: tuple[Target, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eyas import loading
+    from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+    from eyas.drafter.quantise import quantised
+    from tiny import drafter_config, random_drafter
+
+    # Products of a GPU read multiples of 128 inputs.
+    wide = {"hidden_size": 128, "intermediate_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    config = drafter_config(dtype="bfloat16", num_aux_hidden_states=2, aux_layer_ids=(1, 3), **wide)
+    drafter = random_drafter(config).bfloat16()
+    write_checkpoint(quantised(checkpoint_of(drafter), kind, "it"), tmp_path / kind)
+    shape = drafter_shape(str(tmp_path / kind))
+    assert (shape.own_embedding, shape.own_head, shape.halved) == (True, True, True)
+    target = pair[0]
+    if load_quantised()[0] is not None:
+        loaded = loading.load_drafter_for(target, str(tmp_path / kind))
+        planned = drafter_bytes(shape, parse_quantisation("float32"), device="cpu")
+        assert planned == pytest.approx(weight_bytes(loaded, beside=target.model), rel=WITHIN)
+    monkeypatch.setattr(
+        loading, "_multiply_integers", lambda model, linears, _: loading._multiply_on_gpu(model, linears)
+    )
+    monkeypatch.setattr(loading, "multiplies", lambda *_: None)
+    monkeypatch.setattr(loading, "pack_linears", lambda *_, **__: None)
+    half = replace(target, model=deepcopy(target.model).bfloat16())
+    loaded = loading.load_drafter_for(half, str(tmp_path / kind))
+    planned = drafter_bytes(shape, parse_quantisation("bfloat16"), device="cuda")
+    # Scales of whole rows are not planned, and only those of tiny drafters weigh anything.
+    scales = sum(part.scale_EG.nbytes for part in loaded.modules() if isinstance(part, W8A8Linear))
+    assert planned == pytest.approx(weight_bytes(loaded, beside=half.model) - scales, rel=WITHIN)
 
 
 @pytest.mark.default

@@ -149,6 +149,7 @@ def serve(
             name="tiny",
             target="tiny",
             drafter=drafter_name,
+            drafter_quantization=None if drafter is None else drafter.quantization,
             max_model_len=256,
             max_num_seqs=options.max_num_seqs,
             tool_parser=tool_parser,

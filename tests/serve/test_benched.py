@@ -56,6 +56,9 @@ def test_our_own_server_is_measured_with_and_without_drafting(running: tuple[str
     record = measure(url, Workload(tasks=tasks), options)
     fast, plain = record["rows"]
     assert record["whole"]
+    for server in record["servers"]:  # what was measured is told: the weights of both
+        assert server["card"]["quantization"] == "none"
+        assert server["card"]["speculative"]["drafter_quantization"] == "none"
     assert (fast["requests"], fast["failed"], plain["requests"]) == (12, 0, 12)
     assert fast["same_as_plain"] == {"same": 12, "of": 12, "different": []}
     assert fast["acceptance"]["source"] == "responses"

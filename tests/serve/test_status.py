@@ -69,6 +69,7 @@ def test_what_is_served_is_told(client: Any, target: Any) -> None:
         "model": "tiny",
         "target": "tiny",
         "drafter": "tiny-drafter",
+        "drafter_quantization": "none",
         "mode": "auto",
         "depth": None,
         "max_depth": 7,

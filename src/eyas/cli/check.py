@@ -63,6 +63,7 @@ def _print_text(result: "CheckReport") -> None:
         f"{config.max_position_embeddings} positions",
         "size": f"{result.parameters / 1e6:.1f} M weights, {result.bytes / 2**20:.1f} MiB, "
         f"{result.kv_bytes_per_token} bytes of KV cache per token",
+        "linears": result.quantization or config.dtype,
         "from target": ", ".join(shipped) or "nothing",
     }
     for name, text in rows.items():

@@ -343,6 +343,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             quantization=loaded.quantization,
             kv_cache_dtype=read_kv_cache_dtype(kv_cache_dtype),
+            drafter_quantization=None if slot.model is None else slot.model.quantization,
             speculation=config.speculation,
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,

@@ -13,7 +13,8 @@ from torch import Tensor
 from eyas.drafter.checkpoint import Checkpoint, read_unchecked, tensor_problems
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import kv_bytes_per_token
-from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS
+from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS, QUANTIZATION_KEY
+from eyas.drafter.quantised_linears import linear_names
 
 Severity = Literal["error", "warning", "note"]
 
@@ -55,6 +56,8 @@ class CheckReport:
     kv_bytes_per_token: int
     ships_embedding: bool
     ships_head: bool
+    quantization: str | None
+    """What its linears are kept in, where they are quantised."""
     target: str | None
     findings: tuple[Finding, ...]
 
@@ -87,10 +90,11 @@ def check(
         layout=checkpoint.layout,
         config=config,
         parameters=sum(tensor.numel() for tensor in weights),
-        bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        bytes=sum(tensor.nbytes for tensor in checkpoint.stored.values()),
         kv_bytes_per_token=kv_bytes_per_token(config, config.dtype),
         ships_embedding="embed_tokens.weight" in tensors,
         ships_head="lm_head.weight" in tensors,
+        quantization=None if checkpoint.quantised is None else checkpoint.quantised.scheme.words,
         target=None if target is None else target.source,
         findings=tuple(findings),
     )
@@ -107,6 +111,17 @@ def _config_findings(checkpoint: Checkpoint) -> list[Finding]:
                     severity="warning",
                     message=f"{flag} is not written in config.json and counts as false; readers differ in what they "
                     "assume: `eyas convert` writes every flag",
+                )
+            )
+    if checkpoint.quantised is not None:
+        left = [name for name in linear_names(config) if name not in checkpoint.quantised.weights]
+        if left:
+            found.append(
+                Finding(
+                    severity="warning",
+                    message=f"{left[0]} is not quantised beside linears that are ({len(left)} such); vLLM takes every "
+                    f"linear for quantised that `ignore` of {QUANTIZATION_KEY} does not name in vLLM's own words: try "
+                    "it there, or quantise all with `eyas convert --quantize`",
                 )
             )
     if checkpoint.layout == "speculators":

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from eyas.atomic import new_folder
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layouts import LAYOUTS, Json, Layout, detect
+from eyas.drafter.layouts import LAYOUTS, QUANTIZATION_KEY, Json, Layout, detect
 from eyas.drafter.model import Drafter
+from eyas.drafter.quantised_linears import QuantisedLinears, read_linears
 from eyas.drafter.recorded_acceptance import read_acceptance
 from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import TensorSpec, expected_tensors
@@ -47,6 +48,18 @@ class Checkpoint:
     """config.json keys that change nothing here; carried along so that a conversion loses none."""
     raw_config: Json
     folder: Path | None = None
+    quantised: QuantisedLinears | None = None
+    """Linears that are quantised on disk. `tensors` holds them too, dequantised: whoever changes those drops this."""
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """Tensors as they lie on disk, under canonical names."""
+        if self.quantised is None:
+            return dict(self.tensors)
+        dense = {f"{name}.weight" for name in self.quantised.weights}
+        return {name: tensor for name, tensor in self.tensors.items() if name not in dense} | dict(
+            self.quantised.stored
+        )
 
 
 def find_folder(source: str) -> Path:
@@ -237,7 +250,19 @@ def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     tensors = read_tensors(folder, chosen)
-    return Checkpoint(config=config, tensors=tensors, layout=chosen.name, extras=extras, raw_config=raw, folder=folder)
+    linears = None
+    if extras.get(QUANTIZATION_KEY):
+        said = extras.pop(QUANTIZATION_KEY)
+        tensors, linears = read_linears(said, tensors, getattr(torch, config.dtype), source)
+    return Checkpoint(
+        config=config,
+        tensors=tensors,
+        layout=chosen.name,
+        extras=extras,
+        raw_config=raw,
+        folder=folder,
+        quantised=linears,
+    )
 
 
 def write_checkpoint(
@@ -256,10 +281,18 @@ def write_checkpoint(
     problems = tensor_problems(config, checkpoint.tensors)
     if problems:
         raise UserError(f"refusing to write {destination}: {problems[0]}")
-    config_json = chosen.write_config(config, checkpoint.extras)
+    extras = checkpoint.extras
+    if checkpoint.quantised is not None:
+        if chosen.not_quantised:
+            raise UserError(
+                f"the drafter is {checkpoint.quantised.scheme.words}, and {chosen.not_quantised}; "
+                "dequantise it with --quantize none, or serve it with vLLM or eyas"
+            )
+        extras = {**extras, QUANTIZATION_KEY: checkpoint.quantised.said}
+    config_json = chosen.write_config(config, extras)
     stored = {
         name: tensor.contiguous()
-        for canonical, tensor in checkpoint.tensors.items()
+        for canonical, tensor in checkpoint.stored.items()
         for name in chosen.stored_names(canonical, config)
     }
     with new_folder(destination, replace=replace) as staging:
@@ -314,8 +347,12 @@ def build_drafter(checkpoint: Checkpoint) -> Drafter:
 
 
 def load_drafter(source: str) -> Drafter:
-    """Read a drafter and build it, on the CPU and in the dtype it was stored in."""
-    checkpoint = read_checkpoint(source)
+    """Read a drafter and build it, on the CPU and in the dtype it was stored in; a quantised one is dequantised."""
+    return drafter_of(read_checkpoint(source))
+
+
+def drafter_of(checkpoint: Checkpoint) -> Drafter:
+    """Build a drafter, with how often it was accepted as far as its folder says."""
     drafter = build_drafter(checkpoint)
     if checkpoint.folder is not None:
         drafter.recorded_acceptance = read_acceptance(checkpoint.folder)

@@ -22,6 +22,7 @@ Json = dict[str, Any]
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+QUANTIZATION_KEY = "quantization_config"
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 # Config fields that stand under their own name in config.json (speculators nests those of the layer).
@@ -58,8 +59,8 @@ _CONSUMED = frozenset(
         "tie_word_embeddings",
     }
 )
-# Keys that change nothing a drafter computes, beyond those every transformers config carries: two of them
-# (layer_types, quantization_config) only with the values that `_layer_values` lets pass.
+# Keys that change nothing a drafter computes, beyond those every transformers config carries: `layer_types` only with
+# the values that `_layer_values` lets pass. What `quantization_config` says is read with the tensors.
 _HARMLESS = frozenset(
     {
         "_name_or_path",
@@ -67,7 +68,7 @@ _HARMLESS = frozenset(
         "layer_types",
         "max_window_layers",
         "pretraining_tp",
-        "quantization_config",
+        QUANTIZATION_KEY,
         "sliding_window",
         "use_sliding_window",
         "eyas_source",
@@ -121,6 +122,8 @@ class Layout:
     """Tensors stored a second time under another name, for a reader that looks there."""
     read_config: Callable[[Json], tuple[DrafterConfig, Json]]
     write_config: Callable[[DrafterConfig, Json], Json]
+    not_quantised: str = ""
+    """Why its servers cannot run a drafter whose linears are quantised, if they cannot."""
 
     def canonical_name(self, stored: str) -> str:
         """The canonical name of a stored tensor."""
@@ -252,11 +255,6 @@ def _layer_values(raw: Json) -> Json:
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(
             f"hidden_act is {raw['hidden_act']!r}; vLLM and eyas run drafters with 'silu' only: use such a one"
-        )
-    if raw.get("quantization_config"):
-        raise UserError(
-            f"quantization_config is {raw['quantization_config']!r}; eyas reads drafters in float32, bfloat16 or "
-            "float16: fetch the drafter that is not quantised"
         )
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
@@ -456,6 +454,7 @@ LAYOUTS: Mapping[str, Layout] = {
         twins=_SGLANG_LATER_OUT,
         read_config=lambda raw: _read_eagle3(raw, sglang=True),
         write_config=_write_sglang,
+        not_quantised="SGLang's fc is a plain linear, which would take 8-bit weights for the weights themselves",
     ),
     "speculators": Layout(
         name="speculators",

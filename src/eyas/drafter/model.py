@@ -148,6 +148,8 @@ class Drafter(nn.Module):
         self.config = config
         self.recorded_acceptance: RecordedAcceptance | None = None
         """How often its drafts were accepted, if its folder says so; of these very weights."""
+        self.quantization = "none"
+        """What its matrices are multiplied as, where that is not the type of its other weights."""
         fused = config.num_aux_hidden_states * config.target_hidden_size
         eps = config.rms_norm_eps
         self.input_norm = RMSNorm(fused, eps) if config.norm_before_fc else None

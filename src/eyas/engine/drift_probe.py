@@ -58,11 +58,12 @@ def examine(
     waiting = drafter.states.of(seq)
     assert waiting, "the drafter has read all there is; what it starts a round from is gone"
     model, start = drafter.model, seq.target_length - 1
-    device = model.fc.weight.device
+    like_D = model.norm.weight  # never quantised, as `fc` may be
+    device = like_D.device
     start_R = torch.tensor([start], device=device)
     recorder = AttentionProbe(start_R, prompt_length=seq.prompt_length, depth=depth)
     attention = RoundAttention(start_R, recorder, past=_past(drafter, seq), window=drafter.window, sinks=drafter.sinks)
-    hidden = model.fuse(torch.cat([states.aux_TX for states in waiting]).to(model.fc.weight.dtype))
+    hidden = model.fuse(torch.cat([states.aux_TX for states in waiting]).to(like_D.dtype))
     token_N = torch.tensor(seq.tokens[seq.drafter_length + 1 : seq.target_length + 1], device=device)
     position_N = torch.arange(seq.drafter_length, seq.target_length, device=device)
     assert len(hidden) == len(token_N), "one state for every token but the newest"

@@ -13,7 +13,7 @@ from eyas.drafter.tensors import WEIGHT_DTYPES, TensorSpec, expected_tensors
 from eyas.plan.decoder import Decoder
 from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
 from eyas.plan.memory import Footprint
-from eyas.plan.quantisation import Quantisation
+from eyas.plan.quantisation import EIGHT, Quantisation
 from eyas.plan.shapes import CAPTURED_TREE_ROWS, CAPTURED_TREES
 
 CUDA_RUNTIME = 640 * 2**20
@@ -63,6 +63,8 @@ class DrafterShape:
     own_head: bool
     halved: bool = False
     """Whether its weights are bfloat16, which a processor that computes float32 keeps as they are."""
+    bits: float | None = None
+    """Of a weight of its linears but the head, where they are quantised on disk."""
     assumed: bool = False
     """Whether there is no such drafter yet, only the usual shape of one."""
 
@@ -78,6 +80,13 @@ def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str) -
     return int(matrices + vocabulary) + decoder.vectors * quantisation.other_bytes
 
 
+def drafter_bits(drafter: DrafterShape, quantisation: Quantisation) -> float | None:
+    """Of a weight of its linears but the head beside a target; None: as those of every other weight."""
+    if drafter.bits is None or quantisation.drafter_bits is not None:
+        return quantisation.drafter_bits
+    return EIGHT if quantisation.dtype == "float32" else drafter.bits
+
+
 def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: str) -> int:
     """What a drafter holds itself, tables of its vocabulary included."""
     dtype = quantisation.dtype
@@ -89,6 +98,8 @@ def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: 
         if spec.dtypes != WEIGHT_DTYPES:
             return {"I64": 8, "BOOL": 1}[min(spec.dtypes)]
         multiplies = len(spec.shape) == 2 and name != "embed_tokens.weight"
+        if multiplies and name != "lm_head.weight" and (bits := drafter_bits(drafter, quantisation)) is not None:
+            return bits / 8
         if multiplies and quantisation.drafter_bits is not None:
             return quantisation.drafter_bits / 8
         return BYTES_PER_ELEMENT["bfloat16" if halved and multiplies else dtype]

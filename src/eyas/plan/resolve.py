@@ -7,17 +7,20 @@ config.json, a folder or a hub id. Of a hub id only config.json is looked for: i
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layouts import Layout, detect
+from eyas.drafter.layouts import QUANTIZATION_KEY, Layout, detect
 from eyas.drafter.shipped import shipped_folder
+from eyas.drafter.tensors import WEIGHT_DTYPES
 from eyas.errors import UserError
 from eyas.hub import hub_options
 from eyas.plan.decoder import Decoder
 from eyas.plan.footprint import DrafterShape
+from eyas.plan.quantisation import stored_quantisation
 from eyas.target.locate import DEFAULT_TARGET
 
 Json = dict[str, Any]
@@ -69,9 +72,11 @@ def drafter_shape(source: str) -> DrafterShape:
     """The shape of a drafter, and what it brings itself as far as its files say."""
     raw, folder = _config_at(shipped_folder(source) or Path(source).expanduser(), source, "a drafter")
     layout = detect(raw)
-    config, _ = layout.read_config(raw)
+    config, extras = layout.read_config(raw)
     stored = None if folder is None else _stored_types(folder, layout)
-    return _shape(Path(source).name, config, stored)
+    shape = _shape(Path(source).name, config, stored)
+    said = {QUANTIZATION_KEY: extras.get(QUANTIZATION_KEY)}
+    return replace(shape, bits=stored_quantisation(said, source).bits) if said[QUANTIZATION_KEY] else shape
 
 
 def usual_drafter(decoder: Decoder) -> DrafterShape:
@@ -89,7 +94,7 @@ def usual_drafter(decoder: Decoder) -> DrafterShape:
         norm_output=True,
     )
     shape = _shape("yet to be trained", config, None)
-    return DrafterShape(**{**vars(shape), "assumed": True})
+    return replace(shape, assumed=True)
 
 
 def require_match(decoder: Decoder, drafter: DrafterShape) -> None:
@@ -116,12 +121,15 @@ def _shape(name: str, config: DrafterConfig, stored: dict[str, str] | None) -> D
             own_head=config.pruned or not same_width,
             halved=True,
         )
+    matrices = stored.get("fc.weight")
+    if matrices not in WEIGHT_DTYPES:  # quantised, and the head is the only matrix left
+        matrices = stored.get("lm_head.weight")
     return DrafterShape(
         name=name,
         config=config,
         own_embedding="embed_tokens.weight" in stored,
         own_head="lm_head.weight" in stored,
-        halved=stored.get("fc.weight") == "BF16",
+        halved=matrices == "BF16",
     )
 
 

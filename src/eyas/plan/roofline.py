@@ -17,7 +17,7 @@ from eyas.drafter.cost import BYTES_PER_ELEMENT, kv_bytes_per_token
 from eyas.drafter.tensors import expected_tensors
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
-from eyas.plan.footprint import DrafterShape
+from eyas.plan.footprint import DrafterShape, drafter_bits
 from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.shapes import Prices
@@ -100,10 +100,16 @@ class Pair:
     kv_cache_dtype: KVCacheKind = "auto"
 
     @property
-    def drafter_element(self) -> float:
-        """Bytes of a weight in the drafter's matrices."""
+    def drafter_head_element(self) -> float:
+        """Bytes of a weight in the drafter's head."""
         bits = self.quantisation.drafter_bits
         return BYTES_PER_ELEMENT[self.quantisation.dtype] if bits is None else bits / 8
+
+    @property
+    def drafter_element(self) -> float:
+        """Bytes of a weight in the drafter's other matrices."""
+        bits = None if self.drafter is None else drafter_bits(self.drafter, self.quantisation)
+        return self.drafter_head_element if bits is None else bits / 8
 
     def verify(self, *, rows: int, tokens: int, context: float, logits: int | None = None) -> Work:
         """One pass of the target: rows that look back so far, so many tokens together, logits behind some of them."""
@@ -139,7 +145,9 @@ class Pair:
         kv_bytes = kv_bytes_per_token(config, "fp8" if self.kv_cache_dtype == "fp8" else self.quantisation.dtype)
         attention = 4 * context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
         return Work(
-            bytes=(fusion + passes * (layers + head)) * element + passes * rows * context * kv_bytes,
+            bytes=(fusion + passes * layers) * element
+            + passes * head * self.drafter_head_element
+            + passes * rows * context * kv_bytes,
             flops=2 * (first * fusion + tokens * layers + passes * rows * head) + tokens * attention,
             layers=passes * config.num_hidden_layers,
             passes=passes,

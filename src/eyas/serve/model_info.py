@@ -27,6 +27,8 @@ class ModelInfo:
     """What the target's matrices are quantised as."""
     kv_cache_dtype: str = "auto"
     """What keys and values are kept in; auto: as they are computed."""
+    drafter_quantization: str | None = None
+    """What the drafter's are, where there is one."""
     speculation: Speculation = field(default_factory=Speculation)
     """The default for requests without `speculative`."""
     tool_parser: str | None = None
@@ -49,6 +51,7 @@ class ModelInfo:
         drafted = self.drafter is not None
         return {
             "drafter": self.drafter,
+            "drafter_quantization": self.drafter_quantization,
             "mode": self.speculation.mode if drafted else "off",
             "depth": self.speculation.depth if drafted else None,
         }

@@ -75,6 +75,11 @@ class TritonDrafter:
         )
         self._like_NGK = weights[0].new_empty(0, config.num_key_value_heads, config.head_dim)
 
+    @property
+    def phased(self) -> bool:
+        """Whether its weights have 8 or 4 bits."""
+        return self._eagle.phased
+
     def with_few_rows(self) -> "TritonDrafter | None":
         """The same with products of their own for few tokens, where its weights are for them."""
         eagle, other = self._eagle.with_few_rows(), copy(self)
@@ -146,7 +151,7 @@ def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
     Each is given the model's own numbers, as deep errors tell nothing that a single one does not. There are many tokens
     and few. All of it once more at the end of the context, where angles are large.
     """
-    config, weight, errors = drafter.config, drafter.fc.weight, trial.Errors()
+    config, weight, errors = drafter.config, drafter.norm.weight, trial.Errors()
     both: tuple[Drafts, Drafts] = fused, drafter
     device, dtype = weight.device, weight.dtype
     caches = [KVCache(blocks=2, block_size=TRIAL_BLOCK_SIZE) for _ in range(2)]
@@ -184,4 +189,5 @@ def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
         for mine, own in zip(caches[0].layers[0], caches[1].layers[0], strict=True):
             mine_NE, own_NE = (x_GCK.index_select(1, slot_N).transpose(0, 1).flatten(1) for x_GCK in (mine, own))
             errors.add("keys and values", 1, mine_NE, own_NE)
-    errors.judge("one depth", lambda _: sqrt(2) * trial.TOLERANCE[dtype], single=trial.UNSTABLE)
+    allowed = sqrt(2) * (trial.PHASED_TOLERANCE if fused.phased else trial.TOLERANCE[dtype])
+    errors.judge("one depth", lambda _: allowed, single=trial.UNSTABLE)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from eyas.kernels.linear.quantised_weight import QuantisedWeight
 from eyas.kernels.linear.weight_memory import laid_apart
 from eyas.kernels.native import load_native
 
@@ -88,6 +89,25 @@ def quantise(weight_NK: Tensor, bits: Bits) -> Blocks:
     q_NBI = q_NBI.clamp_(0, 15) if bits == 4 else q_NBI.clamp_(-127, 127)
     q_NK = q_NBI.to(torch.int8).view(outputs, -1)[:, :inputs]
     return Blocks(q_NK=q_NK, scale_NS=scale_NB, minimum_NB=minimum_NB, bits=bits)
+
+
+@torch.no_grad()
+def as_blocks(weight: QuantisedWeight) -> Blocks:
+    """A published weight in blocks of 8 bits: its integers where a scale holds for whole blocks, else rounded anew."""
+    inputs = weight.q_EK.shape[1]
+    whole = weight.scale_EG.shape[1] == 1 or weight.group % BLOCK == 0
+    if (
+        weight.q_EK.dtype == torch.int8
+        and weight.bits == 8
+        and weight.zero_EG is None
+        and weight.order_K is None
+        and whole
+    ):
+        scale_EB = weight.scale_EG.repeat_interleave(-(-weight.group // BLOCK), dim=1)[:, : -(-inputs // BLOCK)]
+        halved_EB = scale_EB.half()
+        if torch.allclose(halved_EB.float(), scale_EB, rtol=2**-9, atol=0.0):  # small ones lose digits in 16 bits
+            return Blocks(q_NK=weight.q_EK.cpu(), scale_NS=halved_EB.cpu(), minimum_NB=None, bits=8)
+    return quantise(weight.dequantised(), 8)
 
 
 class _Matrix(ctypes.Structure):

@@ -5,7 +5,7 @@
 Shapes: E outputs, K inputs, G groups of inputs that share a scale.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ class QuantisedWeight:
         """Whether it is fp8."""
         return self.q_EK.dtype == FLOAT8
 
+    def to(self, device: torch.device) -> "QuantisedWeight":
+        """The same on another device."""
+        return replace(
+            self,
+            q_EK=self.q_EK.to(device),
+            scale_EG=self.scale_EG.to(device),
+            zero_EG=None if self.zero_EG is None else self.zero_EG.to(device),
+            order_K=None if self.order_K is None else self.order_K.to(device),
+        )
+
     def dequantised(self) -> Tensor:
         """The weight [E, K], float32, inputs in their own order."""
         inputs = self.q_EK.shape[1]
@@ -65,6 +75,14 @@ def quantise_float8(weight_EK: Tensor) -> QuantisedWeight:
     weight_EK = weight_EK.detach().float()
     scale_E1 = weight_EK.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / FLOAT8_LARGEST
     q_EK = (weight_EK / scale_E1).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(FLOAT8)
+    return QuantisedWeight(q_EK=q_EK, scale_EG=scale_E1, bits=8, group=weight_EK.shape[1])
+
+
+def quantise_int8(weight_EK: Tensor) -> QuantisedWeight:
+    """Round to integers from -127 to 127 with a scale per output."""
+    weight_EK = weight_EK.detach().float()
+    scale_E1 = weight_EK.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / INT8_LARGEST
+    q_EK = (weight_EK / scale_E1).round().clamp(-INT8_LARGEST, INT8_LARGEST).to(torch.int8)
     return QuantisedWeight(q_EK=q_EK, scale_EG=scale_E1, bits=8, group=weight_EK.shape[1])
 
 

@@ -31,9 +31,12 @@ from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_laun
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, norm_gate_up
-from eyas.kernels.llama.block import PlainProduct, Product
+from eyas.kernels.llama.block import PhasedProduct, PlainProduct, Product
 from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.triton import _add_norm, _gate, _plain, _rotate
+
+DECODED_ROWS = 64
+"""Rows up to which 8-bit weights are multiplied by the kernel for decoding; a draft may depend on its batch."""
 
 
 @triton.jit
@@ -155,6 +158,11 @@ class TritonEagle:
     few_rows: int = 0
     """Passes of up to so many tokens have products of their own."""
 
+    @property
+    def phased(self) -> bool:
+        """Whether products have a kernel of their own for decoding: weights of 8 or 4 bits."""
+        return isinstance(self.qkv, PhasedProduct)
+
     def with_few_rows(self) -> "TritonEagle | None":
         """The same with products of their own for few tokens; None where a weight is none for them."""
         products = (self.fc, self.qkv, self.kv, self.output, self.gate_up, self.down)
@@ -201,7 +209,7 @@ class TritonEagle:
                 *(before_ND, more_ND, self.mlp_norm, *_plain(self.gate_up), Activation.SILU), x_out_ND=x_ND
             )
         else:
-            gate_up = self.gate_up(_add_norm(x_ND, more_ND, None, self.mlp_norm), None)
+            gate_up = self._product(self.gate_up, _add_norm(x_ND, more_ND, None, self.mlp_norm))
             gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
             _gate(gate_up, Activation.SILU, gated_NI)
         normed_ND = _add_norm(x_ND, self._product(self.down, gated_NI), None, self.last_norm)
@@ -224,6 +232,8 @@ class TritonEagle:
     def _product(self, product: Product, x_NE: Tensor) -> Tensor:
         if len(x_NE) <= self.few_rows:
             return few_linear(x_NE.contiguous(), *_plain(product))
+        if isinstance(product, PhasedProduct) and len(x_NE) <= DECODED_ROWS:
+            return product.decode(x_NE)
         return product(x_NE, None)
 
     def _normed_states(self, aux_SX: Tensor, row_N: Tensor | None, norm: FusedNorm, count: int) -> Tensor:

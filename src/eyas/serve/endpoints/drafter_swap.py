@@ -110,6 +110,7 @@ class DrafterSwapEndpoint:
         # Nothing below can fail, so status, engine and the slot for a rebuild agree.
         self._slot.model = model
         before, model_info.drafter = model_info.drafter, None if source is None else Path(source).name
+        model_info.drafter_quantization = None if model is None else model.quantization
         model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
         self._context.metrics.set_drafter(model_info.drafter)
         self._context.metrics.swaps.inc()

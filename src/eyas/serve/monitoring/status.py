@@ -54,6 +54,7 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "model": {"type": "string"},
                 "target": {"type": "string"},
                 "drafter": {"type": ["string", "null"]},
+                "drafter_quantization": {"type": ["string", "null"], "description": "Of the drafter's matrices."},
                 "mode": {"enum": ["auto", "off", "fixed"]},
                 "depth": {"type": ["integer", "null"]},
                 "max_depth": {

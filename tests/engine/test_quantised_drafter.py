@@ -1,0 +1,130 @@
+"""A drafter in 8 bits on disk runs in 8 bits, and drafts as the one it was made of does, or nearly."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from eyas import loading
+from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
+from eyas.drafter.model import Drafter
+from eyas.drafter.quantise import quantised
+from eyas.drafter.quantised_linears import KINDS, linear_names
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import Request, Speculation
+from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.kernels.linear.packed_linear import PackedLinear
+from eyas.kernels.linear.quantised_linear import QuantisedLinear, as_blocks, load_quantised, quantise
+from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int4, quantise_int8
+from eyas.kernels.linear.w8a8_linear import W8A8Linear
+from eyas.loading import load_drafter_for
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stored(request: pytest.FixtureRequest, tiny_drafter: Drafter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drafter") / str(request.param)
+    write_checkpoint(quantised(checkpoint_of(tiny_drafter), request.param, "it"), folder)
+    return folder
+
+
+def needs_kernel() -> None:
+    kernel, words = load_quantised()
+    if kernel is None:
+        pytest.skip(f"no integer products here: {words}")
+
+
+def accepted(target: Target, drafter: Drafter | None, prompts: list[tuple[int, ...]]) -> tuple[list[list[int]], float]:
+    """Answers, and tokens of a round."""
+    speculation = Speculation(mode="off") if drafter is None else Speculation(mode="fixed", depth=3)
+    engine = Engine(target, drafter, config=EngineConfig(max_num_seqs=7, max_model_len=128))
+    asked = [Request(prompt=x, sampling=Sampling(), max_new_tokens=24, speculation=speculation) for x in prompts]
+    outputs = engine.generate(asked)
+    rounds = sum(one.stats.drafts for one in outputs)
+    hits = sum(one.stats.accepted for one in outputs)
+    return [list(one.tokens) for one in outputs], 1 + hits / max(rounds, 1)
+
+
+def test_a_processor_multiplies_it_as_integers_beside_any_target(
+    target: Target, stored: Path, prompts: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    needs_kernel()
+    with caplog.at_level(logging.INFO):
+        drafter = load_drafter_for(target, str(stored))
+    assert f"{stored.name} (compressed-tensors), are multiplied as int8" in caplog.text
+    assert drafter.quantization == "int8"
+    for name in linear_names(drafter.config):
+        assert isinstance(drafter.get_submodule(name), QuantisedLinear), name
+    assert isinstance(drafter.lm_head, PackedLinear | nn.Linear), "the head is left alone"
+    assert fused_drafter(drafter) is not drafter
+    beside = load_drafter_for(replace(target, quantization="int8"), str(stored))
+    assert isinstance(beside.lm_head, QuantisedLinear), "as every drafter's beside a quantised target"
+    dense = load_drafter(str(stored)).share_target(*target.tables())
+    said, _ = accepted(target, None, prompts[:7])
+    drafted, length = accepted(target, drafter, prompts[:7])
+    _, exact = accepted(target, dense, prompts[:7])
+    assert drafted == said
+    assert length > 1.5
+    assert length == pytest.approx(exact, rel=0.1)
+
+
+def test_what_cannot_be_multiplied_is_dequantised_and_that_is_said(
+    target: Target, stored: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load_quantised", lambda **_: (None, "no compiler"))
+    with caplog.at_level(logging.INFO):
+        drafter = load_drafter_for(target, str(stored))
+    assert "are dequantised to float32: there are no integer products here (no compiler)" in caplog.text
+    assert drafter.quantization == "none"
+    assert not any(isinstance(part, QuantisedLinear) for part in drafter.modules())
+    half = replace(target, model=target.model.to(torch.bfloat16))
+    try:
+        with caplog.at_level(logging.INFO):
+            load_drafter_for(half, str(stored))
+    finally:
+        target.model.to(torch.float32)
+    assert "integer products take rows of float32, not of bfloat16" in caplog.text
+
+
+def test_a_gpu_multiplies_it_as_it_is(
+    target: Target, stored: Path, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products are those of torch on a processor."""
+    monkeypatch.setattr(
+        loading, "_multiply_integers", lambda model, linears, _: loading._multiply_on_gpu(model, linears)
+    )
+    monkeypatch.setattr(loading, "multiplies", lambda *_: None)
+    drafter = load_drafter_for(target, str(stored))
+    assert drafter.quantization == stored.name
+    for name in linear_names(drafter.config):
+        assert isinstance(drafter.get_submodule(name), W8A8Linear), name
+    said, _ = accepted(target, None, prompts[:7])
+    drafted, length = accepted(target, drafter, prompts[:7])
+    assert drafted == said
+    assert length > 1.5
+
+
+@pytest.mark.parametrize("inputs", [32, 192, 100])
+def test_published_integers_stay_what_they_are(inputs: int) -> None:
+    weight = quantise_int8(torch.randn(24, inputs) * torch.logspace(-2, 1, 24)[:, None])
+    blocks = as_blocks(weight)
+    assert torch.equal(blocks.q_NK, weight.q_EK)
+    torch.testing.assert_close(blocks.weight(), weight.dequantised(), rtol=2**-10, atol=0)
+    groups = QuantisedWeight(
+        q_EK=weight.q_EK, scale_EG=weight.scale_EG.expand(-1, -(-inputs // 64)) * 2, bits=8, group=64
+    )
+    assert torch.equal(as_blocks(groups).q_NK, weight.q_EK)
+    torch.testing.assert_close(as_blocks(groups).weight(), groups.dequantised(), rtol=2**-10, atol=0)
+
+
+def test_others_are_rounded_to_blocks() -> None:
+    weight_EK = torch.randn(24, 256)
+    tiny = quantise_int8(weight_EK * 1e-5)  # scales that 16 bits do not hold
+    for weight in (quantise_float8(weight_EK), quantise_int4(weight_EK), tiny):
+        made, meant = as_blocks(weight), quantise(weight.dequantised(), 8)
+        assert torch.equal(made.weight(), meant.weight())
