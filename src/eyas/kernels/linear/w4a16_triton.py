@@ -30,6 +30,9 @@ from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 from eyas.kernels.linear.w4a16_linear import PLANES
 
+DEQUANTISED_OUTPUTS = 32
+"""Of one program: with one each, the launch of programs would take longer than they do."""
+
 
 @triton.jit
 def _unpacked(words, word, J: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
@@ -123,26 +126,33 @@ def _w4a16_dequantise_kernel(
     weight,
     scales,
     output,
+    outputs,
     scales_row,
     SIZE: tl.constexpr,
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     PLANE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BFLOAT16: tl.constexpr,
+    ASM: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """One block of one output's weights."""
+    """One block of some outputs' weights."""
     begin_dependent(DEPENDENT, EARLY)
     DTYPE: tl.constexpr = output.dtype.element_ty
-    e, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e, block = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.program_id(1)
+    exists = e < outputs
     w = tl.arange(0, PLANE)
-    words = tl.load(weight + e * (BLOCKS * PLANE) + block * PLANE + w)
+    row = e.to(tl.int64)[:, None]
+    words = tl.load(weight + row * (BLOCKS * PLANE) + (block * PLANE + w)[None, :], mask=exists[:, None], other=0)
     for j in tl.static_range(4):
         k = (block * 4 + j) * PLANE
-        word = tl.load(scales + k // GROUP * scales_row + e)
-        value = _unpacked(words, word, j, DTYPE, None).to(tl.float32) * _scale_of(word, BFLOAT16)
-        tl.store(output + e * SIZE + k + w, value.to(DTYPE), mask=k + w < SIZE)
+        word = tl.load(scales + k // GROUP * scales_row + e, mask=exists, other=0)
+        value = _unpacked(words, word[:, None], j, DTYPE, ASM).to(tl.float32) * _scale_of(word, BFLOAT16)[:, None]
+        tl.store(
+            output + row * SIZE + (k + w)[None, :], value.to(DTYPE), mask=exists[:, None] & (k + w < SIZE)[None, :]
+        )
 
 
 def w4a16_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
@@ -228,14 +238,16 @@ def w4a16_dequantise(
     weight_EK = torch.empty(len(words_EW), inputs, dtype=dtype, device=words_EW.device)
     blocks = words_EW.shape[1] // plane
     assert scales_GE.stride(1) == 1
-    _w4a16_dequantise_kernel[(len(words_EW), blocks)](
-        *(words_EW, scales_GE, weight_EK, scales_GE.stride(0)),
+    _w4a16_dequantise_kernel[(triton.cdiv(len(words_EW), DEQUANTISED_OUTPUTS), blocks)](
+        *(words_EW, scales_GE, weight_EK, len(words_EW), scales_GE.stride(0)),
         SIZE=inputs,
         BLOCKS=blocks,
         GROUP=group,
         PLANE=plane,
+        BLOCK_E=DEQUANTISED_OUTPUTS,
         BFLOAT16=scale_dtype == torch.bfloat16,
-        num_warps=1,
+        ASM=_assembly(weight_EK),
+        num_warps=4,
         **dependent_launch(words_EW.device),
     )
     return weight_EK
