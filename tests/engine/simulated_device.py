@@ -19,7 +19,8 @@ from eyas.engine.speculation.observations import (
     RoundOutcome,
     TargetTiming,
 )
-from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.plan.shapes import CAPTURED_TREES, CHAIN, Shape
 
 MAX_DEPTH, MOST_WAITING = 7, 24
@@ -190,6 +191,8 @@ def serve_on(
             if chosen is not None:
                 report.target = TargetTiming(tokens=tokens, context=200 * users, seconds=seen(verifying))
                 report.seconds = seen(seconds)
+            elif since <= 1 + POLICY.timed_repeats and choice is not None and choice.under_way is not None:
+                report.repeated = RepeatedStep(choice.under_way, users, seen(seconds))
             if trees:
                 report.rounds = trees
             elif depth:

@@ -9,7 +9,9 @@ import pytest
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, SequenceState, Speculation
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
+from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.step_report import StepReport
 from eyas.plan.shapes import CHAIN
 from eyas.sampling import Sampling
 
@@ -64,6 +66,40 @@ def test_the_same_requests_are_chosen_for_once() -> None:
     assert chooser.asked == [([0, 1], 1), ([0, 1], 4)]
     assert proposer.budget == 7, "also of a step that follows"
     assert proposer.chosen is None, "of which nothing is to be told"
+
+
+def test_the_first_steps_that_are_like_one_chosen_for_are_timed_as_wholes() -> None:
+    proposer, rows = made(Chooser(3, holds=8)), seqs(0, 1)
+    repeated = []
+    for _ in range(8):
+        proposer.draft_slots(rows)
+        repeated.append(proposer.repeated is not None)
+    assert repeated == [False] + [True] * POLICY.timed_repeats + [False] * (7 - POLICY.timed_repeats)
+    proposer.draft_slots([])
+    assert proposer.repeated is None
+
+
+def test_choices_that_stay_the_same_are_held_longer() -> None:
+    from engine.simulated_device import LARGE, SHAPES
+
+    controller = Controller()
+    controller.runs_graphs()
+    controller.overlaps()
+    controller.captures(SHAPES)
+    controller.rehearse(LARGE.rehearsal())
+    rows, holds = [RowFacts(key, 200) for key in range(4)], list[int]()
+    for _ in range(40):
+        choice = controller.choose(rows, after=holds[-1] if holds else 1)
+        holds.append(choice.holds)
+        depth = choice.depths[0]
+        rounds = [
+            RoundOutcome(key=row.key, drafted=depth, accepted=depth, confidences=[0.9] * depth) for row in rows if depth
+        ]
+        controller.observe(StepReport(choice=choice, rounds=rounds))
+        controller.think()
+    assert POLICY.held_drafts in holds
+    assert max(holds) == holds[-1] == POLICY.held_drafts * POLICY.held_at_most
+    assert holds == sorted(holds), "nothing has changed meanwhile"
 
 
 def test_who_leaves_changes_nothing_and_who_comes_drafts_as_the_others_do() -> None:

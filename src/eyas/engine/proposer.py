@@ -26,6 +26,7 @@ from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.draft import Draft, Tree
 from eyas.engine.speculation.observations import DraftTiming
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata, states_of
 
@@ -43,6 +44,10 @@ class Proposes(Protocol):
     @property
     def chosen(self) -> Choice | None:
         """What was chosen for this step; None: nothing decodes, or it is like the last that was chosen for."""
+
+    @property
+    def repeated(self) -> Choice | None:
+        """What this step is like, if it is one of the first that are like one that was chosen for."""
 
     @property
     def round_tree(self) -> Tree | None:
@@ -97,6 +102,7 @@ class NoProposer:
 
     layer_ids: tuple[int, ...] = ()
     chosen: Choice | None = None
+    repeated: Choice | None = None
     round_tree: Tree | None = None
     budget: int | None = None
 
@@ -166,6 +172,8 @@ class Proposer:
         self._forced_tree, self._clock = tree, clock
         self.chosen: Choice | None = None
         """What was chosen for this step; None: nothing decodes, or it is like the last that was chosen for."""
+        self.repeated: Choice | None = None
+        """What it is like, if it is one of the first such steps."""
         self.round_tree: Tree | None = None
         """What the requests of a round grow, where rounds live on the device; None: chains."""
         self._choice: Choice | None = None
@@ -204,11 +212,12 @@ class Proposer:
 
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
-        self.chosen = None
+        self.chosen = self.repeated = None
         if not decoding:
             return {}
         if self._choice is not None and self._steps < self._choice.holds and self._fits(decoding):
             self._steps += 1
+            self.repeated = self._choice if self._steps <= 1 + POLICY.timed_repeats else None
             return self._slots if self._drafting else {}
         facts = [_facts(seq) for seq in decoding]
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))

@@ -37,7 +37,7 @@ from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, DraftTiming, TargetTiming
-from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.verify import outcome_of_tree, sampling_metadata
 from eyas.plan.shapes import CHAIN
 
@@ -50,8 +50,9 @@ class StepInFlight:
     rounds: list[LaunchedRound] = field(default_factory=list)
     choice: Choice | None
     """What it follows, if it was chosen for."""
-    timed: bool
-    """Whether the controller learns of its time: it only decodes."""
+    repeated: Choice | None
+    """What it is like, if its time as a whole tells something."""
+    only_decodes: bool
 
 
 class RoundLoop:
@@ -155,9 +156,12 @@ class RoundLoop:
         if not rows:
             return None
         decoding, reading = self.runner.split(rows)
-        choice = self._proposer.chosen
-        timed = choice is not None and not reading and not by_host
-        step = StepInFlight(scheduled=scheduled, choice=choice, timed=timed)
+        step = StepInFlight(
+            scheduled=scheduled,
+            choice=self._proposer.chosen,
+            repeated=self._proposer.repeated,
+            only_decodes=not reading and not by_host,
+        )
         tree = self._proposer.round_tree
         # Before any request can end.
         self._scheduler.launched(scheduled, deepest=None if tree is None else tree.depth)
@@ -217,15 +221,19 @@ class RoundLoop:
         report = StepReport(choice=step.choice)
         for launched in step.rounds:
             self._commit(launched, report)
-            if step.timed:
+            if step.only_decodes and step.choice is not None:
                 self._note_times(launched, report)
         for key in report.ended:
             self.forget(key)
             self._proposer.forget(key)
         self._scheduler.landed(step.scheduled)
         now = self._clock()
-        if step.timed and self._landed_at is not None:
-            report.seconds = now - self._landed_at
+        if step.only_decodes and self._landed_at is not None:
+            seconds = now - self._landed_at
+            if step.choice is not None:
+                report.seconds = seconds
+            elif step.repeated is not None and step.repeated.under_way is not None:
+                report.repeated = RepeatedStep(step.repeated.under_way, len(step.scheduled.rows), seconds)
         self._landed_at = now
         self._reports.append(report)
 

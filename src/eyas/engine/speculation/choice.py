@@ -46,6 +46,8 @@ class StepUnderWay:
     """Of what was drafted; where drafts are not captured, 1 stands for all depths."""
     trees: bool = False
     """Whether these were captured trees."""
+    passes: float = 0.0
+    """Seconds of its passes alone, once it was observed."""
     observed: bool = False
     repeats: int = 0
     """Steps that followed like it, without a choice of their own."""
@@ -68,7 +70,7 @@ class Choice:
     """Drafts of all requests on auto together that are verified, where passes are captured; None: all."""
     holds: int = 1
     """Steps that it is meant for, this one included, as long as it fits those that decode. Of later ones nothing but
-    the fate of drafts needs to be told."""
+    the fate of drafts needs to be told, and what some of them took as a whole."""
     rests: bool = False
     """Whether the drafter has collapsed and need not follow requests on auto any longer."""
     under_way: StepUnderWay | None = field(default=None, repr=False, compare=False)

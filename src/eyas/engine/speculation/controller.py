@@ -41,7 +41,7 @@ from eyas.engine.speculation.exploration import Exploration
 from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome, TargetTiming
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.speculation.verify_budget import share_budget
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
@@ -75,6 +75,9 @@ class Controller:
         self._lessons: list[Callable[[], None]] = []
         self._latest: StepUnderWay | None = None
         """The step that was chosen for last."""
+        self._followed: Plan | None = None
+        """The plan that the last of them followed which drafted and was held, and how many alike there were before."""
+        self._alike = 0
         self._probing_until = 0
         """The step up to which a probe under way is waited for: until it is observed nothing is known of it."""
         self._resting = False
@@ -175,7 +178,11 @@ class Controller:
             return 1
         if self.acceptance.rounds < POLICY.held_drafts * POLICY.plan_rounds_per_step:
             return 1
-        return POLICY.held_drafts_of_many if step.situation.rows >= POLICY.many_rows else POLICY.held_drafts
+        held = POLICY.held_drafts_of_many if step.situation.rows >= POLICY.many_rows else POLICY.held_drafts
+        alike = self._followed is not None and step.plan.drafts_like(self._followed)
+        self._alike = self._alike + 1 if alike else 0
+        self._followed = step.plan
+        return held * min(1 + self._alike // POLICY.alike_to_hold, POLICY.held_at_most)
 
     def _holds(self, step: StepUnderWay) -> int:
         """The same behind a plain one: choosing takes the host longer than the rest of it."""
@@ -394,6 +401,8 @@ class Controller:
             step.accepted += report.accepted
         if report.seconds is not None and step is not None:
             self._observe_step(step, report.seconds)
+        if report.repeated is not None:
+            self._observe_repeated(report.repeated)
         for key in report.ended:
             self.forget(key)
         if step is not None:
@@ -431,10 +440,18 @@ class Controller:
 
     def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
         if step.timed:
-            rows = step.situation.rows
-            self.costs.observe_step(rows, seconds, passes=step.seconds, depth=step.depth, trees=step.trees)
+            rows, step.passes = step.situation.rows, step.seconds
+            self.costs.observe_step(rows, seconds, passes=step.passes, depth=step.depth, trees=step.trees)
             whole = self.costs.step(rows, step.expected, depth=step.depth, trees=step.trees)
             self._take_time(step, max(0.0, seconds - step.seconds), whole - step.expected)
+
+    def _observe_repeated(self, repeated: RepeatedStep) -> None:
+        """The host's time of steps that were not chosen for: of those that were, there are too few."""
+        step = repeated.step
+        if step.passes:
+            self.costs.observe_step(
+                repeated.requests, repeated.seconds, passes=step.passes, depth=step.depth, trees=step.trees
+            )
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""

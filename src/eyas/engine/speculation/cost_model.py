@@ -355,7 +355,7 @@ class CostModel:
         return self.rests[depth]
 
     def _new_rest(self) -> CostCurve:
-        curve = CostCurve(POLICY.target_buckets_per_octave, level_above=True)
+        curve = CostCurve(POLICY.host_buckets_per_octave, level_above=True)
         curve.below = OVERLAPPED_BELOW if self.overlapped else curve.below
         return curve
 

@@ -48,6 +48,10 @@ class DepthPolicy:
     many_rows: int = 64
     held_drafts_of_many: int = 8
     """The same for so many requests, where choosing takes longest and the average of all changes least."""
+    alike_to_hold: int = 4
+    held_at_most: int = 4
+    """So many choices alike in a row are held for twice as many steps, as many more for three times as many, and at
+    most for so many times as many."""
     kept_plans: int = 64
 
     # --- Acceptance: beliefs before there is evidence, and how evidence fades.
@@ -101,6 +105,10 @@ class DepthPolicy:
     target_buckets_per_octave: int = 8
     drafter_buckets_per_octave: int = 1
     """Buckets per octave of token counts, for the target and for the drafter, whose passes differ less."""
+    host_buckets_per_octave: int = 2
+    """The same of requests, for the host, whose time grows evenly with them."""
+    timed_repeats: int = 3
+    """Steps behind one that was chosen for, and like it, that tell how long the host takes for such."""
     cost_stale_after: int = 1000
     """Observations of a curve after which a time no longer counts, and a bucket that had none since is forgotten."""
     cost_refit_every: int = 64

@@ -6,8 +6,17 @@ step was like one that was timed before.
 
 from dataclasses import dataclass, field
 
-from eyas.engine.speculation.choice import Choice
+from eyas.engine.speculation.choice import Choice, StepUnderWay
 from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, DraftTiming, RoundOutcome, TargetTiming
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedStep:
+    """What a step took that was like one that was chosen for."""
+
+    step: StepUnderWay
+    requests: int
+    seconds: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,6 +35,8 @@ class StepReport:
     seconds: float | None = None
     """Of the whole step, if it only decoded: beside its passes the host has work of its own. Where steps overlap, from
     one collected step to the next."""
+    repeated: RepeatedStep | None = None
+    """Instead, where it was like the step before it and only decoded."""
     ended: list[int] = field(default_factory=list)
     """Requests that ended with it."""
 
