@@ -104,7 +104,11 @@ def main() -> None:
     parser.add_argument("--least", type=int, help="prompts of a run at least; default 4, on a GPU 16")
     parser.add_argument("--per-user", type=int, help="prompts of a run for each user; default 1, on a GPU 2")
     parser.add_argument("--max-tokens", type=int, help="default 64, on a GPU 128")
-    parser.add_argument("--seconds", type=float, help="begin no round after so long, shared by the numbers of users")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="begin no round after so long; what engines leave of it is shared by the numbers of users",
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM")
@@ -223,9 +227,10 @@ class ZeroTax:
 
     def run(self) -> None:
         """Measure every number of users."""
-        arguments = self.arguments
+        arguments, ready = self.arguments, time.perf_counter()
+        left = arguments.seconds and max(0.0, self.began + arguments.seconds - ready)
         for place, users in enumerate(arguments.users, start=1):
-            until = arguments.seconds and self.began + arguments.seconds * place / len(arguments.users)
+            until = None if left is None else ready + left * place / len(arguments.users)
             started = time.perf_counter()
             prompts = self.prompts[: self._count(users)]
             for answer in self.modes.values():
