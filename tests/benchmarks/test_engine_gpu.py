@@ -60,6 +60,16 @@ def test_a_step_reads_weights_once_a_pass_and_the_keys_of_all(tiny: Target) -> N
     assert bandwidth(torch.device("cpu")) > 1e8
 
 
+def test_keys_in_8_bits_are_a_byte_each(tiny: Target) -> None:
+    drafter = random_drafter("tiny", tiny)
+    wide, narrow = (
+        step_bytes(tiny, drafter, users=3, context=10, depth=1, kv_cache_dtype=kept)
+        - step_bytes(tiny, drafter, users=3, context=0, depth=1)
+        for kept in ("auto", "fp8")
+    )
+    assert wide == 4 * narrow > 0, "float32 has four"
+
+
 def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
     target = random_target("tiny-experts", torch.float32, torch.device("cpu"))
     experts = sum(p.nbytes for p in target.model.parameters() if p.ndim == 3)
