@@ -8,7 +8,8 @@ from torch import Tensor
 
 OUTPUTS = 64
 """Of one program."""
-FEWEST_PROGRAMS = 256
+PROCESSORS = 132
+"""Of an H200, on which these numbers were tuned."""
 LEAST_INPUTS = 512
 """Of one program, where inputs are split."""
 
@@ -45,13 +46,13 @@ def _shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin) - (4 << 10)  # type: ignore[attr-defined, unused-ignore]
 
 
-def splits_for(outputs: int, inputs: int) -> int:
-    """Parts that the inputs of a weight are cut into: the fewest with which an H200 has two programs per processor.
+def splits_for(outputs: int, inputs: int, programs: int) -> int:
+    """Parts that the inputs of a weight are cut into: the fewest with which there are so many programs.
 
     More of them gain little at one row, and at 16 they are slower: sums over programs take time, too.
     """
     tiles, splits = -(-outputs // OUTPUTS), 1
-    while splits < 8 and tiles * splits < FEWEST_PROGRAMS and inputs >= 2 * splits * LEAST_INPUTS:
+    while splits < 8 and tiles * splits < programs and inputs >= 2 * splits * LEAST_INPUTS:
         splits *= 2
     return splits
 

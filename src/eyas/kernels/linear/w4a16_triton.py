@@ -30,6 +30,7 @@ from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 from eyas.kernels.linear.w4a16_linear import PLANES
 
+FEWEST_PROGRAMS = 256
 DEQUANTISED_OUTPUTS = 32
 """Of one program: with one each, the launch of programs would take longer than they do."""
 
@@ -161,7 +162,7 @@ def w4a16_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
     With fewer outputs, or more warps, Triton loads a group's scales many times over.
     """
     tile = 8 if rows <= 8 else 16 if rows <= 16 else 32
-    splits = splits_for(outputs, inputs)
+    splits = splits_for(outputs, inputs, FEWEST_PROGRAMS)
     return DecodeTiling(outputs=OUTPUTS, inputs=256, rows=tile, warps=2, stages=4, splits=splits)
 
 

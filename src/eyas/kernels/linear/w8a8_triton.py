@@ -11,8 +11,9 @@ differ in how many rows they have, never in the order of sums: how inputs are sp
 
 A tile has 64 outputs and four warps. That is the least that Hopper's instruction for 8-bit numbers takes: it reads them
 from shared memory, and no register sees a weight. Smaller tiles would be converted to 16 bits, number by number. The
-instruction keeps fewer bits of fp8 sums than float32 has, so sums over BLOCK_K inputs are added up in float32. Other
-GPUs have other instructions, one for all tiles.
+instruction keeps fewer bits of fp8 sums than float32 has, some 13 of the largest: next to what rows lose that are
+rounded to 8 bits that is nothing, and to add sums up in float32 every few inputs takes an eighth longer. Other GPUs
+have other instructions, one for all tiles.
 
 Rows beyond the last are zeros, outputs beyond the last are the last once more; inputs are padded in memory.
 
@@ -29,12 +30,13 @@ from torch import Tensor
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.elementwise_triton import gated
-from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
+from eyas.kernels.linear.decode_tiling import OUTPUTS, PROCESSORS, DecodeTiling, splits_for
 from eyas.kernels.linear.quantised_weight import FLOAT8, FLOAT8_LARGEST, INT8_LARGEST
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 
 BLOCK_K = 128
 """Inputs of one step of an 8-bit product; weights are padded to a multiple of it."""
+FEWEST_PROGRAMS = 96
 MOST_IN_REGISTERS = 16384
 """Numbers of a row that a program keeps."""
 
@@ -114,7 +116,6 @@ def _w8a8_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    IMPRECISE: tl.constexpr,
     INT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -143,10 +144,10 @@ def _w8a8_kernel(
             tile = tl.load(weights + k[None, :], mask=(k < SIZE)[None, :], other=0.0, eviction_policy="evict_first")
             value = tl.load(inputs + k[:, None], mask=(n < rows)[None, :] & (k < SIZE)[:, None], other=0.0)
         if GROUPS == 1:
-            acc = tl.dot(tile, value, acc, max_num_imprecise_acc=IMPRECISE, out_dtype=TYPE)
+            acc = tl.dot(tile, value, acc, out_dtype=TYPE)
         else:
             by = tl.load(scale + out * GROUPS + begin // GROUP)
-            part = tl.dot(tile, value, max_num_imprecise_acc=IMPRECISE, out_dtype=TYPE)
+            part = tl.dot(tile, value, out_dtype=TYPE)
             acc += part.to(tl.float32) * by[:, None]
     total = acc.to(tl.float32)
     if SPLITS == 1:
@@ -209,10 +210,14 @@ def _scale_outputs_kernel(
 
 
 def w8a8_tiling(rows: int, outputs: int, inputs: int) -> DecodeTiling:
-    """How to cut a product; only the tile's rows depend on rows, and they change no number."""
+    """How to cut a product; only the tile's rows depend on rows, and they change no number.
+
+    A program that has a processor to itself keeps as many weights under way as two or three others do that share one.
+    """
     tile = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    splits = splits_for(outputs, inputs)
-    return DecodeTiling(outputs=OUTPUTS, inputs=256, rows=tile, warps=4, stages=3, splits=splits)
+    splits = splits_for(outputs, inputs, FEWEST_PROGRAMS)
+    stages = 8 if -(-outputs // OUTPUTS) * splits <= PROCESSORS else 5
+    return DecodeTiling(outputs=OUTPUTS, inputs=BLOCK_K, rows=tile, warps=4, stages=stages, splits=splits)
 
 
 def largest_of(dtype: torch.dtype) -> dict[str, Any]:
@@ -281,7 +286,6 @@ def w8a8_decode(
     assert weight_EK.shape == (outputs, size)
     assert size % BLOCK_K == 0
     tiling = tiling or w8a8_tiling(rows, outputs, size)
-    step = tiling.inputs if groups == 1 else BLOCK_K
     if rows:
         grid = tiling.grid(rows, outputs)
         _w8a8_kernel[grid](
@@ -294,10 +298,9 @@ def w8a8_decode(
             GROUP=group,
             BLOCK_N=tiling.rows,
             BLOCK_E=tiling.outputs,
-            BLOCK_K=step,
+            BLOCK_K=tiling.inputs,
             SPLITS=tiling.splits,
-            STAGES=tiling.stages_of((tiling.outputs + tiling.rows) * step, q_NK.device),
-            IMPRECISE=None if q_NK.dtype == torch.int8 else BLOCK_K,
+            STAGES=tiling.stages_of((tiling.outputs + tiling.rows) * tiling.inputs, q_NK.device),
             INT=q_NK.dtype == torch.int8,
             HAS_BIAS=bias_E is not None,
             num_warps=tiling.warps,
