@@ -27,6 +27,7 @@ from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
 FEW_TOKENS = 16
+"""Of a pass whose workspace is kept for the next."""
 
 
 class Norm(Protocol):
