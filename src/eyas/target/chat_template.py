@@ -1,6 +1,7 @@
 """How a conversation is rendered: by which template, with which variables, and where the rendered text ends."""
 
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,8 +93,41 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] | None,
     options: ChatTemplateOptions,
 ) -> str:
-    """The text of a conversation, which servers and training read alike; raises `TEMPLATE_ERRORS`."""
+    """The text of a conversation, which servers and training read alike; raises `TEMPLATE_ERRORS`.
 
+    Arguments of calls are objects; templates that put them into their text as they are get them as JSON.
+    """
+    try:
+        return _rendered(tokenizer, messages, tools, options)
+    except TypeError:
+        as_text = [_arguments_as_text(message) for message in messages]
+        if as_text == list(messages):
+            raise
+    return _rendered(tokenizer, as_text, tools, options)
+
+
+def _arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with the arguments of its calls as JSON."""
+    rendered = dict(message)
+    if isinstance(calls := rendered.get("tool_calls"), list | tuple):
+        rendered["tool_calls"] = [_call_as_text(call) for call in calls]
+    return rendered
+
+
+def _call_as_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return call
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    options: ChatTemplateOptions,
+) -> str:
     def rendered(tools: list[Any] | None) -> str:
         return str(
             tokenizer.apply_chat_template(
