@@ -77,7 +77,8 @@ class Device:
         """As timed with nobody's rows: no contexts are read."""
         rows = (1, 4, 16, 64, 256)
         return Rehearsal(
-            verify={r * (1 + d): self.verify_seconds(r * (1 + d), 0) for r in rows for d in (0, *SHAPES.depths)},
+            verify={r * (1 + d): self.verify_seconds(r * (1 + d), 0) for r in rows[1:] for d in (0, *SHAPES.depths)},
+            verify_alone={1 + d: self.verify_seconds(1 + d, 0) for d in (0, *SHAPES.depths)},
             draft={depth: {r: self.draft_seconds(depth, r) for r in rows} for depth in SHAPES.depths},
             catch_up={r: self.catch_up_seconds(r) for r in rows},
             trees={shape: {r: self.grow_seconds(shape, r) for r in (1, 2, 4)} for shape in CAPTURED_TREES},
@@ -189,7 +190,7 @@ def serve_on(
         seconds = max(passes, device.host_seconds(users, drafting=depth > 0))
         if controller is not None:
             if chosen is not None:
-                report.target = TargetTiming(tokens=tokens, context=200 * users, seconds=seen(verifying))
+                report.target = TargetTiming(tokens=tokens, context=200 * users, seconds=seen(verifying), rows=bucket)
                 report.seconds = seen(seconds)
             elif since <= 1 + POLICY.timed_repeats and choice is not None and choice.under_way is not None:
                 report.repeated = RepeatedStep(choice.under_way, users, seen(seconds))

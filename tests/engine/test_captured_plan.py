@@ -11,9 +11,10 @@ from eyas.engine.speculation.acceptance import Acceptance
 from eyas.engine.speculation.captured_plan import CapturedPrices, CapturedShapes, plan_captured
 from eyas.engine.speculation.controller import Controller, RowFacts
 from eyas.engine.speculation.cost_model import CostCurve, CostModel
-from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome
+from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome, TargetTiming
 from eyas.engine.speculation.planner import Planner, Situation
 from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.step_report import StepReport
 from eyas.plan.shapes import Batch
 
 GOOD, USELESS = [0.73, 0.71, 0.68, 0.66, 0.66, 0.66, 0.66], [0.0] * 7
@@ -203,6 +204,16 @@ def test_a_rehearsal_is_believed_until_there_are_times_and_moved_by_them() -> No
     for _ in range(3000):
         curve.observe(1, 0.1)
     assert curve.at(256) == pytest.approx(0.6, abs=0.11), "not forgotten with the times"
+
+
+def test_passes_of_one_request_are_timed_apart() -> None:
+    controller = controller_on(LARGE, rehearsed=False)
+    for _ in range(4):
+        for rows, seconds in ((1, 0.6), (4, 0.8)):
+            timing = TargetTiming(tokens=4, context=0, seconds=seconds, rows=rows)
+            controller.observe(StepReport(target=timing))
+    prices = [controller._planner.captured_prices(Situation([RowFacts(k, 9) for k in range(rows)])) for rows in (1, 4)]
+    assert [each.verify(4) for each in prices] == [pytest.approx(0.6), pytest.approx(0.8)]
 
 
 def test_depths_that_were_never_timed_are_in_line_with_others() -> None:

@@ -321,4 +321,6 @@ class RoundLoop:
                 shape=CHAIN if tree is None else tree.shape,
             )
         context = sum([row.start for row in launched.rows])
-        report.target = TargetTiming(tokens=launched.tokens, context=context, seconds=launched.target_seconds)
+        report.target = TargetTiming(
+            tokens=launched.tokens, context=context, seconds=launched.target_seconds, rows=launched.bucket
+        )

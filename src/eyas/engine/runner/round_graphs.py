@@ -137,7 +137,8 @@ class RoundGraphs:
     def rehearse(self) -> Rehearsal:
         """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
         blocks, queue = self._usual_blocks, self._queue
-        verify, draft = dict[int, float](), {depth: dict[int, float]() for depth in self.shapes.depths}
+        verify, alone = dict[int, float](), dict[int, float]()
+        draft = {depth: dict[int, float]() for depth in self.shapes.depths}
         catch_up, grow = dict[int, float](), {shape: dict[int, float]() for shape in self.shapes.trees}
 
         def seconds(*passes: Callable[[], object]) -> float:
@@ -156,7 +157,7 @@ class RoundGraphs:
                 target = self.verifying(rows, blocks, depth)
                 drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING) if depth else None
                 queue.run(self._state.blank_rows)
-                verify[rows * (1 + depth)] = seconds(target, partial(sample, None))
+                (alone if rows == 1 else verify)[rows * (1 + depth)] = seconds(target, partial(sample, None))
                 if drafter is not None:
                     draft[depth][rows] = seconds(drafter)
             if self._drafter is not None:
@@ -171,8 +172,10 @@ class RoundGraphs:
                 drafter = self.drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
                 queue.run(self._state.blank_rows)
                 grow[shape][rows] = seconds(drafter)
-                verify.setdefault(rows * (1 + shape.budget), seconds(target, partial(sample, None)))
-        return Rehearsal(verify=verify, draft=draft, catch_up=catch_up, trees=grow)
+                (alone if rows == 1 else verify).setdefault(
+                    rows * (1 + shape.budget), seconds(target, partial(sample, None))
+                )
+        return Rehearsal(verify=verify, verify_alone=alone, draft=draft, catch_up=catch_up, trees=grow)
 
     def _trees_for(self, rows: int) -> list[TreeNodes]:
         """Those that so many rows may grow: the forced one, or any that may be chosen."""

@@ -106,6 +106,7 @@ class Controller:
     def rehearse(self, rehearsal: Rehearsal) -> None:
         """Start from what passes took in a rehearsal."""
         self.costs.verify.rehearse(rehearsal.verify)
+        self.costs.verify_alone.rehearse(rehearsal.verify_alone)
         self.costs.debt.rehearse(rehearsal.catch_up)
         for depth, seconds in rehearsal.draft.items():
             self.costs.chain_of(depth).rehearse(seconds)
@@ -187,7 +188,8 @@ class Controller:
     def _holds(self, step: StepUnderWay) -> int:
         """The same behind a plain one: choosing takes the host longer than the rest of it."""
         situation = step.situation
-        unsure = self.costs.verify.samples(self.costs.plain_tokens(situation.rows)) < POLICY.sure_samples
+        verify, tokens = self.costs.verify_of(situation.rows), self.costs.plain_tokens(situation.rows)
+        unsure = verify.samples(tokens) < POLICY.sure_samples
         if step.once or (situation.auto and unsure):
             return 1
         if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
@@ -225,7 +227,7 @@ class Controller:
         situation = step.situation
         if not situation.auto:
             return {}, CHAIN, "no request leaves its depth to the controller"
-        if not self.costs.verify.tells_any:
+        if not self.costs.verify_of(situation.rows).tells_any:
             return {}, CHAIN, "plain: not enough steps have been timed yet"
         plan, reason = self._planner.plan(situation, self._steps, self.drift.deepest)
         if not plan.by_level:
@@ -250,7 +252,7 @@ class Controller:
 
     def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
         """Whether what speculation is compared with should be timed again."""
-        verify, tokens = self.costs.verify, self.costs.plain_tokens(situation.rows)
+        verify, tokens = self.costs.verify_of(situation.rows), self.costs.plain_tokens(situation.rows)
         close = plan.gain < POLICY.close_gain and verify.samples(tokens) < POLICY.sure_samples
         return min(self._steps - self._plain_at, verify.age(tokens)) > (
             POLICY.plain_again_in_doubt if close else POLICY.plain_again_steps
@@ -423,8 +425,9 @@ class Controller:
         self._take_time(step, timing.seconds, price(timing.passes, reads, timing.tokens - reads))
 
     def _observe_target(self, step: StepUnderWay | None, timing: TargetTiming) -> None:
-        self.costs.verify.observe(timing.tokens, timing.seconds, timing.context)
-        self._take_time(step, timing.seconds, self.costs.verify.at(timing.tokens, timing.context))
+        verify = self.costs.verify if timing.rows is None else self.costs.verify_of(timing.rows)
+        verify.observe(timing.tokens, timing.seconds, timing.context)
+        self._take_time(step, timing.seconds, verify.at(timing.tokens, timing.context))
         if step is not None:
             step.timed = True
 
@@ -515,7 +518,8 @@ class Controller:
 
     def _count_repeats(self, steps: int) -> None:
         """So many steps ran like the one that was chosen for last."""
-        self.costs.verify.skip(steps)
+        if self._latest is not None:
+            self.costs.verify_of(self._latest.situation.rows).skip(steps)
         if self._latest is not None and self._latest.observed:
             self.probes.total += steps * self._latest.seconds
         elif self._latest is not None:

@@ -1,6 +1,7 @@
 """What a step costs on this machine, learned while steps run. No torch.
 
-    verify   one pass of the target, against its tokens, and a slope times the context that its rows attend to
+    verify   one pass of the target, against its tokens, and a slope times the context that its rows attend to. Where
+             passes are captured, those of one request are apart: its four tokens take less than four requests' one
     draft    the drafter's passes, against their tokens: the first reads what the target has seen since, each further
              one has a token for every request that goes on
     tree     the same where trees grow, over all passes together: between them the host does more than for chains
@@ -280,7 +281,7 @@ class CostModel:
     """What the parts of a step cost."""
 
     def __init__(self) -> None:
-        self.verify = CostCurve(POLICY.target_buckets_per_octave)
+        self.verify, self.verify_alone = (CostCurve(POLICY.target_buckets_per_octave) for _ in range(2))
         self.first_draft, self.further_draft, self.pass_of_tree = (
             CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True) for _ in range(3)
         )
@@ -298,7 +299,7 @@ class CostModel:
         """All passes of a draft against rows, by depth; where they are captured."""
         self.trees: dict[Shape, CostCurve] = {}
         """The same for trees, by shape."""
-        self._curves = [self.verify, self.tree_rest, *drafts]
+        self._curves = [self.verify, self.verify_alone, self.tree_rest, *drafts]
 
     def overlap(self) -> None:
         """The host works on one step while the device runs the next."""
@@ -342,6 +343,10 @@ class CostModel:
             self.trees[shape] = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
             self._curves.append(self.trees[shape])
         return self.trees[shape]
+
+    def verify_of(self, rows: int) -> CostCurve:
+        """The curve of the target's passes for so many requests."""
+        return self.verify_alone if self.shapes is not None and self.shapes.rows_for(rows) == 1 else self.verify
 
     def plain_tokens(self, rows: int) -> int:
         """Tokens of a pass without drafts."""

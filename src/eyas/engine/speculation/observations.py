@@ -33,6 +33,8 @@ class TargetTiming:
     context: int
     """Tokens that its rows attend to."""
     seconds: float
+    rows: int | None = None
+    """Where it is captured, padding included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +54,15 @@ class Rehearsal:
     """Seconds of captured passes that ran for nobody, before any request: by their tokens or rows, padding included."""
 
     verify: Mapping[int, float]
-    """The target's passes and the sampler behind them, by tokens."""
+    """The target's passes of several rows and the sampler behind them, by tokens."""
     draft: Mapping[int, Mapping[int, float]]
     """The drafter's, by depth and rows."""
     catch_up: Mapping[int, float]
     """What it reads after a rest, by rows."""
     trees: Mapping[Shape, Mapping[int, float]] = field(default_factory=dict)
     """The drafter's growing of trees, by shape and rows."""
+    verify_alone: Mapping[int, float] = field(default_factory=dict)
+    """The target's passes of one row, by tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

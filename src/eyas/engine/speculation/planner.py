@@ -86,8 +86,9 @@ class Planner:
     def captured_prices(self, situation: Situation) -> CapturedPrices:
         """The same where passes are captured."""
         costs, rows, context = self._costs, situation.rows, situation.context
+        verify = costs.verify_of(rows)
         return CapturedPrices(
-            verify=lambda tokens: costs.verify.at(tokens, context),
+            verify=lambda tokens: verify.at(tokens, context),
             draft=lambda depth: costs.chain(depth, costs.plain_tokens(rows)),
             grow=lambda shape: costs.tree(shape, costs.plain_tokens(rows)),
             step=lambda passes, depth: costs.step(rows, passes, depth=depth),
