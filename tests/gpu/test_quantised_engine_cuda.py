@@ -60,7 +60,7 @@ def test_drafts_change_nothing(kind: str, target: Target, drafter: Drafter) -> N
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_wide_layers_pass_their_trial(kind: str) -> None:
     """Where what a layer adds is longer than what it adds to, states of fp8 lie far from each other at once."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 12, "head_dim": 64}
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "head_dim": 128}
     config = target_config(**sizes, num_attention_heads=32, num_key_value_heads=8)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).cuda().bfloat16().eval().requires_grad_(False)

@@ -19,11 +19,13 @@ from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.linear.w8a8_linear import W8A8Linear, rows_kept
 from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, NotLlamaError, Product, join
 from eyas.kernels.llama.experts import PlainExperts, Router
 from eyas.kernels.llama.recognise import _one_norm, recognise
 from eyas.target.capture import capture
 from eyas.target.model import Target, _computes
+from eyas.target.quantise import replace_linears
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -355,6 +357,21 @@ def test_one_wrong_token_of_the_head_is_found_out() -> None:
     lean = recognised(target)
     with pytest.raises(NotLlamaError, match="each layer alone gave other logits"):
         require_same(replace(lean, head=wrong_at(lean.head, 1.01, lambda count: slice(count - 1, count))), target)
+
+
+def test_a_wrong_layer_is_not_hidden_by_what_fp8_rounds() -> None:
+    """Behind layers that round rows to 8 bits, 2 % more or less of one are too little to be seen."""
+    target = plain()
+    replace_linears(target.model, "fp8")
+    lean = recognised(target)
+    assert lean.rounds_rows
+    require_same(lean, target)
+    wrong = with_block(lean, 1, down=wrong_at(gated(lean, 1).down, 1.02))
+    with pytest.raises(NotLlamaError, match="each layer alone gave other states behind 2 layers"):
+        require_same(wrong, target)
+    with rows_kept():
+        assert not W8A8Linear.rounds_rows
+    assert W8A8Linear.rounds_rows
 
 
 def nothing(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from eyas.engine.runner.target import TargetRunner
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata
-from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import FusedLlama, NotLlamaError
 from eyas.kernels.llama.experts import Experts, Router, Routes
@@ -63,22 +62,15 @@ def require_same(fused: FusedLlama, target: Target) -> None:
     """Try a fused pass against the target; `NotLlamaError` where it computes anything else."""
     runner = TargetRunner(target, KVCache(blocks=trial.BLOCKS, block_size=trial.BLOCK_SIZE))
     states = range(len(fused.blocks) + 1)
-    linears = [module for module in target.model.modules() if isinstance(module, W8A8Linear)]
 
     def own(
-        ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor, decoding: bool
+        ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor
     ) -> tuple[Sequence[Tensor], Tensor, Mapping[int, trial.Routed]]:
-        for linear in linears:
-            linear.decodes = decoding
         with capture(target.model, states) as captured, _routing(fused) as routed:
             logits_MV = runner.forward(ids_N, metadata, keep_M)
         return captured.aux_hidden()[0].chunk(len(states), dim=-1), logits_MV, routed
 
-    try:
-        trial.require_same(fused, own, max_position_embeddings=target.facts.max_position_embeddings)
-    finally:
-        for linear in linears:
-            linear.decodes = False
+    trial.require_same(fused, own, max_position_embeddings=target.facts.max_position_embeddings)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from eyas.engine.runner.attention import PagedAttention
 from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, product_of
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
+from eyas.kernels.linear.w8a8_linear import rows_kept
 from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import merge
 from eyas.kernels.llama.cpu import LlamaSizes
@@ -77,7 +78,7 @@ class TritonDrafter:
 
     @property
     def phased(self) -> bool:
-        """Whether its weights have 8 or 4 bits."""
+        """Whether its weights have 8 bits, and rows are rounded to as many."""
         return self._eagle.phased
 
     def with_few_rows(self) -> "TritonDrafter | None":
@@ -144,9 +145,19 @@ def _norm(*norms: nn.Module) -> FusedNorm:
     return FusedNorm(merge([norm.weight for norm in ours]), ours[0].eps)
 
 
-@torch.inference_mode()
 def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
-    """Try it: read some states, run a depth from others that lie across blocks, and some behind that.
+    """Try it; where rows are rounded to 8 bits, with rows as they are first (`kernels/llama/trial.py`)."""
+    tolerance = trial.TOLERANCE[drafter.norm.weight.dtype]
+    if fused.phased:
+        with rows_kept():
+            _require_same(fused, drafter, tolerance)
+        tolerance = trial.ROUNDED_TOLERANCE
+    _require_same(fused, drafter, tolerance)
+
+
+@torch.inference_mode()
+def _require_same(fused: TritonDrafter, drafter: Drafter, tolerance: float) -> None:
+    """Read some states, run a depth from others that lie across blocks, and some behind that.
 
     Each is given the model's own numbers, as deep errors tell nothing that a single one does not. There are many tokens
     and few. All of it once more at the end of the context, where angles are large.
@@ -189,5 +200,4 @@ def require_same(fused: TritonDrafter, drafter: Drafter) -> None:
         for mine, own in zip(caches[0].layers[0], caches[1].layers[0], strict=True):
             mine_NE, own_NE = (x_GCK.index_select(1, slot_N).transpose(0, 1).flatten(1) for x_GCK in (mine, own))
             errors.add("keys and values", 1, mine_NE, own_NE)
-    allowed = sqrt(2) * (trial.PHASED_TOLERANCE if fused.phased else trial.TOLERANCE[dtype])
-    errors.judge("one depth", lambda _: allowed, single=trial.UNSTABLE)
+    errors.judge("one depth", lambda _: sqrt(2) * tolerance, single=trial.UNSTABLE)

@@ -12,8 +12,9 @@ a scale of 1, and the scales behind it. Elsewhere it is computed by torch: for t
 Shapes: N rows, K inputs, E outputs, G groups of inputs.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,9 @@ BLOCK_K = 128
 
 class W8A8Linear(nn.Module):
     """A linear layer for inference."""
+
+    rounds_rows: ClassVar[bool] = True
+    """Of all of them; not within `rows_kept`."""
 
     def __init__(
         self,
@@ -44,8 +48,6 @@ class W8A8Linear(nn.Module):
         # No buffers: nothing may cast or move them.
         self.weight_EK, self.scale_EG, self.bias = weight_EK, scale_EG, bias_E
         self.arrived = decode_counts(weight_EK)
-        self.decodes = False
-        """Whether `forward` takes the kernel for decoding: a model's own code is compared with ours so (`trial.py`)."""
         self._one = torch.ones((), dtype=torch.float32, device=weight_EK.device)
 
     @staticmethod
@@ -88,13 +90,14 @@ class W8A8Linear(nn.Module):
         """The outputs of rows [..., K], [..., E]."""
         if x.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a quantised linear has no gradient; load the target with quantization none")
-        y_NE = self.product(x.reshape(-1, self.in_features), decoding=self.decodes)
-        return y_NE.view(*x.shape[:-1], self.out_features)
+        return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
     def product(self, x_NK: Tensor, out_NE: Tensor | None = None, *, decoding: bool = False) -> Tensor:
         """The outputs [N, E] of rows; `decoding` chooses the kernel."""
         if out_NE is None:
             out_NE = x_NK.new_empty(len(x_NK), self.out_features)
+        if not self.rounds_rows:
+            return out_NE.copy_(functional.linear(x_NK, self.weight, self.bias))
         if x_NK.device.type != "cuda":
             return out_NE.copy_(self._by_torch(x_NK))
         from eyas.kernels.linear.w8a8_triton import quantise_rows, scale_outputs
@@ -151,6 +154,16 @@ class W8A8Linear(nn.Module):
         destination[prefix + "weight"] = self.weight
         if self.bias is not None:
             destination[prefix + "bias"] = self.bias
+
+
+@contextmanager
+def rows_kept() -> Iterator[None]:
+    """Multiply rows as they are for a while: two computations of the same then differ by what 16 bits round, not 8."""
+    W8A8Linear.rounds_rows = False
+    try:
+        yield
+    finally:
+        W8A8Linear.rounds_rows = True
 
 
 def joined_w8a8(linears: Sequence[W8A8Linear]) -> W8A8Linear | None:

@@ -271,6 +271,12 @@ class FusedLlama:
         """Whether products have a kernel of their own for decoding."""
         return any(isinstance(block.qkv, PhasedProduct) for block in self.blocks)
 
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether products round 16-bit rows to 8 bits."""
+        products = [block.qkv for block in self.blocks]
+        return any(isinstance(x, PhasedProduct) and isinstance(x.linear, W8A8Linear) for x in products)
+
     def _begin(self, ids_N: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor, Tensor | None, Mapping[int, Tensor]]:
         """The embedded tokens, memory for auxiliary states, and each layer's part of it."""
         x_ND = self._embed(ids_N)

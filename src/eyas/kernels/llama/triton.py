@@ -547,7 +547,9 @@ def _norm_product(
 def _w8a8(product: Product) -> W8A8Linear | None:
     """The linear of a product that reads rows in 8 bits on a GPU."""
     linear = product.linear if isinstance(product, PhasedProduct) else None
-    return linear if isinstance(linear, W8A8Linear) and linear.weight_EK.device.type == "cuda" else None
+    if not isinstance(linear, W8A8Linear) or not linear.rounds_rows or linear.weight_EK.device.type != "cuda":
+        return None
+    return linear
 
 
 def _rotate(
