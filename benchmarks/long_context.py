@@ -42,6 +42,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.errors import UserError
 from eyas.plan.decoder import read_decoder
 from eyas.plan.footprint import DrafterShape, Room, default_batched_tokens, footprint
+from eyas.plan.kv_cache_dtype import KV_CACHE_DTYPES, KVCacheKind, read_kv_cache_dtype
 from eyas.plan.memory import Footprint, blocks_of
 from eyas.plan.quantisation import parse_quantisation
 from eyas.sampling import Sampling
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="begin no cell after so long")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", help="default bfloat16, on a CPU float32")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("float32" if arguments.device == "cpu" else "bfloat16")
@@ -158,6 +160,7 @@ class Benchmark:
                     context=seen,
                     depth=depth,
                     drafter_context=ours.drafter_context,
+                    kv_cache_dtype=read_kv_cache_dtype(self.arguments.kv_cache_dtype),
                 )
                 row = {"context": context.tokens, "prompt_tokens_per_second": speed} | row
                 self.rows.append(row | {"floor_ms": 1000 * floor / self.bandwidth} | ours.memory())
@@ -215,7 +218,8 @@ class LongEngine:
         window = arguments.drafter_window or None
         self.drafter_context = None if window is None else window + arguments.drafter_sinks
         users, longest = context.users[-1], context.longest(answer)
-        self.planned = planned(target, drafter, arguments.dtype, users=users, max_model_len=longest)
+        kept = read_kv_cache_dtype(arguments.kv_cache_dtype)
+        self.planned = planned(target, drafter, arguments.dtype, kept, users=users, max_model_len=longest)
         size = EngineConfig.block_size
         options = EngineConfig(
             max_num_seqs=users,
@@ -223,6 +227,7 @@ class LongEngine:
             memory=users * blocks_of(longest, size) * size * self.planned.per_token,
             drafter_window=window,
             drafter_sinks=arguments.drafter_sinks,
+            kv_cache_dtype=arguments.kv_cache_dtype,
         )
         self.engine = TossedEngine(
             target, drafter, config=options, length=arguments.length, depth=max(1, arguments.depth)
@@ -313,7 +318,9 @@ class LongEngine:
             self.engine.step()
 
 
-def planned(target: Target, drafter: Drafter, dtype: str, *, users: int, max_model_len: int) -> Footprint:
+def planned(
+    target: Target, drafter: Drafter, dtype: str, kv_cache_dtype: KVCacheKind, *, users: int, max_model_len: int
+) -> Footprint:
     """What `eyas plan` says of such an engine, from configurations alone."""
     decoder = read_decoder(target.model.config.to_dict(), target.facts.source)
     shape = DrafterShape(name="random", config=drafter.config, own_embedding=False, own_head=True)
@@ -323,7 +330,8 @@ def planned(target: Target, drafter: Drafter, dtype: str, *, users: int, max_mod
         max_model_len=max_model_len,
         max_num_batched_tokens=default_batched_tokens(on_gpu=on_gpu, max_num_seqs=users),
     )
-    return footprint(decoder, shape, parse_quantisation(dtype), room=room, device=target.device.type)
+    quantisation, device = parse_quantisation(dtype), target.device.type
+    return footprint(decoder, shape, quantisation, room=room, device=device, kv_cache_dtype=kv_cache_dtype)
 
 
 def with_growth(rows: Sequence[Json]) -> list[Json]:
