@@ -1,6 +1,7 @@
 """A drafter in 8 bits on disk runs in 8 bits, and drafts as the one it was made of does, or nearly."""
 
 import logging
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,12 +83,9 @@ def test_what_cannot_be_multiplied_is_dequantised_and_that_is_said(
     assert "are dequantised to float32: there are no integer products here (no compiler)" in caplog.text
     assert drafter.quantization == "none"
     assert not any(isinstance(part, QuantisedLinear) for part in drafter.modules())
-    half = replace(target, model=target.model.to(torch.bfloat16))
-    try:
-        with caplog.at_level(logging.INFO):
-            load_drafter_for(half, str(stored))
-    finally:
-        target.model.to(torch.float32)
+    half = replace(target, model=deepcopy(target.model).to(torch.bfloat16))
+    with caplog.at_level(logging.INFO):
+        load_drafter_for(half, str(stored))
     assert "integer products take rows of float32, not of bfloat16" in caplog.text
 
 
