@@ -19,6 +19,8 @@ from eyas.errors import UserError
 
 PROBE_SECONDS = 10.0
 _BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+_CLOSED = (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError)
+"""What a kept connection says that the server has closed."""
 
 
 class ServerGoneError(Exception):
@@ -81,12 +83,13 @@ class Client:
         arrivals: list[Arrival] = []
         asked = StreamedAnswer(key=key, category=category, turn=turn, sent=self.now)
         try:
-            async with self._session.post(
-                self._address.url + path, data=payload, headers={"content-type": "application/json"}
-            ) as response:
-                async for data in response.content.iter_any():
-                    arrivals.append((self.now, data))
-                status = response.status
+            try:
+                status = await self._post(path, payload, arrivals)
+            except _CLOSED:
+                if arrivals:
+                    raise
+                # Some servers (llama.cpp's) close behind an answer and do not say so. The clock goes on meanwhile.
+                status = await self._post(path, payload, arrivals)
         except _BROKEN as error:
             await self.get("/v1/models")  # raises if the server is gone
             reason = f"timed out after {self._timeout:g} s" if isinstance(error, TimeoutError) else _reason(error)
@@ -95,6 +98,15 @@ class Client:
             told = _message(b"".join(data for _, data in arrivals))
             return replace(asked, error=f"{status}: {told}")
         return parse_stream(asked, arrivals)
+
+    async def _post(self, path: str, payload: bytes, arrivals: list[Arrival]) -> int:
+        """Add what comes to `arrivals`; the status."""
+        async with self._session.post(
+            self._address.url + path, data=payload, headers={"content-type": "application/json"}
+        ) as response:
+            async for data in response.content.iter_any():
+                arrivals.append((self.now, data))
+            return response.status
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and body; raises if the server is gone."""
