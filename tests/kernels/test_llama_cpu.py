@@ -172,8 +172,9 @@ def test_reading_states_at_once_is_the_same_to_the_last_bit(flags: dict[str, boo
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
-def test_a_reading_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = eagle.DraftLayer.run_read
+@pytest.mark.parametrize("call", ["run_read", "run_depth"])
+def test_a_call_that_computes_wrongly_is_found_out(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(eagle.DraftLayer, call)
 
     def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
         made = right(self, *given)
@@ -182,21 +183,7 @@ def test_a_reading_that_computes_wrongly_is_found_out(monkeypatch: pytest.Monkey
         return made
 
     drafter = packed_drafter()
-    monkeypatch.setattr(eagle.DraftLayer, "run_read", wrong)
-    assert fused_drafter(drafter) is drafter
-
-
-def test_a_depth_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = eagle.DraftLayer.run_depth
-
-    def wrong(self: eagle.DraftLayer, *given: Any) -> Any:
-        made = right(self, *given)
-        assert made is not None
-        made[1].mul_(1.01)
-        return made
-
-    drafter = packed_drafter()
-    monkeypatch.setattr(eagle.DraftLayer, "run_depth", wrong)
+    monkeypatch.setattr(eagle.DraftLayer, call, wrong)
     assert fused_drafter(drafter) is drafter
 
 

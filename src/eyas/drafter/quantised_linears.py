@@ -12,20 +12,17 @@ Shapes: E outputs, K inputs.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layouts import QUANTIZATION_KEY
+from eyas.drafter.layouts import QUANTIZATION_KEY, Json
 from eyas.drafter.tensors import expected_tensors
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int8
 from eyas.quantization.quantised_tensors import is_quantised, read_quantised
 from eyas.quantization.quantization_config import WeightScheme, weight_scheme
-
-Json = dict[str, Any]
 
 KINDS = ("int8", "fp8")
 """What linears can be written in."""

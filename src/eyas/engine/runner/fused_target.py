@@ -43,7 +43,9 @@ def fused_target(target: Target) -> FusedLlama | None:
                         require_same(tried, target)
                         return tried
                 except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
-                    logger.info(f"{target.facts.source} runs without kernels of its own {without}: {reason}")
+                    # Quantised weights gain nothing without them.
+                    level = logging.WARNING if by_kernels.phased else logging.INFO
+                    logger.log(level, f"{target.facts.source} runs without kernels of its own {without}: {reason}")
         if target.device.type == "cuda" and any(isinstance(block.mlp, Experts) for block in fused.blocks):
             raise NotLlamaError("its experts need kernels of ours on a GPU")  # by torch they wait for the device
         require_same(fused, target)
