@@ -36,6 +36,7 @@ from engine_speed import OFF, read_drafter, read_prompts, requests_of
 from pairs import Interval, interval, turns
 from vllm_process import VLLMProcess, installed, vllm_options
 
+from eyas.cli.arguments import read_chat_format
 from eyas.drafter.checkpoint import read_checkpoint, write_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--drafter", default="smollm2-eagle3.1")
+    parser.add_argument("--chat-template", help="a Jinja file, for a target that has no template of its own")
     parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16, on a GPU also 64 and 256")
     parser.add_argument("--depth", type=int, default=3, help="the fixed depth")
     parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help="rounds for each number of users")
@@ -142,7 +144,10 @@ class ZeroTax:
         self.vllm_version = installed(arguments.vllm_python)
         if self.vllm_version is None:
             self._note("vLLM is not measured: no --vllm-python is given")
-        self.target = Target.load(arguments.target, dtype=arguments.dtype, device=arguments.device)
+        chat_format = read_chat_format(arguments.chat_template, None, raw=False)
+        self.target = Target.load(
+            arguments.target, dtype=arguments.dtype, device=arguments.device, chat_format=chat_format
+        )
         self.most_prompts = max(self._count(users) for users in arguments.users)
         read = read_prompts(arguments.prompts, self.target, self.most_prompts)
         self.prompts = list(islice(cycle(read), self.most_prompts))
