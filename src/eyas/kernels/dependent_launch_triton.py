@@ -8,10 +8,6 @@ The programs of the next kernel come when those of this one have ended or, with 
 they can load what depends on nothing. That is for small kernels. Programs that come early go where there is room, and
 in front of a large product, whose time is that of the processor with most of them, that costs more than it saves.
 
-Between two large products stand small kernels, of a program or few, and memory would be idle while they run. So they
-are launched EARLY where rows are few, and the programs behind them have their first weights brought to the second cache
-meanwhile (`ask_ahead`): nobody writes weights.
-
 A kernel with this law has the constexprs DEPENDENT and EARLY and is launched with `**dependent_launch(device)`.
 """
 
@@ -30,21 +26,6 @@ def begin_dependent(DEPENDENT: tl.constexpr, EARLY: tl.constexpr):
         tl.extra.cuda.gdc_wait()
     if DEPENDENT and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def ask_ahead(first, ASK: tl.constexpr):
-    """Have what lies behind addresses brought to the second cache, as `ask_assembly` says; nothing waits for it."""
-    if ASK is not None:
-        tl.inline_asm_elementwise(ASK, "=r,l", [first.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-def ask_assembly(device: torch.device, count: int) -> str | None:
-    """How so many bytes are asked for, a multiple of 16; None if there are none, or the GPU cannot do it."""
-    if count <= 0 or not launches_dependently(device):
-        return None
-    assert count % 16 == 0
-    return f"cp.async.bulk.prefetch.L2.global [$1], {count}; mov.u32 $0, 0;"
 
 
 @cache

@@ -12,8 +12,6 @@ PROCESSORS = 132
 """Of an H200, on which these numbers were tuned."""
 LEAST_INPUTS = 512
 """Of one program, where inputs are split."""
-ASKED_AHEAD = 12 << 20
-"""Bytes of a weight that are asked for before a product may begin: what memory gives while a small kernel runs."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,6 @@ class DecodeTiling:
     def grid(self, rows: int, outputs: int) -> tuple[int, int, int]:
         """The programs of a product: tiles of rows and of outputs, and splits."""
         return -(-rows // self.rows), -(-outputs // self.outputs), self.splits
-
-    def asked(self, outputs: int, row_bytes: int, part_bytes: int) -> int:
-        """Bytes of every output's part that are asked for ahead (`ask_ahead`), within the last part, too."""
-        share = ASKED_AHEAD // (-(-outputs // self.outputs) * self.splits * self.outputs)
-        least = row_bytes - (self.splits - 1) * part_bytes
-        return max(0, min(share, least)) // 128 * 128
 
     def stages_of(self, step_bytes: int, device: torch.device) -> int:
         """Stages for which a program has memory, if a step takes so much of it."""

@@ -25,7 +25,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from eyas.kernels.dependent_launch_triton import ask_ahead, ask_assembly, begin_dependent, dependent_launch
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 from eyas.kernels.linear.w4a16_linear import PLANES
@@ -78,11 +78,11 @@ def _w4a16_kernel(
     BFLOAT16: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ASM: tl.constexpr,
-    ASK: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Some outputs of some rows, over one of SPLITS parts of the blocks."""
+    begin_dependent(DEPENDENT, EARLY)
     DTYPE: tl.constexpr = x.dtype.element_ty
     PART: tl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -92,8 +92,6 @@ def _w4a16_kernel(
     weights = weight + out.to(tl.int64)[:, None] * (BLOCKS * PLANE)
     inputs = x + n[None, :].to(tl.int64) * x_row
     first = tl.program_id(2) * PART
-    ask_ahead(weight + out.to(tl.int64) * (BLOCKS * PLANE) + first * PLANE, ASK)
-    begin_dependent(DEPENDENT, EARLY)
     acc = tl.zeros((BLOCK_E, BLOCK_N), tl.float32)
     for block in tl.range(first, tl.minimum(first + PART, BLOCKS), num_stages=STAGES):
         words = tl.load(weights + (block * PLANE + w)[None, :], eviction_policy="evict_first")
@@ -190,7 +188,6 @@ def w4a16_decode(
     tiling = tiling or w4a16_tiling(rows, outputs, size)
     if rows:
         grid, blocks = tiling.grid(rows, outputs), words_EW.shape[1] // plane
-        part = -(-blocks // tiling.splits)
         step_bytes = plane * (2 * tiling.outputs + 2 * PLANES * tiling.rows) + 4 * PLANES * tiling.outputs
         _w4a16_kernel[grid](
             *(x_NK, words_EW, scales_GE, words_EW if bias_E is None else bias_E),
@@ -208,7 +205,6 @@ def w4a16_decode(
             BFLOAT16=scale_dtype == torch.bfloat16,
             HAS_BIAS=bias_E is not None,
             ASM=_assembly(x_NK),
-            ASK=ask_assembly(x_NK.device, tiling.asked(outputs, 2 * plane * blocks, 2 * plane * part)),
             num_warps=tiling.warps,
             **dependent_launch(x_NK.device),
         )

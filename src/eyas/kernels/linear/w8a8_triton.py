@@ -27,7 +27,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from eyas.kernels.dependent_launch_triton import ask_ahead, ask_assembly, begin_dependent, dependent_launch
+from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.elementwise_triton import gated
 from eyas.kernels.linear.decode_tiling import OUTPUTS, PROCESSORS, DecodeTiling, splits_for
@@ -37,8 +37,6 @@ from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 BLOCK_K = 128
 """Inputs of one step of an 8-bit product; weights are padded to a multiple of it."""
 FEWEST_PROGRAMS = 96
-MOST_EARLY = 16
-"""Rows up to which there is room for the programs of the next kernel beside those that round rows."""
 MOST_IN_REGISTERS = 16384
 """Numbers of a row that a program keeps."""
 
@@ -120,7 +118,6 @@ def _w8a8_kernel(
     STAGES: tl.constexpr,
     INT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    ASK: tl.constexpr,
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -128,6 +125,7 @@ def _w8a8_kernel(
 
     With one group its scale comes last; with several, behind each step.
     """
+    begin_dependent(DEPENDENT, EARLY)
     TYPE: tl.constexpr = tl.int32 if INT else tl.float32
     PART: tl.constexpr = (SIZE + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -136,8 +134,6 @@ def _w8a8_kernel(
     weights = weight + out.to(tl.int64)[:, None] * SIZE
     inputs = q + n[None, :] * SIZE
     first = tl.program_id(2) * PART
-    ask_ahead(weight + out.to(tl.int64) * SIZE + first, ASK)
-    begin_dependent(DEPENDENT, EARLY)
     acc = tl.zeros((BLOCK_E, BLOCK_N), TYPE if GROUPS == 1 else tl.float32)
     for begin in tl.range(first, tl.minimum(first + PART, SIZE), BLOCK_K, num_stages=STAGES):
         k = begin + tl.arange(0, BLOCK_K)
@@ -265,7 +261,7 @@ def _launch_rows(x_NK: Tensor, activation: Activation | None, q_NK: Tensor, scal
             GELU=activation is Activation.GELU_TANH,
             num_warps=max(4, min(32, block // 512)),  # one row is one program: what is slow is a thread with much to do
             **largest_of(q_NK.dtype),
-            **dependent_launch(x_NK.device, early=rows <= MOST_EARLY),
+            **dependent_launch(x_NK.device),
         )
 
 
@@ -292,7 +288,6 @@ def w8a8_decode(
     tiling = tiling or w8a8_tiling(rows, outputs, size)
     if rows:
         grid = tiling.grid(rows, outputs)
-        part = -(-size // (tiling.splits * tiling.inputs)) * tiling.inputs
         _w8a8_kernel[grid](
             *(q_NK, scale_N, weight_EK, scale_EG, scale_EG if bias_E is None else bias_E),
             *(*split_memory(scale_N, arrived, grid[0] * grid[1], tiling.rows * tiling.outputs, tiling.splits), out_NE),
@@ -308,7 +303,6 @@ def w8a8_decode(
             STAGES=tiling.stages_of((tiling.outputs + tiling.rows) * tiling.inputs, q_NK.device),
             INT=q_NK.dtype == torch.int8,
             HAS_BIAS=bias_E is not None,
-            ASK=ask_assembly(q_NK.device, tiling.asked(outputs, size, part)),
             num_warps=tiling.warps,
             **dependent_launch(q_NK.device),
         )

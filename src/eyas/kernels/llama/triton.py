@@ -522,7 +522,7 @@ def _launch_add_norm(
         QUANTISES=scale_N is not None,
         **largest_of(output_NK.dtype),
         num_warps=4 if padded <= 2048 else 8,
-        **dependent_launch(x_ND.device, early=tokens <= 16),
+        **dependent_launch(x_ND.device),
     )
 
 
@@ -593,5 +593,5 @@ def _gate(gate_up: Tensor, activation: Activation, gated_NI: Tensor) -> None:
     """Let through what the gates open."""
     tokens, size = gated_NI.shape
     sizes = {"SIZE": size, "BLOCK": 1024, "GELU": activation is Activation.GELU_TANH}
-    options = dependent_launch(gated_NI.device, early=tokens <= 16)
+    options = dependent_launch(gated_NI.device)
     _gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, gated_NI, **sizes, num_warps=4, **options)
