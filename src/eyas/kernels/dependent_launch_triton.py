@@ -5,8 +5,9 @@ That hides most of a launch. The law: nothing that another kernel writes is read
 `begin_dependent`. Behind it, all kernels in front have ended, as each of them has waited for those in front of it.
 
 The programs of the next kernel come when those of this one have ended or, with EARLY, when all of them have begun: then
-they can load what depends on nothing. That is for small kernels. Programs that come early go where there is room, and
-in front of a large product, whose time is that of the processor with most of them, that costs more than it saves.
+they can load what depends on nothing, or at least are there. That is for kernels in front of small ones. Programs that
+come early go where there is room, and in front of a large product, whose time is that of the processor with most of
+them, that costs more than it saves, unless every processor has room for one.
 
 A kernel with this law has the constexprs DEPENDENT and EARLY and is launched with `**dependent_launch(device)`.
 """
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+MOST_EARLY = 4
+"""Rows up to which a kernel of a program for each row is small."""
 
 
 @triton.jit

@@ -25,7 +25,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
+from eyas.kernels.dependent_launch_triton import MOST_EARLY, begin_dependent, dependent_launch
 from eyas.kernels.linear.decode_tiling import OUTPUTS, DecodeTiling, splits_for
 from eyas.kernels.linear.split_sums_triton import split_memory, split_sums
 from eyas.kernels.linear.w4a16_linear import PLANES
@@ -206,7 +206,7 @@ def w4a16_decode(
             HAS_BIAS=bias_E is not None,
             ASM=_assembly(x_NK),
             num_warps=tiling.warps,
-            **dependent_launch(x_NK.device),
+            **dependent_launch(x_NK.device, early=rows <= MOST_EARLY),  # a small kernel is behind it
         )
     return out_NE
 

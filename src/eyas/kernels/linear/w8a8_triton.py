@@ -27,7 +27,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
+from eyas.kernels.dependent_launch_triton import MOST_EARLY, begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.elementwise_triton import gated
 from eyas.kernels.linear.decode_tiling import OUTPUTS, PROCESSORS, DecodeTiling, splits_for
@@ -261,7 +261,7 @@ def _launch_rows(x_NK: Tensor, activation: Activation | None, q_NK: Tensor, scal
             GELU=activation is Activation.GELU_TANH,
             num_warps=max(4, min(32, block // 512)),  # one row is one program: what is slow is a thread with much to do
             **largest_of(q_NK.dtype),
-            **dependent_launch(x_NK.device),
+            **dependent_launch(x_NK.device, early=rows <= MOST_EARLY),
         )
 
 
@@ -304,7 +304,7 @@ def w8a8_decode(
             INT=q_NK.dtype == torch.int8,
             HAS_BIAS=bias_E is not None,
             num_warps=tiling.warps,
-            **dependent_launch(q_NK.device),
+            **dependent_launch(q_NK.device, early=rows <= MOST_EARLY),  # a small kernel is behind it
         )
     return out_NE
 

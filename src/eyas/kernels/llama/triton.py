@@ -31,7 +31,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
+from eyas.kernels.dependent_launch_triton import MOST_EARLY, begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
 from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
@@ -522,7 +522,8 @@ def _launch_add_norm(
         QUANTISES=scale_N is not None,
         **largest_of(output_NK.dtype),
         num_warps=4 if padded <= 2048 else 8,
-        **dependent_launch(x_ND.device),
+        # Products of 8-bit rows have a program for each processor; others have more, which would lie unevenly.
+        **dependent_launch(x_ND.device, early=scale_N is not None and tokens <= MOST_EARLY),
     )
 
 
