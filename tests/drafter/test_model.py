@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.checkpoint import checkpoint_of
@@ -71,6 +72,8 @@ class Equations:
     def attention(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
         name, size = f"layers.{layer}.self_attn.", self.c.head_dim
         q, k, v = (self.linear(x, name + f"{p}_proj").reshape(len(x), -1, size) for p in "qkv")
+        if self.c.qk_norm:
+            q, k = self.rms(q, name + "q_norm"), self.rms(k, name + "k_norm")
         q, k = self.rotate(q, positions), self.rotate(k, positions)
         if layer in self.past:
             k, v = (torch.cat([old, new]) for old, new in zip(self.past[layer], (k, v), strict=True))
@@ -170,6 +173,8 @@ def test_the_forward_is_the_contracts_for_every_combination_of_flags(values: tup
         {"attention_bias": True},
         {"mlp_bias": True},
         {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 2},
+        {"qk_norm": True},
+        {"qk_norm": True, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
         {"logit_scale": 0.25},
         {"rms_norm_eps": 0.1},
         {"num_aux_hidden_states": 1, "aux_layer_ids": (2,), "fc_norm": True},
@@ -350,6 +355,24 @@ def test_later_layers_are_llamas(rope: str, bias: bool) -> None:
     assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
 
 
+def test_later_layers_with_norms_of_queries_and_keys_are_qwen3s() -> None:
+    config = drafter_config(num_hidden_layers=2, qk_norm=True)
+    ours = random_drafter(config).layers[1]
+    shape = Qwen3Config(**{**llama_config(config).to_dict(), "model_type": "qwen3"}, attn_implementation="eager")
+    theirs = Qwen3DecoderLayer(shape, layer_idx=0).eval()
+    theirs.load_state_dict(ours.state_dict())
+    hidden = torch.randn(1, TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(300, 300 + TOKENS)
+    cos_sin = LlamaRotaryEmbedding(llama_config(config))(hidden, positions[None])
+    mask = torch.full((1, 1, TOKENS, TOKENS), float("-inf")).triu(1)
+    with torch.no_grad():
+        expected = theirs(hidden, attention_mask=mask, position_embeddings=cos_sin)
+        attend = DenseAttention()
+        attend.present = [(hidden, hidden)]  # layer 0 has had its turn
+        actual = ours(hidden[0], *Rope(config)(positions, torch.float32), attend)
+    assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_is_llamas_far_beyond_the_trained_positions(kind: str) -> None:
     config = drafter_config(rope_parameters=ROPES[kind])
@@ -451,7 +474,7 @@ def test_a_drafter_without_its_target_says_so() -> None:
 
 @pytest.mark.parametrize("values", product([False, True], repeat=3))
 def test_what_is_remembered_is_what_a_depth_shows_later_slots(values: tuple[bool, ...]) -> None:
-    flags = dict(zip(("fc_norm", "norm_before_residual", "attention_bias"), values, strict=True))
+    flags = dict(zip(("fc_norm", "norm_before_residual", "qk_norm"), values, strict=True))
     drafter = random_drafter(drafter_config(**flags)).eval()
     aux_TX, token_T = inputs(drafter.config)
     fused_TD, position_T, attend = drafter.fuse(aux_TX), torch.arange(TOKENS), DenseAttention()

@@ -54,10 +54,18 @@ def test_every_flag_is_honoured(flags: dict[str, bool]) -> None:
     assert_drafts_alike(fused_drafter(drafter), drafter)
 
 
-def test_packed_linears_are_run_as_one() -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_norms_of_queries_and_keys_are_honoured(residual: bool) -> None:
+    drafter = drafter_of(qk_norm=True, fc_norm=True, norm_output=True, norm_before_residual=residual)
+    assert_drafts_alike(fused_drafter(drafter), drafter)
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_packed_linears_are_run_as_one(qk_norm: bool) -> None:
     if load_kernel()[0] is None:
         pytest.skip("no C compiler here, or none that can be trusted")
-    drafter, packed = drafter_of(fc_norm=True, norm_output=True), drafter_of(fc_norm=True, norm_output=True)
+    flags = {"fc_norm": True, "norm_output": True, "qk_norm": qk_norm}
+    drafter, packed = drafter_of(**flags), drafter_of(**flags)
     assert pack_linears(packed).linears > 0
     assert_drafts_alike(fused_drafter(packed), drafter)
 

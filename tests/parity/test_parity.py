@@ -77,6 +77,9 @@ CASES = {
             },
         }
     ),
+    "Qwen3 layers": Case(flags={**EAGLE_31, "qk_norm": True}),
+    "Qwen3 layers, speculators format": Case(flags={**EAGLE_31, "qk_norm": True}, layout="speculators"),
+    "Qwen3, two layers": Case(flags={**EAGLE_31, "qk_norm": True, "num_hidden_layers": 2}),
     "default target, EAGLE-3": Case(flags={}, on_default_target=True),
     "default target, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True),
     "shipped, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True, shipped=DEFAULT_DRAFTER["smollm2"]),
@@ -103,6 +106,7 @@ def _must_matter(name: str, flag: str) -> bool:
 
 
 CONTROLS = [(name, flag) for name in CASES for flag in NORM_FLAGS if _must_matter(name, flag)]
+CONTROLS += [(name, "qk_norm") for name, case in CASES.items() if case.flags.get("qk_norm") and case.layout == "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,7 @@ class Laboratory:
             result = self.result(name)
             shares = {
                 flag: agreement(flipped(result.drafter, flag), result.record, result.our_aux, DEPTH).share
-                for flag in NORM_FLAGS
+                for flag in NORM_FLAGS + (("qk_norm",) if result.drafter.config.qk_norm else ())
             }
             self.note(name, flipped=shares)
         return dict(self.figures[name]["flipped"])

@@ -54,7 +54,9 @@ def scored(
     )
 
 
-@pytest.mark.parametrize("flags", [{}, EAGLE_31, {"norm_before_residual": True, "num_hidden_layers": 2}])
+@pytest.mark.parametrize(
+    "flags", [{}, EAGLE_31, {"norm_before_residual": True, "num_hidden_layers": 2}, {**EAGLE_31, "qk_norm": True}]
+)
 def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) -> None:
     drafter, batch, depths = drafter_of(**flags), batch_of([LENGTH]), 4
     aux = features_of(batch).aux_TX

@@ -52,8 +52,8 @@ def _print_text(result: "CheckReport") -> None:
     ]
     rows = {
         "drafter": f"{result.family} ({result.layout} layout), {result.source}",
-        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, reading target states of width "
-        f"{config.target_hidden_size} after layers {ids}",
+        "layers": f"{config.num_hidden_layers} of width {config.hidden_size} ({result.layers}), reading target states "
+        f"of width {config.target_hidden_size} after layers {ids}",
         "vocabulary": pruned,
         "flags": ", ".join(
             f"{flag} {'yes' if getattr(config, flag) else 'no'}"

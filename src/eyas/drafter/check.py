@@ -13,6 +13,7 @@ from torch import Tensor
 from eyas.drafter.checkpoint import Checkpoint, read_unchecked, tensor_problems
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import kv_bytes_per_token
+from eyas.drafter.layer_kinds import kind_of
 from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS, QUANTIZATION_KEY
 from eyas.drafter.quantised_linears import linear_names
 
@@ -50,6 +51,8 @@ class CheckReport:
     source: str
     family: str
     layout: str
+    layers: str
+    """What its layers are, by the name of their kind."""
     config: DrafterConfig
     parameters: int
     bytes: int
@@ -88,6 +91,7 @@ def check(
         source=source,
         family=config.family,
         layout=checkpoint.layout,
+        layers=kind_of(config).name,
         config=config,
         parameters=sum(tensor.numel() for tensor in weights),
         bytes=sum(tensor.nbytes for tensor in checkpoint.stored.values()),

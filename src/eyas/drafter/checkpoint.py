@@ -17,7 +17,8 @@ from torch import Tensor
 
 from eyas.atomic import new_folder
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layouts import LAYOUTS, QUANTIZATION_KEY, Json, Layout, detect
+from eyas.drafter.layer_kinds import Json
+from eyas.drafter.layouts import LAYOUTS, QUANTIZATION_KEY, Layout, detect
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantised_linears import QuantisedLinears, read_linears
 from eyas.drafter.recorded_acceptance import read_acceptance
@@ -203,6 +204,8 @@ def _unknown_remedy(name: str, config: DrafterConfig) -> str:
     for prefix, flag in (("fc_norm.", "fc_norm"), ("input_norm.", "norm_before_fc")):
         if name.startswith(prefix) and not getattr(config, flag):
             return f"config.json says {flag} is false: set it to true if the drafter was trained so"
+    if name.endswith((".q_norm.weight", ".k_norm.weight")):
+        return "norms of queries and keys are Qwen3's: say so by Eagle3Qwen3ForCausalLM in architectures"
     if name in ("d2t", "t2d"):
         return f"draft_vocab_size equals vocab_size {config.vocab_size}, so remove it: vLLM refuses both together"
     if name.startswith("model."):

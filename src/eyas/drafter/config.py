@@ -54,6 +54,8 @@ class DrafterConfig:
     norm_before_residual: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Layers of Qwen3: every head of queries and keys is normed before it is turned."""
     rms_norm_eps: float = 1e-5
     logit_scale: float = 1.0
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
@@ -82,9 +84,15 @@ class DrafterConfig:
             "norm_before_residual",
             "attention_bias",
             "mlp_bias",
+            "qk_norm",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false in config.json")
+        if self.qk_norm and (self.attention_bias or self.mlp_bias):
+            raise UserError(
+                f"attention_bias is {self.attention_bias} and mlp_bias {self.mlp_bias} beside qk_norm; layers of Qwen3 "
+                "have no bias in vLLM: train the drafter without"
+            )
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.vocab_size}; "

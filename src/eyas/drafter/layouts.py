@@ -1,7 +1,7 @@
 """How each format spells a drafter: tensor names and config.json, as tables, plus the few rules tables cannot say.
 
-- `vllm`: `LlamaForCausalLMEagle3` with `midlayer.`; SafeAILab, SpecForge and vLLM write and read it. `layers.0.`
-  is read as well, and written when there are several layers.
+- `vllm`: `LlamaForCausalLMEagle3`, or what `layer_kinds.py` has for other layers, with `midlayer.`; SafeAILab,
+  SpecForge and vLLM write and read it. `layers.0.` is read as well, and written when there are several layers.
 - `sglang`: the same, but SGLang counts auxiliary layers differently (see `_read_aux_ids`).
 - `speculators`: nested config, `layers.N.`.
 
@@ -16,11 +16,16 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeGuard
 
 from eyas.drafter.config import DrafterConfig
+from eyas.drafter.layer_kinds import (
+    LAYER_KINDS,
+    Json,
+    LayerKind,
+    kind_of,
+    kind_of_architecture,
+    kind_of_model_type,
+)
 from eyas.errors import UserError
 
-Json = dict[str, Any]
-
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 QUANTIZATION_KEY = "quantization_config"
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
@@ -155,7 +160,7 @@ def _whole_numbers(ids: object) -> TypeGuard[list[int]]:
 
 
 def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
-    _check_architecture(raw)
+    kind = _kind_named(raw)
     eagle = raw.get("eagle_config") or {}
     if not isinstance(eagle, dict):
         raise UserError(f"eagle_config is {eagle!r}; it must be an object or absent: correct it")
@@ -165,12 +170,12 @@ def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
             f"eagle_config.use_aux_hidden_state is {eagle['use_aux_hidden_state']!r}: this drafter reads the "
             "target's last state only, as EAGLE-1 does; eyas runs drafters that fuse auxiliary states: use one"
         )
-    _refuse_unknown(raw, _known_keys(raw), "config.json")
+    _refuse_unknown(raw, _known_keys(raw, kind), "config.json")
     source = raw.get("eyas_source", {})
     if not isinstance(source, dict):
         raise UserError(f"eyas_source is {source!r}; it must be an object as `eyas convert` writes it: remove it")
     _refuse_unknown(source, frozenset(_SPECULATORS_SOURCE), "eyas_source")
-    values = _layer_values(raw)
+    values = _layer_values(raw, kind)
     values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
     if "norm_before_fc" in eagle:
         values["norm_before_fc"] = eagle["norm_before_fc"]
@@ -210,10 +215,13 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
         raise UserError(
             f"transformer_layer_config is {layer!r}; a speculators config.json needs it as an object: export it again"
         )
-    if layer.get("model_type", "llama") != "llama":
+    layer_type = layer.get("model_type", "llama")
+    layer_kind = kind_of_model_type(layer_type)
+    if layer_kind is None or "speculators" in layer_kind.not_in:
+        known = [name for name, one in LAYER_KINDS.items() if "speculators" not in one.not_in]
         raise UserError(
-            f"transformer_layer_config.model_type is {layer['model_type']!r}; eyas runs drafters with 'llama' layers: "
-            "use such a one"
+            f"transformer_layer_config.model_type is {layer_type!r}; eyas runs speculators drafters with layers of "
+            f"{' or '.join(known)}: use such a one"
         )
     if raw.get("norm_before_residual") is None:
         raise UserError(
@@ -221,8 +229,8 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
             "write the value the drafter was trained with into config.json"
         )
     _refuse_unknown(raw, _SPECULATORS_TOP, "config.json")
-    _refuse_unknown(layer, _known_keys(layer), "transformer_layer_config")
-    values = _layer_values(layer)
+    _refuse_unknown(layer, _known_keys(layer, layer_kind), "transformer_layer_config")
+    values = _layer_values(layer, layer_kind)
     values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
     values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), None, sglang=False)
     if "num_aux_hidden_states" not in values and ids is not None:
@@ -235,20 +243,24 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
     return _build(values), extras
 
 
-def _check_architecture(raw: Json) -> None:
+def _kind_named(raw: Json) -> LayerKind:
     architectures = raw.get("architectures")
-    if not isinstance(architectures, list) or not any(a in ARCHITECTURES for a in architectures):
+    kind = kind_of_architecture(architectures)
+    if kind is None:
+        known = [one.architectures[0] for one in LAYER_KINDS.values()]
         raise UserError(
-            f"config.json says architectures {architectures!r}; an EAGLE-3 drafter says {list(ARCHITECTURES[:1])}. "
+            f"config.json says architectures {architectures!r}; an EAGLE-3 drafter says one of {', '.join(known)}. "
             "Is this path the target instead of its drafter?"
         )
-    if raw.get("model_type", "llama") != "llama":
+    if raw.get("model_type", kind.model_types[0]) not in kind.model_types:
         raise UserError(
-            f"config.json says model_type {raw['model_type']!r}; eyas runs drafters with 'llama' layers: use such a one"
+            f"config.json says model_type {raw['model_type']!r} beside architectures {architectures!r}, whose layers "
+            f"are of {' or '.join(kind.model_types)}; write what the drafter was trained as"
         )
+    return kind
 
 
-def _layer_values(raw: Json) -> Json:
+def _layer_values(raw: Json, kind: LayerKind) -> Json:
     missing = [key for key in _REQUIRED if raw.get(key) is None]
     if missing:
         raise UserError(f"config.json lacks {', '.join(missing)}; add what the drafter was trained with")
@@ -261,11 +273,7 @@ def _layer_values(raw: Json) -> Json:
         raise UserError(f"layer_types is {kinds!r}; eyas runs drafters with 'full_attention' layers: use such a one")
     values = {key: raw[key] for key in _LAYER_FIELDS if raw.get(key) is not None}
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    heads, hidden = values["num_attention_heads"], values["hidden_size"]
-    if "head_dim" not in values:
-        # Where heads or width are no sizes at all, DrafterConfig names them before it comes to this one.
-        whole = type(heads) is int and type(hidden) is int and heads > 0
-        values["head_dim"] = hidden // heads if whole else 0
+    values |= kind.read(raw)
     values["rope_parameters"] = _read_rope(raw)
     values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     return values
@@ -300,14 +308,15 @@ def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str)
             raise UserError(f"unknown key {key!r} in {where} (value {given[key]!r}); {hint}")
 
 
-def _known_keys(given: Mapping[str, Any]) -> frozenset[str]:
+def _known_keys(given: Mapping[str, Any], kind: LayerKind) -> frozenset[str]:
     """Keys that are read or mean nothing. Importing transformers takes seconds: it is asked about strange keys only."""
     known = _CONSUMED | _HARMLESS
     if given.keys() <= known:
         return known
-    from transformers import LlamaConfig
+    import transformers
 
-    return known | LlamaConfig().to_dict().keys()
+    theirs: dict[str, Any] = getattr(transformers, kind.transformers_config)().to_dict()
+    return known | theirs.keys()
 
 
 # --- writing -----------------------------------------------------------------------------------------------
@@ -319,6 +328,7 @@ def _layer_json(config: DrafterConfig) -> Json:
     if config.logit_scale == 1.0:
         del layer["logit_scale"]
     layer |= {"hidden_act": "silu", "rope_parameters": rope, "rope_theta": rope["rope_theta"]}
+    layer |= kind_of(config).write(config)
     if rope["rope_type"] != "default":
         layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return layer
@@ -326,10 +336,11 @@ def _layer_json(config: DrafterConfig) -> Json:
 
 def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
     """Every flag and every id in every place some server reads it."""
+    kind = kind_of(config)
     written = {
         **extras,
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "llama",
+        "architectures": [kind.architectures[0]],
+        "model_type": kind.model_types[0],
         **_layer_json(config),
         **{key: getattr(config, key) for key in _DRAFTER_FIELDS},
         "tie_word_embeddings": False,
@@ -346,6 +357,7 @@ def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
 
 
 def _write_sglang(config: DrafterConfig, extras: Json) -> Json:
+    kind_of(config).require_layout("sglang")
     for flag, reason in (
         ("norm_before_residual", "SGLang always adds the residual before the norm"),
         ("attention_bias", "SGLang's drafter has no attention bias"),
@@ -398,6 +410,8 @@ def names_verifier(extras: Json) -> bool:
 
 
 def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
+    kind = kind_of(config)
+    kind.require_layout("speculators")
     if config.fc_norm and config.norm_before_fc:
         raise UserError("fc_norm and norm_before_fc are both true; speculators allows one of them: use --to vllm")
     if config.hidden_size != config.target_hidden_size:
@@ -411,7 +425,7 @@ def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
         "speculators_model_type": "eagle3",
         **_speculators_source(extras),
         # vLLM starts from this object, so num_aux_hidden_states reaches it from here and from nowhere else.
-        "transformer_layer_config": {**layer_extras, "model_type": "llama", **_layer_json(config)},
+        "transformer_layer_config": {**layer_extras, "model_type": kind.model_types[0], **_layer_json(config)},
         **{key: getattr(config, key) for key in _DRAFTER_FIELDS},
         "tie_word_embeddings": False,
         "torch_dtype": config.dtype,

@@ -53,16 +53,23 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, keys * size, bias=bias)
         self.v_proj = nn.Linear(input_size, keys * size, bias=bias)
         self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=bias)
+        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else None
         self._head_dim = size
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
         """Attend from x, whose slots stand at the positions cos and sin were made for."""
-        q, k, v = (proj(x).unflatten(-1, (-1, self._head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attend(layer, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(-2))  # type: ignore[no-any-return]
+        q = self.q_proj(x).unflatten(-1, (-1, self._head_dim))
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        k, v = self.keys_and_values(x, cos, sin)
+        return self.o_proj(attend(layer, rotate(q, cos, sin), k, v).flatten(-2))  # type: ignore[no-any-return]
 
     def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
         """What `forward` hands to `attend` for x to be seen."""
         k, v = (proj(x).unflatten(-1, (-1, self._head_dim)) for proj in (self.k_proj, self.v_proj))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
         return rotate(k, cos, sin), v
 
 

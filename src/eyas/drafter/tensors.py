@@ -22,7 +22,8 @@ class TensorSpec:
 
 
 # Size symbols: H drafter hidden, T target hidden, F = A * T fused input, Q query width, G key width,
-# M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in the first layer, else H).
+# K head dim, M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in the first layer,
+# else H).
 _FIRST_LAYER_ONLY = {"hidden_norm.weight": "H"}
 _EVERY_LAYER = {
     "input_layernorm.weight": "H",
@@ -41,6 +42,7 @@ _ATTENTION_BIAS = {
     "self_attn.v_proj.bias": "G",
     "self_attn.o_proj.bias": "H",
 }
+_QK_NORM = {"self_attn.q_norm.weight": "K", "self_attn.k_norm.weight": "K"}
 _MLP_BIAS = {"mlp.gate_proj.bias": "M", "mlp.up_proj.bias": "M", "mlp.down_proj.bias": "H"}
 
 
@@ -52,6 +54,7 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
         "F": config.num_aux_hidden_states * config.target_hidden_size,
         "Q": config.num_attention_heads * config.head_dim,
         "G": config.num_key_value_heads * config.head_dim,
+        "K": config.head_dim,
         "M": config.intermediate_size,
         "V": config.vocab_size,
         "W": config.draft_vocab_size,
@@ -70,6 +73,7 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
         rows = dict(_EVERY_LAYER)
         rows |= _FIRST_LAYER_ONLY if index == 0 else {}
         rows |= _ATTENTION_BIAS if config.attention_bias else {}
+        rows |= _QK_NORM if config.qk_norm else {}
         rows |= _MLP_BIAS if config.mlp_bias else {}
         attention_input = config.hidden_size * (2 if index == 0 else 1)
         table |= {

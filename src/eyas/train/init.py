@@ -62,6 +62,7 @@ def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> Draf
         norm_output=settings.norm_output,
         norm_before_residual=settings.norm_before_residual,
         norm_before_fc=settings.norm_before_fc,
+        qk_norm=settings.model_type == "qwen3",
     )
 
 

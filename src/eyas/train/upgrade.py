@@ -33,6 +33,7 @@ from torch import Tensor
 
 from eyas.drafter.checkpoint import Checkpoint, build_drafter, read_checkpoint
 from eyas.drafter.config import DrafterConfig
+from eyas.drafter.layer_kinds import kind_of
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.facts import TargetFacts
@@ -169,6 +170,8 @@ def _require_fit(config: DrafterConfig, settings: DrafterSettings, facts: Target
         ("intermediate_size", settings.intermediate_size, config.intermediate_size),
         # One layer is what a recipe says that says nothing.
         ("layers", None if settings.layers == 1 else settings.layers, config.num_hidden_layers),
+        # So are llama's.
+        ("model_type", None if settings.model_type == "llama" else settings.model_type, kind_of(config).name),
     ):
         if asked is not None and asked != has:
             raise UserError(

@@ -1,6 +1,7 @@
 """What drafting asks of a drafter, whoever computes it: its own module, or a fused pass over its weights.
 
-Shapes: N tokens, M of them, S rows of auxiliary states, X concatenated auxiliary states, D drafter hidden.
+Shapes: N tokens, M of them, S rows of auxiliary states, X concatenated auxiliary states, D drafter hidden, B query and
+key heads, K head dim.
 """
 
 from typing import Protocol, runtime_checkable
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from eyas.drafter.attention import Attend, KeysAndValues
-from eyas.drafter.model import DepthOutput, Drafter, FirstLayer
+from eyas.drafter.config import DrafterConfig
+from eyas.drafter.model import Attention, DepthOutput, Drafter, FirstLayer
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata
+from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.llama.block import Product, join
 from eyas.kernels.llama.eagle import GoesOn
 
@@ -103,6 +106,16 @@ def first_layer(drafter: Drafter) -> FirstLayer:
     layer = drafter.layers[0]
     assert isinstance(layer, FirstLayer)
     return layer
+
+
+def heads_norm(attention: Attention, config: DrafterConfig) -> FusedNorm | None:
+    """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
+    q_norm, k_norm = attention.q_norm, attention.k_norm
+    if q_norm is None or k_norm is None:
+        return None
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    weight_BK = torch.cat([q_norm.weight.detach().expand(heads, -1), k_norm.weight.detach().expand(keys, -1)])
+    return FusedNorm(weight_BK, config.rms_norm_eps)
 
 
 def product_of(*linears: nn.Module) -> Product:

@@ -24,7 +24,7 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, product_of
+from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, product_of
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
@@ -100,6 +100,7 @@ class _FusedDrafter:
         self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
         self._turns = RotaryTable(drafter.rope)
+        self._qk_norm = heads_norm(layer.self_attn, config)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
 
@@ -114,6 +115,7 @@ class _FusedDrafter:
             attention_norm=None,
             mlp_norm=layer.post_attention_layernorm,
             scale=config.head_dim**-0.5,
+            qk_norm=self._qk_norm,
         )
         around = Surroundings(
             embedding_VD=self._embedding_VD,
@@ -186,6 +188,8 @@ class _FusedDrafter:
         both_NE, normed_ND = self._input(hidden, token_ids)
         qkv = self._qkv(both_NE, None).view(tokens, -1, config.head_dim)
         turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
+        if self._qk_norm is not None:
+            self.elementwise.norm_heads(qkv[:, : heads + keys], self._qk_norm.weight, self._qk_norm.eps)
         self.elementwise.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
         attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
         x_ND = self._output(attended.reshape(tokens, -1), None)
@@ -223,6 +227,8 @@ class _FusedDrafter:
         keys = config.num_key_value_heads
         kv = self._kv(self._input(hidden, token_ids)[0], None).view(tokens, -1, config.head_dim)
         turned = kv.new_empty(tokens, keys, config.head_dim)
+        if self._qk_norm is not None:
+            self.elementwise.norm_heads(kv[:, :keys], self._qk_norm.weight[-keys:], self._qk_norm.eps)
         self.elementwise.rotate(kv[:, :keys], *self._turns.at(positions), turned)
         return turned, kv[:, keys:]
 

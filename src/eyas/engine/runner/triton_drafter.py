@@ -18,7 +18,7 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, product_of
+from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, product_of
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.w8a8_linear import rows_kept
@@ -61,6 +61,7 @@ class TritonDrafter:
             turn_scale=drafter.rope.scale,
             qkv=product_of(attention.q_proj, attention.k_proj, attention.v_proj),
             kv=product_of(attention.k_proj, attention.v_proj),
+            qk_norm=heads_norm(attention, config),
             output=product_of(attention.o_proj),
             mlp_norm=_norm(layer.post_attention_layernorm),
             gate_up=product_of(mlp.gate_proj, mlp.up_proj),

@@ -149,6 +149,8 @@ class TritonEagle:
     qkv: Product
     kv: Product
     """Keys and values of it alone."""
+    qk_norm: FusedNorm | None
+    """Of every head of queries and keys, the weights [B, K] of all."""
     output: Product
     mlp_norm: FusedNorm
     gate_up: Product
@@ -198,7 +200,7 @@ class TritonEagle:
         both_NE, x_ND, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
         qkv_NE = self._product(self.qkv, both_NE)
         q_NHK = x_ND.new_empty(len(x_ND), sizes.heads, sizes.head_dim)
-        _rotate(qkv_NE, cos_NK, sin_NK, attention.metadata.slot_mapping_N, None, q_NHK, *kv)
+        _rotate(qkv_NE, cos_NK, sin_NK, attention.metadata.slot_mapping_N, self.qk_norm, q_NHK, *kv)
         mixed_NE = attention.attend(q_NHK, *kv, sizes.head_dim**-0.5, None, window).flatten(1)
         if keep_M is not None:
             mixed_NE, x_ND = mixed_NE.index_select(0, keep_M), x_ND.index_select(0, keep_M)
@@ -227,7 +229,10 @@ class TritonEagle:
         both_NE, _, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
         kv_NE = self._product(self.kv, both_NE)
         no_queries = kv_NE.new_empty(len(kv_NE), 0, self.sizes.head_dim)
-        _rotate(kv_NE, cos_NK, sin_NK, slot_mapping_N, None, no_queries, *kv)
+        norm = self.qk_norm
+        if norm is not None:
+            norm = FusedNorm(norm.weight[self.sizes.heads :], norm.eps)
+        _rotate(kv_NE, cos_NK, sin_NK, slot_mapping_N, norm, no_queries, *kv)
 
     def _product(self, product: Product, x_NE: Tensor) -> Tensor:
         if len(x_NE) <= self.few_rows:
