@@ -4,7 +4,8 @@
     llama-batched-bench -m model.gguf -c 8192 -npp 128 -ntg 96 -npl 1,4,16 -t 2 -tb 2
 
 On a CPU. Both read prompts of random tokens and decode greedily to the end, without drafts. Tokens per second of the
-steps that read prompts and of those that only decode, the best of the rounds and all of them.
+steps that read prompts and of those that only decode, the best of the rounds and all of them. On a processor with AMX,
+`--without-amx` shows what it gives.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.errors import UserError
+from eyas.kernels.linear.quantised_linear import load_quantised
 from eyas.loading import load_target
 from eyas.sampling import Sampling
 
@@ -29,12 +31,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--without-amx", action="store_true", help="integer products by vectors alone")
     arguments = parser.parse_args()
     users = arguments.users or [1, 4, 16]
     try:
         target = load_target(arguments.target, dtype=arguments.dtype, device="cpu", quantization=arguments.quantization)
     except UserError as error:
         raise SystemExit(f"error: {error}") from error
+    kernel, words = load_quantised()
+    if kernel is not None:
+        if arguments.without_amx:
+            kernel.use_tiles(False)
+        words = kernel.uses
+    print(f"integer products, where the target has any: {words}")
     length = arguments.prompt + arguments.new
     config = EngineConfig(max_num_seqs=max(users), max_model_len=length, prefix_cache=False)
     engine, source, vocabulary = Engine(target, config=config), random.Random(0), target.facts.vocab_size

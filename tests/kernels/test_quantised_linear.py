@@ -1,4 +1,3 @@
-import shutil
 from copy import deepcopy
 from pathlib import Path
 
@@ -32,15 +31,12 @@ def _no_gradients():
         yield
 
 
-@pytest.fixture(scope="module", params=["", "-DPORTABLE"])
+@pytest.fixture(scope="module", params=[None, "PORTABLE"])
 def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantisedKernel:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param and shutil.which("cc"):
-            patch.setenv("CC", f"cc {request.param}")
-        found, words = load_quantised(cache=tmp_path_factory.mktemp("cache"))
+    found, words = load_quantised(cache=tmp_path_factory.mktemp("cache"), form=request.param)
     if found is None:
         pytest.skip(f"no kernel here: {words}")
-    assert not request.param or found.uses == "plain C"
+    assert request.param is None or found.uses == "plain C"
     return found
 
 

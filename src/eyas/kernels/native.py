@@ -18,7 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +45,9 @@ class _UnavailableError(Exception):
     """Why there is no native code here; never leaves this module."""
 
 
-def load_native(source: Path, *, cache: Path | None = None) -> tuple[ctypes.CDLL | None, str]:
+def load_native(
+    source: Path, *, cache: Path | None = None, defines: Sequence[str] = ()
+) -> tuple[ctypes.CDLL | None, str]:
     """Return the compiled `source` and who compiled it, or None and the reason why there is none."""
     folder = (cache or user_cache_path("eyas")) / "native"
     reasons = []
@@ -53,7 +55,7 @@ def load_native(source: Path, *, cache: Path | None = None) -> tuple[ctypes.CDLL
         _share_openmp()
         for compiler in _compilers():
             try:
-                return _load(source, compiler, folder), f"{_version(compiler)}, for this processor"
+                return _load(source, compiler, folder, defines), f"{_version(compiler)}, for this processor"
             except (OSError, UserError, subprocess.SubprocessError, _UnavailableError) as error:
                 reasons.append(f"{shlex.join(compiler)}: {error}")
     except (OSError, _UnavailableError) as error:
@@ -61,8 +63,9 @@ def load_native(source: Path, *, cache: Path | None = None) -> tuple[ctypes.CDLL
     return None, "; ".join(reasons) or "no C compiler found (looked for $CC, cc, gcc and clang)"
 
 
-def _load(source: Path, compiler: list[str], folder: Path) -> ctypes.CDLL:
+def _load(source: Path, compiler: list[str], folder: Path, defines: Sequence[str]) -> ctypes.CDLL:
     flags = FLAGS + (FLAGS_OF_ARM if platform.machine() == "aarch64" else FLAGS_OF_X86)
+    flags += [f"-D{name}" for name in defines]
     # A header beside it or above it may be a part of it.
     parts = [source, *sorted(source.parent.glob("*.h")), *sorted(source.parent.parent.glob("*.h"))]
     identity = [part.read_text() for part in parts]

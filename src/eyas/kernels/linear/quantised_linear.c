@@ -14,11 +14,12 @@
  *     4 bits: the same for k < 16, with input k + 16 in the upper four bits; signed without a minimum, but for VNNI
  *
  * so they are read from front to back, once for ROWS rows. Where there are more rows, four bits are unpacked once for
- * all of them.
+ * all of them. Groups of sixteen rows go to the matrix unit where there is one (quantised_tiles.h).
  *
  * Invariant: an element of y is the same to the last bit whatever the number of rows beside it and the number of
  * threads: from the bias on, shares of blocks are added in their order, one by one. Integer sums are the same on every
- * processor; shares are rounded once or twice, by whether a processor multiplies and adds at once.
+ * processor; shares are rounded once or twice, by whether a processor multiplies and adds at once. So on one processor
+ * all forms below give the same bits.
  *
  * Names: M rows of x and y, N outputs, K inputs, B blocks.
  */
@@ -26,12 +27,15 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(PORTABLE)
+#if defined(PORTABLE) || defined(NEON) || defined(VNNI) || defined(AVX2)
 /* told so by tests */
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #define NEON
 #elif defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #define VNNI
+#if defined(__AMX_INT8__) && defined(__linux__)
+#define AMX
+#endif
 #elif defined(__AVX2__) && defined(__F16C__)
 #define AVX2
 #else
@@ -255,19 +259,21 @@ INLINE void round_block(const float *x, float inverse, int8_t *q, int32_t *halve
 #endif
 }
 
-/* Scales of all blocks first: the rest of a block would wait for its own. */
-static void quantise_row(const float *x, long K, const struct rows *rows, long m) {
+/* One row; its blocks are every `step`th from `first` on. Scales of all blocks first: the rest of a block would wait for
+ * its own. */
+INLINE void quantise_blocks(const float *x, long K, const struct rows *rows, long first, const long step) {
     const long B = rows->blocks, whole = K / BLOCK;
     float padded[BLOCK] = {0};
-    float *scale = rows->scale + m * B, *sum = rows->sum + m * B;
+    float *scale = rows->scale + first, *sum = rows->sum + first;
     if (whole < B) memcpy(padded, x + whole * BLOCK, (K - whole * BLOCK) * sizeof(float));
-    for (long b = 0; b < B; b++) scale[b] = largest_of(b < whole ? x + b * BLOCK : padded);
-    for (long b = 0; b < B; b++) sum[b] = scale[b] > 0x1p-120f ? 127.0f / scale[b] : 0.0f;
+    for (long b = 0; b < B; b++) scale[b * step] = largest_of(b < whole ? x + b * BLOCK : padded);
+    for (long b = 0; b < B; b++) sum[b * step] = scale[b * step] > 0x1p-120f ? 127.0f / scale[b * step] : 0.0f;
     for (long b = 0; b < B; b++) {
-        int32_t *halves = rows->halves + 2 * (m * B + b);
-        round_block(b < whole ? x + b * BLOCK : padded, sum[b], rows->q + (m * B + b) * BLOCK, halves);
-        scale[b] /= 127.0f;
-        sum[b] = scale[b] * (float)(halves[0] + halves[1]);
+        const long at = first + b * step;
+        int32_t *halves = rows->halves + 2 * at;
+        round_block(b < whole ? x + b * BLOCK : padded, sum[b * step], rows->q + at * BLOCK, halves);
+        scale[b * step] /= 127.0f;
+        sum[b * step] = scale[b * step] * (float)(halves[0] + halves[1]);
     }
 }
 
@@ -409,6 +415,26 @@ static panel_product *const PRODUCTS[] = {
     [SCALES_OF_HALVES] = eight_by_halves,
 };
 
+#if defined(AMX)
+#include "quantised_tiles.h"
+#else
+enum { TILE_ROWS = 1 };
+void use_tiles(int wanted) {}
+int uses_tiles(void) { return 0; }
+static long grouped_rows(long M) { return 0; }
+static void tiled_panel(int format, const struct rows *rows, long m, long M, const uint8_t *w, float *sums, long *shaped) {}
+static void release_tiles(void) {}
+#endif
+
+/* Row m; the first `grouped` rows lie in groups. */
+static void quantise_row(const float *x, long K, const struct rows *rows, long m, long grouped) {
+    const long B = rows->blocks;
+    if (m < grouped)
+        quantise_blocks(x, K, rows, m / TILE_ROWS * TILE_ROWS * B + m % TILE_ROWS, TILE_ROWS);
+    else
+        quantise_blocks(x, K, rows, m * B, 1);
+}
+
 /* Some outputs of a product: a matrix by itself, or one of several that read the same x. Python has the same. */
 struct part {
     const uint8_t *panels;
@@ -418,7 +444,14 @@ struct part {
 
 int panel_width(void) { return PANEL; }
 int unsigned_bytes(void) { return UNSIGNED; }
-const char *uses(void) { return USES; }
+const char *uses(void) {
+#if defined(AMX)
+    if (!has_tiles()) return USES " (the system does not permit AMX)";
+    return tiles_wanted ? USES ", and AMX int8 from 16 rows on" : USES " (AMX int8 is off)";
+#else
+    return USES;
+#endif
+}
 
 /* Bytes of workspace for every row. */
 long workspace_bytes(long K) { return blocks_of(K) * (BLOCK + 4 * sizeof(float)); }
@@ -426,7 +459,7 @@ long workspace_bytes(long K) { return blocks_of(K) * (BLOCK + 4 * sizeof(float))
 /* y[:, :N] = x W^T + bias; rows of y lie `y_stride` apart, those of x densely. */
 void quantised_linear(const float *x, long M, long K, const struct part *parts, long part_count, float *y, long y_stride,
                       void *workspace, int threads) {
-    const long B = blocks_of(K);
+    const long B = blocks_of(K), grouped = grouped_rows(M);
     struct rows rows = {.blocks = B, .scale = workspace};
     rows.sum = rows.scale + M * B;
     rows.halves = (int32_t *)(rows.sum + M * B);
@@ -435,15 +468,16 @@ void quantised_linear(const float *x, long M, long K, const struct part *parts, 
     for (long i = 0; i < part_count; i++) panels += (parts[i].outputs + PANEL - 1) / PANEL;
 
     if (M < 2 * threads)
-        for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m);
+        for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m, grouped);
 #pragma omp parallel num_threads(threads)
     {
+        long shaped = 0;
         if (M >= 2 * threads) {
 #pragma omp for schedule(static)
-            for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m);
+            for (long m = 0; m < M; m++) quantise_row(x + m * K, K, &rows, m, grouped);
         }
         for (long m = 0; m < M; m += STRIPE) {
-            const long count = smaller(STRIPE, M - m);
+            const long count = smaller(STRIPE, M - m), by_tiles = m < grouped ? smaller(count, grouped - m) : 0;
 #pragma omp for schedule(static) nowait
             for (long p = 0; p < panels; p++) {
                 long at = p, column = 0;
@@ -453,7 +487,10 @@ void quantised_linear(const float *x, long M, long K, const struct part *parts, 
                 float sums[STRIPE * PANEL], bias[PANEL] = {0};
                 if (part->bias) memcpy(bias, part->bias + n, columns * sizeof(float));
                 for (long i = 0; i < count; i++) memcpy(sums + i * PANEL, bias, sizeof bias);
-                PRODUCTS[part->format](&rows, m, count, part->panels + at * B * block_bytes((int)part->format), sums);
+                const uint8_t *w = part->panels + at * B * block_bytes((int)part->format);
+                if (by_tiles) tiled_panel((int)part->format, &rows, m, by_tiles, w, sums, &shaped);
+                if (by_tiles < count)
+                    PRODUCTS[part->format](&rows, m + by_tiles, count - by_tiles, w, sums + by_tiles * PANEL);
                 float *y_mn = y + m * y_stride + column + n;
                 if (columns == PANEL) /* a constant: no call */
                     for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, PANEL * sizeof(float));
@@ -461,6 +498,7 @@ void quantised_linear(const float *x, long M, long K, const struct part *parts, 
                     for (long i = 0; i < count; i++) memcpy(y_mn + i * y_stride, sums + i * PANEL, columns * sizeof(float));
             }
         }
+        if (shaped) release_tiles();
     }
 }
 

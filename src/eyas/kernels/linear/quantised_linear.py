@@ -14,6 +14,7 @@ Shapes: M rows, N outputs, K inputs, B blocks, S scales of an output (B, or 2 B 
 """
 
 import ctypes
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +28,18 @@ from eyas.kernels.linear.quantised_weight import QuantisedWeight
 from eyas.kernels.linear.weight_memory import laid_apart
 from eyas.kernels.native import load_native
 
+logger = logging.getLogger(__name__)
+
 SOURCE = Path(__file__).with_name("quantised_linear.c")
 BLOCK = 32
 FOUR_BITS, MINIMA, SCALES_OF_HALVES = 1, 2, 4
 """What a format is made of, as quantised_linear.c has it."""
 FORMATS = (0, FOUR_BITS, MINIMA, FOUR_BITS | MINIMA, SCALES_OF_HALVES)
 Bits = Literal[4, 8]
+Form = Literal["NEON", "VNNI", "AVX2", "PORTABLE"]
+"""What quantised_linear.c can be made for; VNNI without AMX."""
+TILED_ROWS = 16
+"""Rows from which on AMX is used, where it is."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,6 +156,15 @@ class QuantisedKernel:
         """The instructions it multiplies with."""
         return str(self.library.uses().decode())
 
+    @property
+    def tiles(self) -> bool:
+        """Whether many rows are multiplied by the processor's matrix unit (AMX)."""
+        return bool(self.library.uses_tiles())
+
+    def use_tiles(self, wanted: bool) -> None:
+        """Switch the matrix unit on or off, where there is one: for all who use this library. Results are the same."""
+        self.library.use_tiles(wanted)
+
     def workspace_bytes(self, inputs: int) -> int:
         """What a row takes beside its results."""
         return int(self.library.workspace_bytes(inputs))
@@ -199,12 +215,20 @@ class QuantisedKernel:
         return torch.cat([heads(blocks.scale_NS), *minima, q_PBJCI.reshape(panels, count, -1)], dim=2)
 
 
-def load_quantised(*, cache: Path | None = None) -> tuple[QuantisedKernel | None, str]:
-    """Return the kernel and who compiled it, or None and the reason why there is none."""
-    library, words = load_native(SOURCE, cache=cache)
+def load_quantised(*, cache: Path | None = None, form: Form | None = None) -> tuple[QuantisedKernel | None, str]:
+    """Return the kernel and who compiled it, or None and the reason why there is none.
+
+    It is made for what the processor can do best, unless tests name a form. AMX is used if it gives the same bits.
+    """
+    library, words = load_native(SOURCE, cache=cache, defines=() if form is None else (form,))
     if library is None:
         return None, words
     kernel = QuantisedKernel(library, words)
+    if kernel.tiles and (differing := _differing_with_tiles(kernel)):
+        kernel.use_tiles(False)
+        logger.warning(
+            f"AMX int8 is off: {differing} gave other results with it than without; products are by {kernel.uses}"
+        )
     return (kernel, words) if _is_right(kernel) else (None, f"what {words} made computes wrongly")
 
 
@@ -232,6 +256,32 @@ def _is_right(kernel: QuantisedKernel) -> bool:
         if any(not torch.equal(layer(x_MK[:rows]), expected[:rows]) for rows in (1, 2, 3, 4, 19)):
             return False
     return True
+
+
+@torch.no_grad()
+def _differing_with_tiles(kernel: QuantisedKernel) -> str:
+    """The first products that differ between the matrix unit and vectors, in words; none does where all is well."""
+    outputs, inputs = 2 * kernel.width + 1, 17 * BLOCK + 3
+    generator = torch.Generator().manual_seed(0)
+    x_MK = torch.randn(9 * TILED_ROWS + 5, inputs, generator=generator)
+    for format_ in FORMATS:
+        bits: Bits = 4 if format_ & FOUR_BITS else 8
+        low, high = (0, 16) if bits == 4 and format_ & MINIMA else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+        blocks = Blocks(
+            q_NK=torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8),
+            scale_NS=torch.randn(outputs, 36 if format_ & SCALES_OF_HALVES else 18, generator=generator).half(),
+            minimum_NB=torch.randn(outputs, 18, generator=generator).half() if format_ & MINIMA else None,
+            bits=bits,
+        )
+        layer = QuantisedLinear.of(kernel, blocks)
+        for rows in (TILED_ROWS, TILED_ROWS + 1, len(x_MK)):
+            tiled = layer(x_MK[:rows])
+            kernel.use_tiles(False)
+            same = torch.equal(tiled, layer(x_MK[:rows]))
+            kernel.use_tiles(True)
+            if not same:
+                return f"{rows} rows by {bits} bits (format {format_})"
+    return ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,32 +13,21 @@
  * Names: M rows of x and y, K inputs, steps = K / 32 rounded up.
  */
 
-#include <immintrin.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
+#include "amx.h"
+
+/* A tile has TILE_ROWS rows of STEP inputs each; of weights, as many pairs of inputs. */
 enum {
-    TILE_ROWS = 16,                /* of STEP inputs each; of weights, as many pairs of inputs */
     PARTS = 3,                     /* bfloat16 that make a float32 */
     TILE = TILE_ROWS * STEP,       /* numbers in a tile */
     STEP_BYTES = STEP * PANEL * 2, /* of a panel */
     AHEAD = 2 * STEP_BYTES,        /* weights fetched before they are needed */
     SPLIT_BYTES = 1 << 20,         /* of x, split: they stay in the second-level cache for all panels */
-    REQUEST_PERMISSION = 0x1023,   /* Linux lets a process use tiles that asks for them */
-    TILE_DATA = 18,
 };
 
 typedef uint32_t bits __attribute__((vector_size(LANES * sizeof(float)), aligned(sizeof(float)), may_alias));
 typedef uint16_t upper __attribute__((vector_size(LANES * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
-
-/* What the processor reads: how many rows each of its tiles has, and bytes of a row. */
-struct tile_shapes {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-};
 
 /* 0, 1: sums for both halves of a panel; 2, 3, 4: the parts of x; 6, 7: weights */
 static void set_rows(long rows) {
@@ -47,14 +36,7 @@ static void set_rows(long rows) {
         shapes.rows[tile] = tile < 5 ? rows : TILE_ROWS;
         shapes.row_bytes[tile] = STEP * sizeof(uint16_t);
     }
-    _tile_loadconfig(&shapes);
-}
-
-/* Whether this process may use tiles. */
-static int has_tiles(void) {
-    static int known = -1;
-    if (known < 0) known = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-    return known;
+    shape_tiles(&shapes);
 }
 
 /* Some neighbouring inputs of a row, cut off at the upper 16 bits, then what was cut off, and what was cut off that. */
