@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eyas.bench.client import Address, Client
+from eyas.bench.client import Client
+from eyas.remote.address import Address
 
 BAR = 0.05
 THINGS = (

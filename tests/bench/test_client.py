@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from eyas.bench.client import Address, Client, ServerGoneError
+from eyas.bench.client import Client, ServerGoneError
 from eyas.bench.stream import StreamedAnswer
+from eyas.remote.address import Address
 
 EVENTS = (
     b'data: {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n'

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.client import Address
 from eyas.bench.experiment import Experiment, ExperimentConfig
 from eyas.bench.load import Load
 from eyas.bench.record import RecordBuilder
@@ -16,6 +15,7 @@ from eyas.bench.server import identify
 from eyas.bench.variants import list_variants
 from eyas.bench.workload import Task, Workload, synthetic_workload
 from eyas.errors import UserError
+from eyas.remote.address import Address
 from fake_openai import Behaviour, Fake
 
 TASKS = tuple(Task(key=f"k{i}", category="ab"[i % 2], turns=("Hello", "More")[: 1 + i % 2]) for i in range(6))

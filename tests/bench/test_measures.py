@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.client import Address
 from eyas.bench.compare import compare
 from eyas.bench.counters import Counters
 from eyas.bench.draft_counts import DraftCounts
@@ -16,6 +15,7 @@ from eyas.bench.statistics import percentiles, spread
 from eyas.bench.stream import StreamedAnswer
 from eyas.bench.variants import OFF, PLAIN, SPECULATIVE, Variant, list_variants
 from eyas.errors import UserError
+from eyas.remote.address import Address
 
 
 def server(**changes: Any) -> ServerInfo:

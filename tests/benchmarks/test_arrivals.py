@@ -11,8 +11,8 @@ import arrivals
 import pytest
 from arrivals import commands, line_of, own_client, row_of_eyas, row_of_vllm, vllm_client
 
-from eyas.bench.client import Address
 from eyas.bench.process import Command
+from eyas.remote.address import Address
 from fake_openai import Behaviour, Fake
 
 

@@ -24,14 +24,19 @@ def ids(text: str) -> tuple[int, ...]:
 class Echo:
     """Answers two at a time, the later first, with the last message in capitals; counts what it saw."""
 
-    def __init__(self, *, dies_after: int | None = None) -> None:
+    def __init__(self, *, dies_after: int | None = None, lucky: bool = True) -> None:
         self.asked: list[ChatPrompt] = []
+        self.lucky = lucky
         self._left = dies_after
 
     def reply(self, question: ChatPrompt) -> Reply:
         text = str(question.messages[-1]["content"])
         if text == "long":
             return Reply(id=question.id, sample=None)
+        if text == "unclear":
+            return Reply(id=question.id, sample=None, missing="inexact")
+        if text == "unlucky" and not self.lucky:
+            return Reply(id=question.id, sample=None, missing="failed")
         said = " " if text == "silent" else text.upper()
         prompt = "".join(str(message["content"]) for message in question.messages)
         return Reply(
@@ -252,3 +257,17 @@ def test_finished_is_read_where_it_is_given_and_must_be_true_or_false() -> None:
     assert not parse_conversation({"prompt": "Hi", "finished": False}, "f:1").finished
     with pytest.raises(UserError, match="f:1: finished is 'no'; give true"):
         parse_conversation({"prompt": "Hi", "finished": "no"}, "f:1")
+
+
+def test_what_failed_is_not_written_and_asked_again_by_the_next_run(tmp_path: Path) -> None:
+    asked = [conversation("a"), conversation("b", "unlucky"), conversation("unclear"), conversation("c", "unclear")]
+    out = tmp_path / "out"
+    first = regenerate(asked, Echo(lucky=False), out, arguments=ARGUMENTS, author=AUTHOR)
+    assert (first.written, first.failed, first.inexact, first.done) == (2, 1, 1, 4)
+    assert sorted(rows(out)) == [0, 3]
+    assert len(rows(out)[3]["samples"]) == 1
+    again = Echo()
+    second = regenerate(asked, again, out, arguments=ARGUMENTS, author=AUTHOR)
+    assert (second.earlier, second.written, second.failed) == (2, 1, 0)
+    assert {question.id for question in again.asked} == {1, 2}
+    assert len(rows(out)[1]["samples"]) == 2

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from eyas.bench.client import Address
 from eyas.bench.experiment import Experiment, ExperimentConfig
 from eyas.bench.load import Load
 from eyas.bench.record import RecordBuilder
@@ -17,6 +16,7 @@ from eyas.bench.requests import RequestOptions
 from eyas.bench.server import identify
 from eyas.bench.variants import list_variants
 from eyas.bench.workload import Task, Workload, synthetic_workload
+from eyas.remote.address import Address
 from eyas.serve.transport.server import Server, listen, url_of
 
 

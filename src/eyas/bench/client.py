@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,7 @@ import aiohttp
 
 from eyas.bench.counters import Counters, read_counters
 from eyas.bench.stream import Arrival, StreamedAnswer, error_message, parse_stream
-from eyas.errors import UserError
+from eyas.remote.address import Address
 
 PROBE_SECONDS = 10.0
 _BROKEN = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
@@ -27,25 +27,6 @@ class ServerGoneError(Exception):
     """Nobody answers any more."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    """Where a server is, and what lets one in."""
-
-    url: str
-    """Without /v1."""
-    api_key: str | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(cls, url: str, *, api_key: str | None = None) -> "Address":
-        """From what a user gives, with or without the path."""
-        plain = url.rstrip("/").removesuffix("/v1").rstrip("/")
-        if not plain.startswith(("http://", "https://")):
-            raise UserError(f"{url!r} is no address of a server; give one such as http://127.0.0.1:8000")
-        if "@" in plain:
-            raise UserError("an address with a password in it would end up in the record; give --api-key instead")
-        return cls(url=plain, api_key=api_key)
-
-
 class Client:
     """A server's counterpart for one run; connections are made anew for each, as none may be left from before."""
 
@@ -54,11 +35,10 @@ class Client:
         self._began = time.perf_counter()
 
     async def __aenter__(self) -> "Client":
-        headers = {} if self._address.api_key is None else {"authorization": f"Bearer {self._address.api_key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=PROBE_SECONDS),
-            headers=headers,
+            headers=self._address.headers,
             auto_decompress=False,
         )
         return self

@@ -16,9 +16,10 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import IO
 
-from eyas.bench.client import Address, Client, ServerGoneError
+from eyas.bench.client import Client, ServerGoneError
 from eyas.bench.provenance import without_secrets
 from eyas.errors import UserError
+from eyas.remote.address import Address
 
 logger = logging.getLogger(__name__)
 

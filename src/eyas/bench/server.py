@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from eyas.bench.client import Address, Client, ServerGoneError
+from eyas.bench.client import Client, ServerGoneError
 from eyas.errors import UserError
+from eyas.remote.address import Address, read_model_card
 
 KINDS = ("eyas", "vllm", "sglang")
 
@@ -35,7 +36,7 @@ async def identify(
     """Ask a server who it is; refuse what is no OpenAI server or does not serve the model."""
     async with Client(address, timeout=timeout) as client:
         try:
-            card = _card(await client.get("/v1/models"), address, model)
+            card = read_model_card(await client.get("/v1/models"), address, model)
             version = _version(await client.get("/version"))
             counters = await client.counters()
         except ServerGoneError as error:
@@ -56,29 +57,6 @@ async def identify(
         drafts=drafts,
         command=command,
     )
-
-
-def _card(reply: tuple[int, bytes], address: Address, model: str | None) -> Mapping[str, Any]:
-    status, body = reply
-    if status in (401, 403):
-        raise UserError(f"{address.url} lets only holders of a key in ({status}); give --api-key")
-    try:
-        listed = json.loads(body)["data"] if status == 200 else None
-        cards: dict[str, dict[str, Any]] = {str(card["id"]): dict(card) for card in listed or ()}
-    except (ValueError, KeyError, TypeError):
-        cards = {}
-    if not cards:
-        start = " ".join(body[:80].decode("utf-8", "replace").split())
-        raise UserError(
-            f"{address.url} is no OpenAI-compatible server: /v1/models answered {status} {start!r}; check the address"
-        )
-    if model is None:
-        if len(cards) > 1:
-            raise UserError(f"{address.url} serves {', '.join(cards)}; choose one with --model")
-        return next(iter(cards.values()))
-    if model not in cards:
-        raise UserError(f"{address.url} does not serve {model!r}; give --model {' or '.join(cards)}, or leave it out")
-    return cards[model]
 
 
 def _version(reply: tuple[int, bytes]) -> str | None:

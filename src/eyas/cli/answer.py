@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eyas.cli.arguments import read_chat_format, read_stop, require_models
-from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
+from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SERVERS, WORK
 from eyas.cli.libraries import import_libraries
 from eyas.cli.options import (
     AsJson,
@@ -29,15 +29,18 @@ from eyas.cli.options import (
 )
 from eyas.cli.progress import ProgressDisplay
 from eyas.data.bad_records import MAX_BAD_SHARE, BadRecords
+from eyas.errors import UserError
+from eyas.target.locate import DEFAULT_TARGET
 
 if TYPE_CHECKING:
-    from eyas.cli.engine_answerer import AnswerLimits
+    from eyas.cli.answer_limits import AnswerLimits
     from eyas.data.regenerate import Progress
     from eyas.sampling import Sampling
+    from eyas.target.facts import TargetFacts
 
 LONGEST = 2048
 """Tokens of a conversation, unless told, without the thinking of its last answer."""
-SEQS_ON_CPU, SEQS_ELSEWHERE = 16, 256
+SEQS_ON_CPU, SEQS_ELSEWHERE, SEQS_PER_SERVER = 16, 256, 512
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OF_CONFIG = "the generation config's"
 
@@ -49,8 +52,32 @@ def answer(
         typer.Option(help="Where answers go, as JSON lines; an existing file is gone on with.", rich_help_panel=OUTPUT),
     ],
     target: Annotated[
-        str, typer.Option(help="smollm2, a GGUF file, a folder or a hub id.", rich_help_panel=MODEL)
-    ] = "smollm2",
+        str | None,
+        typer.Option(
+            help="smollm2, a GGUF file, a folder or a hub id; beside --server for its tokenizer and template.",
+            show_default="smollm2, or what the servers say",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="URL of an OpenAI-compatible server that answers instead of this machine; repeat for several.",
+            rich_help_panel=SERVERS,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Which model of theirs.", show_default="the only one", rich_help_panel=SERVERS)
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EYAS_API_KEY", help="For the servers.", rich_help_panel=SERVERS)
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one answer of a server.", min=1.0, rich_help_panel=SERVERS)
+    ] = 3600.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait while no server is there.", min=0.0, rich_help_panel=SERVERS)
+    ] = 1800.0,
     generation_config: Annotated[
         str,
         typer.Option(
@@ -122,7 +149,7 @@ def answer(
         typer.Option(
             help="Answers at the same time.",
             min=1,
-            show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere",
+            show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere, {SEQS_PER_SERVER} for each server",
             rich_help_panel=MEMORY,
         ),
     ] = None,
@@ -148,26 +175,29 @@ def answer(
 
     Stopped in any way, the same command goes on where it was.
     """
-    require_models(target)
+    own = {"dtype": dtype, "device": device, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    if server:
+        _require_unsaid(own)
+    if target is not None:
+        require_models(target)
     import_libraries()
+    from contextlib import ExitStack
     from itertools import islice
 
     from eyas.checksum import sha256_of_all
-    from eyas.cli.engine_answerer import AnswerLimits, EngineAnswerer
+    from eyas.cli.answer_limits import AnswerLimits
+    from eyas.cli.engine_answerer import OwnEngine
+    from eyas.cli.server_answerer import Servers
     from eyas.data.files import ConversationReader, expand_files
     from eyas.data.regenerate import regenerate
-    from eyas.errors import UserError
-    from eyas.loading import load_target
-    from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
+    from eyas.remote.server_pool import RetryPolicy
     from eyas.sampling import Sampling
     from eyas.serve.builders.answer_reader import AnswerReader
-    from eyas.target.fingerprint import fingerprint
     from eyas.target.generation_defaults import read_defaults
 
     flags = dict(zip(SAMPLED, (temperature, top_k, top_p, min_p, repetition_penalty), strict=True))
     given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     Sampling(**given)  # before anything is loaded
-    kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
     files, bad = expand_files([file]), BadRecords()
     conversations = list(islice(ConversationReader(files, bad), limit))
     report_skipped(bad, max_bad_share)
@@ -177,55 +207,46 @@ def answer(
         replace(one, chat_template_kwargs={**chat_format.variables, **one.chat_template_kwargs})
         for one in conversations
     ]
-    loaded = load_target(
-        target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
-    )
-    defaults = read_defaults(generation_config, loaded.model.generation_config).given
-    defaults.pop("max_new_tokens", None)
-    sampling = Sampling(**{**defaults, **given})
-    report(_sampling_words(sampling, defaults, given))
-    reader = AnswerReader(loaded)
-    longest = loaded.facts.max_position_embeddings
-    if max_length is None:
-        wanted = LONGEST + (max_thinking_tokens if reader.thinks else 0)
-        max_length = min(wanted, longest or wanted)
-    elif longest is not None and max_length > longest:
-        raise UserError(
-            f"--max-length {max_length} is above the {longest} tokens that {target} was made for; "
-            f"choose {longest} or less"
+    with ExitStack() as opened:
+        who: OwnEngine | Servers
+        if server:
+            retry = RetryPolicy(timeout=timeout, patience=patience)
+            seqs = min(slots or SEQS_PER_SERVER * len(server), len(conversations))
+            connected = Servers.connect(server, model=model, api_key=api_key, retry=retry, slots=seqs)
+            who = opened.enter_context(connected)
+            who.load(target, cache=cache, chat_format=chat_format)
+        else:
+            who = OwnEngine.load(target or DEFAULT_TARGET, cache=cache, chat_format=chat_format, **own)
+            seqs = min(slots or (SEQS_ON_CPU if who.on_cpu else SEQS_ELSEWHERE), len(conversations))
+        defaults = read_defaults(generation_config, who.target.generation_config).given
+        defaults.pop("max_new_tokens", None)
+        sampling = Sampling(**{**defaults, **given})
+        report(_sampling_words(sampling, defaults, given))
+        reader = AnswerReader(who.target)
+        limits = AnswerLimits(
+            max_tokens=max_tokens,
+            max_thinking_tokens=max_thinking_tokens,
+            max_length=_longest(max_length, who.target.facts, max_thinking_tokens if reader.thinks else 0),
         )
-    if slots is None:
-        slots = SEQS_ON_CPU if loaded.device.type == "cpu" else SEQS_ELSEWHERE
-    limits = AnswerLimits(max_tokens=max_tokens, max_thinking_tokens=max_thinking_tokens, max_length=max_length)
-    answerer = EngineAnswerer(
-        loaded,
-        reader,
-        sampling=sampling,
-        limits=limits,
-        stop_strings=stops,
-        max_num_seqs=min(slots, len(conversations)),
-        kv_cache_dtype=kept,
-        seed=seed,
-    )
-    arguments = {
-        "input": str(file),
-        "input_sha256": sha256_of_all(files),
-        "target": target,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "quantization": loaded.quantization,
-        **({} if kept == "auto" else {"kv_cache_dtype": kept}),
-        **{name: getattr(sampling, name) for name in SAMPLED},
-        **asdict(limits),
-        "stop": stops,
-        "chat_template": chat_format.template,
-        "chat_template_kwargs": chat_format.variables,
-        "raw": raw,
-        "turns": turns,
-        "seed": seed,
-    }
-    author = {"target": target, "target_fingerprint": fingerprint(loaded.model)}
-    started, latest = time.perf_counter(), list["Progress"]()
-    with ProgressDisplay() as display:
+        answerer = who.answerer(
+            reader, sampling=sampling, limits=limits, stop_strings=stops, max_num_seqs=seqs, seed=seed
+        )
+        arguments = {
+            "input": str(file),
+            "input_sha256": sha256_of_all(files),
+            "target": who.target.facts.source,
+            **who.arguments,
+            **{name: getattr(sampling, name) for name in SAMPLED},
+            **asdict(limits),
+            "stop": stops,
+            "chat_template": chat_format.template,
+            "chat_template_kwargs": chat_format.variables,
+            "raw": raw,
+            "turns": turns,
+            "seed": seed,
+        }
+        started, latest = time.perf_counter(), list["Progress"]()
+        display = opened.enter_context(ProgressDisplay())
 
         def show(progress: "Progress") -> None:
             latest[:] = [progress]
@@ -234,9 +255,9 @@ def answer(
 
         try:
             done = regenerate(
-                conversations, answerer, out, arguments=arguments, author=author, turns=turns, on_progress=show
+                conversations, answerer, out, arguments=arguments, author=who.author, turns=turns, on_progress=show
             )
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, UserError):
             if latest:
                 written = latest[0].earlier + latest[0].written
                 report(f"{written} of {len(conversations)} conversations are in {out}; the same command goes on")
@@ -249,6 +270,29 @@ def answer(
         return
     for name, count in counts.items():
         typer.echo(f"{name:14} {count:>12,}")
+
+
+def _require_unsaid(own: Mapping[str, str]) -> None:
+    """Refuse what a server was told when it was started."""
+    for name, value in own.items():
+        if value != "auto":
+            raise UserError(
+                f"--{name.replace('_', '-')} {value} is for a target on this machine, and --server answers; leave it "
+                "out, the server's own options say it"
+            )
+
+
+def _longest(max_length: int | None, facts: "TargetFacts", thinking: int) -> int:
+    """Tokens of a conversation at most."""
+    most, wanted = facts.max_position_embeddings, LONGEST + thinking
+    if max_length is None:
+        return min(wanted, most or wanted)
+    if most is not None and max_length > most:
+        raise UserError(
+            f"--max-length {max_length} is above the {most} tokens that {facts.source} was made for; "
+            f"choose {most} or less"
+        )
+    return max_length
 
 
 def _sampling_words(sampling: "Sampling", defaults: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -264,6 +308,8 @@ def _advice(done: "Progress", limits: "AnswerLimits") -> Iterator[str]:
     """What to do next time, and what to tell the recipe."""
     from eyas.train.recipe import DataSettings
 
+    if done.failed:
+        yield f"note: {done.failed} conversations got no answer from any server; the same command asks them again"
     room = f"and --max-length (now {limits.max_length}) with it, if prompt and answer reach that"
     for cut, what, flag, now in (
         (done.cut_thinking, "while the target was thinking", "--max-thinking-tokens", limits.max_thinking_tokens),

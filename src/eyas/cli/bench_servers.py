@@ -59,10 +59,10 @@ class ChosenServers:
 
     async def identify(self, stack: AsyncExitStack, *, timeout: float, start_seconds: float) -> "tuple[Variant, ...]":
         """Start what is to be started, and ask everyone who they are."""
-        from eyas.bench.client import Address
         from eyas.bench.process import running_server
         from eyas.bench.server import identify
         from eyas.bench.variants import list_variants
+        from eyas.remote.address import Address
 
         servers: list[ServerInfo] = []
         baselines: dict[str, ServerInfo] = {}

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from eyas.cli.options import report
-from eyas.data.conversations import Sample
-from eyas.data.encode_prompt import encode_prompt
+from eyas.cli.answer_limits import AnswerLimits, BudgetedAnswer
+from eyas.cli.prompt_encoder import PromptEncoder
 from eyas.data.regenerate import ChatPrompt, Reply
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
 from eyas.engine.request import FinishReason, Request
-from eyas.errors import UserError
+from eyas.loading import load_target
+from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.sampling import Sampling
-from eyas.serve.builders.answer_reader import AnswerReader, ReadAnswer
+from eyas.serve.builders.answer_reader import AnswerReader
+from eyas.target.chat_template import ChatFormat
+from eyas.target.fingerprint import fingerprint
 from eyas.target.model import Target
 
 # Tokens of one pass for each answer at the same time: what decoding leaves of it, prompts fill.
@@ -22,14 +25,69 @@ LEAST_TOKENS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerLimits:
-    """Where answers end that the target does not end. What it said until then stays as it is: nothing is forced."""
+class OwnEngine:
+    """A target on this machine."""
 
-    max_tokens: int
-    """Of an answer, without its thinking."""
-    max_thinking_tokens: int
-    max_length: int
-    """Of prompt, thinking and answer together."""
+    target: Target
+    kv_cache_dtype: str
+
+    @classmethod
+    def load(
+        cls,
+        target: str,
+        *,
+        dtype: str,
+        device: str,
+        quantization: str,
+        kv_cache_dtype: str,
+        cache: Path | None,
+        chat_format: ChatFormat,
+    ) -> "OwnEngine":
+        """Load the target."""
+        kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
+        loaded = load_target(
+            target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+        )
+        return cls(target=loaded, kv_cache_dtype=kept)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the processor."""
+        return self.target.device.type == "cpu"
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """What of it decides the answers, beside the target."""
+        kept = {} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "quantization": self.target.quantization, **kept}
+
+    @property
+    def author(self) -> dict[str, str]:
+        """Who answers, for every record."""
+        return {"target": self.target.facts.source, "target_fingerprint": fingerprint(self.target.model)}
+
+    def answerer(
+        self,
+        reader: AnswerReader,
+        *,
+        sampling: Sampling,
+        limits: AnswerLimits,
+        stop_strings: tuple[str, ...],
+        max_num_seqs: int,
+        seed: int,
+    ) -> "EngineAnswerer":
+        """An engine that answers so many prompts at the same time."""
+        return EngineAnswerer(
+            self.target,
+            reader,
+            sampling=sampling,
+            limits=limits,
+            stop_strings=stop_strings,
+            max_num_seqs=max_num_seqs,
+            kv_cache_dtype=self.kv_cache_dtype,
+            seed=seed,
+        )
 
 
 class EngineAnswerer:
@@ -47,7 +105,6 @@ class EngineAnswerer:
         kv_cache_dtype: str = "auto",
         seed: int,
     ) -> None:
-        target.encode_chat([{"role": "user", "content": "?"}])  # a target without a chat template is refused at once
         self._target, self._reader, self._sampling, self._limits = target, reader, sampling, limits
         self._stop_ids, self._stop_strings, self._seed = target.stop_ids(), stop_strings, seed
         self._config = EngineConfig(
@@ -56,9 +113,9 @@ class EngineAnswerer:
             max_num_batched_tokens=max(LEAST_TOKENS, TOKENS_PER_SEQ * max_num_seqs),
             kv_cache_dtype=kv_cache_dtype,
         )
-        self._answers: dict[int, _Answer] = {}
+        self._encode = PromptEncoder(target, limits.max_length)
+        self._answers: dict[int, BudgetedAnswer] = {}
         self._unfit: list[int] = []
-        self._refused = False
 
     def __call__(self, pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
         """See `Answerer`."""
@@ -74,10 +131,11 @@ class EngineAnswerer:
         thinking = limits.max_thinking_tokens if self._reader.thinks else 0
         while (question := pull()) is not None:
             prompt = self._encode(question)
-            if prompt is None or len(prompt) >= limits.max_length:
+            if prompt is None:
                 self._unfit.append(question.id)
                 continue
-            self._answers[question.id] = _Answer(prompt, self._reader.read(prompt, question.conversation.tools), limits)
+            read = self._reader.read(prompt, question.conversation.tools)
+            self._answers[question.id] = BudgetedAnswer(prompt, read, limits)
             return question.id, Request(
                 prompt=prompt,
                 sampling=self._sampling,
@@ -89,52 +147,13 @@ class EngineAnswerer:
             )
         return None
 
-    def _encode(self, question: ChatPrompt) -> tuple[int, ...] | None:
-        try:
-            return tuple(encode_prompt(self._target, question.conversation))
-        except UserError as error:
-            if not self._refused:
-                report(f"note: this conversation cannot be asked, and perhaps others: {error}")
-            self._refused = True
-            return None
-
     def _enough(self, number: int, piece: OutputDelta) -> bool:
-        return self._answers[number].feed(piece)
+        ended = piece.finished is not None
+        return self._answers[number].feed(piece.tokens, piece.texts, ended=ended)
 
     def _reply(self, number: int, output: RequestOutput) -> Reply:
-        answer = self._answers.pop(number)
-        return Reply(
-            id=number,
-            sample=Sample(prompt_ids=answer.prompt, answer_ids=tuple(answer.tokens)),
-            message=answer.read.message(),
-            finished=output.finished is FinishReason.STOP,
-            thinking_tokens=answer.read.thinking_tokens,
-        )
+        return self._answers.pop(number).reply(number, finished=output.finished is FinishReason.STOP)
 
     def _unfit_replies(self) -> Iterator[Reply]:
         while self._unfit:
             yield Reply(id=self._unfit.pop(), sample=None)
-
-
-class _Answer:
-    """An answer under way, up to where one of its budgets is spent."""
-
-    def __init__(self, prompt: tuple[int, ...], read: ReadAnswer, limits: AnswerLimits) -> None:
-        self.prompt, self.read, self._limits = prompt, read, limits
-        self.tokens: list[int] = []
-
-    def feed(self, piece: OutputDelta) -> bool:
-        """Take what a step gave, or its beginning; whether that was enough."""
-        for place, (token, text) in enumerate(zip(piece.tokens, piece.texts, strict=True), start=1):
-            self.tokens.append(token)
-            self.read.feed(text)
-            ended = piece.finished is not None and place == len(piece.tokens)
-            if self._spent and not ended:
-                return True
-        return False
-
-    @property
-    def _spent(self) -> bool:
-        if self.read.in_reasoning:
-            return self.read.thinking_tokens >= self._limits.max_thinking_tokens
-        return len(self.tokens) - self.read.thinking_tokens >= self._limits.max_tokens

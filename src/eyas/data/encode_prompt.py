@@ -3,10 +3,10 @@
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatTemplateOptions, check_variables
-from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 
-def encode_prompt(target: Target, conversation: Conversation) -> list[int]:
+def encode_prompt(target: TargetText, conversation: Conversation) -> list[int]:
     """The ids of a conversation up to where the assistant answers."""
     variables = conversation.chat_template_kwargs
     check_variables(target.tokenizer, variables, conversation.where)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -46,7 +46,10 @@ class Reply:
 
     id: int
     sample: Sample | None
-    """Its tokens; None when the target cannot be asked: the question does not fit its context or its template."""
+    """Its tokens; None when there are none, and `missing` says why."""
+    missing: Literal["unfit", "inexact", "failed"] = "unfit"
+    """unfit: the question does not fit the target's context or its template; inexact: a server answered and its tokens
+    are not certain; failed: no server answered this time."""
     message: Message = field(default_factory=dict)
     """The same as the assistant's message: content, and where the template knows of them reasoning and tool calls."""
     finished: bool = False
@@ -91,6 +94,10 @@ class Progress:
     """The same, behind the thinking or without any."""
     unfit: int = 0
     """Left out: the target cannot be asked the first question."""
+    inexact: int = 0
+    """Left out: the tokens of the first answer are not certain."""
+    failed: int = 0
+    """Left for the next run: no server gave an answer."""
     empty: int = 0
     """Left out: the first answer is empty."""
     unanswerable: int = 0
@@ -105,7 +112,7 @@ class Progress:
     @property
     def done(self) -> int:
         """Conversations that are dealt with."""
-        return self.earlier + self.written + self.unfit + self.empty + self.unanswerable
+        return self.earlier + self.written + self.unfit + self.inexact + self.failed + self.empty + self.unanswerable
 
 
 def regenerate(
@@ -173,6 +180,10 @@ class _Regeneration:
     def take(self, reply: Reply) -> None:
         """Go on with the conversation, or write it."""
         before, sample = self._asked.pop(reply.id).messages, reply.sample
+        if sample is None and reply.missing == "failed":
+            self._count(failed=1)  # nothing is written, so that the next run asks again
+            self._end(reply.id)
+            return
         if sample is not None:
             self._count(tokens=len(sample.answer_ids), thinking_tokens=reply.thinking_tokens)
         if sample is None or reply.empty:
@@ -180,7 +191,7 @@ class _Regeneration:
             if said:
                 self._write(reply.id, said, finished=True)
             else:
-                self._count(**{"unfit" if sample is None else "empty": 1})
+                self._count(**{reply.missing if sample is None else "empty": 1})
             self._end(reply.id)
             return
         self._samples[reply.id].append(sample)

@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, D hidden size, A auxiliary states, X = A * D, V vocab
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +22,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -35,14 +34,14 @@ from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.target.capture import capture
-from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, render_chat, require_template
+from eyas.target.chat_template import ChatFormat
 from eyas.target.device import choose_device, device_words
-from eyas.target.facts import TargetFacts, facts_of
+from eyas.target.facts import facts_of
 from eyas.target.locate import explain_failures, locate, options_of
 from eyas.target.quantise import ON_THE_FLY, quantise_on_gpu
 from eyas.target.quantised_checkpoint import quantised_model, scheme_of
 from eyas.target.template_override import apply_format
-from eyas.target.tokenizer import stop_ids
+from eyas.target.text import TargetText
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +66,10 @@ class ForwardOutput:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Target:
+class Target(TargetText):
     """A causal language model ready to run, with its tokenizer."""
 
-    facts: TargetFacts
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template for every conversation; a caller's own go over them."""
     quantization: str = "none"
     """What its matrices are multiplied as: of a checkpoint that is quantised, or made by `loading.py`."""
 
@@ -229,57 +224,10 @@ class Target:
             head if isinstance(head, QuantisedLinear) else self.head(),
         )
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: ChatTemplateOptions | None = None,
-        *,
-        check_text: Callable[[str], None] | None = None,
-    ) -> list[int]:
-        """Return the ids of a conversation in the target's own format, up to where the assistant answers.
-
-        `tools` are told to a template that knows of them; the others leave them out. `options` may end it
-        elsewhere.
-        """
-        options = options or ChatTemplateOptions()
-        if not options.template:
-            require_template(self.tokenizer, self.facts.source, tools=bool(tools))
-        options = replace(options, variables={**self.template_variables, **options.variables})
-        try:
-            text = render_chat(self.tokenizer, messages, tools, options)
-        except TEMPLATE_ERRORS as error:
-            raise UserError(
-                f"the chat template of {self.facts.source} refuses this conversation ({str(error)[:200]}); change the "
-                "messages or what the template is given"
-            ) from error
-        if check_text is not None:
-            check_text(text)
-        # The template has written the special tokens.
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of new tokens, without special ones unless they are asked for."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
-
-    def decoder(self) -> Callable[[Sequence[int], bool], str]:
-        """`decode` for very many short calls: the tokenizer's own code alone, where all around it changes nothing."""
-        tokenizer, base = self.tokenizer, PreTrainedTokenizerFast
-        lean = (
-            isinstance(tokenizer, base)
-            and type(tokenizer).decode is base.decode
-            and type(tokenizer)._decode is base._decode
-            and not tokenizer.clean_up_tokenization_spaces
-        )
-        if not lean:
-            return self.decode
-        decode = tokenizer.backend_tokenizer.decode
-        return lambda ids, skip_special_tokens: decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def stop_ids(self) -> frozenset[int]:
-        """Return the ids that end an answer: the generation config's and the tokenizer's end of text."""
-        return stop_ids(self.tokenizer, self.model.generation_config)
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """What its makers recommend, as the model holds it."""
+        return self.model.generation_config
 
 
 def loads_onto_device() -> bool:

@@ -1,6 +1,8 @@
 """The target's tokenizer without its weights, and the ids that end an answer."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -18,11 +20,16 @@ def load_tokenizer(
     with explain_failures(source, place):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **hub)
     apply_format(tokenizer, chat_format or ChatFormat())
+    return tokenizer, stop_ids(tokenizer, read_generation_config(place, hub))
+
+
+def read_generation_config(place: str, hub: Mapping[str, Any]) -> GenerationConfig | None:
+    """Return the generation config of a located target; many ship none."""
     try:
-        generation: GenerationConfig | None = GenerationConfig.from_pretrained(place, **hub)
-    except OSError:  # many models ship none; the tokenizer's end of text remains
-        generation = None
-    return tokenizer, stop_ids(tokenizer, generation)
+        config: GenerationConfig = GenerationConfig.from_pretrained(place, **hub)
+    except OSError:
+        return None
+    return config
 
 
 def local_source(source: str, *, cache: Path | None = None) -> str:

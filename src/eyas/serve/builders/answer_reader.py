@@ -16,7 +16,7 @@ from eyas.serve.parsers.harmony import HarmonyReasoning
 from eyas.serve.parsers.registry import AUTO, choose_formats
 from eyas.serve.protocol.completions import Tool
 from eyas.target.chat_template import TEMPLATE_ERRORS, template_message
-from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 _REASONING_FIELD = re.compile(r"reasoning_content|\.reasoning\b|\[['\"]reasoning['\"]\]")
 """How templates read the reasoning of a message, also those that write it in some turns only."""
@@ -27,7 +27,7 @@ TRIAL = ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 class AnswerReader:
     """Reads the answers of one target, by the formats that its chat template has."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetText) -> None:
         template = template_of(target)
         self._tools, reasoning = choose_formats(template, AUTO, AUTO)
         self._reasoning = ReasoningSupport(tokenizer=target.tokenizer, format=reasoning)
@@ -93,7 +93,7 @@ class ReadAnswer:
         return message
 
 
-def _has_field(template: str, target: Target) -> bool:
+def _has_field(template: str, target: TargetText) -> bool:
     """Whether the template takes the reasoning of a message from a field."""
     if _REASONING_FIELD.search(template):
         return True

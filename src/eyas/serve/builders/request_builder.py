@@ -36,6 +36,7 @@ from eyas.serve.protocol.prompt_tokens import require_spaces, truncated
 from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.target.bad_words import bad_word_tokens
 from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 COMPLETION_TOKENS = 16
 """Default max_tokens of /v1/completions, as OpenAI has it."""
@@ -349,7 +350,7 @@ def _reasoning(message: AssistantMessage) -> dict[str, str]:
     return {} if text is None else {"reasoning_content": text}
 
 
-def template_of(target: Target) -> str:
+def template_of(target: TargetText) -> str:
     """The chat template for conversations with tools."""
     tokenizer = target.tokenizer
     try:
