@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from aiohttp import web
+from aiohttp import ClientOSError, web
 
 from eyas.errors import UserError
 from eyas.remote.address import Address
@@ -216,6 +216,27 @@ def test_a_request_that_is_wrong_is_not_sent_again_and_one_that_fails_only_so_of
         server.answer = lambda body: (401, {})
         with pytest.raises(UserError, match="--api-key"):
             await ask(pool, 1)
+
+    run(test)
+
+
+def test_a_connection_that_was_closed_before_the_trial_is_no_reason_to_give_up() -> None:
+    async def test(stack: AsyncExitStack) -> None:
+        server = await Scripted(echo).start()
+        stack.push_async_callback(server.stop)
+        pool = await stack.enter_async_context(ServerPool([server.address], retry=QUICK))
+        tried = []
+
+        async def admit_the_third_time(server: Server) -> Mapping[str, Any]:
+            tried.append(server)
+            if len(tried) < 3:
+                raise ClientOSError("reset")
+            return {}
+
+        await pool.identify()
+        await pool.start(admit_the_third_time)
+        assert len(tried) == 3
+        assert await ask(pool, 5) == [5]
 
     run(test)
 

@@ -157,11 +157,24 @@ class ServerPool:
         """Try every server that is there, and begin to wait for the others."""
         self._admit = admit
         for server in self.servers:
-            if server.card:
-                server.extra = await admit(server)
+            problem = "it does not answer" if not server.card else await self._admit_patiently(server, admit)
+            if problem is None:
                 self._set_up(server)
             else:
-                self._suspect(server, "it does not answer")
+                self._suspect(server, problem)
+
+    async def _admit_patiently(self, server: Server, admit: Admit) -> str | None:
+        """Why a server cannot be tried. Connections that were kept meanwhile may be closed by now."""
+        problem = ""
+        for failures in range(self._retry.attempts):
+            try:
+                server.extra = await admit(server)
+            except _BROKEN as error:
+                problem = describe_failure(error, self._retry.timeout)
+                await asyncio.sleep(self._retry.delay(failures))
+            else:
+                return None
+        return problem
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any, Server], Read]) -> Read:
         """Send until a server answers, and return what `read` makes of that.
