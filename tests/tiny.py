@@ -5,14 +5,22 @@ where every draft is wrong anyway. These train in seconds on a CPU.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from eyas.drafter.config import DrafterConfig
+from eyas.drafter.config import DrafterConfig, LatentSizes
 from eyas.drafter.model import Drafter
 from eyas.target.capture import capture
 from eyas.train.init import set_vocabulary
@@ -86,10 +94,32 @@ def target_config(**changes: object) -> LlamaConfig:
     return LlamaConfig(**{**values, **changes})
 
 
-def trained_target(steps: int = 250, seed: int = 0) -> LlamaForCausalLM:
+def latent_sizes(**changes: int | None) -> LatentSizes:
+    """Latent attention for two heads. vLLM's kernel for CPUs knows latents of 512 and turned keys of 64 alone."""
+    values = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 48, "q_lora_rank": 40}
+    return LatentSizes(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def latent_target_config() -> DeepseekV3Config:
+    """The same target with latent attention, and without experts."""
+    plain, sizes = target_config(), latent_sizes()
+    shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    shared += ("num_attention_heads", "rms_norm_eps", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    return DeepseekV3Config(
+        **{key: getattr(plain, key) for key in shared},
+        **asdict(sizes),
+        num_key_value_heads=plain.num_attention_heads,
+        first_k_dense_replace=LAYERS,
+        initializer_range=0.08,  # so narrow, its two small steps to a query say nothing at first with less
+    )
+
+
+def trained_target(
+    steps: int = 250, seed: int = 0, config: LlamaConfig | DeepseekV3Config | None = None
+) -> PreTrainedModel:
     """A target that speaks the language."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(target_config())
+    model: Any = LlamaForCausalLM(target_config()) if config is None else AutoModelForCausalLM.from_config(config)
     optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
     generator = torch.Generator().manual_seed(1)
@@ -121,6 +151,12 @@ def drafter_config(**changes: object) -> DrafterConfig:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
+def latent_drafter_config(**changes: Any) -> DrafterConfig:
+    """The same drafter with latent attention."""
+    sizes = latent_sizes(**changes.pop("mla", {}))
+    return drafter_config(mla=sizes, num_key_value_heads=2, head_dim=sizes.qk_head_dim, **changes)
+
+
 def random_drafter(
     config: DrafterConfig, *, seed: int = 0, own_embedding: bool = True, own_head: bool = True
 ) -> Drafter:
@@ -136,7 +172,7 @@ def random_drafter(
     return drafter.eval().requires_grad_(False)
 
 
-def features(model: LlamaForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def features(model: PreTrainedModel, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The target's logits and auxiliary states of a batch."""
     with torch.no_grad(), capture(model, layer_ids) as captured:
         logits = model(input_ids=ids, use_cache=False).logits
@@ -161,7 +197,7 @@ def unroll_loss(drafter: Drafter, ids: Tensor, logits: Tensor, aux: Tensor, dept
 
 
 def trained_drafter(
-    model: LlamaForCausalLM, config: DrafterConfig, *, steps: int = 250, kept: Tensor | None = None, depths: int = 4
+    model: Any, config: DrafterConfig, *, steps: int = 250, kept: Tensor | None = None, depths: int = 4
 ) -> Drafter:
     """A drafter that learnt the target; it shares the target's embeddings where the widths agree."""
     torch.manual_seed(2)

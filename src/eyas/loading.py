@@ -178,7 +178,7 @@ def _multiply_integers(model: Drafter, linears: QuantisedLinears, cache: Path | 
         return f"there are no integer products here ({words})"
     for name, weight in linears.weights.items():
         linear = model.get_submodule(name)
-        if isinstance(linear, nn.Linear):
+        if type(linear) is nn.Linear:
             model.set_submodule(name, QuantisedLinear.of(kernel, as_blocks(weight), linear.bias))
     model.quantization = "int8"
     return None
@@ -192,7 +192,7 @@ def _multiply_on_gpu(model: Drafter, linears: QuantisedLinears) -> str | None:
         return reason
     for name, weight in linears.weights.items():
         linear = model.get_submodule(name)
-        if not isinstance(linear, nn.Linear):
+        if type(linear) is not nn.Linear:
             continue
         packed = packed_linear(linears.scheme, weight.to(like_D.device), linear.bias, like_D.dtype)
         if packed is None:

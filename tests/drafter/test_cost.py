@@ -1,16 +1,18 @@
 """What a drafter costs, from its shape: the numbers are those of the built module and of a count by hand."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 
-from eyas.drafter.config import DrafterConfig
+from eyas.drafter.config import DrafterConfig, LatentSizes
 from eyas.drafter.cost import flops_per_token, kv_bytes_per_token
 from eyas.drafter.model import Drafter
 from eyas.drafter.tensors import WEIGHT_DTYPES, expected_tensors
 from tiny import drafter_config
 
-CONFIGS = [
+LATENT = LatentSizes(kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, q_lora_rank=16)
+CONFIGS: list[dict[str, object]] = [
     {},
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True, "norm_before_residual": True},
@@ -20,6 +22,9 @@ CONFIGS = [
     {"hidden_size": 32, "head_dim": 8},
     {"num_aux_hidden_states": 5, "aux_layer_ids": None, "fc_norm": True},
     {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16},
+    {"qk_norm": True, "num_hidden_layers": 2},
+    {"mla": LATENT, "num_key_value_heads": 2, "head_dim": 20},
+    {"mla": replace(LATENT, q_lora_rank=None), "num_key_value_heads": 2, "head_dim": 20, "num_hidden_layers": 2},
 ]
 
 
@@ -53,6 +58,14 @@ def test_parameters_by_hand() -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_token_keeps_keys_and_values_in_every_layer(dtype: str, size: int, layers: int) -> None:
     assert kv_bytes_per_token(drafter_config(num_hidden_layers=layers), dtype) == 2 * layers * 32 * size
+
+
+def test_a_token_keeps_one_latent_for_all_heads() -> None:
+    config = drafter_config(mla=LATENT, num_key_value_heads=2, head_dim=20)
+    assert kv_bytes_per_token(config, "bfloat16") == 2 * (24 + 8 + 24)
+    # Two heads, each of which compares with 32 numbers of a token and mixes 24.
+    seen = flops_per_token(config, context=1, with_fusion=False) - flops_per_token(config, context=0, with_fusion=False)
+    assert seen == 2 * 2 * (32 + 24)
 
 
 def test_flops_by_hand() -> None:

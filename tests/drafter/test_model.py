@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -22,7 +23,7 @@ from eyas.drafter.config import DrafterConfig
 from eyas.drafter.model import DepthOutput, Drafter
 from eyas.drafter.rope import Rope
 from eyas.errors import UserError
-from tiny import drafter_config, random_drafter
+from tiny import drafter_config, latent_drafter_config, random_drafter
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 ROPES: Mapping[str, Mapping[str, object]] = {
@@ -371,6 +372,73 @@ def test_later_layers_with_norms_of_queries_and_keys_are_qwen3s() -> None:
         attend.present = [(hidden, hidden)]  # layer 0 has had its turn
         actual = ours(hidden[0], *Rope(config)(positions, torch.float32), attend)
     assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
+
+
+LATENT_ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "yarn": {"rope_type": "yarn", "rope_theta": 5e4, "factor": 16.0, "original_max_position_embeddings": 64},
+    "yarn with scales": {
+        "rope_type": "yarn",
+        "rope_theta": 5e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+    },
+}
+
+
+@pytest.mark.parametrize("q_lora_rank", [16, None])
+@pytest.mark.parametrize("rope", LATENT_ROPES)
+def test_latent_attention_is_deepseeks(rope: str, q_lora_rank: int | None) -> None:
+    sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    sizes |= {"q_lora_rank": q_lora_rank}
+    config = latent_drafter_config(mla=sizes, num_hidden_layers=2, rope_parameters=LATENT_ROPES[rope])
+    drafter = random_drafter(config)
+    shape = DeepseekV3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_attention_heads,
+        **sizes,
+        rope_parameters=dict(config.rope_parameters),
+        max_position_embeddings=1024,
+        attn_implementation="eager",
+    )
+    ours, theirs = drafter.layers[1].self_attn, DeepseekV3Attention(shape, layer_idx=0).eval()
+    theirs.load_state_dict(ours.state_dict())
+    for part in theirs.modules():  # transformers has 1e-6 in its norms, vLLM and SGLang what the config says
+        if hasattr(part, "variance_epsilon"):
+            part.variance_epsilon = config.rms_norm_eps
+    hidden = torch.randn(1, TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(300, 300 + TOKENS)
+    cos_sin = DeepseekV3RotaryEmbedding(shape)(hidden, positions[None])
+    mask = torch.full((1, 1, TOKENS, TOKENS), float("-inf")).triu(1)
+    with torch.no_grad():
+        expected, _ = theirs(hidden, position_embeddings=cos_sin, attention_mask=mask)
+        for attend in (DenseAttention(), ExpandingAttention()):
+            attend.present = [(hidden, hidden)]  # layer 0 has had its turn
+            actual = ours(hidden[0], *drafter.rope(positions, torch.float32), 1, attend)
+            assert_close(actual, expected[0], atol=1e-5, rtol=1e-5)
+            heads, key_dim = attend.present[1][0].shape[1:]
+            assert (heads, key_dim) == ((2, 20) if isinstance(attend, ExpandingAttention) else (1, 32))
+
+
+class ExpandingAttention(DenseAttention):
+    """The same, over every head's own keys and values."""
+
+    expands_latents = True
+
+
+def test_what_a_latent_drafter_remembers_is_what_a_depth_shows_later_slots() -> None:
+    drafter = random_drafter(latent_drafter_config())
+    aux_TX, token_T = inputs(drafter.config)
+    fused_TD, position_T = drafter.fuse(aux_TX), torch.arange(TOKENS)
+    for attend, expanded in ((DenseAttention(), False), (ExpandingAttention(), True)):
+        drafter.step(fused_TD, token_T, position_T, attend)
+        made = drafter.remember(fused_TD, token_T, position_T, expanded=expanded)
+        for ours, theirs in zip(made, attend.present[0], strict=True):
+            assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -64,7 +64,8 @@ def features_of(batch: TrainingBatch, *, seed: int = 1) -> Features:
 
 
 def drafter_of(**flags: object) -> Drafter:
-    return tiny.random_drafter(tiny.drafter_config(**flags)).requires_grad_(True)
+    latent = tiny.latent_drafter_config if "mla" in flags else tiny.drafter_config
+    return tiny.random_drafter(latent(**flags)).requires_grad_(True)
 
 
 def gradients(drafter: Drafter) -> dict[str, Tensor]:

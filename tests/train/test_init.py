@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import tiny
 from eyas.drafter.check import check
@@ -59,6 +59,29 @@ def test_the_last_norm_is_the_targets_however_it_is_stored(family: str) -> None:
     # Loud heads make it smaller, alike in every channel.
     torch.testing.assert_close(ours, theirs * float(ours.norm() / theirs.norm()), rtol=1e-4, atol=1e-4)
     assert float(ours.norm()) <= float(theirs.norm()) * 1.0001
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+def test_a_drafter_has_the_layers_that_the_recipe_asks_for(tmp_path: Path, model_type: str) -> None:
+    target = target_of("llama")
+    drafter = born(target, model_type=model_type, **FLAGS)
+    write_checkpoint(checkpoint_of(drafter), tmp_path / "drafter")
+    report = check(str(tmp_path / "drafter"), target=target.facts)
+    assert (report.ok, report.layers) == (True, model_type)
+
+
+def test_latent_sizes_and_rope_are_the_targets_own_where_its_attention_is_latent() -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    scales = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    shape = tiny.latent_target_config()
+    shape.rope_parameters = {**rope, **scales, "truncate": True}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    target = Target(facts=facts_of(model.config, "latent"), model=model, tokenizer=PreTrainedTokenizerBase())
+    config = config_of(target, model_type="deepseek_v3")
+    assert config.mla == tiny.latent_sizes()
+    assert (config.num_key_value_heads, config.head_dim) == (2, 96)
+    assert config.rope_parameters == {**rope, **scales}
 
 
 def test_a_norm_that_takes_the_mean_off_lends_its_scale_and_one_with_a_bias_nothing() -> None:

@@ -19,6 +19,7 @@ from oracle.dense import EagleDraft
 from train.batches import EAGLE_31, ScoreTeacher, batch_of, drafter_of, features_of, gradients
 
 LENGTH = 14
+LATENT = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
 
 
 def scored(
@@ -55,7 +56,15 @@ def scored(
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, EAGLE_31, {"norm_before_residual": True, "num_hidden_layers": 2}, {**EAGLE_31, "qk_norm": True}]
+    "flags",
+    [
+        {},
+        EAGLE_31,
+        {"norm_before_residual": True, "num_hidden_layers": 2},
+        {**EAGLE_31, "qk_norm": True},
+        {**EAGLE_31, "mla": LATENT},
+        {"mla": {**LATENT, "q_lora_rank": None}, "num_hidden_layers": 2},
+    ],
 )
 def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) -> None:
     drafter, batch, depths = drafter_of(**flags), batch_of([LENGTH]), 4

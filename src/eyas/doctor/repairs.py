@@ -88,7 +88,7 @@ def _flags(subject: Subject, target: Target, unused: Mapping[str, Tensor]) -> It
         yield flipped("fc_norm", tensors=norms, suspected=shipped)
     if config.norm_before_fc:
         yield flipped("norm_before_fc", tensors={"input_norm.weight": None})
-    elif not config.fc_norm:
+    elif not config.fc_norm and config.mla is None:
         whole = unused.get("input_norm.weight", ones.repeat(states))
         yield flipped("norm_before_fc", tensors={"input_norm.weight": whole}, suspected="input_norm.weight" in unused)
 

@@ -4,11 +4,11 @@ The drafter computes queries, keys and values and hands them to an `Attend`; who
 kept and which kernel runs is the caller's business. Training passes the training-time-test mask, the engine its
 blocks, the doctor a recorder; this file holds the protocol and a dense reference.
 
-Shapes: T queries, S keys, H query heads, G key heads, K head dim.
+Shapes: T queries, S keys, H query heads, G key heads, K size of queries and keys, V of values.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,8 +18,16 @@ class Attend(Protocol):
     """Answers one layer's queries. Queries and keys are already rotated; scores are scaled by K ** -0.5."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Map q [..., H, K] and the new slots' k, v [..., G, K] to outputs [..., H, K]."""
+        """Map q [..., H, K] and the new slots' k [..., G, K] and v [..., G, V] to outputs [..., H, V]."""
         ...
+
+
+@runtime_checkable
+class ExpandsLatents(Protocol):
+    """An `Attend` that wants every head's own keys and values where attention is latent (`LatentAttention`)."""
+
+    expands_latents: bool
+    """True; others do not have it, and are given the latent."""
 
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -51,11 +59,11 @@ def causal_mask(queries: int, keys: int, *, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def attend_densely(q_THK: Tensor, k_SGK: Tensor, v_SGK: Tensor, visible_TS: Tensor) -> Tensor:
+def attend_densely(q_THK: Tensor, k_SGK: Tensor, v_SGV: Tensor, visible_TS: Tensor) -> Tensor:
     """Softmax attention written out, in float32 whatever the inputs are."""
     heads_per_key = q_THK.shape[-2] // k_SGK.shape[-2]
     k_SHK = k_SGK.float().repeat_interleave(heads_per_key, dim=-2)
-    v_SHK = v_SGK.float().repeat_interleave(heads_per_key, dim=-2)
+    v_SHV = v_SGV.float().repeat_interleave(heads_per_key, dim=-2)
     scores_HTS = torch.einsum("thk,shk->hts", q_THK.float(), k_SHK) * q_THK.shape[-1] ** -0.5
     weights_HTS = scores_HTS.masked_fill(~visible_TS, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hts,shk->thk", weights_HTS, v_SHK).to(q_THK.dtype)
+    return torch.einsum("hts,shv->thv", weights_HTS, v_SHV).to(q_THK.dtype)

@@ -206,6 +206,8 @@ def _unknown_remedy(name: str, config: DrafterConfig) -> str:
             return f"config.json says {flag} is false: set it to true if the drafter was trained so"
     if name.endswith((".q_norm.weight", ".k_norm.weight")):
         return "norms of queries and keys are Qwen3's: say so by Eagle3Qwen3ForCausalLM in architectures"
+    if ".kv_a_proj_with_mqa." in name or ".kv_b_proj." in name:
+        return "latent attention is DeepSeek's: say so by Eagle3DeepseekV2ForCausalLM in architectures"
     if name in ("d2t", "t2d"):
         return f"draft_vocab_size equals vocab_size {config.vocab_size}, so remove it: vLLM refuses both together"
     if name.startswith("model."):

@@ -5,7 +5,7 @@ construction, so the model, the layouts and the cost formulas never validate aga
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from eyas.errors import UserError
@@ -24,8 +24,57 @@ ROPE_OPTIONAL_KEYS: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
 }
 
+LATENT_ROPES = ("default", "yarn")
+"""Rope kinds of latent attention: vLLM takes every other for yarn."""
+NOT_LATENT = frozenset({"attention_factor", "truncate"})
+"""Keys of yarn that it ignores there."""
+
 # Far above any drafter, and low enough that a typing error is a line and not a table of a billion tensors.
 _MOST: Mapping[str, int] = {"num_hidden_layers": 256, "num_aux_hidden_states": 256}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of multi-head latent attention (MLA): all heads' keys and values come of one small vector of a token."""
+
+    kv_lora_rank: int
+    """Size of that vector, the latent."""
+    qk_nope_head_dim: int
+    """Size of the part of a head's queries and keys that is not turned; its keys come of the latent."""
+    qk_rope_head_dim: int
+    """Size of the part that is; its key is one for all heads."""
+    v_head_dim: int
+    q_lora_rank: int | None
+    """Size of what queries come of, if they do not come of the layer's input."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            if (value := getattr(self, item.name)) is not None:
+                _require_whole(item.name, value)
+        if self.qk_rope_head_dim % 2:
+            raise UserError(
+                f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embedding needs an even one: correct it in "
+                "config.json"
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Size of a head's queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedSizes:
+    """What a layer keeps of a token: so many keys and values, of these sizes."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """In all."""
+        return self.heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +91,7 @@ class DrafterConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    """Size of a head's queries and keys; of its values too, but for latent attention."""
     num_hidden_layers: int = 1
     num_aux_hidden_states: int = 3
     aux_layer_ids: tuple[int, ...] | None = None
@@ -56,6 +106,8 @@ class DrafterConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     """Layers of Qwen3: every head of queries and keys is normed before it is turned."""
+    mla: LatentSizes | None = None
+    """Layers of DeepSeek: multi-head latent attention."""
     rms_norm_eps: float = 1e-5
     logit_scale: float = 1.0
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
@@ -107,12 +159,48 @@ class DrafterConfig:
             raise UserError(
                 f"head_dim {self.head_dim} is odd; rotary embedding needs an even one: correct it in config.json"
             )
+        if self.mla is not None:
+            self._check_latent(self.mla)
         if self.dtype not in DTYPES:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}; set it in config.json")
         for name in ("rms_norm_eps", "logit_scale"):
             _require_positive(name, getattr(self, name))
         self._check_aux_layer_ids()
         _check_rope(self.rope_parameters)
+
+    def _check_latent(self, mla: LatentSizes) -> None:
+        """Refuse what the servers of such drafters do not compute, or do not compute alike."""
+        for flag in ("norm_before_fc", "attention_bias", "mlp_bias", "qk_norm"):
+            if getattr(self, flag):
+                raise UserError(
+                    f"{flag} is true beside latent attention (MLA), where vLLM and SGLang ignore it: train the drafter "
+                    "without"
+                )
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise UserError(
+                f"num_key_value_heads is {self.num_key_value_heads} beside latent attention (MLA), whose keys come of "
+                f"one latent; set it to num_attention_heads, {self.num_attention_heads}, in config.json"
+            )
+        if self.head_dim != mla.qk_head_dim:
+            raise UserError(
+                f"head_dim is {self.head_dim} beside qk_nope_head_dim + qk_rope_head_dim = {mla.qk_head_dim}; leave it "
+                "out of config.json"
+            )
+        rope, kind = self.rope_parameters, self.rope_parameters.get("rope_type")
+        if kind not in LATENT_ROPES:
+            raise UserError(
+                f"rope_type {kind!r} beside latent attention (MLA), where vLLM takes every scaling for yarn; use "
+                "'default' or 'yarn'"
+            )
+        if kind == "yarn" and ("mscale" in rope) != ("mscale_all_dim" in rope):
+            raise UserError(
+                "one of mscale and mscale_all_dim is missing in rope_parameters, and vLLM and transformers fill it in "
+                "differently; write both, or neither"
+            )
+        if strange := sorted(rope.keys() & NOT_LATENT):
+            raise UserError(
+                f"rope_parameters has {strange[0]} beside latent attention (MLA), where vLLM ignores it; leave it out"
+            )
 
     def _check_aux_layer_ids(self) -> None:
         ids = self.aux_layer_ids
@@ -140,6 +228,19 @@ class DrafterConfig:
             return "EAGLE-3.1"
         flags = [name for name in ("fc_norm", "norm_output") if getattr(self, name)]
         return "EAGLE-3" if not flags else f"EAGLE-3 with {flags[0]}"
+
+    @property
+    def cached(self) -> CachedSizes:
+        """What a layer keeps of a token when it serves: of latent attention the latent, as key and as value."""
+        if self.mla is not None:
+            rank = self.mla.kv_lora_rank
+            return CachedSizes(heads=1, key_dim=rank + self.mla.qk_rope_head_dim, value_dim=rank)
+        return CachedSizes(heads=self.num_key_value_heads, key_dim=self.head_dim, value_dim=self.head_dim)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head are turned."""
+        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def pruned(self) -> bool:

@@ -182,7 +182,7 @@ def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
     values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), eagle.get(IDS_KEY), sglang=sglang)
     if "num_aux_hidden_states" not in values and ids is not None:
         values["num_aux_hidden_states"] = len(ids)
-    return _build(values), {key: value for key, value in raw.items() if key not in _CONSUMED}
+    return _build(values), {key: value for key, value in raw.items() if key not in _CONSUMED | kind.keys}
 
 
 def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ...] | None:
@@ -236,7 +236,7 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
     if "num_aux_hidden_states" not in values and ids is not None:
         values["num_aux_hidden_states"] = len(ids)
     values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or values["dtype"]
-    extras = {key: value for key, value in layer.items() if key not in _CONSUMED}
+    extras = {key: value for key, value in layer.items() if key not in _CONSUMED | layer_kind.keys}
     source = {key: value for key, value in raw.items() if key in _SPECULATORS_SOURCE}
     if source != _speculators_source({}):
         extras["eyas_source"] = source
@@ -310,7 +310,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str)
 
 def _known_keys(given: Mapping[str, Any], kind: LayerKind) -> frozenset[str]:
     """Keys that are read or mean nothing. Importing transformers takes seconds: it is asked about strange keys only."""
-    known = _CONSUMED | _HARMLESS
+    known = _CONSUMED | _HARMLESS | kind.keys | kind.ignored
     if given.keys() <= known:
         return known
     import transformers
@@ -358,6 +358,7 @@ def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
 
 def _write_sglang(config: DrafterConfig, extras: Json) -> Json:
     kind_of(config).require_layout("sglang")
+    kind_of(config).require_sglang(config)
     for flag, reason in (
         ("norm_before_residual", "SGLang always adds the residual before the norm"),
         ("attention_bias", "SGLang's drafter has no attention bias"),

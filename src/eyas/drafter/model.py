@@ -4,7 +4,8 @@ This is the only definition: training, decoding and diagnosis all call it, with 
 names are those of the checkpoint, so loading is a plain `load_state_dict`.
 
 Shapes: D drafter hidden, X = A * target hidden (A auxiliary states concatenated), H query heads, G key heads,
-K head dim, W draft vocabulary; any leading dims.
+K head dim, W draft vocabulary; of latent attention: R latent, N part of a head that is not turned, P part that is, V
+values of a head; any leading dims.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from eyas.drafter.attention import Attend, KeysAndValues
-from eyas.drafter.config import DrafterConfig
+from eyas.drafter.attention import Attend, ExpandsLatents, KeysAndValues
+from eyas.drafter.config import DrafterConfig, LatentSizes
 from eyas.drafter.recorded_acceptance import RecordedAcceptance
-from eyas.drafter.rope import Rope, rotate
+from eyas.drafter.rope import Rope, rotate, rotate_pairs, yarn_scale
 from eyas.drafter.vocab import DraftVocab
 from eyas.errors import UserError
 from eyas.kernels.elementwise import rms_norm
@@ -73,6 +74,86 @@ class Attention(nn.Module):
         return rotate(k, cos, sin), v
 
 
+class LatentProjection(nn.Linear):
+    """A linear whose weight is read as such, too: it is never packed or quantised, as plain ones are."""
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (MLA, DeepSeek's) around the caller's `Attend`.
+
+    Of a token, all heads see one latent c [R] and one turned key p [P]. What a head sees is linear in the latent:
+
+        k_h = [U_h c; p]    v_h = V_h c               U and V are `kv_b_proj`
+        q_h k_h = [U_h^T n_h; t_h] [c; p]             q_h = [n_h; t_h], of which t_h is turned
+
+    So there are two ways to compute the same. Absorbed, queries are taken to the latent: one key [c; p] and one value c
+    for all heads, which is all that a cache keeps. Expanded, every head has keys and values of its own, of sizes that
+    flash attention takes: that is for training, whose `Attend` asks for it (`ExpandsLatents`).
+    """
+
+    def __init__(self, config: DrafterConfig, sizes: LatentSizes, *, input_size: int) -> None:
+        super().__init__()
+        heads, eps, rank = config.num_attention_heads, config.rms_norm_eps, sizes.kv_lora_rank
+        queries = heads * sizes.qk_head_dim
+        self.q_proj: nn.Linear | None = None
+        if sizes.q_lora_rank is None:
+            self.q_proj = nn.Linear(input_size, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(input_size, sizes.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, eps)
+            self.q_b_proj = nn.Linear(sizes.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(input_size, rank + sizes.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(rank, eps)
+        self.kv_b_proj = LatentProjection(rank, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(heads * sizes.v_head_dim, config.hidden_size, bias=False)
+        self._sizes, self._scale = sizes, sizes.qk_head_dim**-0.5 * yarn_scale(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
+        """Attend from x, whose slots stand at the positions cos and sin were made for."""
+        sizes, expanded = self._sizes, isinstance(attend, ExpandsLatents)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_proj is None else self.q_proj(x)
+        plain, turned = q.unflatten(-1, (-1, sizes.qk_head_dim)).split(
+            [sizes.qk_nope_head_dim, sizes.qk_rope_head_dim], dim=-1
+        )
+        k, v = self.keys_and_values(x, cos, sin, expanded=expanded)
+        up_HNR, out_HVR = self._latent_weights()
+        if not expanded:
+            plain = torch.einsum("...hn,hnr->...hr", plain, up_HNR)
+        # An `Attend` scales scores by the size of the keys it is given; queries make up for it.
+        q = torch.cat([plain, rotate_pairs(turned, cos, sin)], dim=-1) * (self._scale * k.shape[-1] ** 0.5)
+        mixed = attend(layer, q, k, v)
+        if not expanded:
+            mixed = torch.einsum("...hr,hvr->...hv", mixed, out_HVR)
+        return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
+
+    def keys_and_values(self, x: Tensor, cos: Tensor, sin: Tensor, *, expanded: bool) -> KeysAndValues:
+        """What `forward` hands to `attend` for x to be seen."""
+        sizes = self._sizes
+        latent, key = self.kv_a_proj_with_mqa(x).split([sizes.kv_lora_rank, sizes.qk_rope_head_dim], dim=-1)
+        latent, key = self.kv_a_layernorm(latent), rotate_pairs(key[..., None, :], cos, sin)
+        if not expanded:
+            latent = latent[..., None, :]
+            return torch.cat([latent, key], dim=-1), latent
+        plain, v = (
+            self.kv_b_proj(latent)
+            .unflatten(-1, (-1, sizes.qk_nope_head_dim + sizes.v_head_dim))
+            .split([sizes.qk_nope_head_dim, sizes.v_head_dim], dim=-1)
+        )
+        return torch.cat([plain, key.expand(*plain.shape[:-1], -1)], dim=-1), v
+
+    def _latent_weights(self) -> tuple[Tensor, Tensor]:
+        """What makes plain keys of a latent [H, N, R], and values [H, V, R]."""
+        sizes = self._sizes
+        both = self.kv_b_proj.weight.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.kv_lora_rank)
+        return both[:, : sizes.qk_nope_head_dim], both[:, sizes.qk_nope_head_dim :]
+
+
+def _attention(config: DrafterConfig, *, input_size: int) -> Attention | LatentAttention:
+    if config.mla is not None:
+        return LatentAttention(config, config.mla, input_size=input_size)
+    return Attention(config, input_size=input_size)
+
+
 class MLP(nn.Module):
     """Gated feed-forward (SwiGLU)."""
 
@@ -94,7 +175,7 @@ class FirstLayer(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, input_size=2 * config.hidden_size)
+        self.self_attn = _attention(config, input_size=2 * config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         self._norm_before_residual = config.norm_before_residual
@@ -107,9 +188,13 @@ class FirstLayer(nn.Module):
         residual = residual + self.self_attn(x, cos, sin, 0, attend)
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
 
-    def keys_and_values(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
+    def keys_and_values(
+        self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, *, expanded: bool
+    ) -> KeysAndValues:
         """What the layer would have later slots see."""
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        if isinstance(self.self_attn, LatentAttention):
+            return self.self_attn.keys_and_values(x, cos, sin, expanded=expanded)
         return self.self_attn.keys_and_values(x, cos, sin)
 
 
@@ -119,7 +204,7 @@ class LaterLayer(nn.Module):
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, input_size=config.hidden_size)
+        self.self_attn = _attention(config, input_size=config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
         self._index = index
@@ -228,15 +313,18 @@ class Drafter(nn.Module):
         normed = self.norm(hidden)
         return DepthOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
 
-    def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
-        """All that `step` leaves for later tokens to see, where there is one layer: its keys and values [..., G, K].
+    def remember(
+        self, hidden: Tensor, token_ids: Tensor, positions: Tensor, *, expanded: bool = False
+    ) -> KeysAndValues:
+        """All that `step` leaves for later tokens to see, where there is one layer: its keys and values.
 
         A prompt is read for them alone; queries, the rest of the layer and the head matter for its last token only.
+        Latents are `expanded` for an `Attend` that wants them so (`ExpandsLatents`).
         """
         (layer,) = self.layers
         assert isinstance(layer, FirstLayer)
         cos, sin = self.rope(positions, hidden.dtype)
-        return layer.keys_and_values(hidden, self._embedded(token_ids), cos, sin)
+        return layer.keys_and_values(hidden, self._embedded(token_ids), cos, sin, expanded=expanded)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., W]."""

@@ -16,6 +16,11 @@ def quantised(checkpoint: Checkpoint, kind: str, source: str) -> Checkpoint:
             f"{source} is quantised already ({checkpoint.quantised.scheme.words}), and rounding it again would lose "
             "more; quantise the drafter that it was made of, or leave --quantize out"
         )
+    if checkpoint.config.mla is not None:
+        raise UserError(
+            f"{source} has latent attention (MLA), and no server was tried with such a drafter in 8 bits; leave "
+            "--quantize out"
+        )
     made = quantise_tensors(checkpoint.config, checkpoint.tensors, kind)
     dtype = getattr(torch, checkpoint.config.dtype)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made.dequantised(dtype)}, quantised=made)

@@ -7,6 +7,7 @@ Shapes: K head dim; any leading dims.
 """
 
 from collections.abc import Callable
+from math import log
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Rope(nn.Module):
                 LlamaConfig(
                     hidden_size=config.hidden_size,
                     num_attention_heads=config.num_attention_heads,
-                    head_dim=config.head_dim,
+                    head_dim=config.rotary_dim,
                     max_position_embeddings=config.max_position_embeddings,
                     rope_parameters=dict(config.rope_parameters),
                 )
@@ -59,3 +60,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [..., heads, K], pairing element i with element i + K/2."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, K] whose pairs lie side by side, 2 i and 2 i + 1, and put the halves of pairs apart.
+
+    Scores do not know in which order numbers lie, as long as queries and keys agree.
+    """
+    return rotate(x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2), cos, sin)
+
+
+def yarn_scale(config: DrafterConfig) -> float:
+    """What DeepSeek multiplies scores by, beside its longer cosines and sines."""
+    rope = config.rope_parameters
+    if rope["rope_type"] != "yarn" or rope["factor"] <= 1:
+        return 1.0
+    return float((0.1 * rope.get("mscale_all_dim", 0.0) * log(rope["factor"]) + 1.0) ** 2)

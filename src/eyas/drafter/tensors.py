@@ -21,16 +21,31 @@ class TensorSpec:
     required: bool = True
 
 
-# Size symbols: H drafter hidden, T target hidden, F = A * T fused input, Q query width, G key width,
-# K head dim, M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in the first layer,
-# else H).
+# Size symbols: H drafter hidden, T target hidden, F = A * T fused input, Q query width, G key width, K head dim,
+# L query latent, R latent of keys and values, C that and a turned key, E what heads make of a latent, O values of all
+# heads, M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in the first layer, else
+# H).
 _FIRST_LAYER_ONLY = {"hidden_norm.weight": "H"}
-_EVERY_LAYER = {
-    "input_layernorm.weight": "H",
+_ATTENTION = {
     "self_attn.q_proj.weight": "QX",
     "self_attn.k_proj.weight": "GX",
     "self_attn.v_proj.weight": "GX",
     "self_attn.o_proj.weight": "HQ",
+}
+_LATENT_ATTENTION = {
+    "self_attn.kv_a_proj_with_mqa.weight": "CX",
+    "self_attn.kv_a_layernorm.weight": "R",
+    "self_attn.kv_b_proj.weight": "ER",
+    "self_attn.o_proj.weight": "HO",
+}
+_PLAIN_QUERIES = {"self_attn.q_proj.weight": "QX"}
+_LATENT_QUERIES = {
+    "self_attn.q_a_proj.weight": "LX",
+    "self_attn.q_a_layernorm.weight": "L",
+    "self_attn.q_b_proj.weight": "QL",
+}
+_EVERY_LAYER = {
+    "input_layernorm.weight": "H",
     "post_attention_layernorm.weight": "H",
     "mlp.gate_proj.weight": "MH",
     "mlp.up_proj.weight": "MH",
@@ -59,6 +74,16 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
         "V": config.vocab_size,
         "W": config.draft_vocab_size,
     }
+    mla, attention = config.mla, _ATTENTION
+    if mla is not None:
+        sizes |= {
+            "L": mla.q_lora_rank or 0,
+            "R": mla.kv_lora_rank,
+            "C": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "E": config.num_attention_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+            "O": config.num_attention_heads * mla.v_head_dim,
+        }
+        attention = _LATENT_ATTENTION | (_PLAIN_QUERIES if mla.q_lora_rank is None else _LATENT_QUERIES)
 
     def spec(symbols: str, *, attention_input: int = 0, required: bool = True) -> TensorSpec:
         known = {**sizes, "X": attention_input}
@@ -70,7 +95,7 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
     if config.fc_norm:
         table |= {f"fc_norm.{i}.weight": spec("T") for i in range(config.num_aux_hidden_states)}
     for index in range(config.num_hidden_layers):
-        rows = dict(_EVERY_LAYER)
+        rows = _EVERY_LAYER | attention
         rows |= _FIRST_LAYER_ONLY if index == 0 else {}
         rows |= _ATTENTION_BIAS if config.attention_bias else {}
         rows |= _QK_NORM if config.qk_norm else {}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from eyas.drafter.cost import BYTES_PER_ELEMENT, kv_bytes_per_token
+from eyas.drafter.cost import BYTES_PER_ELEMENT, attention_flops, kv_bytes_per_token, remembering_weights
 from eyas.drafter.tensors import expected_tensors
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
@@ -143,7 +143,7 @@ class Pair:
         layers = sum(sizes.values())
         first = max(rows, tokens - (passes - 1) * rows)
         kv_bytes = kv_bytes_per_token(config, "fp8" if self.kv_cache_dtype == "fp8" else self.quantisation.dtype)
-        attention = 4 * context * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+        attention = context * attention_flops(config)
         return Work(
             bytes=(fusion + passes * layers) * element
             + passes * head * self.drafter_head_element
@@ -169,7 +169,7 @@ class Pair:
             return self.draft(rows=1, passes=1, tokens=tokens, context=context)
         config, element = self.drafter.config, self.drafter_element
         fusion = config.num_aux_hidden_states * config.target_hidden_size * config.hidden_size
-        projected = 2 * config.hidden_size * 2 * config.num_key_value_heads * config.head_dim
+        projected = remembering_weights(config)
         return Work(
             bytes=(fusion + projected) * element,
             flops=2 * tokens * (fusion + projected),

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from eyas.drafter.attention import KeysAndValues
 from eyas.errors import UserError
@@ -35,6 +36,9 @@ LONGEST_DENSE = 16384
 
 class UnrollAttention(Protocol):
     """An `Attend` that is told how deep the unroll is."""
+
+    expands_latents: bool
+    """Latents are wider than flash attention takes."""
 
     def at(self, depth: int, context: KeysAndValues | None = None) -> "UnrollAttention":
         """Say which depth calls next and, at depth 0, what the slots left that do not ask [P, G, K]."""
@@ -74,6 +78,8 @@ class _KeyValueHistory:
 
 class DenseUnrollAttention:
     """The mask written out: every score is computed, none is clever."""
+
+    expands_latents = True
 
     def __init__(self, batch: TrainingBatch) -> None:
         slots = batch.slots
@@ -131,7 +137,9 @@ class _Layout:
 
 
 class FlashUnrollAttention:
-    """The same in half precision on a GPU, at any length."""
+    """The same in half precision on a GPU, at any length. Values must be as wide as keys: zeros are put beside them."""
+
+    expands_latents = True
 
     def __init__(self, batch: TrainingBatch, *, compiled: bool = False) -> None:
         slots = batch.slots
@@ -164,11 +172,18 @@ class FlashUnrollAttention:
         """Attend from slots [N, H, K]."""
         (first_k, first_v), later = self._history.append(layer, k, v)
         layout = self._read if len(q) == len(first_k) else self._taught
-        own = [tensor for pair in later for tensor in pair]
+        first_v = _widened(first_v, q)
+        own = [tensor for own_k, own_v in later for tensor in (own_k, _widened(own_v, q))]
         out: Tensor = _MergedFlash.apply(  # type: ignore[no-untyped-call]
             q, first_k, first_v, layout, *self._kernels, *own
         )
-        return out
+        return out[..., : v.shape[-1]]
+
+
+def _widened(v: Tensor, q: Tensor) -> Tensor:
+    """Values as wide as queries, by zeros."""
+    missing = q.shape[-1] - v.shape[-1]
+    return functional.pad(v, (0, missing)) if missing else v
 
 
 def merge_own_slot(

@@ -13,12 +13,20 @@ channel to channel in some targets, and after two depths the state would be its 
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eyas.drafter.config import ROPE_KEYS, ROPE_OPTIONAL_KEYS, DrafterConfig
+from eyas.drafter.config import (
+    LATENT_ROPES,
+    NOT_LATENT,
+    ROPE_KEYS,
+    ROPE_OPTIONAL_KEYS,
+    DrafterConfig,
+    LatentSizes,
+)
 from eyas.drafter.model import Drafter
 from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
 from eyas.target.capture import check_aux_layer_ids
@@ -40,6 +48,9 @@ def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> Draf
         facts.default_aux_layer_ids() if settings.aux_layer_ids is None else settings.aux_layer_ids,
         facts.num_hidden_layers,
     )
+    mla = _latent_sizes(theirs, facts.hidden_size) if settings.model_type == "deepseek_v3" else None
+    head_dim = getattr(theirs, "head_dim", None) or facts.hidden_size // heads
+    key_heads = getattr(theirs, "num_key_value_heads", None) or heads
     return DrafterConfig(
         vocab_size=facts.vocab_size,
         draft_vocab_size=size or facts.vocab_size,
@@ -49,13 +60,13 @@ def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> Draf
         or getattr(theirs, "intermediate_size", None)
         or 4 * facts.hidden_size,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
-        head_dim=getattr(theirs, "head_dim", None) or facts.hidden_size // heads,
+        num_key_value_heads=key_heads if mla is None else heads,
+        head_dim=head_dim if mla is None else mla.qk_head_dim,
         num_hidden_layers=settings.layers,
         num_aux_hidden_states=len(ids),
         aux_layer_ids=ids,
         rms_norm_eps=getattr(theirs, "rms_norm_eps", None) or 1e-5,
-        rope_parameters=_rope(getattr(theirs, "rope_parameters", None) or {}),
+        rope_parameters=_rope(getattr(theirs, "rope_parameters", None) or {}, latent=mla is not None),
         max_position_embeddings=facts.max_position_embeddings or 2048,
         dtype=dtype,
         fc_norm=settings.fc_norm,
@@ -63,6 +74,20 @@ def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> Draf
         norm_before_residual=settings.norm_before_residual,
         norm_before_fc=settings.norm_before_fc,
         qk_norm=settings.model_type == "qwen3",
+        mla=mla,
+    )
+
+
+def _latent_sizes(theirs: Any, hidden_size: int) -> LatentSizes:
+    """The target's own where its attention is latent, else DeepSeek V3's, with queries of no more than its width."""
+    if getattr(theirs, "kv_lora_rank", None) is not None:
+        return LatentSizes(**{item.name: getattr(theirs, item.name) for item in fields(LatentSizes)})
+    return LatentSizes(
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        q_lora_rank=min(1536, hidden_size),
     )
 
 
@@ -117,13 +142,13 @@ def _last_norm(target: Target) -> Tensor | None:
     return scale_D
 
 
-def _rope(theirs: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(theirs: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
     """The target's rope where a drafter can have it; its base alone where the kind is one that servers disagree on."""
     # Some targets have a rope for every kind of layer; a drafter's layer attends to everything.
     theirs = next((theirs[k] for k in ("full_attention", *theirs) if isinstance(theirs.get(k), Mapping)), theirs)
     kind = str(theirs.get("rope_type", "default"))
     theta = float(theirs.get("rope_theta") or 10000.0)
-    if kind not in ROPE_KEYS:
+    if kind not in (LATENT_ROPES if latent else ROPE_KEYS):
         return {"rope_type": "default", "rope_theta": theta}
-    known = ROPE_KEYS[kind] | ROPE_OPTIONAL_KEYS.get(kind, frozenset())
+    known = ROPE_KEYS[kind] | ROPE_OPTIONAL_KEYS.get(kind, frozenset()) - (NOT_LATENT if latent else frozenset())
     return {"rope_type": kind, "rope_theta": theta} | {k: v for k, v in theirs.items() if k in known and v is not None}

@@ -12,6 +12,7 @@ state, S depths.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class DrafterPasses:
     """What an unroll calls: the drafter's own methods, compiled perhaps."""
 
     fuse: Callable[[Tensor], Tensor]
-    remember: Callable[[Tensor, Tensor, Tensor], KeysAndValues]
+    remember: Callable[..., KeysAndValues]
     step: Callable[[Tensor, Tensor, Tensor, Attend], DepthOutput]
 
     @classmethod
@@ -63,6 +64,7 @@ def unroll(
     third more work for a fraction of the memory.
     """
     passes = passes or DrafterPasses.of(drafter)
+    remember = partial(passes.remember, expanded=attend.expands_latents)
     slots = batch.slots
     taught, last = len(slots.taught_M), len(batch.ids_T) - 1
 
@@ -90,7 +92,7 @@ def unroll(
         return hidden_TD[:0].expand(depths, 0, -1)
     if len(drafter.layers) == 1:
         hidden_MD, hidden_PD = _rows(hidden_TD, slots.taught_M, slots.context_P)
-        context = call(passes.remember, hidden_PD, *reads(slots.context_P, 0)) if len(hidden_PD) else None
+        context = call(remember, hidden_PD, *reads(slots.context_P, 0)) if len(hidden_PD) else None
         normed_MD, hidden_MD = run(hidden_MD, slots.taught_M, 0, context)
     else:
         # Upper layers read of every slot what the lower ones made of it.

@@ -121,7 +121,7 @@ def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int, dtype: torc
     """Blocks for another drafter, all taken at once beside the old ones, or a refusal."""
     config, weight = drafter.config, drafter.fc.weight
     element = (dtype or weight.dtype).itemsize
-    per_slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
+    per_slot = config.num_hidden_layers * config.cached.numbers * element
     needed, free = per_slot * (blocks + 1) * block_size, free_bytes(weight.device)
     if needed > free:
         raise UserError(
@@ -129,9 +129,10 @@ def reserve_cache(drafter: Drafter, *, blocks: int, block_size: int, dtype: torc
             "choose a smaller one, or restart with less memory for blocks"
         )
     cache = KVCache(blocks=blocks, block_size=block_size, dtype=dtype)
-    like_1GK = torch.empty(1, config.num_key_value_heads, config.head_dim, device=weight.device, dtype=weight.dtype)
+    sizes = config.cached
+    like_1GK, like_1GV = (weight.new_empty(1, sizes.heads, size) for size in (sizes.key_dim, sizes.value_dim))
     for layer in range(config.num_hidden_layers):
-        cache.memory(layer, like_1GK, like_1GK)
+        cache.memory(layer, like_1GK, like_1GV)
     return cache
 
 

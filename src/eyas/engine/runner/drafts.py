@@ -108,6 +108,13 @@ def first_layer(drafter: Drafter) -> FirstLayer:
     return layer
 
 
+def plain_attention(layer: FirstLayer) -> Attention:
+    """The attention of a layer whose heads have projections of their own."""
+    if not isinstance(layer.self_attn, Attention):
+        raise NotEagleError("its attention is latent (MLA), for which there is no fused pass")
+    return layer.self_attn
+
+
 def heads_norm(attention: Attention, config: DrafterConfig) -> FusedNorm | None:
     """The norms of all heads of queries, then of keys, if there are any: weights [B, K]."""
     q_norm, k_norm = attention.q_norm, attention.k_norm

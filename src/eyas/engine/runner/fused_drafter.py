@@ -24,7 +24,7 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, product_of
+from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, plain_attention, product_of
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Elementwise, elementwise_for
@@ -55,7 +55,8 @@ def fused_drafter(drafter: Drafter) -> Drafts:
         return drafter  # they may be the target's, which compiled code would misread
     try:
         fused = _FusedDrafter(drafter, elementwise)
-    except NotEagleError:
+    except NotEagleError as reason:
+        logger.info(f"the drafter runs by its own code: {reason}")
         return drafter
     return fused if _is_right(fused, drafter) else drafter
 
@@ -87,7 +88,7 @@ class _FusedDrafter:
 
     def __init__(self, drafter: Drafter, elementwise: Elementwise) -> None:
         config, layer = drafter.config, first_layer(drafter)
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = plain_attention(layer), layer.mlp
         self._model, self._config, self.elementwise = drafter, config, elementwise
         self.token_W = drafter.vocab().target_ids_W
         assert drafter.embed_tokens is not None
@@ -100,7 +101,7 @@ class _FusedDrafter:
         self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
         self._turns = RotaryTable(drafter.rope)
-        self._qk_norm = heads_norm(layer.self_attn, config)
+        self._qk_norm = heads_norm(attention, config)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
 

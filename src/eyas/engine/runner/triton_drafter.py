@@ -18,7 +18,7 @@ from eyas.drafter.attention import Attend, KeysAndValues
 from eyas.drafter.model import DepthOutput, Drafter, RMSNorm
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, product_of
+from eyas.engine.runner.drafts import Drafts, NotEagleError, first_layer, heads_norm, plain_attention, product_of
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.w8a8_linear import rows_kept
@@ -46,7 +46,7 @@ class TritonDrafter:
             raise NotEagleError(f"its weights are {weights[0].dtype}")
         if drafter.embed_tokens is None:
             raise NotEagleError("it has no embeddings")
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = plain_attention(layer), layer.mlp
         self._model = drafter
         self._eagle = TritonEagle(
             input_norm=None if drafter.input_norm is None else _norm(drafter.input_norm),
