@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead \
+.PHONY: demo test lint parity vllm-engine lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead \
 	drafters clean
 
 demo: $(READY)
@@ -33,6 +33,10 @@ lint: $(READY)
 # The drafter against the real vLLM (CPU build, its own environment), proposal by proposal.
 parity: $(VLLM_READY)
 	PYTHONPATH=src $(VLLM_VENV)/bin/python -m pytest -m parity tests/parity -s
+
+# `eyas serve --engine vllm` with the real vLLM (CPU build, its own environment), beside eyas' own engine.
+vllm-engine: $(READY) $(VLLM_READY)
+	EYAS_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/pytest -m vllm tests/serve/vllm -s
 
 # Greedy losslessness on real prompts: PROMPTS=file.jsonl (Spec-Bench format), 50 by the reference, 200 by the engine.
 lossless: $(READY)

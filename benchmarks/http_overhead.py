@@ -105,7 +105,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
     from eyas.serve.endpoints.drafter_swap import DrafterSlot
-    from eyas.serve.engine_client import EngineClient
+    from eyas.serve.local_engine import LocalEngineClient
     from eyas.serve.model_info import ModelInfo
     from eyas.serve.transport.server import Server, listen, url_of
     from eyas.train.journal import versions
@@ -116,7 +116,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         target, drafter, config=EngineConfig(max_num_seqs=arguments.users, max_model_len=1024, memory=2**30)
     )
     direct = AsyncEngine(engine)
-    engine_client = EngineClient(
+    engine_client = LocalEngineClient(
         lambda: engine
     )  # both threads know the engine; rounds take turns, so one works at a time
     slot = DrafterSlot(model=drafter, load=lambda name: load_another(target, name, cache=None))

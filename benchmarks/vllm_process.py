@@ -9,24 +9,14 @@ from types import TracebackType
 from typing import Any
 
 from eyas.errors import UserError
+from eyas.serve.vllm import version
 
 WORKER = Path(__file__).parent / "vllm_worker.py"
 
 
 def installed(python: str | None) -> str | None:
     """The version of vLLM that an interpreter has; None where there is no interpreter. One without it is refused."""
-    if python is None:
-        return None
-    # From its metadata: to import it takes half a minute.
-    code = "import importlib.metadata as m; print(m.version('vllm'))"
-    try:
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"--vllm-python {python} cannot be run ({error}); give an interpreter that has vLLM") from error
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise UserError(f"--vllm-python {python} has no vLLM ({reason}); install it there, or leave the option out")
-    return done.stdout.strip()
+    return None if python is None else version.installed(python)
 
 
 def vllm_options(

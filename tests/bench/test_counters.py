@@ -51,7 +51,7 @@ def test_our_own_page_is_read() -> None:
 
     stats = SpecDecodeStats(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
     snapshot = EngineSnapshot(stats=stats, prefix_lookups=10, prefix_hits=4)
-    found = read_counters(ServerMetrics("m").render(snapshot, failed_steps=0, replaced=0).decode())
+    found = read_counters(ServerMetrics("m").render(snapshot).decode())
     assert found is not None
     assert found.draft_counts == DraftCounts(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))
     assert (found.prefix_hits, found.prefix_queries) == (4, 10)

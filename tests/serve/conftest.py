@@ -23,7 +23,7 @@ from eyas.sampling import Sampling
 from eyas.serve.access.policy import AccessRules
 from eyas.serve.app import Application
 from eyas.serve.endpoints.drafter_swap import DrafterSlot
-from eyas.serve.engine_client import EngineClient
+from eyas.serve.local_engine import LocalEngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.target.generation_defaults import SamplingDefaults
@@ -143,7 +143,7 @@ def serve(
         engines.append(Engine(target, slot.model, config=options))
         return engines[-1]
 
-    with EngineClient(build) as engine_client:
+    with LocalEngineClient(build) as engine_client:
         drafter_name = "tiny-drafter" if drafter is not None else None
         model_info = ModelInfo(
             name="tiny",

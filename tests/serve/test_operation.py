@@ -290,11 +290,13 @@ def test_the_model_is_described(client: Any) -> None:
     assert card == client.get("/v1/models/tiny").json
     assert card["id"] == "tiny"
     assert card["max_model_len"] == 256
+    assert card["engine"] == "eyas"
     assert card["speculative"] == {
         "drafter": "tiny-drafter",
         "drafter_quantization": "none",
         "mode": "auto",
         "depth": None,
+        "per_request": True,
     }
     assert client.get("/health").json == {"status": "ok"}
 

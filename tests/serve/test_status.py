@@ -68,10 +68,12 @@ def test_what_is_served_is_told(client: Any, target: Any) -> None:
     assert client.get("/status").json["served"] == {
         "model": "tiny",
         "target": "tiny",
+        "engine": "eyas",
         "drafter": "tiny-drafter",
         "drafter_quantization": "none",
         "mode": "auto",
         "depth": None,
+        "per_request": True,
         "max_depth": 7,
         "max_model_len": 256,
         "max_num_seqs": 4,
@@ -97,7 +99,7 @@ def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(
             (notice,) = told["notices"]
             assert "eyas check" in notice["text"]
             assert 0 <= notice["at_seconds"] <= told["at_seconds"]
-        logged = [record.getMessage() for record in caplog.records if record.name == "eyas.serve.engine_client"]
+        logged = [record.getMessage() for record in caplog.records if record.name == "eyas.serve.local_engine"]
         assert logged == [notice["text"]]
 
 

@@ -26,6 +26,8 @@ class ServerInfo:
     version: str | None
     drafts: bool | None
     """Whether it speculates; None where it does not tell."""
+    own_depths: bool = True
+    """Whether a request to eyas may forgo drafting."""
     command: str | None = None
     """What started it, where the bench did."""
 
@@ -43,8 +45,10 @@ async def identify(
             raise UserError(f"no server at {address.url}: {error}; start it, or check the address") from error
     kind = str(card.get("owned_by"))
     drafts: bool | None = None
+    own_depths = True
     if kind == "eyas":
-        drafts = bool((card.get("speculative") or {}).get("drafter"))
+        speculative = card.get("speculative") or {}
+        drafts, own_depths = bool(speculative.get("drafter")), speculative.get("per_request", True)
     elif counters is not None and counters.generated is not None:
         drafts = counters.draft_counts is not None
     return ServerInfo(
@@ -55,6 +59,7 @@ async def identify(
         card=card,
         version=version,
         drafts=drafts,
+        own_depths=own_depths,
         command=command,
     )
 

@@ -38,6 +38,6 @@ def list_variants(
             if other.drafts:
                 raise UserError(f"the baseline of {server.name} at {other.address.url} drafts itself; start it without")
             variants.append(Variant(name=server.name, mode=PLAIN, server=other))
-        elif baseline and server.kind == "eyas" and server.drafts:
+        elif baseline and server.kind == "eyas" and server.drafts and server.own_depths:
             variants.append(Variant(name=server.name, mode=PLAIN, server=server, extra=OFF))
     return tuple(variants)

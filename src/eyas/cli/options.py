@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, WORK
+from eyas.cli.help import MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, SPECULATION, WORK
 from eyas.data.bad_records import BadRecords
 
 Cache = Annotated[
@@ -59,6 +59,18 @@ ChatTemplateKwargs = Annotated[
         help='Variables of the chat template, as JSON: {"enable_thinking": false}; a record\'s own go over them.',
         rich_help_panel=MODEL,
     ),
+]
+Depths = Annotated[
+    Path | None,
+    typer.Option(
+        help="For vLLM: depths by batch size, from the JSON of `eyas plan --out`.",
+        show_default="3 at every size, unless num_speculative_tokens is given",
+        rich_help_panel=SPECULATION,
+    ),
+]
+VLLMArguments = Annotated[
+    list[str] | None,
+    typer.Argument(help="With vLLM: options of its own, such as --tensor-parallel-size 2.", metavar="[-- OPTION ...]"),
 ]
 Raw = Annotated[
     bool,

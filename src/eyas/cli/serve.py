@@ -1,6 +1,5 @@
 """`eyas serve`: a model behind OpenAI's API."""
 
-import gc
 import logging
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +10,20 @@ from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.config_file import read_config_file
 from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import Cache, ChatTemplate, Device, Dtype, KVCacheDtype, LogLevel, Quantization, Raw, report
+from eyas.cli.options import (
+    Cache,
+    ChatTemplate,
+    Depths,
+    Device,
+    Dtype,
+    KVCacheDtype,
+    LogLevel,
+    Quantization,
+    Raw,
+    VLLMArguments,
+    report,
+)
+from eyas.errors import UserError
 
 logger = logging.getLogger(__name__)
 UnknownFieldsOption = Literal["refuse", "report"]
@@ -22,6 +34,20 @@ MAX_DEPTH = 7
 
 def serve(
     target: Annotated[str, typer.Argument(help="smollm2, a GGUF file, a folder or a hub id.")] = "smollm2",
+    vllm_arguments: VLLMArguments = None,
+    engine: Annotated[
+        Literal["eyas", "vllm"],
+        typer.Option(help="What computes: eyas itself, or a vLLM that it starts and watches.", rich_help_panel=MODEL),
+    ] = "eyas",
+    vllm_python: Annotated[
+        str | None,
+        typer.Option(
+            envvar="EYAS_VLLM_PYTHON",
+            help="With --engine vllm: the interpreter of an environment that has it.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    depths: Depths = None,
     speculative_config: Annotated[
         str | None,
         typer.Option(
@@ -258,27 +284,23 @@ def serve(
     Without arguments it serves the default target with the drafter that comes with eyas, on the loopback address.
     """
     del config_file  # its values are the defaults of the other options by now
+    from eyas.cli.serve_vllm import split_target
     from eyas.cli.speculative_config import read_speculative_config
 
-    config = read_speculative_config(speculative_config, target)
+    target, others = split_target(target, vllm_arguments or ())
+    config = read_speculative_config(speculative_config, target, with_table=engine == "vllm")
     require_models(target, config.drafter, revision=revision)
     import_libraries()
-    from eyas.engine.config import EngineConfig, require_gpu, require_kv_cache_dtype
-    from eyas.engine.engine import Engine
     from eyas.freed_memory import give_back
-    from eyas.loading import load_another, load_pair
     from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.serve.access.policy import access_rules, is_loopback
     from eyas.serve.app import Application
-    from eyas.serve.endpoints.drafter_swap import DrafterSlot
-    from eyas.serve.engine_client import EngineClient
     from eyas.serve.model_info import ModelInfo, ServerLimits, banner
     from eyas.serve.monitoring.json_logging import log_json_lines
     from eyas.serve.protocol.request_policy import RequestPolicy
     from eyas.serve.transport.root_path import read_root_path
     from eyas.serve.transport.server import Server, listen, url_of
     from eyas.serve.transport.tls import tls_context
-    from eyas.target.device import choose_device, device_words
     from eyas.target.generation_defaults import read_defaults
 
     access = access_rules(
@@ -294,68 +316,94 @@ def serve(
         request_seconds=request_seconds,
         drain_seconds=drain_seconds,
     )
-    options = EngineConfig(
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=max_num_batched_tokens,
-        memory=None if memory_gib is None else int(memory_gib * 2**30),
-        gpu_memory_utilization=gpu_memory_utilization,
-        kv_cache_dtype=kv_cache_dtype,
-        max_depth=max(MAX_DEPTH, config.depth or 0),
-        async_scheduling=async_scheduling,
-        capture_ahead=True,
-    )
     chat_format = read_chat_format(
         chat_template, default_chat_template_kwargs, raw=raw, kwargs_option="--default-chat-template-kwargs"
     )
-    if gpu_memory_utilization is not None:
-        require_gpu(choose_device(device))
-    require_kv_cache_dtype(options, choose_device(device))
+    if engine == "vllm":
+        from eyas.cli.serve_vllm import read_table, vllm_engine, vllm_options
+        from eyas.serve.vllm.version import require_version
+
+        installed = require_version(vllm_python)
+        if device != "auto":
+            raise UserError(f"--device {device} is for eyas' own engine; vLLM takes those of CUDA_VISIBLE_DEVICES")
+        told = vllm_options(
+            target,
+            read_table(config, depths),
+            cache=cache,
+            max_model_len=max_model_len,
+            name=served_model_name or target,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            memory_gib=memory_gib,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_dtype=kv_cache_dtype,
+            dtype=dtype,
+            quantization=quantization,
+            revision=revision,
+            scheduling_policy=scheduling_policy,
+            async_scheduling=async_scheduling,
+            others=others,
+        )
+        opened = vllm_engine(
+            target,
+            told,
+            config.drafter,
+            installed=installed,
+            revision=revision,
+            chat_format=chat_format,
+            cache=cache,
+        )
+    else:
+        from eyas.cli.serve_local import local_engine
+        from eyas.engine.config import EngineConfig, require_gpu, require_kv_cache_dtype
+        from eyas.target.device import choose_device
+
+        if others or depths is not None:
+            raise UserError(f"{others[0] if others else '--depths'} is for --engine vllm; add that, or leave it out")
+        options = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            memory=None if memory_gib is None else int(memory_gib * 2**30),
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_dtype=kv_cache_dtype,
+            max_depth=max(MAX_DEPTH, config.depth or 0),
+            async_scheduling=async_scheduling,
+            capture_ahead=True,
+        )
+        if gpu_memory_utilization is not None:
+            require_gpu(choose_device(device))
+        require_kv_cache_dtype(options, choose_device(device))
+        opened = local_engine(
+            target,
+            config,
+            options,
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            revision=revision,
+            chat_format=chat_format,
+            cache=cache,
+            drafter_swap=drafter_swap,
+            allowed_drafters=allowed_drafters or (),
+        )
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
     listener = listen(host, port)  # before loading: a port in use should fail at once
-    loaded, model = load_pair(
-        target,
-        config.drafter,
-        dtype=dtype,
-        device=device,
-        quantization=quantization,
-        cache=cache,
-        revision=revision,
-        chat_format=chat_format,
-    )
-    slot = DrafterSlot(
-        model=model,
-        load=lambda name: load_another(loaded, name, cache=cache),
-        swappable=drafter_swap,
-        allowed=[*([] if config.drafter is None else [config.drafter]), *(allowed_drafters or ())],
-    )
-    del model  # so that a swap frees it
-
-    with listener, EngineClient(lambda: Engine(loaded, slot.model, config=options)) as engine_client:
-        # What is loaded by now stays: a collector that went through all of it would hold up a step for 0.2 s.
-        gc.collect()
-        gc.freeze()
+    with listener, opened as served:
         model_info = ModelInfo(
             name=served_model_name or target,
             target=target,
-            drafter=None if config.drafter is None else Path(config.drafter).name,
-            max_model_len=engine_client.budget.max_model_len,
             max_num_seqs=max_num_seqs,
-            quantization=loaded.quantization,
             kv_cache_dtype=read_kv_cache_dtype(kv_cache_dtype),
-            drafter_quantization=None if slot.model is None else slot.model.quantization,
-            speculation=config.speculation,
             tool_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             reasoning_content_alias=reasoning_content_alias,
-            sampling_defaults=read_defaults(generation_config, loaded.model.generation_config),
+            sampling_defaults=read_defaults(generation_config, served.generation),
+            **served.facts,
         )
-        for line in banner(model_info, engine_client.budget):
+        for line in banner(model_info, served.memory):
             report(line)
-        precision = str(loaded.dtype).removeprefix("torch.")
-        if loaded.quantization != "none":
-            precision += f", weights {loaded.quantization}"
-        report(f"device    {device_words(loaded.device, asked=device)}, {precision}")
+        report(f"device    {served.device}")
         keys = access.api_keys
         if not keys and not is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
@@ -372,7 +420,7 @@ def serve(
         )
         log_json_lines(log_level.number)
         application = Application(
-            engine_client,
+            served.client,
             model_info,
             limits=limits,
             policy=policy,
@@ -380,7 +428,7 @@ def serve(
             page=page,
             metrics_names=metrics_names,
             root_path=prefix,
-            slot=slot,
+            slot=served.slot,
         )
         application.context.compiler.start()
         give_back()  # what reading tokenizers and the first steps took

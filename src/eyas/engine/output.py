@@ -66,6 +66,8 @@ class SpecDecodeStats:
     accepted_at: list[int] = field(default_factory=list)
     """In how many drafts the token of each depth was accepted, depth 1 first."""
     tokens: int = 0
+    steps: tuple[tuple[int, int], ...] | None = None
+    """Drafted and accepted tokens of every draft, of an engine that tells them at the end and not as they come."""
 
     def count(self, drafted: int, accepted: int, tokens: int, times: int = 1) -> None:
         """Add one pass, or so many alike."""

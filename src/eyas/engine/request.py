@@ -64,6 +64,8 @@ class Request:
     """Whether the text leaves special tokens out."""
     seed: int = 0
     """With the position it decides all chance of the request, in whatever company it runs."""
+    seeded: bool = True
+    """Whether the caller chose the seed; if not, an engine may draw by chance of its own."""
     logprobs: int | None = None
     """How many alternatives to report beside each chosen token; 0 reports the chosen one alone, None nothing."""
     prompt_logprobs: int | None = None

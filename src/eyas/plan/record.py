@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from eyas.plan.calibrate import CheckedStep
+from eyas.plan.depth_table import depth_table
 from eyas.plan.forecast import Deployment, Forecast
 from eyas.plan.roofline import Speed
 
@@ -64,6 +65,7 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
         "users_fit": forecast.users_fit,
         "longest_context": forecast.longest_context,
         "expected": [asdict(one) for one in forecast.table],
+        "depths": [list(row) for row in depth_table(deployment)],
         "recommended_depth": forecast.best.depth,
         "recommended_speedup": forecast.best.speedup,
         "auto_speedup": forecast.auto_speedup,

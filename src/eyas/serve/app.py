@@ -115,7 +115,8 @@ class Application:
 
     async def _health(self, _: HttpRequest) -> Response:
         state, failure = state_of(self.context), self.context.engine_client.failure
-        body = {"status": state} | ({"reason": type(failure).__name__} if state == "failed" else {})
+        reason = type(failure).__name__ if state == "failed" else self.context.engine_client.unavailable
+        body = {"status": state} | ({} if state in ("ok", "draining") else {"reason": reason})
         return JSONResponse(body, status_code=200 if state == "ok" else 503)
 
     async def _load(self, _: HttpRequest) -> Response:
@@ -125,10 +126,8 @@ class Application:
         return JSONResponse({"version": __version__})
 
     async def _metrics(self, _: HttpRequest) -> Response:
-        supervisor = self.context.engine_client.supervisor
         snapshot = await self.context.engine_client.snapshot()
-        text = self.context.metrics.render(snapshot, failed_steps=supervisor.failed_steps, replaced=supervisor.replaced)
-        return Response(text, media_type=CONTENT_TYPE)
+        return Response(self.context.metrics.render(snapshot), media_type=CONTENT_TYPE)
 
     async def _status(self, _: HttpRequest) -> Response:
         return JSONResponse(await status_of(self.context), headers={"cache-control": "no-store"})
@@ -158,6 +157,7 @@ class Application:
             "created": model_info.created,
             "owned_by": "eyas",
             "root": model_info.target,
+            "engine": model_info.engine,
             "max_model_len": model_info.max_model_len,
             "quantization": model_info.quantization,
             "kv_cache_dtype": model_info.kv_cache_dtype,

@@ -1,27 +1,25 @@
-"""The engine as the server uses it: generate for requests, take snapshots of its state, swap the drafter, close."""
+"""The engine as the server uses it: generate for requests, take snapshots of its state, swap the drafter, close.
+
+Everything above speaks to this protocol, in token ids: routes, templates, parsers of calls, formats of answers, limits.
+There are two engines behind it, eyas' own (`local_engine.py`) and vLLM (`vllm/client.py`).
+"""
 
 import asyncio
-import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any, Protocol
 
 from eyas.drafter.model import Drafter
-from eyas.engine.async_engine import AsyncEngine, EngineError
-from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import Request
 from eyas.engine.speculation.drift import DriftReport
-from eyas.serve.supervisor import Supervisor, add_stats
+from eyas.target.text import TargetText
 
-logger = logging.getLogger(__name__)
 OnOutput = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
 """Takes the index of a request, its newest output, and its speculation counts so far."""
 SNAPSHOT_SECONDS = 2.0
-"""How long to wait for a step to end before the previous snapshot is used."""
+"""How long to wait for the engine before the previous snapshot is used."""
 NOTICES = 8
 """How many of the engine's latest events are kept for /status."""
 
@@ -52,96 +50,60 @@ class EngineSnapshot:
     """The drift probe's report; None before the first snapshot."""
     notices: tuple[tuple[float, str], ...] = ()
     """The engine's latest events and when they came, by the monotonic clock; the newest last."""
+    failed_steps: int = 0
+    replaced: int = 0
+    """Engines that were replaced so far."""
 
 
-class EngineClient:
-    """Runs an engine under a supervisor. Use it as a context manager, or call `close`."""
+class EngineClient(Protocol):
+    """An engine that answers requests, wherever it runs."""
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
-        self.supervisor = Supervisor(build)
-        engine = build()
-        self.target, self.budget, self.max_depth = engine.target, engine.budget, engine.config.max_depth
-        self._notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
-        self._async_engine = AsyncEngine(engine, mend=self.supervisor)
-        self._last_snapshot = EngineSnapshot(blocks=self.budget.blocks)
+    @property
+    def target(self) -> TargetText:
+        """The target's tokenizer, template and sizes."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest that a request may ask for."""
+        ...
 
     @property
     def failure(self) -> BaseException | None:
         """The error that stopped the engine for good, if any."""
-        return self._async_engine.failure
+        ...
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why nothing is answered just now though it will be again, if so."""
+        ...
 
     async def generate(self, requests: Sequence[Request], on_output: OnOutput) -> None:
         """Run all requests to their end; if one fails or the caller is cancelled, all leave the engine."""
-        if len(requests) == 1:
-            await self._stream(0, requests[0], on_output)
-            return
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, request in enumerate(requests):
-                    group.create_task(self._stream(index, request, on_output))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the others were cancelled because of it
+        ...
 
     async def snapshot(self) -> EngineSnapshot:
-        """The engine's current state, or the previous snapshot if a step takes long."""
-        try:
-            async with asyncio.timeout(SNAPSHOT_SECONDS):
-                self._last_snapshot = await self._async_engine.between_steps(self._take_snapshot)
-        except (TimeoutError, EngineError):
-            pass
-        return self._last_snapshot
+        """The engine's current state, or the previous snapshot if it takes long."""
+        ...
 
     async def swap_drafter(self, drafter: Drafter | None) -> None:
-        """Use another drafter, or none, from the next step on; if it is refused, nothing changes."""
-        await self._async_engine.between_steps(lambda engine: engine.swap_drafter(drafter))
+        """Use another drafter, or none; if it is refused, nothing changes."""
+        ...
 
     def close(self) -> None:
-        """Stop after the current step; requests in flight end with an error."""
-        self._async_engine.close()
+        """Stop; requests in flight end with an error."""
+        ...
 
-    def __enter__(self) -> "EngineClient":
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def _stream(self, index: int, request: Request, on_output: OnOutput) -> None:
-        stats_by_key: list[SpecDecodeStats] = []
-
-        def taken_on(engine: Engine, key: int) -> None:
-            stats_by_key.append(engine.stats_of(key))
-            self._log_events(engine)
-
-        async with aclosing(self._async_engine.stream(request, taken_on=taken_on)) as deltas:
-            async for delta in deltas:
-                await on_output(index, delta, stats_by_key[0])
-
-    def _log_events(self, engine: Engine) -> None:
-        for event in engine.controller.events():
-            self._notices.append((time.monotonic(), event))
-            logger.warning(event)
-
-    def _take_snapshot(self, engine: Engine) -> EngineSnapshot:
-        self._log_events(engine)
-        stats = SpecDecodeStats()
-        add_stats(stats, self.supervisor.replaced_stats)
-        add_stats(stats, engine.stats)
-        report = engine.controller.report()
-        return EngineSnapshot(
-            running=len(engine.scheduler.running),
-            waiting=engine.scheduler.waiting,
-            blocks=engine.block_manager.blocks,
-            block_size=engine.block_manager.block_size,
-            blocks_used=engine.block_manager.used,
-            blocks_cached=engine.block_manager.cached,
-            prefix_lookups=engine.block_manager.lookups,
-            prefix_hits=engine.block_manager.hits,
-            stats=stats,
-            depth_shares=report["share_of_depths"],
-            rows_by_depth=report["rows_by_depth"],
-            collapsed=bool(report["collapsed"]),
-            drift=engine.drift.report(),
-            notices=tuple(self._notices),
-        )
+async def run_all(streams: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run streams side by side to their end; if one fails, the others are cancelled."""
+    first, *others = streams
+    if not others:
+        await first
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for stream in (first, *others):
+                group.create_task(stream)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None  # the others were cancelled because of it

@@ -23,6 +23,10 @@ class ModelInfo:
     """Most tokens of prompt and answer together."""
     max_num_seqs: int
     """Most answers that run at once."""
+    engine: str = "eyas"
+    """What computes the answers: eyas, or vLLM and its version."""
+    own_depths: bool = True
+    """Whether requests may choose how deep they are drafted for."""
     quantization: str = "none"
     """What the target's matrices are quantised as."""
     kv_cache_dtype: str = "auto"
@@ -54,6 +58,7 @@ class ModelInfo:
             "drafter_quantization": self.drafter_quantization,
             "mode": self.speculation.mode if drafted else "off",
             "depth": self.speculation.depth if drafted else None,
+            "per_request": self.own_depths,
         }
 
 
@@ -86,12 +91,15 @@ class ServerLimits:
                 raise UserError(f"limit {name} is {getattr(self, name)}; it must be above 0")
 
 
-def banner(model_info: ModelInfo, budget: BlockBudget) -> list[str]:
+def banner(model_info: ModelInfo, memory: BlockBudget | str) -> list[str]:
     """The lines that the server prints when it starts."""
     if model_info.drafter is None:
         policy = "no drafter: every token is a pass of the target"
     elif model_info.speculation.mode == "fixed":
-        policy = f"{model_info.drafter}, {model_info.speculation.depth} tokens deep unless a request says otherwise"
+        others = " unless a request says otherwise" if model_info.own_depths else " for all requests"
+        policy = f"{model_info.drafter}, {model_info.speculation.depth} tokens deep{others}"
+    elif not model_info.own_depths:
+        policy = f"{model_info.drafter}, as deep as the table of batch sizes says"
     elif model_info.speculation.mode == "off":
         policy = f"{model_info.drafter}, only for requests that ask for it"
     else:
@@ -100,7 +108,7 @@ def banner(model_info: ModelInfo, budget: BlockBudget) -> list[str]:
         f"serving   {model_info.name} ({model_info.target}), up to {model_info.max_model_len:,} tokens, "
         f"{model_info.max_num_seqs} at once",
         f"drafting  {policy}",
-        f"memory    {budget}{'' if model_info.kv_cache_dtype == 'auto' else ', keys and values in fp8'}",
+        f"memory    {memory}{'' if model_info.kv_cache_dtype == 'auto' else ', keys and values in fp8'}",
         f"defaults  {_default_words(model_info.sampling_defaults)}",
     ]
 

@@ -26,7 +26,7 @@ def locate(source: str, *, cache: Path | None = None) -> str:
     if source == DEFAULT_TARGET:
         from eyas.target.default import default_folder
 
-        return str(default_folder(cache or _user_cache()))
+        return str(default_folder(cache or user_cache()))
     if not source.strip():
         raise UserError(f"the name of the target is empty; give a folder, a .gguf file, a hub id or {DEFAULT_TARGET!r}")
     path = Path(source).expanduser()
@@ -35,7 +35,7 @@ def locate(source: str, *, cache: Path | None = None) -> str:
             raise UserError(f"there is no GGUF file {source}; check the path")
         from eyas.target.gguf import converted_folder
 
-        return str(converted_folder(path, cache or _user_cache()))
+        return str(converted_folder(path, cache or user_cache()))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
@@ -58,7 +58,7 @@ def gguf_of(source: str, *, cache: Path | None = None) -> Path | None:
     if source == DEFAULT_TARGET:
         from eyas.target.default import default_gguf
 
-        return default_gguf(cache or _user_cache())
+        return default_gguf(cache or user_cache())
     path = Path(source).expanduser()
     return path if path.suffix.lower() == ".gguf" and path.is_file() else None
 
@@ -106,7 +106,8 @@ def _first_sentence(error: Exception) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def _user_cache() -> Path:
+def user_cache() -> Path:
+    """Where converted models are kept unless told."""
     from platformdirs import user_cache_path
 
     return user_cache_path("eyas")

@@ -99,11 +99,18 @@ class ServedTarget(TargetText):
         return self.generation
 
     @classmethod
-    def load(cls, source: str, *, cache: Path | None = None, chat_format: ChatFormat | None = None) -> "ServedTarget":
+    def load(
+        cls,
+        source: str,
+        *,
+        cache: Path | None = None,
+        revision: str | None = None,
+        chat_format: ChatFormat | None = None,
+    ) -> "ServedTarget":
         """Read what `source` (see `locate`) says of itself beside its weights."""
         chat_format = chat_format or ChatFormat()
         place = locate(source, cache=cache)
-        hub = options_of(source, place)
+        hub = options_of(source, place, revision)
         with explain_failures(source, place):
             facts = facts_of(AutoConfig.from_pretrained(place, **hub), source)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **hub)

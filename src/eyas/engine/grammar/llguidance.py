@@ -77,7 +77,7 @@ class LlGuidance:
     def compile(self, kind: GrammarKind, text: str) -> "LlGuidanceGrammar":
         """The grammar of a text."""
         compile_ = partial(compile_matcher, self._tokenizer, kind, text)
-        grammar = LlGuidanceGrammar(compile_, self._tokenizer, self.vocab_size)
+        grammar = LlGuidanceGrammar(compile_, self._tokenizer, self.vocab_size, kind, text)
         trial = grammar.matcher(prompt_length=0, stop_ids=[self._tokenizer.eos_token])
         trial.mask([], [])
         if trial.failure is not None:
@@ -88,7 +88,11 @@ class LlGuidance:
 class LlGuidanceGrammar:
     """A `Grammar`; see there."""
 
-    def __init__(self, compile_: Callable[[], LLMatcher], tokenizer: LLTokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, compile_: Callable[[], LLMatcher], tokenizer: LLTokenizer, vocab_size: int, kind: GrammarKind, text: str
+    ) -> None:
+        self.kind, self.text = kind, text
+        """What it was compiled from, for an engine that compiles it again."""
         self.exhausted = False
         """Whether the lexer has come to a limit: whoever keeps this grammar should compile it anew."""
         self.vocab_size = vocab_size

@@ -9,7 +9,7 @@ from eyas.engine.output import OutputDelta
 from eyas.engine.request import FinishReason
 from eyas.engine.sampler import TokenLogprobs
 from eyas.serve.builders.token_text import TokenText
-from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class PromptEcho:
     texts: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokens: tuple[int, ...], given: str | None, target: Target) -> "PromptEcho":
+    def of(cls, tokens: tuple[int, ...], given: str | None, target: TargetText) -> "PromptEcho":
         """The echo of tokens; `given` is the text that the client sent, if it sent one.
 
         Special tokens are told, unless the tokenizer put them there: then the text is the client's without them.
@@ -51,7 +51,7 @@ def without_answer(delta: OutputDelta) -> OutputDelta:
     )
 
 
-def _texts(tokens: Sequence[int], target: Target, *, skip_special_tokens: bool) -> list[str]:
+def _texts(tokens: Sequence[int], target: TargetText, *, skip_special_tokens: bool) -> list[str]:
     """The text of each token as it continues those before it."""
     stream = TextStream(lambda some: target.decode(some, skip_special_tokens))
     texts = [stream.push(token) for token in tokens]

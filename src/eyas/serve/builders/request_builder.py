@@ -35,7 +35,6 @@ from eyas.serve.protocol.completions import (
 from eyas.serve.protocol.prompt_tokens import require_spaces, truncated
 from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.target.bad_words import bad_word_tokens
-from eyas.target.model import Target
 from eyas.target.text import TargetText
 
 COMPLETION_TOKENS = 16
@@ -72,7 +71,7 @@ class EngineRequests:
 class RequestBuilder:
     """Builds engine requests for one target."""
 
-    def __init__(self, target: Target, model_info: ModelInfo, policy: RequestPolicy) -> None:
+    def __init__(self, target: TargetText, model_info: ModelInfo, policy: RequestPolicy) -> None:
         self._target, self._model_info, self._policy = target, model_info, policy
         self._stop_ids = target.stop_ids()
         self._least_tokens = least_tokens(target.tokenizer)
@@ -261,6 +260,7 @@ class RequestBuilder:
                 # A parser of calls puts the markers it needs back in by itself.
                 skip_special_tokens=body.skip_special_tokens or new_parser is not None,
                 seed=_wrap_seed(seed + choice),
+                seeded=body.seed is not None,
                 logprobs=logprobs,
                 prompt_logprobs=_prompt_logprobs(body, logprobs),
                 speculation=self._speculation(body),
@@ -359,7 +359,7 @@ def template_of(target: TargetText) -> str:
         return ""
 
 
-def _special_tokens(target: Target, markers: Sequence[str]) -> dict[str, int]:
+def _special_tokens(target: TargetText, markers: Sequence[str]) -> dict[str, int]:
     """Those of the markers that are special tokens, and their ids."""
     added = getattr(target.tokenizer, "added_tokens_decoder", {})
     return {token.content: id_ for id_, token in added.items() if token.special and token.content in markers}

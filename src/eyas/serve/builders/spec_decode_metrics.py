@@ -26,8 +26,8 @@ def spec_decode_metrics(
     }
     if not detailed:
         return figures
-    steps = [delta for delta in deltas if delta.drafted]
+    steps = stats.steps if stats.steps is not None else [(one.drafted, one.accepted) for one in deltas if one.drafted]
     return figures | {
-        "per_step_accepted": [step.accepted for step in steps],
-        "per_step_drafted": [step.drafted for step in steps],
+        "per_step_accepted": [accepted for _, accepted in steps],
+        "per_step_drafted": [drafted for drafted, _ in steps],
     }

@@ -44,6 +44,8 @@ class DrafterSlot:
     load: Callable[[str], Drafter]
     swappable: bool = True
     """Whether requests may ask for another one at all."""
+    kept_because: str = "--no-drafter-swap"
+    """Why not, if they may not."""
     allowed: Iterable[str] = ()
     """Names, folders and hub ids that a request may ask for, beside those that come with eyas and none.
 
@@ -77,7 +79,8 @@ class DrafterSwapEndpoint:
         if http.method != "POST":
             return JSONResponse(self._context.model_info.speculative_card())
         if not self._slot.swappable:
-            raise ApiError(403, "this server keeps its drafter (--no-drafter-swap)", code="drafter_swap_disabled")
+            message = f"this server keeps its drafter ({self._slot.kept_because})"
+            raise ApiError(403, message, code="drafter_swap_disabled")
         self._access.require_admin(http.scope)
         limits = self._context.limits
         raw = await read_body(http, max_bytes=limits.body_bytes, seconds=limits.body_seconds)

@@ -21,7 +21,7 @@ from eyas.serve.api_error import ApiError
 from eyas.serve.grammar.gate import GrammarGate, GrammarVerdict
 from eyas.serve.grammar.worker import JOB_BYTES, JOB_CPU_SECONDS
 from eyas.serve.protocol.completions import GenerationRequest
-from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 COMPILE_THREADS = 2
 """Several, so one slow grammar does not block the next."""
@@ -133,7 +133,7 @@ class GrammarRefusedError(Exception):
 class GrammarCompiler:
     """Compiles grammars for one target off the event loop, behind a gate, and caches them."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetText) -> None:
         self._target = target
         self.gate = GrammarGate(lambda: tokenizer_data(target.tokenizer, target.facts.vocab_size))
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "eyas-grammar")

@@ -88,9 +88,9 @@ class ServerMetrics:
     def _histogram(self, name: str, description: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, description, buckets=buckets, registry=self.registry)
 
-    def render(self, snapshot: EngineSnapshot, *, failed_steps: int, replaced: int) -> bytes:
+    def render(self, snapshot: EngineSnapshot) -> bytes:
         """All metrics in Prometheus' text format."""
-        self.engine.snapshot, self.engine.failed_steps, self.engine.replaced = snapshot, failed_steps, replaced
+        self.engine.snapshot = snapshot
         renamed = CollectorRegistry()
         renamed.register(_Renamed(self.registry, self._names, self._model, snapshot.block_size))
         return generate_latest(renamed)
@@ -112,7 +112,6 @@ class EngineCollector(Collector):
 
     def __init__(self) -> None:
         self.snapshot = EngineSnapshot()
-        self.failed_steps = self.replaced = 0
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the engine."""
@@ -156,8 +155,8 @@ class EngineCollector(Collector):
         yield _gauge("eyas_spec_decode_collapsed", "1 while the drafter is of no use.", float(snapshot.collapsed))
         if snapshot.drift is not None:
             yield from _drift(snapshot.drift)
-        yield _counter("eyas_engine_failed_steps", "Steps that failed.", self.failed_steps)
-        yield _counter("eyas_engine_replaced", "Engines that were replaced.", self.replaced)
+        yield _counter("eyas_engine_failed_steps", "Steps that failed.", snapshot.failed_steps)
+        yield _counter("eyas_engine_replaced", "Engines that were replaced.", snapshot.replaced)
 
 
 def _drift(drift: DriftReport) -> Iterator[Metric]:

@@ -46,17 +46,19 @@ STATUS_SCHEMA: dict[str, Any] = {
     ],
     "properties": {
         "version": {"type": "string"},
-        "state": {"enum": ["ok", "draining", "failed"]},
+        "state": {"enum": ["ok", "draining", "restarting", "failed"]},
         "at_seconds": {"type": "number", "description": "Time of the snapshot, since the start."},
         "served": {
             "type": "object",
             "properties": {
                 "model": {"type": "string"},
                 "target": {"type": "string"},
+                "engine": {"type": "string", "description": "What computes the answers: eyas, or vLLM's version."},
                 "drafter": {"type": ["string", "null"]},
                 "drafter_quantization": {"type": ["string", "null"], "description": "Of the drafter's matrices."},
                 "mode": {"enum": ["auto", "off", "fixed"]},
                 "depth": {"type": ["integer", "null"]},
+                "per_request": {"type": "boolean", "description": "Whether requests may choose mode and depth."},
                 "max_depth": {
                     "type": "integer",
                     "description": "The deepest that a request may ask for; 0 without a drafter.",
@@ -130,13 +132,18 @@ STATUS_SCHEMA: dict[str, Any] = {
 
 def state_of(context: ServerContext) -> str:
     """Whether requests are accepted, in a word."""
-    return "draining" if context.admission.draining else "failed" if context.engine_client.failure is not None else "ok"
+    if context.admission.draining:
+        return "draining"
+    engine_client = context.engine_client
+    if engine_client.failure is not None:
+        return "failed"
+    return "ok" if engine_client.unavailable is None else "restarting"
 
 
 async def status_of(context: ServerContext) -> dict[str, Any]:
     """The whole state."""
     snapshot, admission = await context.engine_client.snapshot(), context.admission
-    supervisor, stats, metrics = context.engine_client.supervisor, snapshot.stats, context.metrics
+    stats, metrics = snapshot.stats, context.metrics
     return {
         "version": __version__,
         "state": state_of(context),
@@ -159,8 +166,8 @@ async def status_of(context: ServerContext) -> dict[str, Any]:
             "tokens": stats.tokens,
             **speculative_counts(stats),
             "rows_by_depth": {str(depth): count for depth, count in snapshot.rows_by_depth.items()},
-            "failed_steps": supervisor.failed_steps,
-            "replaced_engines": supervisor.replaced,
+            "failed_steps": snapshot.failed_steps,
+            "replaced_engines": snapshot.replaced,
             "errors_by_status": _by_label(metrics.errors, "status"),
         },
         "latency": {
@@ -178,6 +185,7 @@ def _served(model_info: ModelInfo, max_depth: int) -> dict[str, Any]:
     return {
         "model": model_info.name,
         "target": model_info.target,
+        "engine": model_info.engine,
         **model_info.speculative_card(),
         "max_depth": max_depth if model_info.drafter is not None else 0,
         "max_model_len": model_info.max_model_len,

@@ -6,10 +6,10 @@ from eyas.serve.api_error import ApiError
 from eyas.serve.protocol.completions import ChatCompletionRequest
 from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.target.chat_template import ChatTemplateOptions, reserved_variables
-from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 
-def template_options(body: ChatCompletionRequest, target: Target, policy: RequestPolicy) -> ChatTemplateOptions:
+def template_options(body: ChatCompletionRequest, target: TargetText, policy: RequestPolicy) -> ChatTemplateOptions:
     """The options of a body, or an error that names the field."""
     if body.chat_template is not None and not policy.trust_request_chat_template:
         raise ApiError(
@@ -29,7 +29,7 @@ def template_options(body: ChatCompletionRequest, target: Target, policy: Reques
     )
 
 
-def _variables(body: ChatCompletionRequest, target: Target) -> dict[str, Any]:
+def _variables(body: ChatCompletionRequest, target: TargetText) -> dict[str, Any]:
     """The template's variables. `reasoning_effort` of its own field goes before one in `chat_template_kwargs`."""
     given = body.chat_template_kwargs or {}
     for name in given:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from eyas.serve.api_error import ApiError
 from eyas.serve.protocol.completions import GenerationRequest
-from eyas.target.model import Target
+from eyas.target.text import TargetText
 
 
 def truncated(
@@ -25,7 +25,7 @@ def truncated(
     return prompt[max(0, len(prompt) - most) :]
 
 
-def require_spaces(body: GenerationRequest, target: Target) -> None:
+def require_spaces(body: GenerationRequest, target: TargetText) -> None:
     """Refuse to leave out spaces that the tokenizer's decoding puts in: fast tokenizers put in none."""
     if not body.spaces_between_special_tokens and not target.tokenizer.is_fast:
         raise ApiError(

@@ -1,0 +1,194 @@
+"""`eyas serve --engine vllm`: check the drafter, say the options in vLLM's words, start it, stand in front of it."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eyas.cli.options import report
+from eyas.cli.served_engine import ServedEngine
+from eyas.cli.speculative_config import SpeculativeConfig
+from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from eyas.engine.request import Speculation
+    from eyas.plan.depth_table import DepthTable
+    from eyas.serve.vllm.command import ServeOptions
+    from eyas.target.chat_template import ChatFormat
+
+LONGEST = 8192
+"""Tokens of prompt and answer unless told, as with eyas' own engine."""
+USUAL_DEPTH = 3
+"""Where neither a number nor a table was given: vLLM measures no costs, so there is no auto."""
+START_SECONDS = 3600.0
+"""For vLLM to load; one that ends earlier is noticed at once."""
+
+
+def split_target(target: str, others: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """The target and vLLM's options, where the command line may have taken the first of these for the target."""
+    words = tuple(others)
+    if target.startswith("-"):
+        target, words = "smollm2", (target, *others)
+    if words and not words[0].startswith("-"):
+        raise UserError(
+            f"there is a word {words[0]!r} behind the target; options of vLLM go behind --, as --name value"
+        )
+    return target, words
+
+
+def read_table(config: SpeculativeConfig, depths: Path | None) -> SpeculativeConfig:
+    """The same with the table of a plan, if one was given."""
+    from eyas.plan.depth_table import read_depths
+
+    if depths is None or config.drafter is None:
+        return config
+    if config.depth is not None or config.table is not None:
+        raise UserError(f"--depths {depths} and --speculative-config both say how deep to draft; give one")
+    return replace(config, table=read_depths(depths))
+
+
+def vllm_options(
+    target: str,
+    config: SpeculativeConfig,
+    *,
+    cache: Path | None,
+    max_model_len: int | None,
+    drafter_out: Path | None = None,
+    **others: Any,
+) -> "ServeOptions":
+    """What vLLM is to serve: the target as a folder or hub id, the drafter checked and in vLLM's layout."""
+    from eyas.drafter.check import check
+    from eyas.drafter.vllm_folder import vllm_folder
+    from eyas.serve.vllm.command import ServeOptions
+    from eyas.target.embedding import read_embedding
+    from eyas.target.facts import read_facts
+    from eyas.target.locate import locate, user_cache
+
+    facts = read_facts(target, cache=cache)
+    place = locate(target, cache=cache)
+    speculative: dict[str, Any] | None = None
+    if config.drafter is not None:
+        embedding = lambda: read_embedding(target, cache=cache)  # noqa: E731
+        found = check(config.drafter, target=facts, target_embedding=embedding).findings
+        faults = [one.message for one in found if one.severity == "error"]
+        if faults:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise UserError(f"`eyas check {config.drafter} --target {target}` refuses this pair: {faults[0]}{more}")
+        folder = vllm_folder(config.drafter, cache or user_cache(), drafter_out)
+        for one in found:
+            if one.severity == "warning":
+                report(f"warning   {one.message}")
+        depths = _depths(config)
+        if depths is None:
+            speculative = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": config.depth}
+        elif (deepest := max(depth for _, _, depth in depths)) > 0:
+            speculative = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": deepest}
+            if len(depths) > 1:  # one depth for all sizes needs no table, which costs vLLM its full CUDA graphs
+                speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in depths]
+        else:
+            report("drafting  none: the table of depths has 0 for every batch size")
+    most = facts.max_position_embeddings or LONGEST
+    return ServeOptions(
+        model=str(Path(place).resolve()) if Path(place).is_dir() else place,
+        max_model_len=max_model_len or min(most, LONGEST),
+        speculative_config=speculative,
+        **others,
+    )
+
+
+def _depths(config: SpeculativeConfig) -> "DepthTable | None":
+    """The table of depths; None where one number was given."""
+    if config.depth is not None and config.table is None:
+        return None
+    if config.table is None:
+        report(
+            f"drafting  {USUAL_DEPTH} deep at every batch size: vLLM has no auto; give num_speculative_tokens, or a "
+            "table by --depths"
+        )
+        return ((1, 1, USUAL_DEPTH),)
+    return config.table
+
+
+def served_speculation(options: "ServeOptions") -> "Speculation | None":
+    """How vLLM drafts for every request; auto is its table."""
+    from eyas.engine.request import Speculation
+
+    told = options.speculative_config
+    if told is None:
+        return None
+    if "num_speculative_tokens_per_batch_size" in told:
+        return Speculation()
+    return Speculation(mode="fixed", depth=told["num_speculative_tokens"])
+
+
+@contextmanager
+def vllm_engine(
+    target: str,
+    options: "ServeOptions",
+    drafter: str | None,
+    *,
+    installed: tuple[str, str],
+    revision: str | None,
+    chat_format: "ChatFormat",
+    cache: Path | None,
+) -> Iterator[ServedEngine]:
+    """Run vLLM for the length of the block; `installed` is an interpreter and the version of vLLM that it has."""
+    from eyas.engine.request import Speculation
+    from eyas.serve.endpoints.drafter_swap import DrafterSlot
+    from eyas.serve.vllm.client import VLLMEngineClient
+    from eyas.serve.vllm.process import VLLMProcess, require_started
+    from eyas.target.text import ServedTarget
+
+    interpreter, version = installed
+    text = ServedTarget.load(target, cache=cache, revision=revision, chat_format=chat_format)
+    with tempfile.NamedTemporaryFile(prefix="eyas-vllm-", suffix=".log", delete=False) as file:
+        log = Path(file.name)
+    speculation = served_speculation(options)
+
+    def start() -> VLLMProcess:
+        return VLLMProcess(interpreter, options.seam_words, log)
+
+    report(f"vllm      {version}, its log: {log}")
+    process = start()
+    try:
+        require_started(process, START_SECONDS, report)
+    except BaseException:
+        process.stop()
+        raise
+    client = VLLMEngineClient(
+        process,
+        start,
+        target=text,
+        model=options.name,
+        speculation=speculation,
+        max_depth=(options.speculative_config or {}).get("num_speculative_tokens", 0),
+        start_seconds=START_SECONDS,
+    )
+    with client:
+        asyncio.run(client.try_out())
+        snapshot = asyncio.run(client.snapshot())
+        tokens = snapshot.blocks * snapshot.block_size
+        yield ServedEngine(
+            client=client,
+            slot=DrafterSlot(model=None, load=_refuse, swappable=False, kept_because="vLLM cannot change it"),
+            generation=text.generation_config,
+            facts={
+                "max_model_len": options.max_model_len,
+                "quantization": "as stored" if options.quantization == "auto" else options.quantization,
+                "drafter": None if speculation is None else drafter and Path(drafter).name,
+                "speculation": speculation or Speculation(),
+                "engine": f"vLLM {version}",
+                "own_depths": False,
+            },
+            memory=f"{snapshot.blocks:,} blocks of {snapshot.block_size} tokens in vLLM, {tokens:,} in all",
+            device=f"vLLM's choice, {options.dtype}",
+        )
+    if client.failure is None:
+        log.unlink(missing_ok=True)
+
+
+def _refuse(name: str) -> Any:
+    raise UserError(f"{name}: vLLM keeps its drafter")

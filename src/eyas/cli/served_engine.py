@@ -1,0 +1,26 @@
+"""What `eyas serve` puts its routes in front of: an engine that is ready, and what is to be said of it."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+    from eyas.plan.memory import BlockBudget
+    from eyas.serve.endpoints.drafter_swap import DrafterSlot
+    from eyas.serve.engine_client import EngineClient
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ServedEngine:
+    """An engine, ready to answer."""
+
+    client: "EngineClient"
+    slot: "DrafterSlot"
+    generation: "GenerationConfig | None"
+    """The model's generation config."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Fields of `ModelInfo` that the engine decides."""
+    memory: "BlockBudget | str"
+    device: str
+    """Where and in which precision it computes, for people."""

@@ -1,0 +1,99 @@
+"""Watches a process of vLLM on a thread: starts it again when it ends or says that its engine is dead.
+
+A vLLM that keeps dying is not started for ever: after `MOST_FAILURES` in a row, none of which served for
+`STEADY_SECONDS`, there is a failure, and the server says so on /health.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from eyas.serve.engine_client import NOTICES
+from eyas.serve.vllm.process import VLLMEndedError, VLLMProcess
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+HEALTH_SECONDS = 5.0
+"""Between two questions after its health."""
+STEADY_SECONDS = 60.0
+MOST_FAILURES = 3
+
+
+class VLLMSupervisor:
+    """Keeps one process serving. `close` ends the thread, then the process."""
+
+    def __init__(
+        self,
+        process: VLLMProcess,
+        start: Callable[[], VLLMProcess],
+        *,
+        start_seconds: float,
+        on_end: Callable[[], None] = lambda: None,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        """`process` serves already; `start` begins another. `on_end` is told of each end."""
+        self.process = process
+        self.restarts = 0
+        self.failure: BaseException | None = None
+        self.unavailable: str | None = None
+        self.notices: deque[tuple[float, str]] = deque(maxlen=NOTICES)
+        self._start, self._start_seconds, self._on_end, self._look = start, start_seconds, on_end, look_seconds
+        self._closing = threading.Event()
+        self._closed = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="eyas-vllm", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End vLLM; a second call waits for the first."""
+        self._closing.set()
+        self.unavailable = "the server is shutting down"
+        with self._closed:
+            if self._thread.is_alive():
+                self._thread.join()
+                self.process.stop()
+
+    def _watch(self) -> None:
+        failures, began = 0, time.monotonic()
+        while (ended := self._wait_end()) is not None:
+            steady = time.monotonic() - began > STEADY_SECONDS
+            failures = 1 if steady else failures + 1
+            self._on_end()
+            while True:
+                self.unavailable = f"{ended}; it is started again"
+                self._say(f"{ended}: {self.process.reason()}; the requests that it answered are lost")
+                self.process.stop()
+                if failures >= MOST_FAILURES:
+                    self.failure = VLLMEndedError(f"vLLM failed {failures} times in a row; its log: {self.process.log}")
+                    self._say(str(self.failure))
+                    return
+                try:
+                    self.process = self._start()
+                    self.process.wait_ready(self._start_seconds, logger.info, self._closing.is_set)
+                except VLLMEndedError as error:
+                    if self._closing.is_set():
+                        return
+                    ended, failures = str(error).partition(":")[0], failures + 1
+                    continue
+                break
+            self.restarts, began, self.unavailable = self.restarts + 1, time.monotonic(), None
+            self._say("vLLM serves again")
+
+    def _wait_end(self) -> str | None:
+        """Why it has to be started again; None if nobody wants it any more."""
+        asked = time.monotonic()
+        while not self._closing.wait(self._look):
+            if (code := self.process.exit_code) is not None:
+                return f"vLLM ended with code {code}"
+            if time.monotonic() - asked > HEALTH_SECONDS:
+                # A process that does not answer may be busy; one that says 503 is up and its engine is dead.
+                if self.process.health() == 503:
+                    return "vLLM's engine is dead"
+                asked = time.monotonic()
+        return None
+
+    def _say(self, event: str) -> None:
+        self.notices.append((time.monotonic(), event))
+        logger.warning(event)
