@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,31 +57,35 @@ def vllm_options(
     *,
     cache: Path | None,
     max_model_len: int | None,
+    revision: str | None,
     drafter_out: Path | None = None,
     **others: Any,
 ) -> "ServeOptions":
     """What vLLM is to serve: the target as a folder or hub id, the drafter checked and in vLLM's layout."""
     from eyas.drafter.check import check
+    from eyas.drafter.checkpoint import find_folder
     from eyas.drafter.vllm_folder import vllm_folder
     from eyas.serve.vllm.command import ServeOptions
     from eyas.target.embedding import read_embedding
     from eyas.target.facts import read_facts
     from eyas.target.locate import locate, user_cache
 
-    facts = read_facts(target, cache=cache)
+    facts = read_facts(target, cache=cache, revision=revision)
     place = locate(target, cache=cache)
     speculative: dict[str, Any] | None = None
     if config.drafter is not None:
-        embedding = lambda: read_embedding(target, cache=cache)  # noqa: E731
+        embedding = partial(read_embedding, target, cache=cache)
         found = check(config.drafter, target=facts, target_embedding=embedding).findings
         faults = [one.message for one in found if one.severity == "error"]
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise UserError(f"`eyas check {config.drafter} --target {target}` refuses this pair: {faults[0]}{more}")
-        folder = vllm_folder(config.drafter, cache or user_cache(), drafter_out)
         for one in found:
             if one.severity == "warning":
                 report(f"warning   {one.message}")
+        folder = vllm_folder(config.drafter, cache or user_cache(), drafter_out)
+        if folder != find_folder(config.drafter).resolve():
+            report(f"drafter   written for vLLM: {folder}")
         depths = _depths(config)
         if depths is None:
             speculative = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": config.depth}
@@ -93,6 +98,7 @@ def vllm_options(
     most = facts.max_position_embeddings or LONGEST
     return ServeOptions(
         model=str(Path(place).resolve()) if Path(place).is_dir() else place,
+        revision=revision,
         max_model_len=max_model_len or min(most, LONGEST),
         speculative_config=speculative,
         **others,
@@ -140,6 +146,7 @@ def vllm_engine(
     from eyas.serve.endpoints.drafter_swap import DrafterSlot
     from eyas.serve.vllm.client import VLLMEngineClient
     from eyas.serve.vllm.process import VLLMProcess, require_started
+    from eyas.serve.vllm.version import CPU_BUILD
     from eyas.target.text import ServedTarget
 
     interpreter, version = installed
@@ -166,6 +173,7 @@ def vllm_engine(
         speculation=speculation,
         max_depth=(options.speculative_config or {}).get("num_speculative_tokens", 0),
         start_seconds=START_SECONDS,
+        on_cpu=CPU_BUILD in version,
     )
     with client:
         asyncio.run(client.try_out())

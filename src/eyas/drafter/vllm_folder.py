@@ -30,7 +30,7 @@ def vllm_folder(source: str, cache: Path, destination: Path | None = None) -> Pa
     if is_explicit(checkpoint):
         return folder.resolve()
     content = sha256_of_all([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
-    copy = cache / "drafters" / f"{Path(source).resolve().name}-{content[:16]}"
+    copy = cache.resolve() / "drafters" / f"{Path(source).resolve().name}-{content[:16]}"
     if not copy.is_dir():
         copy.parent.mkdir(parents=True, exist_ok=True)
         write_checkpoint(checkpoint, copy, layout=LAYOUT)

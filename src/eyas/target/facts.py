@@ -44,12 +44,12 @@ class TargetFacts:
         return low, middle, high
 
 
-def read_facts(source: str, *, cache: Path | None = None) -> TargetFacts:
+def read_facts(source: str, *, cache: Path | None = None, revision: str | None = None) -> TargetFacts:
     """Read the facts of `source`; the default target and GGUF files are made into a folder first."""
     place = locate(source, cache=cache)
     from transformers import AutoConfig
 
-    hub = options_of(source, place)
+    hub = options_of(source, place, revision)
     with explain_failures(source, place):
         config = AutoConfig.from_pretrained(place, **hub)
     return facts_of(config, source)

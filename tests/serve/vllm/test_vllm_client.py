@@ -26,7 +26,9 @@ FIXED = Speculation(mode="fixed", depth=DEPTH)
 
 
 @contextmanager
-def served(target: Any, drafter: Any, client_class: Any, depth: int | None = DEPTH) -> Iterator[tuple[Any, FakeVLLM]]:
+def served(
+    target: Any, drafter: Any, client_class: Any, depth: int | None = DEPTH, *, on_cpu: bool = False
+) -> Iterator[tuple[Any, FakeVLLM]]:
     """A client of a server in front of a vLLM that is none."""
     engine = Engine(target, drafter, config=EngineConfig(max_num_seqs=4, max_model_len=256, memory=2**24))
     fake = FakeVLLM(engine, depth)
@@ -39,6 +41,7 @@ def served(target: Any, drafter: Any, client_class: Any, depth: int | None = DEP
         speculation=speculation,
         max_depth=depth or 0,
         start_seconds=5,
+        on_cpu=on_cpu,
     )
     with engine_client:
         info = ModelInfo(
@@ -138,6 +141,14 @@ def test_what_vllm_cannot_do_is_refused_by_name(vllm: Any, fields: dict[str, Any
     reply.assert_refused(400, name)
     assert reply.json["error"]["param"] == name
     assert len(vllm[1].bodies) == before
+
+
+def test_on_a_cpu_nothing_is_drawn_while_there_is_a_drafter(target: Any, tiny_drafter: Any, client: Any) -> None:
+    with served(target, tiny_drafter, type(client), on_cpu=True) as (front, _):
+        front.complete(temperature=1).assert_refused(400, "temperature", "on a CPU")
+        assert front.complete(temperature=0).status == 200
+    with served(target, None, type(client), depth=None, on_cpu=True) as (front, _):
+        assert front.complete(temperature=1).status == 200
 
 
 def test_what_our_api_refuses_never_reaches_vllm(vllm: Any) -> None:

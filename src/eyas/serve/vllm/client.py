@@ -55,11 +55,12 @@ class VLLMEngineClient:
         speculation: Speculation | None,
         max_depth: int,
         start_seconds: float,
+        on_cpu: bool = False,
     ) -> None:
         """`process` serves already; `speculation` is how it drafts, None without a drafter."""
         self.target, self.max_depth = target, max_depth
         self.supervisor = VLLMSupervisor(process, start, start_seconds=start_seconds, on_end=self._keep_counts)
-        self._model, self._speculation = model, speculation
+        self._model, self._speculation, self._on_cpu = model, speculation, on_cpu
         self._processor = OutputProcessor(target.decoder())
         self._keys = itertools.count()
         self._ended_stats = SpecDecodeStats()
@@ -80,7 +81,8 @@ class VLLMEngineClient:
         """Run all requests to their end; if one fails or the caller is cancelled, vLLM drops them all."""
         if self.failure is None and (why := self.unavailable) is not None:
             raise ApiError(503, f"{why}; try again", code="engine_restarting", retry=RETRY_SECONDS)
-        bodies = [generate_body(one, model=self._model, served=self._speculation) for one in requests]
+        told: dict[str, Any] = {"model": self._model, "served": self._speculation, "on_cpu": self._on_cpu}
+        bodies = [generate_body(one, **told) for one in requests]
         await run_all(
             self._stream(index, request, body, on_output)
             for index, (request, body) in enumerate(zip(requests, bodies, strict=True))

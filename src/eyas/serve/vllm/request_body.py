@@ -12,6 +12,7 @@ from eyas.engine.grammar.compile import ON_ONE_LINE
 from eyas.engine.grammar.llguidance import LlGuidanceGrammar
 from eyas.engine.request import Request, Speculation
 from eyas.serve.api_error import ApiError
+from eyas.serve.vllm.version import SEAM
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 """vLLM raises lower ones to the first and refuses higher ones than the second."""
@@ -19,9 +20,9 @@ UNSEEDED = -1
 """A seed that vLLM takes for none."""
 
 
-def generate_body(request: Request, *, model: str, served: Speculation | None) -> dict[str, Any]:
+def generate_body(request: Request, *, model: str, served: Speculation | None, on_cpu: bool = False) -> dict[str, Any]:
     """The body of /inference/v1/generate; `served` is how vLLM was told to draft, None without a drafter."""
-    require_supported(request, served)
+    require_supported(request, served, on_cpu)
     body: dict[str, Any] = {
         "model": model,
         "token_ids": list(request.prompt),
@@ -67,7 +68,7 @@ def _sampling_params(request: Request) -> dict[str, Any]:
     return params
 
 
-def require_supported(request: Request, served: Speculation | None) -> None:
+def require_supported(request: Request, served: Speculation | None, on_cpu: bool) -> None:
     """Refuse what vLLM has no way to do."""
     sampling, wished = request.sampling, request.speculation
     if wished.mode == "off" and served is not None:
@@ -85,6 +86,13 @@ def require_supported(request: Request, served: Speculation | None) -> None:
         )
     if served is None:
         return
+    if sampling.temperature and on_cpu:
+        # `expand_kernel` of its CPU build writes into a copy of temperatures, top_k and top_p unless they are int64.
+        raise _refusal(
+            "temperature",
+            f"{sampling.temperature:g} while it drafts: vLLM {SEAM} on a CPU draws by temperatures, top_k and top_p "
+            "that it never writes, so answers would be noise; use 0, or serve without a drafter",
+        )
     if sampling.bias_pairs:
         raise _refusal("logit_bias", "vLLM does not take it while it drafts; leave it out, or serve without a drafter")
     if sampling.min_p and sampling.temperature:

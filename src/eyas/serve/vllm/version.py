@@ -7,6 +7,9 @@ from eyas.errors import UserError
 SEAM = "0.32"
 """The version whose `/inference/v1/generate`, metrics and options `serve/vllm` was written for and tried with."""
 
+CPU_BUILD = "+cpu"
+"""In the version of a build for processors."""
+
 
 def installed(python: str) -> str:
     """The version of vLLM that an interpreter has; one without it is refused."""
