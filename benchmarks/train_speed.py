@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from eyas.drafter.config import DrafterConfig
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.batch import TrainingBatch
 from eyas.train.init import config_for, init_drafter
 from eyas.train.recipe import DrafterSettings, TrainSettings
@@ -164,8 +165,9 @@ def main() -> None:
     batches = random_batches(arguments.documents, arguments.length, arguments.taught, target.facts.vocab_size, device)
     source = LiveSource(target, target.facts.default_aux_layer_ids(), compiled=arguments.compile, chunk=arguments.chunk)
     kept = torch.arange(arguments.draft_vocab or min(32000, target.facts.vocab_size))
+    parts = TargetParts.of(target)
     config = config_for(
-        target, DrafterSettings(draft_vocab_size=len(kept)), dtype="bfloat16" if device == "cuda" else "float32"
+        parts, DrafterSettings(draft_vocab_size=len(kept)), dtype="bfloat16" if device == "cuda" else "float32"
     )
     settings = TrainSettings(
         depths=arguments.depths,
@@ -174,7 +176,7 @@ def main() -> None:
         activation_checkpointing=arguments.activation_checkpointing,
         compile=arguments.compile,
     )
-    state = TrainState("drafter", init_drafter(target, config, kept, seed=0), settings)
+    state = TrainState("drafter", init_drafter(parts, config, kept, seed=0), settings)
 
     def step(batch: TrainingBatch) -> None:
         state.backward(batch, source(batch), batch.counts(arguments.depths))

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +21,6 @@ from eyas.cli.stop import StopRequest, children_of
 from eyas.cli.train import _Screen
 from eyas.drafter.checkpoint import load_drafter
 from eyas.kernels.linear.quantised_linear import load_quantised
-from eyas.target.model import Target
 from eyas.train.recipe import load_recipe
 from eyas.train.run import TrainResult
 from eyas.train.schedule import RunLength
@@ -63,7 +62,7 @@ def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fake], None]:
     """Put something else in the place of the training itself."""
 
     def put(fake: Fake) -> None:
-        monkeypatch.setattr(Target, "load", lambda *_, **__: SimpleNamespace())
+        monkeypatch.setattr("eyas.cli.train._open_target", lambda *_: nullcontext((None, None, dict)))
         monkeypatch.setattr("eyas.train.run.run", fake)
 
     return put
@@ -315,7 +314,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
 ) -> None:
     record = json.dumps({"held_out": {"old": {"acceptance_length": 1.7}}})
 
-    def trained(_: Any, __: Any, *, observers: list[_Screen], resuming: bool, cache: Path, **___: Any) -> TrainResult:
+    def trained(*_: Any, observers: list[_Screen], resuming: bool, cache: Path, **__: Any) -> TrainResult:
         assert resuming
         assert cache == tmp_path
         for observer in observers:

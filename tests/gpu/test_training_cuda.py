@@ -12,6 +12,7 @@ import tiny
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, runs_in_one_pass
+from eyas.target.parts import TargetParts
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.epochs import CorpusPacks
@@ -140,8 +141,9 @@ def losses(target: Target, state: TrainState, *, steps: int, compiled: bool) -> 
 
 
 def train_state_in(dtype: str, target: Target, like: TrainState, *, compiled: bool) -> TrainState:
-    config = config_for(target, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80), dtype=dtype)
-    drafter = init_drafter(target, config, torch.arange(80), seed=0)
+    parts = TargetParts.of(target)
+    config = config_for(parts, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80), dtype=dtype)
+    drafter = init_drafter(parts, config, torch.arange(80), seed=0)
     return TrainState("it", drafter, like.settings.model_copy(update={"compile": compiled}))
 
 

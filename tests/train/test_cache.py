@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,12 @@ from torch import Tensor
 import tiny
 from eyas.errors import UserError
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.batch import TrainingBatch
 from eyas.train.corpus.corpus import Corpus, concatenate
 from eyas.train.corpus.packing import FitCounts
 from eyas.train.epochs import CorpusPacks
-from eyas.train.features import Features, FeatureSource
+from eyas.train.features import Features, FeatureSource, OpenSource
 from eyas.train.loss import LOSSES
 from eyas.train.recipe import read_recipe
 from eyas.train.run import TrainResult, run
@@ -81,7 +83,7 @@ def writer_of(
         key=key_of(**changes),
         target_ids_W=KEPT,
         hidden_size=tiny.HIDDEN,
-        live=live or (lambda: LiveSource(speaker, tiny.AUX_IDS)),
+        computed=live or (lambda: LiveSource(speaker, tiny.AUX_IDS)),
         device=torch.device("cpu"),
         pack_length=100,
         padded=False,
@@ -381,6 +383,11 @@ def recipe_of(output: Path, **features: object) -> Any:
     )
 
 
+def opened_source(target: Target) -> OpenSource:
+    """What computes states."""
+    return partial(LiveSource, target)
+
+
 def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **options: Any) -> tuple[TrainResult, Diary]:
     def encoded(files: Sequence[Path], settings: object, **_: object) -> tuple[Corpus, FitCounts]:
         return corpus_of(120), FitCounts(kept=120)
@@ -389,7 +396,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **opti
     monkeypatch.setattr("eyas.train.run.fingerprint_tokenizer", lambda *_: "letters")  # it knows no vocabulary
     monkeypatch.setattr(Target, "stop_ids", lambda self: frozenset({1}))
     diary = Diary()
-    return run(recipe, target, observers=[diary], **options), diary
+    return run(recipe, TargetParts.of(target), opened_source(target), observers=[diary], **options), diary
 
 
 def test_a_run_from_the_cache_learns_what_a_live_one_does(
@@ -422,7 +429,7 @@ def test_a_resumed_run_reads_the_cache_that_is_there(
     def never(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("eyas.train.run.LiveSource", never)
+    monkeypatch.setattr("train.test_cache.LiveSource", never)
     finished, second = trained(monkeypatch, tiny_target, recipe, resuming=True)
     assert finished.step == 40
     assert [report.step for report in first.reports + second.reports] == list(range(1, 41))

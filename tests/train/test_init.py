@@ -17,6 +17,7 @@ from eyas.errors import UserError
 from eyas.target.facts import facts_of
 from eyas.target.head import read_head, score_scale
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.init import MAX_INITIAL_LOGIT_STD, config_for, init_drafter
 from eyas.train.recipe import DrafterSettings
 from target.test_head import target_of
@@ -32,13 +33,13 @@ def config_of(target: Target, *, dtype: str = "float32", **settings: Any) -> Dra
         "fc_norm": False,
         "norm_output": False,
     }
-    return config_for(target, DrafterSettings(**{**defaults, **settings}), dtype=dtype)
+    return config_for(TargetParts.of(target), DrafterSettings(**{**defaults, **settings}), dtype=dtype)
 
 
 def born(target: Target, kept: torch.Tensor = KEPT, *, seed: int = 0, **choice: Any) -> Drafter:
     size = len(kept) if len(kept) < target.facts.vocab_size else None
     config = config_of(target, draft_vocab_size=size, **choice)
-    return init_drafter(target, config, kept, seed=seed)
+    return init_drafter(TargetParts.of(target), config, kept, seed=seed)
 
 
 def llama(**changes: Any) -> Target:
@@ -115,7 +116,7 @@ def test_the_head_is_the_targets_rows_scaled_as_the_target_scales(family: str) -
     plain = replace(read_head(target), cap=None, bias_V=None).only(KEPT)
     with torch.no_grad():
         torch.testing.assert_close(drafter.logits(states), plain.scores(states), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(drafter.lm_head.weight.data, target.head()[KEPT] * score_scale(target))
+    torch.testing.assert_close(drafter.lm_head.weight.data, target.head()[KEPT] * score_scale(target.model.config))
     assert drafter.vocab().target_ids_W.tolist() == KEPT.tolist()
     assert drafter.shares_embedding
 
@@ -160,7 +161,7 @@ def test_the_seed_decides_and_nobody_elses_numbers_change() -> None:
 def test_weights_are_in_the_precision_that_was_asked_for() -> None:
     target = target_of("llama")
     config = config_of(target, draft_vocab_size=40, dtype="bfloat16")
-    drafter = init_drafter(target, config, KEPT, seed=0)
+    drafter = init_drafter(TargetParts.of(target), config, KEPT, seed=0)
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
 
 

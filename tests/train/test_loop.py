@@ -17,6 +17,7 @@ import torch
 import tiny
 from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.batch import TrainingBatch
 from eyas.train.corpus.corpus import Corpus
 from eyas.train.epochs import CorpusPacks
@@ -67,10 +68,11 @@ def packs_of(corpus: Corpus, *, length: int = 100) -> CorpusPacks:
 
 def train_state_of(target: Target, name: str = "drafter", **flags: bool) -> TrainState:
     flags = {"norm_output": False, **flags} if flags else {}
+    parts = TargetParts.of(target)
     config = config_for(
-        target, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80, **flags), dtype="float32"
+        parts, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80, **flags), dtype="float32"
     )
-    drafter = init_drafter(target, config, torch.arange(80), seed=0)
+    drafter = init_drafter(parts, config, torch.arange(80), seed=0)
     return TrainState(name, drafter, TrainSettings(depths=3, lr=4e-3, weight_decay=0.01, chunk=64))
 
 
@@ -300,11 +302,11 @@ sys.path[:0] = sys.argv[2:]
 from eyas.train.ranks import Ranks
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from train.test_loop import loop_config_of, run
 torch.set_num_threads(1)
 model = LlamaForCausalLM.from_pretrained(Path(sys.argv[1]) / "target").eval().requires_grad_(False)
-target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=None)
+target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=PreTrainedTokenizerBase())
 ranks = Ranks.join()
 diary, state = run(target, loop_config_of(Path(sys.argv[1]) / "two"), ranks=ranks)
 if ranks.is_main:

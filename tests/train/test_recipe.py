@@ -73,7 +73,7 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("data.seed", -1, r"data\.seed is -1"),
         ("data.workers", 5000, r"data\.workers is 5000; it must be at most 1024"),
         ("data.augment.no_bos", 1.5, r"data\.augment\.no_bos is 1\.5"),
-        ("features.source", "disk", r"features\.source is 'disk'; it must be one of live, cache"),
+        ("features.source", "disk", r"features\.source is 'disk'; it must be one of live, served, cache"),
         ("features.source", "cache", r"no features\.folder"),
         ("features.top_k", 0, r"features\.top_k is 0"),
         ("features.dtype", "fp16", r"features\.dtype is 'fp16'; it must be one of bfloat16, fp8"),

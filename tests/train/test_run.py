@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from eyas.drafter.check import check
 from eyas.drafter.checkpoint import load_drafter
 from eyas.errors import UserError
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train import resume
 from eyas.train.estimate import RoundCounts
 from eyas.train.journal import read_log
@@ -27,6 +29,7 @@ from eyas.train.ranks import Ranks
 from eyas.train.recipe import read_recipe, to_toml
 from eyas.train.run import TrainResult, run
 from eyas.train.schedule import LearningRateSchedule, RunLength
+from eyas.train.sources.live import LiveSource
 
 STEPS = 4
 Tables = dict[str, dict[str, Any]]
@@ -64,7 +67,7 @@ def conversations(folder: Path, answer: Callable[[int], str] = lambda i: f"it is
 
 
 def ran(tables: Tables, target: Target, **options: Any) -> TrainResult:
-    return run(read_recipe(tables), target, **options)
+    return run(read_recipe(tables), TargetParts.of(target), partial(LiveSource, target), **options)
 
 
 def stop_after(steps: int) -> Callable[[], bool]:
@@ -212,7 +215,7 @@ class Lengths:
     def __init__(self, *lengths: float) -> None:
         self._lengths = iter(lengths)
 
-    def __call__(self, states: Any, *_: object, depths: int) -> dict[str, RoundCounts]:
+    def __call__(self, states: Any, *_: object, depths: int, **__: object) -> dict[str, RoundCounts]:
         accepted = round(1000 * (next(self._lengths) - 1))
         return {state.name: RoundCounts(rounds=1000, accepted_at=(accepted,)) for state in states}
 

@@ -10,6 +10,7 @@ import torch
 
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.init import config_for, init_drafter
 from eyas.train.recipe import DrafterSettings
 from eyas.train.sources.live import LiveSource
@@ -33,7 +34,8 @@ def heavy_tailed() -> Target:
 
 def newborn(target: Target, **flags: Any) -> Drafter:
     settings = DrafterSettings(aux_layer_ids=(1, 2, 3), draft_vocab_size=WIDTH, **flags)
-    return init_drafter(target, config_for(target, settings, dtype="float32"), torch.arange(WIDTH), seed=0)
+    parts = TargetParts.of(target)
+    return init_drafter(parts, config_for(parts, settings, dtype="float32"), torch.arange(WIDTH), seed=0)
 
 
 def measured(target: Target, drafter: Drafter, depths: int = DEPTHS) -> StartMeasure:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from eyas.drafter.checkpoint import build_drafter, checkpoint_of, load_drafter, 
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
@@ -47,7 +49,7 @@ def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any
         return batch, replace(features, aux_TX=aux_TX)
 
     return init_from_checkpoint(
-        target, DrafterSettings(init_from=str(folder), **choice), dtype="float32", read_text=read_text
+        TargetParts.of(target), DrafterSettings(init_from=str(folder), **choice), dtype="float32", read_text=read_text
     )
 
 
@@ -233,6 +235,6 @@ def test_a_drafter_that_does_not_fit_is_refused(
 def test_an_upgrade_measures_on_a_pack_that_teaches(tiny_target: Target) -> None:
     corpus = corpus_of(6)
     corpus = replace(corpus, mask=corpus.mask & (np.arange(corpus.tokens) >= 5 * 24))
-    batch, features = _text_reader(packs_of(corpus, length=24), tiny_target, 4096)(tiny.AUX_IDS)
+    batch, features = _text_reader(packs_of(corpus, length=24), partial(LiveSource, tiny_target))(tiny.AUX_IDS)
     assert len(batch.row_M)
     assert len(features.aux_TX) == len(batch.ids_T) == 24

@@ -16,6 +16,7 @@ from eyas.cli.demo import demo
 from eyas.cli.doctor import doctor
 from eyas.cli.eval import evaluate
 from eyas.cli.export import app as export_app
+from eyas.cli.features import app as features_app
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
 from eyas.cli.help import GroupedCommand, new_app
@@ -46,6 +47,7 @@ for _function, _name in (
 app.add_typer(bench_app, name="bench")
 app.add_typer(data_app, name="data")
 app.add_typer(export_app, name="export")
+app.add_typer(features_app, name="features")
 
 
 @app.callback()

@@ -1,12 +1,15 @@
 """`eyas train`: from a recipe to a drafter that servers load."""
 
+import functools
 import json
 import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
     from rich.live import Live
 
     from eyas.target.model import Target
+    from eyas.target.parts import TargetParts
     from eyas.train.estimate import RoundCounts
+    from eyas.train.features import OpenSource
     from eyas.train.loop import TrainMetrics
     from eyas.train.ranks import Ranks
     from eyas.train.recipe import Recipe
@@ -70,13 +75,17 @@ def _train(
     folder = Path(recipe.output.folder)
     facts = read_facts(recipe.target.source, cache=cache)
     check_run(recipe, facts, processes=ranks.world, resuming=resume)
-    target = _load_target(recipe, ranks, cache)
     trackers = [open_tracker(name, folder, recipe.resolved()) for name in recipe.output.trackers if ranks.is_main]
     tick = Ticker()
-    with _Screen(shown=ranks.is_main) as screen:
+    with (
+        _open_target(recipe, ranks, stop, cache) as (parts, open_source, source_record),
+        _Screen(shown=ranks.is_main) as screen,
+    ):
         outcome = run(
             recipe,
-            target,
+            parts,
+            open_source,
+            source_record=source_record,
             observers=[screen, *trackers],
             ranks=ranks,
             stop=stop.asked,
@@ -107,6 +116,37 @@ def _say_what_next(recipe: "Recipe", drafters: dict[str, Path]) -> None:
     typer.echo("measure it: " + shlex.join(["eyas", "eval", "PROMPTS.jsonl", "--target", target, "--drafter", drafter]))
     config = json.dumps({"model": drafter, "method": "eagle3"})
     typer.echo("serve it: " + shlex.join(["eyas", "serve", target, "--speculative-config", config]))
+
+
+@contextmanager
+def _open_target(
+    recipe: "Recipe", ranks: "Ranks", stop: StopRequest, cache: Path | None
+) -> "Iterator[tuple[TargetParts, OpenSource, Callable[[], dict[str, Any]]]]":
+    """What training needs of the target, what computes its states, and what there is to record of that."""
+    from eyas.target.parts import TargetParts
+
+    if not recipe.features.servers:
+        from eyas.train.sources.live import LiveSource
+
+        target = _load_target(recipe, ranks, cache)
+        yield TargetParts.of(target), functools.partial(LiveSource, target, chunk=recipe.train.chunk), dict
+        return
+    from eyas.train.preflight import layers_read
+    from eyas.train.served.open import open_served, states_server
+
+    parts = TargetParts.load(
+        recipe.target.source,
+        dtype=recipe.target.dtype,
+        device=_device(recipe.target.device),
+        cache=cache,
+        chat_format=recipe.target.chat_format(),
+    )
+    layer_ids = layers_read(recipe, parts.facts)
+    with open_served(recipe, parts, layer_ids, ranks=ranks, stop=stop.asked) as open_source:
+        if ranks.is_main:
+            line = states_server(recipe, layer_ids, parts.facts.num_hidden_layers, cache).line()
+            report(f"states come from {', '.join(recipe.features.servers)}; such a server is started by: {line}")
+        yield parts, open_source, open_source.record
 
 
 def _load_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Target":

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
-from eyas.target.fingerprint import fingerprint
-from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +18,17 @@ class AuthorCheck:
 
     source: str
     """What the recipe calls the target."""
-    fingerprint: str
+    fingerprint: str | None
+    """None: not known, and names have to do."""
     vocab_size: int
     allow_others: bool = False
 
     @classmethod
-    def of(cls, target: Target, *, allow_others: bool = False) -> "AuthorCheck":
-        """The check for a loaded target."""
+    def of(cls, target: TargetParts, *, allow_others: bool = False) -> "AuthorCheck":
+        """The check for a target."""
         return cls(
             source=target.facts.source,
-            fingerprint=fingerprint(target.model),
+            fingerprint=target.fingerprint,
             vocab_size=target.facts.vocab_size,
             allow_others=allow_others,
         )
@@ -52,7 +52,7 @@ class AuthorCheck:
         return conversation
 
     def _is_author(self, conversation: Conversation) -> bool:
-        if conversation.author_fingerprint is not None:
+        if conversation.author_fingerprint is not None and self.fingerprint is not None:
             return conversation.author_fingerprint == self.fingerprint
         # Without tokens, `target` may be a column of any meaning.
         if conversation.author is None or not conversation.samples:

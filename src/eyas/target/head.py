@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PretrainedConfig
 
 from eyas.errors import UserError
 from eyas.target.model import Target
@@ -42,24 +43,28 @@ class TargetHead:
         )
 
 
-def score_scale(target: Target) -> float:
-    """What the target multiplies its scores with: Cohere's logit_scale, or one through Granite's logits_scaling."""
-    config = target.model.config.get_text_config()
+def score_scale(config: PretrainedConfig) -> float:
+    """What a text model multiplies its scores with: Cohere's logit_scale, or one through Granite's logits_scaling."""
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     return scale / float(getattr(config, "logits_scaling", None) or 1.0)
+
+
+def head_of(target: Target) -> TargetHead:
+    """The head of a target, by what its configuration says."""
+    config = target.model.config.get_text_config()
+    module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    return TargetHead(
+        weight_VD=target.head().to(target.device),
+        bias_V=None if getattr(module, "bias", None) is None else module.bias.detach().to(target.device),
+        scale=score_scale(config),
+        cap=getattr(config, "final_logit_softcapping", None),
+    )
 
 
 @torch.no_grad()
 def read_head(target: Target) -> TargetHead:
     """The head of a target, checked against the target's own scores."""
-    config = target.model.config.get_text_config()
-    module = target.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    head = TargetHead(
-        weight_VD=target.head().to(target.device),
-        bias_V=None if getattr(module, "bias", None) is None else module.bias.detach().to(target.device),
-        scale=score_scale(target),
-        cap=getattr(config, "final_logit_softcapping", None),
-    )
+    head = head_of(target)
     ids_BT = torch.arange(8, device=target.device)[None] % target.facts.vocab_size
     theirs = target.model(input_ids=ids_BT, use_cache=False).logits[0].float().to(target.device)
     decoder = target.model.get_decoder()  # type: ignore[no-untyped-call]

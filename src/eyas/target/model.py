@@ -130,7 +130,7 @@ class Target(TargetText):
                     *(scheme, place, hub, config, _attention_of(config)),
                     source=source,
                     device=where,
-                    dtype=_dtype_of(dtype, config, where),
+                    dtype=dtype_of(dtype, config, where),
                     dequantise=quantization == "none",
                 )
                 model.eval().requires_grad_(False)
@@ -248,12 +248,12 @@ def _computes(dtype: torch.dtype, device: torch.device) -> bool:
     return probe is not None and bool(probe())
 
 
-def _dtype_of(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    """What is asked for, or what the config names if the device computes with it."""
+def dtype_of(dtype: str, config: Any, device: torch.device, unnamed: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """What is asked for, or what the config names (`unnamed` where it does not) if the device computes with it."""
     asked = DTYPES[dtype]
     if isinstance(asked, torch.dtype):
         return asked
-    named = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    named = getattr(config.get_text_config(), "dtype", None) or unnamed
     named = named if isinstance(named, torch.dtype) else getattr(torch, str(named))
     return named if _computes(named, device) else torch.float32
 

@@ -8,7 +8,9 @@ counts at s when its run is k + 1 or more.
 Shapes: T tokens, M tokens whose score teaches at all.
 """
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,12 +60,7 @@ class TrainingBatch:
         run = index - last_uncounted
         rows = teaching_rows(mask, position)
 
-        def on_device(array: NDArray[np.generic]) -> Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array))
-            if torch.device(device).type == "cuda":
-                tensor = tensor.pin_memory()
-            return tensor.to(device, non_blocking=True)
-
+        on_device = partial(_on_device, torch.device(device))
         return cls(
             ids_T=on_device(ids),
             position_T=on_device(position),
@@ -93,9 +90,31 @@ class TrainingBatch:
             device=device,
         )
 
+    def without(self, places: Collection[int]) -> "TrainingBatch":
+        """The same batch, in which the documents at these places teach nothing: what they would teach is not known."""
+        if not places:
+            return self
+        row_M, starts = self.row_M.cpu().numpy(), self.starts.cpu().numpy().astype(np.int64)
+        kept_M = ~np.isin(np.searchsorted(starts, row_M, side="right") - 1, list(places))
+        on_device = partial(_on_device, self.row_M.device)
+        return replace(
+            self,
+            row_M=on_device(row_M[kept_M]),
+            run_M=on_device(self.run_lengths[kept_M]),
+            run_lengths=self.run_lengths[kept_M],
+            slots=Slots.build(row_M[kept_M], starts, on_device),
+        )
+
     def counts(self, depths: int) -> list[int]:
         """How many predictions count at each depth."""
         return [int((self.run_lengths > depth).sum()) for depth in range(depths)]
+
+
+def _on_device(device: torch.device, array: NDArray[np.generic]) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def teaching_rows(mask: NDArray[np.bool_], position: NDArray[np.int64]) -> NDArray[np.int64]:

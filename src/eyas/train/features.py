@@ -1,15 +1,15 @@
 """What the target knows about a batch, wherever it comes from.
 
 A source maps a `TrainingBatch` to `Features`: auxiliary states that the drafter reads, and a teacher that says, for any
-rows, how the target would go on. Sources live in sources/: `live` runs the target, `cache` reads what it once said.
-Another process (a vLLM server, say) would be a third and needs nothing but this protocol.
+rows, how the target would go on. Sources live in sources/: `live` runs the target, `served` asks servers that do, and
+`cache` reads what either once said.
 
 Shapes: T tokens, X concatenated auxiliary states, C chosen rows, W draft vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,6 +68,34 @@ class FeatureSource(Protocol):
 
     def __call__(self, batch: TrainingBatch) -> Features:
         """Features of one batch."""
+        ...
+
+
+@runtime_checkable
+class FetchingSource(FeatureSource, Protocol):
+    """A source that is told early what will be asked, and may not get all of it."""
+
+    def prefetch(self, batch: TrainingBatch) -> None:
+        """This batch will be asked for, after those that were named before it; returns at once."""
+        ...
+
+    def available(self, batch: TrainingBatch) -> TrainingBatch:
+        """Wait for the batch; the same, in which documents that could not be had teach nothing.
+
+        `InterruptedWaitError` where the run is to stop and nothing comes.
+        """
+        ...
+
+
+class InterruptedWaitError(Exception):
+    """The run is to stop, and what it waits for is not coming."""
+
+
+class OpenSource(Protocol):
+    """Opens the source that computes states, as opposed to remembering them."""
+
+    def __call__(self, aux_layer_ids: Sequence[int], *, compiled: bool) -> FeatureSource:
+        """Features with the states behind these layers; `compiled` is for many batches of one shape."""
         ...
 
 

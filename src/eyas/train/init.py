@@ -30,19 +30,18 @@ from eyas.drafter.config import (
 from eyas.drafter.model import Drafter
 from eyas.drafter.vocab import membership_from_target_ids, offsets_from_target_ids
 from eyas.target.capture import check_aux_layer_ids
-from eyas.target.head import score_scale
-from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.recipe import DrafterSettings
 
 MAX_INITIAL_LOGIT_STD = 2.5
 """Standard deviation that a drafter's scores have at most before it has learnt anything."""
 
 
-def config_for(target: Target, settings: DrafterSettings, *, dtype: str) -> DrafterConfig:
+def config_for(target: TargetParts, settings: DrafterSettings, *, dtype: str) -> DrafterConfig:
     """A drafter as wide as its target, with heads, rope and context of its own kind; its vocabulary has been chosen."""
     facts, size = target.facts, settings.draft_vocab_size
     assert not isinstance(size, str)
-    theirs: Any = target.model.config.get_text_config()
+    theirs: Any = target.config
     heads = theirs.num_attention_heads
     ids = check_aux_layer_ids(
         facts.default_aux_layer_ids() if settings.aux_layer_ids is None else settings.aux_layer_ids,
@@ -91,7 +90,7 @@ def _latent_sizes(theirs: Any, hidden_size: int) -> LatentSizes:
     )
 
 
-def init_drafter(target: Target, config: DrafterConfig, target_ids_W: Tensor, *, seed: int) -> Drafter:
+def init_drafter(target: TargetParts, config: DrafterConfig, target_ids_W: Tensor, *, seed: int) -> Drafter:
     """A drafter for the target that proposes the target ids `target_ids_W`, on the target's device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -99,15 +98,13 @@ def init_drafter(target: Target, config: DrafterConfig, target_ids_W: Tensor, *,
     _start_from_target(drafter, target, target_ids_W)
     set_vocabulary(drafter, target_ids_W)
     drafter.to(device=target.device, dtype=getattr(torch, config.dtype))
-    # Layers of a large target may lie on several devices.
-    embedding_VD = target.embedding().to(device=target.device, dtype=getattr(torch, config.dtype))
-    return drafter.share_target(embedding_VD, target.head().to(target.device))
+    return drafter.share_target(target.embedding_VD.to(getattr(torch, config.dtype)), target.head.weight_VD)
 
 
 @torch.no_grad()
-def _start_from_target(drafter: Drafter, target: Target, target_ids_W: Tensor) -> None:
+def _start_from_target(drafter: Drafter, target: TargetParts, target_ids_W: Tensor) -> None:
     assert drafter.lm_head is not None
-    drafter.lm_head.weight.copy_(target.head().cpu()[target_ids_W.cpu()] * score_scale(target))
+    drafter.lm_head.weight.copy_(target.head.weight_VD.cpu()[target_ids_W.cpu()] * target.head.scale)
     if (norm_D := _last_norm(target)) is not None:
         drafter.norm.weight.copy_(norm_D)
     # A normed state that says nothing yet gives scores of this spread. Certain of noise, a drafter would first have to
@@ -129,9 +126,9 @@ def set_vocabulary(drafter: Drafter, target_ids_W: Tensor) -> None:
         drafter.t2d.copy_(membership_from_target_ids(target_ids_W, drafter.config.vocab_size))
 
 
-def _last_norm(target: Target) -> Tensor | None:
+def _last_norm(target: TargetParts) -> Tensor | None:
     """The scale of the target's last norm; architectures disagree on how they store it, not on what it does."""
-    norm = getattr(target.model.get_decoder(), "norm", None)  # type: ignore[no-untyped-call]
+    norm = target.norm
     if norm is None or isinstance(norm, nn.LayerNorm):
         return None
     with torch.no_grad():

@@ -11,6 +11,7 @@ Shapes: S depths.
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from eyas.errors import UserError
 from eyas.train import resume
 from eyas.train.batch import TrainingBatch
 from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.features import FeatureSource
+from eyas.train.features import FeatureSource, FetchingSource, InterruptedWaitError
 from eyas.train.ranks import Ranks
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.state import TrainState
@@ -33,6 +34,8 @@ from eyas.train.unroll import depth_weights
 
 logger = logging.getLogger(__name__)
 
+FETCHED_STEPS = 8
+"""Steps whose batches a source that fetches ahead is told of; how many bytes it then fetches is its own matter."""
 FIRST_STEP_PAUSES = (10.0, 20.0, 30.0)
 """Seconds between words about a first step that takes long; a minute after these."""
 
@@ -167,14 +170,21 @@ def train(
         point = resume.ResumePoint(step=step, seconds=watch.seconds(), planned=config.length)
         return resume.save(checkpoints, states, point, same=config.same)
 
+    done, last = start, False
     with _first_step_watched() as first_step_done, ThreadPoolExecutor(1) as builder:
-        steps = _prefetched(_steps(packs, config, ranks, start), builder)
-        for step, planned, batches in steps:
-            counts = _sum(ranks, batches, depths, device)
-            for batch in batches:
+        steps = _prefetched(_steps(packs, config, ranks, start), builder, source)
+        for step, planned, built in steps:
+            batches, interrupted = _available(source, built)
+            *counts, interruptions = ranks.sum_counts([*_counts(batches, depths), int(interrupted)], device)
+            if interruptions:  # the step under way was not begun: what is saved is what was before it
+                if ranks.is_main:
+                    observer.saved(done, save(done))
+                ranks.barrier()
+                break
+            for number, batch in enumerate(batches, start=1):
                 features = source(batch)
                 for state in states:
-                    state.backward(batch, features, counts)
+                    state.backward(batch, features, counts, last_among=ranks if number == len(batches) else None)
             norms = _gradient_norms(states, ranks)
             first = step == start
             if first:
@@ -201,8 +211,9 @@ def train(
             if ranks.is_main and (first or last or stopping or done % config.log_every == 0):
                 observer.progressed(window.metrics(done, seconds, share, first=first and not last))
             if held_out and (last or (config.eval_every and done % config.eval_every == 0)):
-                observed = estimate(states, held_out, source, depths=depths)
-                if ranks.is_main:
+                observed = estimate(states, held_out, source, depths=depths, ranks=ranks)
+                stopping = stopping or observed is None
+                if ranks.is_main and observed is not None:
                     observer.estimated(done, observed)
                 ranks.barrier()
             if last or stopping or (config.save_every and done % config.save_every == 0):
@@ -215,17 +226,47 @@ def train(
 
 
 def estimate(
-    states: Sequence[TrainState], held_out: Sequence[PlannedBatch], source: FeatureSource, *, depths: int
-) -> dict[str, RoundCounts]:
-    """Acceptance length of each drafter on text it does not learn from, walking rounds as decoding does."""
+    states: Sequence[TrainState],
+    held_out: Sequence[PlannedBatch],
+    source: FeatureSource,
+    *,
+    depths: int,
+    ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
+) -> dict[str, RoundCounts] | None:
+    """Acceptance length of each drafter on text it does not learn from, walking rounds as decoding does.
+
+    Processes share the packs out. None: the run is to stop, and not all could be had.
+    """
     found = {state.name: RoundCounts(rounds=0, accepted_at=(0,) * depths) for state in states}
-    for planned in held_out:
-        batch = planned.build()
+    built, interrupted = [planned.build() for planned in held_out[ranks.rank :: ranks.world]], False
+    if isinstance(source, FetchingSource):
+        for batch in built:
+            source.prefetch(batch)
+    for each in built:
+        batches, interrupted = _available(source, [each])
+        if interrupted:
+            break
+        (batch,) = batches
         features = source(batch)
         for state in states:
             hit_SM = state.forward_loss(batch, features, depths=depths).hit_SM
             found[state.name] += walk_rounds(batch, hit_SM)
-    return found
+    numbers = [number for counts in found.values() for number in (counts.rounds, *counts.accepted_at)]
+    *numbers, interruptions = ranks.sum_counts([*numbers, int(interrupted)], states[0].drafter.fc.weight.device)
+    if interruptions:
+        return None
+    pooled = iter(numbers)
+    return {name: RoundCounts(rounds=next(pooled), accepted_at=tuple(islice(pooled, depths))) for name in found}
+
+
+def _available(source: FeatureSource, batches: Sequence[TrainingBatch]) -> tuple[list[TrainingBatch], bool]:
+    """The batches as far as the source has them, and whether waiting for them was given up."""
+    if not isinstance(source, FetchingSource):
+        return list(batches), False
+    try:
+        return [source.available(batch) for batch in batches], False
+    except InterruptedWaitError:
+        return list(batches), True
 
 
 @contextmanager
@@ -330,29 +371,36 @@ def _steps(packs: Packs, config: LoopConfig, ranks: Ranks, start: int) -> Iterat
 
 
 def _prefetched(
-    steps: Iterator[_PlannedStep], builder: ThreadPoolExecutor
+    steps: Iterator[_PlannedStep], builder: ThreadPoolExecutor, source: FeatureSource
 ) -> Iterator[tuple[int, list[PlannedBatch], list[TrainingBatch]]]:
-    """Build the next step's batches while this one runs."""
+    """Build the batches of the next step while this one runs; those of more steps, where their source fetches ahead."""
+    fetching = isinstance(source, FetchingSource)
 
     def build() -> tuple[int, list[PlannedBatch], list[TrainingBatch]] | None:
         following = next(steps, None)
-        return None if following is None else (*following, [planned.build() for planned in following[1]])
+        if following is None:
+            return None
+        batches = [planned.build() for planned in following[1]]
+        if isinstance(source, FetchingSource):
+            for batch in batches:
+                source.prefetch(batch)
+        return (*following, batches)
 
-    waiting = builder.submit(build)
-    while (ready := waiting.result()) is not None:
-        waiting = builder.submit(build)
+    waiting = deque(builder.submit(build) for _ in range(FETCHED_STEPS if fetching else 1))
+    while (ready := waiting.popleft().result()) is not None:
+        waiting.append(builder.submit(build))
         yield ready
 
 
-def _sum(ranks: Ranks, batches: Sequence[TrainingBatch], depths: int, device: torch.device) -> list[int]:
-    """Predictions that count at each depth, over all batches of the step and all processes."""
-    return ranks.sum_counts([sum(n) for n in zip(*(batch.counts(depths) for batch in batches), strict=True)], device)
+def _counts(batches: Sequence[TrainingBatch], depths: int) -> list[int]:
+    """Predictions that count at each depth, over all batches of the step."""
+    return [sum(n) for n in zip(*(batch.counts(depths) for batch in batches), strict=True)]
 
 
 def _gradient_norms(states: Sequence[TrainState], ranks: Ranks) -> list[torch.Tensor]:
     """Norms of the summed gradients, on the host: the one wait of a step."""
     for state in states:
-        ranks.sum_tensors([*state.gradients(), state.metrics_3S])
+        state.wait_for_sum(ranks)
     return list(torch.stack([state.gradient_norm() for state in states]).cpu())
 
 

@@ -28,12 +28,19 @@ def check_run(recipe: Recipe, facts: TargetFacts, *, processes: int = 1, resumin
         )
     _check_folder(recipe, resuming=resuming)
     _check_lengths(recipe, facts)
-    layer_ids = sorted({k for drafter in recipe.drafter_recipes() for k in _check_drafter(drafter, recipe, facts)})
+    layer_ids = layers_read(recipe, facts)
     for file in expand_files([*recipe.data.files, *([recipe.data.held_out] if recipe.data.held_out else [])]):
         if not file.exists():
             raise UserError(f"cannot read {file}: No such file or directory; check data.files and data.held_out")
     if recipe.features.source == "cache":
         _check_cache(recipe, facts, layer_ids)
+    if recipe.features.servers:
+        _require_writable(Path(recipe.features.states_folder), "features.states_folder")
+
+
+def layers_read(recipe: Recipe, facts: TargetFacts) -> list[int]:
+    """The layers whose states some drafter of the recipe reads."""
+    return sorted({k for drafter in recipe.drafter_recipes() for k in _check_drafter(drafter, recipe, facts)})
 
 
 def _check_folder(recipe: Recipe, *, resuming: bool) -> None:

@@ -73,6 +73,18 @@ class Ranks:
             [part.view_as(t) for part, t in zip(torch.split(flat, [t.numel() for t in tensors]), tensors, strict=True)],
         )
 
+    def copy_from_main(self, tensors: Sequence[Tensor]) -> None:
+        """Give all processes the main one's tensors, in place."""
+        if self.world > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.data, src=0)
+
+    def start_sum(self, tensor: Tensor) -> "PendingSum":
+        """Begin to add up a tensor of all processes, in place; it must not be touched before the sum is there."""
+        if self.world == 1:
+            return PendingSum(tensor=tensor, work=None)
+        return PendingSum(tensor=tensor, work=dist.all_reduce(tensor, async_op=True))
+
     def any_true(self, flag: bool, device: torch.device) -> bool:
         """Whether any process raises the flag."""
         return any(self.sum_counts([int(flag)], device))
@@ -99,6 +111,20 @@ class Ranks:
             _wait_until(lambda: store.add("passed", 0) >= (number + 1) * (self.world - 1))
         else:
             store.add("passed", 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PendingSum:
+    """A sum over all processes that is under way."""
+
+    tensor: Tensor
+    work: "dist.Work | None"
+
+    def wait(self) -> Tensor:
+        """The sum."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 def _wait_until(reached: Callable[[], bool]) -> None:

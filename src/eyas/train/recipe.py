@@ -75,6 +75,7 @@ def _different(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
 
 
 _Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+_Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/?#\s]+(/[^?#\s]*)?$")]
 _Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 _CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _Tokens = Annotated[int, Field(ge=3, le=2**31 - 1)]
@@ -224,8 +225,16 @@ class DataSettings(_Table):
 class FeatureSettings(_Table):
     """[features]: where the target's states come from."""
 
-    source: Literal["live", "cache"] = "live"
-    """live: the target runs along; cache: its states are read from `folder`."""
+    source: Literal["live", "served", "cache"] = "live"
+    """live: the target runs along; served: vLLM servers run it; cache: its states are read from `folder`."""
+    servers: Annotated[tuple[_Url, ...], _LIST] = ()
+    """vLLM servers that hand out states (`eyas features serve`); with a cache, they fill it."""
+    states_folder: _Text = "/dev/shm/eyas-states"
+    """Where servers leave states and this process takes them: memory they share, or a shared disk."""
+    ahead_gb: Annotated[float, Field(gt=0, le=1e5)] = 4.0
+    """Gigabytes of states that are fetched ahead at most, on their way and in memory together."""
+    in_flight: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Documents that each server is asked for at once."""
     folder: Annotated[_Text | None, _MAY_BE_NONE] = None
     """Of the cache."""
     top_k: Annotated[int, Field(ge=1, le=65536)] = 64
@@ -237,6 +246,16 @@ class FeatureSettings(_Table):
     def _check(self) -> Self:
         if self.source == "cache" and self.folder is None:
             raise UserError('features.source is "cache" but there is no features.folder; name the folder of the cache')
+        if self.source == "served" and not self.servers:
+            raise UserError(
+                'features.source is "served" but there are no features.servers; name their addresses, such as '
+                "http://localhost:8000 (`eyas features serve` starts one)"
+            )
+        if self.source == "live" and self.servers:
+            raise UserError(
+                'features.servers are named but features.source is "live", which runs the target here; set it to '
+                '"served", or to "cache" to fill a cache from them'
+            )
         return self
 
 
@@ -382,6 +401,12 @@ class Recipe(_Table):
                 raise UserError(
                     f"a drafter cannot be called {name!r}, the run has a folder of that name; choose another"
                 )
+        if self.features.servers and (self.target.quantization != "none" or self.target.spread):
+            key = "spread" if self.target.spread else "quantization"
+            raise UserError(
+                f"target.{key} says how the target runs here, but features.servers run it; leave it out and tell the "
+                "servers"
+            )
         if self.features.source == "cache" and self.data.join_share:
             raise UserError(
                 f"data.join_share is {self.data.join_share} and joined documents see each other, which a cache of "
@@ -477,6 +502,9 @@ def _refusal(error: ErrorDetails) -> UserError:
         case "model_type" | "mapping_type" | "dict_type":
             header = "drafters.NAME" if key == "drafters" else key
             return UserError(f"{key} is {value!r}; it must be a table: write [{header}] and its keys below")
+        case "string_pattern_mismatch":
+            allowed = "auto, cpu, cuda or cuda:N" if name == "device" else "an address such as http://localhost:8000"
+            return UserError(f"{key} is {value!r}; it must be {allowed}")
         case "string_too_short" | "too_short":
             return UserError(f"{key} is empty; give at least one name or path")
         case "literal_error":
@@ -504,8 +532,7 @@ _ALLOWED = {
     "greater_than_equal": "at least {ge:.15g}",
     "less_than": "below {lt:.15g}",
     "less_than_equal": "at most {le:.15g}",
-    # These have one key each: target.device and train.betas.
-    "string_pattern_mismatch": "auto, cpu, cuda or cuda:N",
+    # These have one key: train.betas.
     "missing": "a list of 2 numbers",
     "too_long": "a list of 2 numbers",
 }

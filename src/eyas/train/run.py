@@ -1,4 +1,4 @@
-"""From a recipe and a target to trained drafters: everything around the loop.
+"""From a recipe and parts of a target to trained drafters: everything around the loop.
 
 folder/NAME/          the drafter as vLLM loads it, when the run is at its end
 folder/best/NAME/     the one with the longest acceptance on held-out text so far
@@ -26,7 +26,7 @@ from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.drafter.recorded_acceptance import FILE, read_acceptance
 from eyas.errors import UserError
-from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train import resume
 from eyas.train.attention import require_attention
 from eyas.train.batch import TrainingBatch, teaching_rows
@@ -38,7 +38,7 @@ from eyas.train.corpus.packing import FitCounts
 from eyas.train.corpus.vocabulary import choose_vocabulary
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts, acceptance_file
-from eyas.train.features import Features, FeatureSource
+from eyas.train.features import Features, FeatureSource, FetchingSource, OpenSource
 from eyas.train.init import config_for, init_drafter
 from eyas.train.journal import Journal, counts_as_json, write_record, write_text
 from eyas.train.loop import LoopConfig, Observer, PlannedBatch, TrainMetrics, train
@@ -50,7 +50,6 @@ from eyas.train.resume import ResumePoint
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.cache import CacheKey, CacheSource, fingerprint_vocabulary
 from eyas.train.sources.cache_writer import CacheWriter
-from eyas.train.sources.live import LiveSource
 from eyas.train.start import Start, StartMeasure, quieten
 from eyas.train.state import TrainState
 from eyas.train.upgrade import ReadText, init_from_checkpoint
@@ -64,7 +63,7 @@ START_TOKENS = 4096
 _MAY_CHANGE_ON_RESUME = {
     "target": {"device"},
     "data": {"workers", "max_bad_share", "allow_other_authors"},
-    "features": {"folder"},
+    "features": {"folder", "servers", "states_folder", "ahead_gb", "in_flight"},
     "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"}
     # A run may become longer: its schedule is then another from there on, which is said.
     | {"steps", "minutes", "epochs"},
@@ -111,7 +110,8 @@ class Observers:
 
 def run(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
+    open_source: OpenSource,
     *,
     observers: Sequence[Observer] = (),
     ranks: Ranks = Ranks(),  # noqa: B008 - frozen, and alone is the common case
@@ -120,8 +120,13 @@ def run(
     resuming: bool = False,
     on_encoded: Callable[[EncodingProgress], None] | None = None,
     cache: Path | None = None,
+    source_record: Callable[[], dict[str, Any]] = dict,
 ) -> TrainResult:
-    """Train what the recipe asks for; `cache` is where the target was found, if not in the user's."""
+    """Train what the recipe asks for.
+
+    `open_source` opens what computes states, where they are not in a cache yet, and `source_record` is what the record
+    says of it; `cache` is where the target was found, if not in the user's.
+    """
     started = time.time()
     folder = Path(recipe.output.folder)
     checkpoints = folder / "checkpoints"
@@ -138,9 +143,11 @@ def run(
         join_share=recipe.data.join_share,
         join_length=recipe.data.join_length,
     )
-    states, vocabulary_record, start_record = _train_states(recipe, target, packs, ranks, fresh=newest is None)
+    states, vocabulary_record, start_record = _train_states(
+        recipe, target, open_source, packs, ranks, fresh=newest is None
+    )
     start_record = start_record or _recorded_start(folder)
-    source = _feature_source(recipe, target, states, corpus, held_out, stop=stop, ranks=ranks)
+    source = _feature_source(recipe, target, open_source, states, corpus, held_out, stop=stop, ranks=ranks)
     held_out_packs: Sequence[PlannedBatch] = []
     if held_out is not None:
         others = replace(packs, corpus=held_out, join_share=0.0, first_document=len(corpus))
@@ -194,6 +201,7 @@ def run(
                 "training_seconds": reached.seconds,
                 "first_step_seconds": reached.first_step_seconds,
                 "processes": ranks.world,
+                "served": source_record(),
                 "last": None if observed.last is None else asdict(observed.last),
                 "held_out": {name: counts_as_json(counts) for name, counts in observed.estimates.items()},
                 "best": best.record(),
@@ -236,7 +244,8 @@ def _say_how_it_goes_on(point: ResumePoint, config: LoopConfig) -> None:
 
 def _feature_source(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
+    open_source: OpenSource,
     states: Sequence[TrainState],
     corpus: Corpus,
     held_out: Corpus | None,
@@ -247,12 +256,9 @@ def _feature_source(
     """Where the recipe says features come from; a cache is made first, unless it is there."""
     layer_ids = tuple(sorted({k for state in states for k in state.drafter.config.aux_layer_ids or ()}))
     settings = recipe.features
-
-    def live() -> LiveSource:
-        return LiveSource(target, layer_ids, compiled=recipe.train.compile, chunk=recipe.train.chunk)
-
-    if settings.source == "live":
-        return live()
+    opened = functools.partial(open_source, layer_ids, compiled=recipe.train.compile)
+    if settings.source != "cache":
+        return opened()
     assert settings.folder is not None
     everything = corpus if held_out is None else concatenate([corpus, held_out])
     key = CacheKey(
@@ -269,7 +275,7 @@ def _feature_source(
         key=key,
         target_ids_W=states[0].target_ids_W,
         hidden_size=target.facts.hidden_size,
-        live=live,
+        computed=opened,
         device=target.device,
         pack_length=recipe.data.pack_length,
         padded=recipe.train.compile,
@@ -293,13 +299,13 @@ def _one_vocabulary(states: Sequence[TrainState]) -> str:
 
 def _read_data(
     recipe: Recipe,
-    target: Target,
+    target: TargetParts,
     on_encoded: Callable[[EncodingProgress], None] | None,
     cache: Path | None,
     ranks: Ranks,
 ) -> tuple[Corpus, Corpus | None, dict[str, Any]]:
     data, settings = recipe.data, EncodingSettings.of(recipe, cache=cache)
-    tokenizer = fingerprint_tokenizer(target.tokenizer, target.stop_ids())
+    tokenizer = fingerprint_tokenizer(target.tokenizer, target.stop_ids)
     check = AuthorCheck.of(target, allow_others=data.allow_other_authors)
     key = {**settings.as_json(), "tokenizer": tokenizer, "max_bad_share": data.max_bad_share}
     key |= {"author": check.fingerprint, "allow_other_authors": check.allow_others}
@@ -363,12 +369,12 @@ def _read_data(
 
 
 def _train_states(
-    recipe: Recipe, target: Target, packs: CorpusPacks, ranks: Ranks, *, fresh: bool
+    recipe: Recipe, target: TargetParts, open_source: OpenSource, packs: CorpusPacks, ranks: Ranks, *, fresh: bool
 ) -> tuple[list[TrainState], dict[str, Any], dict[str, Any]]:
     """The drafters, their vocabularies and, where the run is `fresh`, how they begin."""
     corpus = packs.corpus
     some = min(packs.length, max(START_TOKENS, packs.corpus.longest))
-    read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0), target, recipe.train.chunk)
+    read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0), open_source)
     dtype = _precision(recipe, target)
     states, record, starts = [], {}, {}
     for drafter_recipe in recipe.drafter_recipes():
@@ -379,7 +385,7 @@ def _train_states(
             coverage = float(np.isin(corpus.ids[corpus.mask], kept).mean())
         else:
             kept, coverage = choose_vocabulary(
-                corpus, settings.draft_vocab_size, target.facts.vocab_size, always=target.stop_ids()
+                corpus, settings.draft_vocab_size, target.facts.vocab_size, always=target.stop_ids
             )
             chosen = settings.model_copy(update={"draft_vocab_size": len(kept)})
             config = config_for(target, chosen, dtype=dtype)
@@ -390,6 +396,8 @@ def _train_states(
             starts[drafter_recipe.name] = asdict(start)
             if ranks.is_main:
                 start.report(drafter_recipe.name)
+        # What is measured on text is measured on states, whose last bits differ from server to server.
+        ranks.copy_from_main([p for p in drafter.parameters() if p.requires_grad])
         states.append(TrainState(drafter_recipe.name, drafter, drafter_recipe.train))
         parameters = sum(master.numel() for master in states[-1].master_weights.values())
         logger.info(
@@ -435,19 +443,25 @@ def _megabytes(drafter: Drafter) -> float:
     return sum(tensor.nbytes for tensor in checkpoint_of(drafter).tensors.values()) / 1e6
 
 
-def _text_reader(packs: CorpusPacks, target: Target, chunk: int) -> ReadText:
+def _text_reader(packs: CorpusPacks, open_source: OpenSource) -> ReadText:
     """Gives some of the text to measure starts on; the target reads it once."""
 
     @functools.cache
     def read(aux_layer_ids: tuple[int, ...]) -> tuple[TrainingBatch, Features]:
-        # Of a pack that teaches nothing nothing would be read; a corpus of such packs is refused before.
-        batch = next(batch for batch in (planned.build() for planned in packs.epoch(0)) if len(batch.row_M))
-        return batch, LiveSource(target, aux_layer_ids, chunk=chunk)(batch)
+        source = open_source(aux_layer_ids, compiled=False)
+        for planned in packs.epoch(0):
+            batch = planned.build()
+            if isinstance(source, FetchingSource):
+                batch = source.available(batch)
+            # Of a pack that teaches nothing nothing would be read; a corpus of such packs is refused before.
+            if len(batch.row_M):
+                return batch, source(batch)
+        raise UserError("not one pack of the data could be had from the servers; look at their logs")
 
     return lambda aux_layer_ids: read(tuple(aux_layer_ids))
 
 
-def _precision(recipe: Recipe, target: Target) -> str:
+def _precision(recipe: Recipe, target: TargetParts) -> str:
     if recipe.train.precision != "auto":
         return recipe.train.precision
     return "bfloat16" if target.device.type == "cuda" else "float32"

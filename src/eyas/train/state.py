@@ -7,6 +7,7 @@ Shapes: S depths, D drafter state, W draft vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
 from eyas.train.forward_loss import forward_loss
 from eyas.train.loss import LOSSES
+from eyas.train.ranks import Ranks
 from eyas.train.recipe import TrainSettings
+from eyas.train.reduction import GradientReduction
 from eyas.train.scoring import Scores, compare
 from eyas.train.unroll import DrafterPasses, depth_weights
 
@@ -34,6 +37,9 @@ class TrainState:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self._working.items()
         }
+        self._reduction: GradientReduction | None = None
+        for name_of, p in self._working.items():
+            p.register_post_accumulate_grad_hook(partial(self._take_gradient, name_of))  # type: ignore[no-untyped-call]
         self.optimizer = torch.optim.AdamW(self._groups(), betas=settings.betas, eps=settings.eps, foreach=True)
         self._row_loss = LOSSES[settings.loss]
         if settings.compile:
@@ -43,24 +49,45 @@ class TrainState:
         self._compare = torch.compile(compare) if settings.compile else compare
         self.metrics_3S = self._zero_metrics()
 
-    def backward(self, batch: TrainingBatch, features: Features, counts: Sequence[int]) -> None:
-        """Add one batch to the gradient; `counts` are the predictions of the whole step at each depth."""
+    def backward(
+        self, batch: TrainingBatch, features: Features, counts: Sequence[int], *, last_among: Ranks | None = None
+    ) -> None:
+        """Add one batch to the gradient; `counts` are the predictions of the whole step at each depth.
+
+        With the step's last batch the gradients of the processes `last_among` are summed, as soon as each is whole;
+        `wait_for_sum` says when they are.
+        """
         weights = [
             weight / max(1, count)
             for weight, count in zip(depth_weights(self.settings.depths, self.settings.gamma), counts, strict=False)
         ]
         scores = self._forward_loss(batch, features, weights)
+        if last_among is not None and last_among.world > 1:
+            self._reduction = GradientReduction(list(self.master_weights.values()), last_among)
         scores.loss.backward()  # type: ignore[no-untyped-call]
         self.metrics_3S += torch.stack([scores.loss_S, scores.hit_SM.float().sum(dim=1), scores.overlap_S])
-        for name, p in self._working.items():
-            master = self.master_weights[name]
-            if master is p or p.grad is None:
-                continue
+        if self._reduction is not None:
+            self._reduction.flush()
+
+    def wait_for_sum(self, ranks: Ranks) -> None:
+        """Until gradients and metrics are those of all processes."""
+        if self._reduction is not None:
+            self._reduction.wait()
+            self._reduction = None
+        ranks.sum_tensors([self.metrics_3S])
+
+    @torch.no_grad()
+    def _take_gradient(self, name: str, p: Tensor) -> None:
+        """A working weight's gradient is whole: the master's has it from here on."""
+        master = self.master_weights[name]
+        if master is not p and p.grad is not None:
             if master.grad is None:
                 master.grad = p.grad.float()
             else:
                 master.grad += p.grad
             p.grad = None
+        if self._reduction is not None:
+            self._reduction.ready(master)
 
     @torch.no_grad()
     def forward_loss(self, batch: TrainingBatch, features: Features, *, depths: int) -> Scores:

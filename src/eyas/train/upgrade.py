@@ -37,7 +37,7 @@ from eyas.drafter.layer_kinds import kind_of
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.facts import TargetFacts
-from eyas.target.model import Target
+from eyas.target.parts import TargetParts
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
@@ -64,14 +64,14 @@ def read_start(settings: DrafterSettings, facts: TargetFacts) -> StartingPoint:
     return StartingPoint(checkpoint=checkpoint, layer_ids=layer_ids)
 
 
-def init_from_checkpoint(target: Target, settings: DrafterSettings, *, dtype: str, read_text: ReadText) -> Drafter:
+def init_from_checkpoint(target: TargetParts, settings: DrafterSettings, *, dtype: str, read_text: ReadText) -> Drafter:
     """The drafter of `settings.init_from` with the flags of `settings`, ready to train on the target's device."""
     start = read_start(settings, target.facts)
     checkpoint = start.checkpoint
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
     if "lm_head.weight" not in tensors:
         # It drafted with the target's head; from here on it has its own, since training moves it.
-        tensors["lm_head.weight"] = target.head().float().cpu()
+        tensors["lm_head.weight"] = target.head.weight_VD.float().cpu()
     checkpoint = replace(
         checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=start.layer_ids, dtype=dtype)
     )
@@ -83,13 +83,15 @@ def init_from_checkpoint(target: Target, settings: DrafterSettings, *, dtype: st
     return drafter
 
 
-def _built(checkpoint: Checkpoint, target: Target) -> Drafter:
+def _built(checkpoint: Checkpoint, target: TargetParts) -> Drafter:
     dtype = getattr(torch, checkpoint.config.dtype)
     drafter = build_drafter(checkpoint).to(device=target.device, dtype=dtype)
-    return drafter.share_target(target.embedding().to(dtype), target.head())
+    return drafter.share_target(target.embedding_VD.to(dtype), target.head.weight_VD)
 
 
-def _upgraded(checkpoint: Checkpoint, settings: DrafterSettings, target: Target, read_text: ReadText) -> Checkpoint:
+def _upgraded(
+    checkpoint: Checkpoint, settings: DrafterSettings, target: TargetParts, read_text: ReadText
+) -> Checkpoint:
     """Turn on the flags that are asked for and fold what can be folded."""
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     assert config.aux_layer_ids is not None
@@ -113,7 +115,7 @@ def _upgraded(checkpoint: Checkpoint, settings: DrafterSettings, target: Target,
 
 
 @torch.no_grad()
-def _pre_norm_lengths(checkpoint: Checkpoint, target: Target, batch: TrainingBatch, aux_TX: Tensor) -> Tensor:
+def _pre_norm_lengths(checkpoint: Checkpoint, target: TargetParts, batch: TrainingBatch, aux_TX: Tensor) -> Tensor:
     """RMS of the state that depth 0 hands on, for every token that training reads."""
     drafter = _built(checkpoint, target)
     dtype, read_R = drafter.fc.weight.dtype, batch.slots.read_R

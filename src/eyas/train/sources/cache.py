@@ -31,6 +31,8 @@ from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
 
 INDEX = "index.json"
+FAILED = "failed"
+"""Key of the numbers of documents that could not be had when the cache was made."""
 _LARGEST_FP8 = 448.0
 _PER_TOKEN, _PER_ROW = ("states", "scales"), ("ids", "probabilities", "rest", "best")
 
@@ -171,12 +173,21 @@ class CacheSource:
             key.require(index["key"], folder)
             self._files = [str(shard["file"]) for shard in index["shards"]]
             self._first = np.array([shard["first_document"] for shard in index["shards"]])
+            self._failed = frozenset(int(number) for number in index.get(FAILED, ()))
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(
                 f"the cache {folder} cannot be read ({error}); remove it and let it be made again"
             ) from error
         self._shards: dict[int, _Shard] = {}
         self._vocabularies: dict[int, Tensor] = {}
+
+    def prefetch(self, batch: TrainingBatch) -> None:
+        """Nothing: a disk is not asked early."""
+
+    def available(self, batch: TrainingBatch) -> TrainingBatch:
+        """The batch without what documents would teach that could not be had when the cache was made."""
+        documents = batch.documents or ()
+        return batch.without([place for place, number in enumerate(documents) if number in self._failed])
 
     def __call__(self, batch: TrainingBatch) -> Features:
         """Look a batch up."""
@@ -230,7 +241,10 @@ class CacheSource:
                 self._shards[place] = _Shard(path)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path} cannot be read ({error}); start again, it is then made anew") from error
-        return self._shards[place].document(number - int(self._first[place]))
+        found = self._shards[place].document(number - int(self._first[place]))
+        if number in self._failed:
+            found |= {name: found[name][:0] for name in _PER_ROW}
+        return found
 
 
 def _together(pieces: list[Tensor], device: torch.device) -> Tensor:

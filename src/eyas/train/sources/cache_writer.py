@@ -1,4 +1,4 @@
-"""Lets the target read every document once and writes down what it said (cache.py says how it is read).
+"""Has every document read once, by whatever source, and writes down what the target said (cache.py reads it).
 
 How large the cache becomes is known to the byte before the target runs, and logged; a disk that would not hold it is
 refused then, not after hours. Which documents a shard holds follows from the data alone and a shard appears whole or
@@ -12,6 +12,7 @@ auxiliary states.
 import json
 import logging
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +29,9 @@ from eyas.atomic import new_file
 from eyas.errors import UserError
 from eyas.train.batch import TrainingBatch, teaching_rows
 from eyas.train.corpus.corpus import Corpus
-from eyas.train.features import FeatureSource
+from eyas.train.features import FeatureSource, FetchingSource, InterruptedWaitError
 from eyas.train.ranks import Ranks
-from eyas.train.sources.cache import INDEX, CacheKey, to_fp8
+from eyas.train.sources.cache import FAILED, INDEX, CacheKey, to_fp8
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ SHARD_BYTES = 512 * 10**6
 """Of a shard, about; a longer document has one to itself. It is put together in memory."""
 MARGIN = 1.05
 """Free space that is asked for, relative to what is written."""
+FETCHED_BATCHES = 16
+"""Batches that a source is told of ahead."""
 _HEADER_BYTES = 800
 """Of a safetensors file with the tensors of a shard, besides the key."""
 
@@ -114,7 +117,7 @@ class CacheWriter:
     key: CacheKey
     target_ids_W: Tensor
     hidden_size: int
-    live: Callable[[], FeatureSource]
+    computed: Callable[[], FeatureSource]
     """Gives the source that is remembered; asked only if something is missing."""
     device: torch.device
     pack_length: int
@@ -176,10 +179,16 @@ class CacheWriter:
     def _write_shards(self, shards: Sequence[Shard], of: int, stop: Callable[[], bool]) -> None:
         if not shards:
             return
-        source = self.live()
+        source = self.computed()
         for shard in shards:
-            tensors = self._fill(shard, source, stop)
+            tensors, failed = self._fill(shard, source, stop)
             metadata = {"key": self.key.as_json(), "first": shard.first, "documents": shard.documents}
+            if failed:
+                metadata[FAILED] = failed
+                logger.warning(
+                    f"{len(failed)} documents of shard {shard.number + 1} could not be had and teach nothing; remove "
+                    f"{self.folder / shard.file} and {INDEX} to try them again"
+                )
             path = self.folder / shard.file
             with new_file(path) as staging:
                 try:
@@ -189,22 +198,27 @@ class CacheWriter:
             logger.info(f"shard {shard.number + 1} of {of} is written: {path}")
 
     @torch.no_grad()
-    def _fill(self, shard: Shard, source: FeatureSource, stop: Callable[[], bool]) -> dict[str, Tensor]:
-        """Let the target read the shard's documents."""
-        tensors = self._empty(shard)
-        lengths = self.corpus.lengths[shard.first : shard.last]
+    def _fill(
+        self, shard: Shard, source: FeatureSource, stop: Callable[[], bool]
+    ) -> tuple[dict[str, Tensor], list[int]]:
+        """Let the target read the shard's documents; the numbers of those that could not be had come beside them."""
+        tensors, failed = self._empty(shard), list[int]()
         token = row = 0
-        for first, last in _groups(lengths, self.pack_length):
+        for batch in self._batches(shard, source):
             if stop():
-                raise UserError(
-                    f"stopped while the cache {self.folder} was being written; its finished shards stay, start again "
-                    "to go on behind them"
-                )
-            documents = tuple((index,) for index in range(shard.first + first, shard.first + last))
-            used = int(lengths[first:last].sum())
-            length = max(used, self.pack_length) if self.padded else None
-            batch = TrainingBatch.from_pack(self.corpus, documents, length, device=self.device)
-            features = source(batch)
+                raise self._stopped()
+            assert batch.documents is not None
+            used = int(self.corpus.lengths[list(batch.documents)].sum())
+            had, place_M = batch, torch.arange(len(batch.row_M)) + row
+            if isinstance(source, FetchingSource):
+                try:
+                    had = source.available(batch)
+                except InterruptedWaitError as error:
+                    raise self._stopped() from error
+                is_had_M = torch.isin(batch.row_M, had.row_M).cpu()
+                place_M = place_M[is_had_M]
+                failed += _documents_at(batch, batch.row_M.cpu()[~is_had_M])
+            features = source(had)
             aux_TX = features.aux_of(self.key.aux_layer_ids)[:used]
             tokens = slice(token, token + used)
             if "scales" in tensors:
@@ -214,22 +228,42 @@ class CacheWriter:
                 tensors["states"][tokens] = aux_TX.to("cpu", torch.bfloat16)
             token += used
             teacher = features.teachers(self.target_ids_W)
-            for row_C in torch.split(batch.row_M, self.chunk):
+            row += len(batch.row_M)
+            for row_C, rows in zip(torch.split(had.row_M, self.chunk), torch.split(place_M, self.chunk), strict=True):
                 distribution = teacher.distribution(row_C)
                 # The scores of a drafter are of no consequence to a teacher that remembers everything.
                 p_CW = distribution.probabilities(
                     torch.zeros((), device=row_C.device).expand(len(row_C), len(self.target_ids_W))
                 )
                 probability_CK, ids_CK = p_CW.topk(self.key.top_k, dim=-1)
-                rows = slice(row, row + len(row_C))
                 tensors["ids"][rows] = ids_CK.to("cpu", torch.int32)
                 tensors["probabilities"][rows] = probability_CK.to("cpu", torch.float16)
                 # Summed over the others themselves: a difference from the whole would be lost in rounding.
                 tensors["rest"][rows] = p_CW.scatter(-1, ids_CK, 0.0).sum(dim=-1).cpu()
                 tensors["best"][rows] = distribution.best_C.to("cpu", torch.int32)
-                row += len(row_C)
         assert (token, row) == (shard.tokens, shard.rows)
-        return tensors
+        return tensors, failed
+
+    def _batches(self, shard: Shard, source: FeatureSource) -> Iterator[TrainingBatch]:
+        """The shard's documents in order; a source that fetches ahead is told of some before they are read."""
+        lengths = self.corpus.lengths[shard.first : shard.last]
+        waiting: deque[TrainingBatch] = deque()
+        for first, last in _groups(lengths, self.pack_length):
+            documents = tuple((index,) for index in range(shard.first + first, shard.first + last))
+            length = max(int(lengths[first:last].sum()), self.pack_length) if self.padded else None
+            waiting.append(TrainingBatch.from_pack(self.corpus, documents, length, device=self.device))
+            if isinstance(source, FetchingSource):
+                source.prefetch(waiting[-1])
+                if len(waiting) <= FETCHED_BATCHES:
+                    continue
+            yield waiting.popleft()
+        yield from waiting
+
+    def _stopped(self) -> UserError:
+        return UserError(
+            f"stopped while the cache {self.folder} was being written; its finished shards stay, start again to go on "
+            "behind them"
+        )
 
     def _empty(self, shard: Shard) -> dict[str, Tensor]:
         states, top_k = len(self.key.aux_layer_ids), self.key.top_k
@@ -241,18 +275,35 @@ class CacheWriter:
                 shard.tokens, states * self.hidden_size, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16
             ),
             **({"scales": torch.empty(shard.tokens, states)} if fp8 else {}),
-            "ids": torch.empty(shard.rows, top_k, dtype=torch.int32),
-            "probabilities": torch.empty(shard.rows, top_k, dtype=torch.float16),
-            "rest": torch.empty(shard.rows),
-            "best": torch.empty(shard.rows, dtype=torch.int32),
+            # Zeros stay where a document could not be had.
+            "ids": torch.zeros(shard.rows, top_k, dtype=torch.int32),
+            "probabilities": torch.zeros(shard.rows, top_k, dtype=torch.float16),
+            "rest": torch.zeros(shard.rows),
+            "best": torch.zeros(shard.rows, dtype=torch.int32),
             **{name: torch.from_numpy(values - values[0]) for name, values in offsets.items()},
         }
 
     def _write_index(self, shards: Sequence[Shard]) -> None:
         listed = [{"file": s.file, "first_document": s.first, "documents": s.documents} for s in shards]
-        text = json.dumps({"key": self.key.as_json(), "documents": len(self.corpus), "shards": listed}, indent=1)
+        index = {"key": self.key.as_json(), "documents": len(self.corpus), "shards": listed}
+        if failed := [number for shard in shards for number in self._failed(shard)]:
+            index[FAILED] = failed
+        text = json.dumps(index, indent=1)
         with new_file(self.folder / INDEX) as staging:
             staging.write_text(text + "\n", encoding="utf-8")
+
+    def _failed(self, shard: Shard) -> list[int]:
+        """Numbers of documents that a shard lacks."""
+        with safe_open(self.folder / shard.file, framework="pt") as file:
+            failed: list[int] = json.loads(file.metadata()["shard"]).get(FAILED, [])
+        return failed
+
+
+def _documents_at(batch: TrainingBatch, row_M: Tensor) -> list[int]:
+    """Numbers of the documents that these rows are in."""
+    assert batch.documents is not None
+    places = torch.searchsorted(batch.starts.cpu().long(), row_M, right=True) - 1
+    return [batch.documents[place] for place in sorted(set(places.tolist()))]
 
 
 def _row_offsets(corpus: Corpus) -> NDArray[np.int64]:

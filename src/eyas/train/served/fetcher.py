@@ -1,0 +1,308 @@
+"""Fetches packs of documents from servers ahead of the trainer, in order, within a bound on bytes.
+
+Each server has a few threads, each with one request under way; vLLM batches them. A pack's documents are asked for when
+its bytes fit beside those of packs that were not yet taken, so that neither disk nor memory holds more than
+`ahead_bytes` and the one pack that the trainer waits for, which is asked for in any case.
+
+A server that goes away gives its documents back to the queue and is tried again until it returns: that costs time and
+nothing else. A document that a server which is well refuses `ATTEMPTS` times has failed: it is counted, and the pack
+goes on without it.
+
+Shapes: T tokens, A captured layers, D hidden size.
+"""
+
+import heapq
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from eyas.errors import UserError
+from eyas.train.features import InterruptedWaitError
+from eyas.train.served.client import DocumentFailedError, ServerAwayError
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+PAUSES = (0.5, 30.0)
+"""Seconds between tries to reach a server that is away: the first, and the longest."""
+REMINDER_SECONDS = 60.0
+FAILURES_SHOWN = 10
+
+
+class StateClient(Protocol):
+    """What is asked of a server (client.py)."""
+
+    url: str
+
+    def connect(self) -> None:
+        """Find out whether it is there and the right one."""
+        ...
+
+    def probe(self) -> None:
+        """Find out whether it is well."""
+        ...
+
+    def fetch(self, ids: Sequence[int]) -> Tensor:
+        """The states of a document."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class PackRequest:
+    """The documents of one pack, under way."""
+
+    number: int
+    documents: list[list[int]]
+    size: int
+    """Bytes of their states."""
+    states: list[Tensor | None]
+    """Of each document, once it is there; None for one that failed."""
+    left: int
+    """Documents that are neither there nor failed."""
+    failed: set[int] = field(default_factory=set)
+    attempts: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class FetchCounts:
+    """What came of it all."""
+
+    documents: int = 0
+    failed: int = 0
+    retried: int = 0
+    """Requests that were made again, for whatever reason."""
+    waited_seconds: float = 0.0
+    """How long the trainer waited."""
+
+
+class StateFetcher:
+    """Threads that fetch, and the queue before them."""
+
+    def __init__(
+        self,
+        clients: Sequence[StateClient],
+        *,
+        bytes_per_token: int,
+        ahead_bytes: int,
+        in_flight: int,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.counts = FetchCounts()
+        self._bytes_per_token, self._ahead_bytes, self._stop = bytes_per_token, ahead_bytes, stop
+        self._changed = threading.Condition()
+        self._not_asked: deque[PackRequest] = deque()
+        self._jobs: list[tuple[int, int, PackRequest]] = []
+        self._held = 0  # bytes of packs that were asked for and not yet taken
+        self._numbers = 0
+        self._closed = False
+        self._broken: Exception | None = None
+        self._servers = [_Server(client=client) for client in clients]
+        # Nobody is asked before something is wanted: a cache that is whole needs no server.
+        self._threads = [
+            threading.Thread(target=self._run, args=(server,), daemon=True)
+            for server in self._servers
+            for _ in range(in_flight)
+        ]
+
+    @property
+    def held_bytes(self) -> int:
+        """Of states that are under way, on disk or in memory."""
+        return self._held
+
+    def request(self, documents: Sequence[Sequence[int]]) -> PackRequest:
+        """Ask for a pack when there is room for it; returns at once."""
+        with self._changed:
+            if not self._numbers:
+                for thread in self._threads:
+                    thread.start()
+            self._numbers += 1
+            size = sum(len(ids) for ids in documents) * self._bytes_per_token
+            pack = PackRequest(
+                number=self._numbers,
+                documents=[list(ids) for ids in documents],
+                size=size,
+                states=[None] * len(documents),
+                left=len(documents),
+            )
+            self._not_asked.append(pack)
+            self._ask_for_more()
+        return pack
+
+    def wait(self, pack: PackRequest) -> None:
+        """Until all of it is there or has failed; `InterruptedWaitError` if the run stops and no server is there."""
+        began = time.monotonic()
+        with self._changed:
+            if pack in self._not_asked:  # whoever waits goes first
+                self._not_asked.remove(pack)
+                self._ask(pack)
+            while pack.left:
+                if self._broken is not None:
+                    raise self._broken
+                if self._closed:
+                    raise RuntimeError("the fetcher is closed, and nobody will bring what is waited for")
+                if self._stop() and not any(server.ready for server in self._servers):
+                    raise InterruptedWaitError
+                self._changed.wait(0.2)
+            self.counts.waited_seconds += time.monotonic() - began
+
+    def release(self, pack: PackRequest) -> None:
+        """The pack's states are the caller's, or nobody's: there is room for others."""
+        with self._changed:
+            self._held -= pack.size
+            self._ask_for_more()
+
+    def close(self) -> None:
+        """Ask for nothing any more; what is under way ends by itself."""
+        with self._changed:
+            self._closed = True
+            self._jobs.clear()
+            self._not_asked.clear()
+            self._changed.notify_all()
+
+    def _ask_for_more(self) -> None:
+        while self._not_asked and (not self._held or self._held + self._not_asked[0].size <= self._ahead_bytes):
+            self._ask(self._not_asked.popleft())
+
+    def _ask(self, pack: PackRequest) -> None:
+        self._held += pack.size
+        for place in range(len(pack.documents)):
+            heapq.heappush(self._jobs, (pack.number, place, pack))
+        self._changed.notify_all()
+
+    def _run(self, server: "_Server") -> None:
+        try:
+            self._work(server)
+        except Exception as error:  # the wrong server, or a fault of ours: whoever waits must hear of it
+            with self._changed:
+                self._broken = self._broken or error
+                self._changed.notify_all()
+
+    def _work(self, server: "_Server") -> None:
+        while True:
+            with self._changed:
+                if self._closed or self._broken is not None:
+                    return
+            if not server.settled():
+                continue
+            with self._changed:
+                if self._closed:
+                    return
+                if not self._jobs:
+                    self._changed.wait(0.5)
+                    continue
+                _, place, pack = heapq.heappop(self._jobs)
+            try:
+                states = server.client.fetch(pack.documents[place])
+            except (ServerAwayError, DocumentFailedError) as error:
+                self._gave_nothing(server, pack, place, error)
+                continue
+            with self._changed:
+                pack.states[place] = states
+                # Servers may compute in more bytes than was thought.
+                self._bytes_per_token = max(self._bytes_per_token, states.nbytes // max(1, len(states)))
+                self._done(pack)
+
+    def _gave_nothing(self, server: "_Server", pack: PackRequest, place: int, error: Exception) -> None:
+        """The document's fault or the server's?"""
+        if isinstance(error, DocumentFailedError):
+            try:
+                server.client.probe()
+            except (ServerAwayError, DocumentFailedError) as found:
+                server.lose(f"{error}; and then {found}")
+            else:
+                with self._changed:
+                    pack.attempts[place] = pack.attempts.get(place, 0) + 1
+                    if pack.attempts[place] >= ATTEMPTS:
+                        self._fail(pack, place, error)
+                        return
+        else:
+            server.lose(str(error))
+        with self._changed:
+            self.counts.retried += 1
+            if not self._closed:
+                heapq.heappush(self._jobs, (pack.number, place, pack))
+            self._changed.notify_all()
+
+    def _fail(self, pack: PackRequest, place: int, error: Exception) -> None:
+        self.counts.failed += 1
+        pack.failed.add(place)
+        if self.counts.failed <= FAILURES_SHOWN:
+            more = "; further ones are counted only" if self.counts.failed == FAILURES_SHOWN else ""
+            logger.warning(
+                f"a document of {len(pack.documents[place])} tokens is left out: {error} ({self.counts.failed} so far"
+                f"{more})"
+            )
+        self._done(pack)
+
+    def _done(self, pack: PackRequest) -> None:
+        self.counts.documents += 1
+        pack.left -= 1
+        self._changed.notify_all()
+
+
+class _Server:
+    """Whether a server is there, found out by one of its threads for all."""
+
+    def __init__(self, *, client: StateClient) -> None:
+        self.client = client
+        self.ready = False
+        self._asking = threading.Lock()
+        self._lost_at = time.monotonic()
+        self._reminded = 0.0
+        self._known = False
+        self._next_try = 0.0
+        self._pause = 0.0
+
+    def settled(self) -> bool:
+        """Whether it is ready; if it is not, one thread tries and the others wait a moment."""
+        if self.ready:
+            return True
+        if not self._asking.acquire(timeout=0.2):
+            return False
+        try:
+            if self.ready:
+                return True
+            if time.monotonic() < self._next_try:
+                time.sleep(min(0.1, PAUSES[0]))
+                return False
+            try:
+                self.client.connect()
+            except (ServerAwayError, DocumentFailedError) as error:
+                self._pause = min(PAUSES[1], max(PAUSES[0], 2 * self._pause))
+                self._next_try = time.monotonic() + self._pause
+                self._remind(str(error))
+                return False
+            except UserError as error:
+                if not self._known:
+                    raise
+                # It was the right one once: whoever mends it is waited for.
+                self._next_try = time.monotonic() + PAUSES[1]
+                self._remind(str(error))
+                return False
+            away = time.monotonic() - self._lost_at
+            logger.info(f"{self.client.url} is there" + (f" again, after {away:.0f} s" if self._known else ""))
+            self.ready = self._known = True
+            self._pause = 0.0
+            return True
+        finally:
+            self._asking.release()
+
+    def lose(self, reason: str) -> None:
+        """It is away, or not well."""
+        if self.ready:
+            self.ready = False
+            self._lost_at = time.monotonic()
+            self._reminded = 0.0
+            self._remind(reason)
+
+    def _remind(self, reason: str) -> None:
+        now = time.monotonic()
+        if not self._reminded or now - self._reminded > REMINDER_SECONDS:
+            self._reminded = now
+            logger.warning(f"waiting for {self.client.url}: {reason}")

@@ -1,0 +1,1 @@
+"""What runs inside vLLM: this folder is put on its path, and imports nothing of eyas."""
