@@ -5,8 +5,7 @@
 Figures are MiB of the server's process, less those of a process that has imported torch and nothing else: resident
 (Rss; files that are mapped count, as all of torch's code), and private and written to (Private_Dirty). Its helper for
 grammars is a process of its own and stands apart. Libraries are what importing transformers and the server's modules
-takes; the part of it that is torch's own (torch._dynamo with sympy, torch.distributed.tensor) is told again. After
-answers, memory grows by the keys and values of their tokens.
+takes, as the server imports them. After answers, memory grows by the keys and values of their tokens.
 """
 
 import json
@@ -22,9 +21,9 @@ PORT = 8791
 URL = f"http://127.0.0.1:{PORT}"
 READY_SECONDS = 300.0
 FIELDS = ("Rss", "Private_Dirty")
-TORCHS_OWN = "import torch, torch._dynamo, torch.distributed.tensor"
 LIBRARIES = (
-    "import torch, transformers, eyas.loading, eyas.engine.engine, eyas.serve.app, eyas.cli.serve; "
+    "from eyas.cli.libraries import import_libraries; import_libraries(lean=True); "
+    "import eyas.loading, eyas.engine.engine, eyas.serve.app, eyas.cli.serve; "
     "from transformers import AutoTokenizer, LlamaForCausalLM"
 )
 ANSWERS, TOKENS = 20, 64
@@ -89,7 +88,6 @@ def main() -> None:
     print(f"{'MiB':<28}" + "".join(f"{field:>15}" for field in FIELDS))
     show("python and torch", baseline)
     show("libraries", of_imports(LIBRARIES), baseline)
-    show("  of these torch's own", of_imports(TORCHS_OWN), baseline)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:

@@ -5,27 +5,33 @@ import signal
 import threading
 from types import FrameType
 
+from eyas.cli.lean_imports import import_transformers
 from eyas.cli.options import report
 
 
-def import_libraries() -> None:
+def import_libraries(*, lean: bool = False) -> None:
     """Import torch and transformers. An interruption ends the process at once: raised in native code it would abort.
 
-    Nothing is lost by that, since a command calls this before it does anything.
+    Nothing is lost by that, since a command calls this before it does anything. `lean` is for processes that neither
+    compile nor run beside others (`lean_imports.py`).
     """
     if threading.current_thread() is not threading.main_thread():
-        _import()
+        _import(lean)
         return
     before = signal.signal(signal.SIGINT, _end)
     try:
-        _import()
+        _import(lean)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _import() -> None:
+def _import(lean: bool) -> None:
     import torch  # noqa: F401
-    import transformers  # noqa: F401
+
+    if lean:
+        import_transformers()
+    else:
+        import transformers  # noqa: F401
 
 
 def _end(number: int, frame: FrameType | None) -> None:

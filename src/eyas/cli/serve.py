@@ -290,7 +290,7 @@ def serve(
     target, others = split_target(target, vllm_arguments or ())
     config = read_speculative_config(speculative_config, target, with_table=engine == "vllm")
     require_models(target, config.drafter, revision=revision)
-    import_libraries()
+    import_libraries(lean=True)
     from eyas.freed_memory import give_back
     from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.serve.access.policy import access_rules, is_loopback

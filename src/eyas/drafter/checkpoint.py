@@ -25,6 +25,7 @@ from eyas.drafter.recorded_acceptance import read_acceptance
 from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import TensorSpec, expected_tensors
 from eyas.drafter.vocab import check_offsets, membership_from_target_ids
+from eyas.empty_model import matrices_without_memory
 from eyas.errors import UserError
 from eyas.hub import hub_options
 
@@ -333,7 +334,7 @@ def _copy_companions(source: Path, destination: Path) -> None:
 
 def build_drafter(checkpoint: Checkpoint) -> Drafter:
     """A drafter with the checkpoint's weights; what it does not ship waits for `share_target`."""
-    with torch.device("meta"):
+    with matrices_without_memory():
         drafter = Drafter(
             checkpoint.config,
             own_embedding="embed_tokens.weight" in checkpoint.tensors,
@@ -347,7 +348,6 @@ def build_drafter(checkpoint: Checkpoint) -> Drafter:
         target_ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
         tensors["t2d"] = membership_from_target_ids(target_ids, checkpoint.config.vocab_size)
     drafter.load_state_dict(tensors, strict=True, assign=True)
-    drafter.rope.to("cpu")
     return drafter.eval().requires_grad_(False)
 
 

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from eyas.checksum import sha256_of
+from eyas.empty_model import matrices_without_memory
 from eyas.errors import UserError
 from eyas.target.gguf_experts import EXPERT_KEYS, EXPERT_TENSORS, expert_settings, published_shapes
 from eyas.target.gguf_file import GgufFile
@@ -265,7 +266,7 @@ def tensor_names(source: GgufFile, architecture: str, config: PretrainedConfig) 
                 f"{source.path} has a tensor {stored} that a {architecture} model does not use; "
                 "use the model's safetensors folder instead"
             )
-    with torch.device("meta"):
+    with matrices_without_memory():
         empty = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     expected = published_shapes(empty)
     if config.tie_word_embeddings:

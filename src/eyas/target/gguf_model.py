@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from eyas.empty_model import matrices_without_memory
 from eyas.kernels.linear.packed_linear import load_kernel
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedKernel, QuantisedLinear
-from eyas.target.empty_model import matrices_without_memory
 from eyas.target.gguf import Place, architecture_of, dense_weight, row_order, tensor_names
 from eyas.target.gguf_blocks import blocks_of, is_packable
 from eyas.target.gguf_experts import dense_experts, quantised_experts, stay_packed

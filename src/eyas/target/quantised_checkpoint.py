@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from eyas.empty_model import matrices_without_memory
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.linear.mxfp4_weight import Mxfp4Weight
@@ -31,7 +32,6 @@ from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.quantization.quantised_tensors import is_quantised, read_quantised
 from eyas.quantization.quantization_config import METHODS, WeightScheme, weight_scheme
-from eyas.target.empty_model import matrices_without_memory
 from eyas.target.mxfp4_tensors import fill_mxfp4, is_mxfp4, read_mxfp4
 
 logger = logging.getLogger(__name__)
