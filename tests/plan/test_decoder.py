@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from eyas.errors import UserError
-from eyas.plan.decoder import FAMILIES, Decoder, read_decoder
+from eyas.plan.decoder import Decoder, read_decoder
+from eyas.plan.families import FAMILIES
 from known_configs import LLAMA_8B, QWEN3_30B_A3B
 
 SMALL = {
@@ -17,6 +18,20 @@ SMALL = {
     "head_dim": 32,
     "vocab_size": 128,
     "pad_token_id": 0,
+}
+LATENT = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
 }
 EXPERTS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -34,7 +49,26 @@ EXPERTS = {
         "mlp_only_layers": [1],
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 160,
+        "interleave_moe_layer_step": 2,
+    },
+    "deepseek_v3": LATENT,
+    "kimi_k2": LATENT,
 }
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+"""Names of which transformers knows the model by another."""
 
 
 def small(kind: str, **changes: object) -> dict[str, object]:
@@ -61,17 +95,23 @@ def test_every_architecture_counts_as_transformers_builds_it(kind: str, tied: bo
     assert read_decoder(config, kind).parameters == built_parameters(config)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma", "deepseek_v3", "glm4_moe"])
 def test_biases_are_counted(kind: str) -> None:
     config = small(kind, attention_bias=True, mlp_bias=True)
     assert read_decoder(config, kind).parameters == built_parameters(config)
+
+
+def test_a_latent_without_a_narrow_place_for_queries_and_glm_without_norms_are_counted() -> None:
+    for config in (small("deepseek_v3", q_lora_rank=None), small("glm4_moe", use_qk_norm=False, attention_bias=False)):
+        assert read_decoder(config, "c").parameters == built_parameters(config)
 
 
 def built_parameters(config: dict[str, object]) -> int:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    made = AutoConfig.for_model(**config)
+    kind = str(config["model_type"])
+    made = AutoConfig.for_model(**{**config, "model_type": SAME_AS.get(kind, kind)})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
     return sum(parameter.numel() for parameter in {id(p): p for p in model.parameters()}.values())

@@ -24,6 +24,8 @@ SAMPLING = "Sampling"
 """How tokens are chosen."""
 CARD = "Card"
 """What a plan is made for."""
+TRAINING = "Training"
+"""What a plan of a training run is made for."""
 SERVERS = "Servers"
 """What a bench asks."""
 WORK = "What to measure"
@@ -40,7 +42,22 @@ OPERATION = "Operation"
 """Logs, metrics, pages, files, what happens at the start and at the end."""
 OUTPUT = "Output"
 """Where results go, and in which form."""
-PANELS = (SERVERS, MODEL, SPECULATION, CARD, MEMORY, WORK, SAMPLING, API, NETWORK, ACCESS, LIMITS, OPERATION, OUTPUT)
+PANELS = (
+    SERVERS,
+    MODEL,
+    SPECULATION,
+    CARD,
+    MEMORY,
+    TRAINING,
+    WORK,
+    SAMPLING,
+    API,
+    NETWORK,
+    ACCESS,
+    LIMITS,
+    OPERATION,
+    OUTPUT,
+)
 _OTHERS = "Options"
 
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

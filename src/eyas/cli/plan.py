@@ -1,12 +1,13 @@
 """`eyas plan`: what will fit and how fast it will be, before anything is loaded."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eyas.cli.help import CARD, MEMORY, MODEL, OUTPUT, SPECULATION
+from eyas.cli.help import CARD, MEMORY, MODEL, OUTPUT, SPECULATION, TRAINING
 from eyas.cli.options import AsJson, KVCacheDtype
 from eyas.errors import UserError
 
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from eyas.plan.acceptance import AcceptanceProfile
     from eyas.plan.decoder import Decoder
     from eyas.plan.footprint import DrafterShape
+    from eyas.plan.forecast import Forecast
     from eyas.plan.measured import Measurements
     from eyas.plan.quantisation import Quantisation
     from eyas.plan.resolve import Json
     from eyas.plan.roofline import Pair
+    from eyas.plan.training import TrainingRun
 
 CONTEXT = 8192
 """Tokens of a request unless told, for targets that could hold more; as `eyas serve` has it."""
@@ -61,6 +64,29 @@ def plan(
         float | None,
         typer.Option(help="Arithmetic of matrix products, in TFLOPS.", show_default="the card's", rich_help_panel=CARD),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Cards that a target is divided over.", min=1, rich_help_panel=CARD)
+    ] = 1,
+    link: Annotated[
+        float | None,
+        typer.Option(
+            help="GB/s from a card to others, one direction.", show_default="the card's", rich_help_panel=CARD
+        ),
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(help="Plan training a drafter on so many tokens instead: 500M.", rich_help_panel=TRAINING),
+    ] = None,
+    trainers: Annotated[int, typer.Option(help="Cards that train.", min=1, rich_help_panel=TRAINING)] = 1,
+    step_tokens: Annotated[
+        int, typer.Option(help="Tokens of a trainer's step.", min=1, rich_help_panel=TRAINING)
+    ] = 32768,
+    taught: Annotated[
+        float, typer.Option(help="Share of the tokens that are answers.", rich_help_panel=TRAINING)
+    ] = 0.5,
+    network: Annotated[
+        float, typer.Option(help="GB/s of a node to others.", min=0.001, rich_help_panel=TRAINING)
+    ] = 50.0,
     context: Annotated[
         int | None,
         typer.Option(
@@ -103,6 +129,7 @@ def plan(
     Nothing is loaded: sizes come from config.json, times from the card's figures. Exit code 1 means it does not fit.
     """
     from eyas.cli.plan_tables import print_forecast
+    from eyas.cli.plan_training import read_tokens
     from eyas.plan.calibrate import CheckedStep, calibration, check
     from eyas.plan.cards import CARDS, find_card
     from eyas.plan.commands import UNTRAINED, command_notes, eyas_command, vllm_command
@@ -114,31 +141,58 @@ def plan(
     from eyas.plan.record import calibration_of, record_of
     from eyas.plan.resolve import target_config
     from eyas.plan.roofline import Pair, Speed, speed_of
+    from eyas.plan.training import TrainingRun
 
     kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
     config = target_config(target)
     decoder = read_decoder(config, target)
     described = gpu is None and (memory is not None or bandwidth is not None or tflops is not None)
-    card = find_card(gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops)
+    card = find_card(
+        gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops, link=link
+    )
     if kept == "fp8" and card.name in CARDS and "fp8" not in CARDS[card.name].flops:
         raise UserError(
             f"--kv-cache-dtype {kv_cache_dtype} needs a card that computes in fp8, which {card.name} does not; use auto"
         )
     name, shape = _drafter(drafter, target, decoder)
     stored = _quantisation(quantisation, config, target, decoder, card.device)
+    if train is not None:
+        if shape is None:
+            raise UserError("--train plans for a drafter, and --drafter none says that there is none; leave it out")
+        run = TrainingRun(
+            decoder=decoder,
+            drafter=shape,
+            quantisation=stored,
+            card=card,
+            tokens=read_tokens(train),
+            trainers=trainers,
+            server_cards=tensor_parallel_size,
+            length=context or min(4096, decoder.context or 4096),
+            taught=taught,
+            step_tokens=step_tokens,
+            network=network * 1e9,
+        )
+        _finish_training(run, target, as_json=as_json, out=out)
+        return
     bench = None if measured is None else read_measured(measured)
 
     factors: tuple[float, ...] = (1.0,) * 4
     checked: list[CheckedStep] = []
     if bench is not None:
-        pair = Pair(decoder=decoder, drafter=shape, quantisation=stored, kv_cache_dtype=kept)
+        pair = Pair(
+            decoder=decoder,
+            drafter=shape,
+            quantisation=stored,
+            kv_cache_dtype=kept,
+            cards=tensor_parallel_size,
+        )
         if bench.target is not None:
             pair = _measured_pair(bench, card.device)
-        start = speed_of(card, pair.quantisation)
+        start = speed_of(card, pair.quantisation, cards=pair.cards)
         factors, checked = calibration(pair, start, bench.steps), check(pair, start, bench.steps)
 
     def speed(kind: "Quantisation") -> Speed:
-        return speed_of(card, kind).scaled(factors)
+        return speed_of(card, kind, cards=tensor_parallel_size).scaled(factors)
 
     deployment = Deployment(
         decoder=decoder,
@@ -151,13 +205,16 @@ def plan(
         context=context or min(CONTEXT, decoder.context or CONTEXT),
         deepest=depth,
         kv_cache_dtype=kept,
+        cards=tensor_parallel_size,
     )
     forecast, changes = find_fit(deployment, speed) if fit else (forecast_of(deployment), [])
     record = record_of(forecast)
     record["changes"] = changes
     model = None if forecast.deployment.drafter is None else name or UNTRAINED
-    record["commands"] = [eyas_command(forecast, target, model), vllm_command(forecast, target, model)]
-    record["notes"] = command_notes(forecast, target)
+    # The engine here runs on one card.
+    own = [eyas_command(forecast, target, model)] if tensor_parallel_size == 1 else []
+    record["commands"] = [*own, vllm_command(forecast, target, model)]
+    record["notes"] = command_notes(forecast, target) + _more_cards(forecast)
     if bench is not None:
         record["calibration"] = calibration_of(str(measured), checked)
     if out is not None:
@@ -172,6 +229,40 @@ def plan(
         print_forecast(record)
     if not forecast.fits:
         raise typer.Exit(1)
+
+
+def _finish_training(run: "TrainingRun", target: str, *, as_json: bool, out: Path | None) -> None:
+    """Print the plan of a training run; exit code 1 if it does not fit."""
+    from eyas.cli.plan_training import print_training, training_record
+    from eyas.plan.training import plan_training
+
+    found = plan_training(run)
+    record = training_record(found, target)
+    if out is not None:
+        _write(out, "--out", json.dumps(record, indent=1))
+    if as_json:
+        typer.echo(json.dumps(record))
+    else:
+        print_training(found, target)
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def _more_cards(forecast: "Forecast") -> list[str]:
+    """How many cards would do, where these do not."""
+    from eyas.plan.forecast import forecast_of
+    from eyas.plan.roofline import speed_of
+
+    deployment = forecast.deployment
+    if forecast.fits or deployment.card.device == "cpu" or not deployment.card.link:
+        return []
+    for cards in (2, 4, 8, 16):
+        if cards <= deployment.cards or deployment.decoder.heads % cards:
+            continue
+        speed = speed_of(deployment.card, deployment.quantisation, cards=cards)
+        if forecast_of(replace(deployment, cards=cards, speed=speed)).fits:
+            return [f"{cards} cards hold it: --tensor-parallel-size {cards}"]
+    return []
 
 
 def _quantisation(asked: str | None, config: "Json", target: str, decoder: "Decoder", device: str) -> "Quantisation":

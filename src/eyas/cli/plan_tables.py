@@ -24,6 +24,7 @@ def print_forecast(record: Record) -> None:
     half = f"{record['asked']['context'] // 2:,}"
     console.print(f"milliseconds of a step, tokens/s of all users, speedup; at {half} tokens each", markup=False)
     console.print(_speeds(record))
+    console.print(f"step      plain, {record['asked']['users']} users: {record['formulas']['step']}", markup=False)
     for line in _advice(record):
         console.print(line, markup=False)
     if "calibration" in record:
@@ -48,8 +49,9 @@ def _header(record: Record) -> Iterator[str]:
         yield "drafter   none"
     else:
         yield f"drafter   {drafter['name']}: {drafter['family']}" + (", usual shape" if drafter["assumed"] else "")
+    count = f"{card['count']} x " if card["count"] > 1 else ""
     yield (
-        f"card      {card['name']}: {size(card['memory_bytes'])}, "
+        f"card      {count}{card['name']}: {size(card['memory_bytes'])}, "
         f"{card['bandwidth_bytes_per_second'] / 1e9:,.0f} GB/s, {card['flops_per_second'] / 1e12:,.3g} TFLOPS"
     )
     yield f"accepted  {record['acceptance']['source']}"
@@ -60,16 +62,19 @@ def _memory(record: Record) -> "Table":
 
     memory, asked = record["memory"], record["asked"]
     tokens = asked["users"] * asked["context"]
-    table = Table(title="memory", title_justify="left")
+    title = "memory" if record["card"]["count"] == 1 else "memory of each card"
+    table = Table(title=title, title_justify="left")
     table.add_column("what")
     table.add_column("bytes", justify="right")
     table.add_column("how")
-    table.add_row("target's weights", size(memory["weights"]), "")
-    table.add_row("drafter's weights", size(memory["drafter"]), "embedding and head as far as they are its own")
+    said = record["formulas"]
+    table.add_row("target's weights", size(memory["weights"]), said["weights"])
+    table.add_row("drafter's weights", size(memory["drafter"]), said.get("drafter", ""))
     rows = (("kv_per_token", "target's keys and values"), ("drafter_kv_per_token", "drafter's keys and values"))
     kind = "" if record["kv_cache_dtype"] == "auto" else f", in {record['kv_cache_dtype']}"
     for key, what in rows:
-        how = f"{asked['users']} users of {asked['context']:,} tokens, {memory[key] / 1024:,.1f} KiB each{kind}"
+        how = f"{asked['users']} users x {asked['context']:,} tokens x {memory[key] / 1024:,.1f} KiB{kind}"
+        how += f": {said[key]}" if key in said else ""
         table.add_row(what, size(tokens * memory[key]), how)
     table.add_row("CUDA graphs", size(memory["recorded"]), "logits and states that captured steps share")
     table.add_row("activations", size(memory["working"]), "of the widest pass, and the logits behind it")

@@ -24,44 +24,58 @@ class Card:
     flops: Mapping[str, float]
     """Operations per second by kind of arithmetic."""
     device: str = "cuda"
+    link: float = 0.0
+    """Bytes per second from this card to others of its machine, in one direction; 0: unknown."""
 
     def speed_of(self, arithmetic: str) -> float:
         """Operations per second; what a card has no arithmetic for is computed in 16 bits, or in what there is."""
         return self.flops.get(arithmetic) or self.flops.get("bf16") or next(iter(self.flops.values()))
 
 
-def _card(name: str, mib: int, gb_per_second: float, fp32: float, bf16: float, fp8: float | None = None) -> Card:
+def _card(
+    name: str, mib: int, gb_per_second: float, link: float, fp32: float, bf16: float, fp8: float | None = None
+) -> Card:
     teraflops = {"fp32": fp32, "bf16": bf16} | ({} if fp8 is None else {"fp8": fp8})
     flops = {kind: value * TERA for kind, value in teraflops.items()}
-    return Card(name=name, memory=mib * MIB, bandwidth=gb_per_second * GB, flops=flops)
+    return Card(name=name, memory=mib * MIB, bandwidth=gb_per_second * GB, flops=flops, link=link * GB)
 
 
 CARDS: Mapping[str, Card] = {
     card.name: card
     for card in (
-        _card("rtx3090", 24576, 936, 35.6, 71),
-        _card("rtx4090", 24564, 1008, 82.6, 165, 330),
-        _card("rtx5090", 32607, 1792, 104.8, 210, 419),
-        _card("rtx6000ada", 49140, 960, 91.1, 364, 728),
-        _card("a10", 23028, 600, 31.2, 125),
-        _card("l4", 23034, 300, 30.3, 121, 242),
-        _card("l40s", 46068, 864, 91.6, 362, 733),
-        _card("a100-40", 40960, 1555, 19.5, 312),
-        _card("a100-80", 81920, 2039, 19.5, 312),
-        _card("h100", 81559, 3350, 67, 989, 1979),
-        _card("h200", 143771, 4800, 67, 989, 1979),
-        _card("b200", 183359, 8000, 80, 2250, 4500),
-        _card("mi300x", 196592, 5300, 163, 1307, 2615),
+        _card("rtx3090", 24576, 936, 32, 35.6, 71),
+        _card("rtx4090", 24564, 1008, 32, 82.6, 165, 330),
+        _card("rtx5090", 32607, 1792, 64, 104.8, 210, 419),
+        _card("rtx6000ada", 49140, 960, 32, 91.1, 364, 728),
+        _card("a10", 23028, 600, 32, 31.2, 125),
+        _card("l4", 23034, 300, 32, 30.3, 121, 242),
+        _card("l40s", 46068, 864, 32, 91.6, 362, 733),
+        _card("a100-40", 40960, 1555, 300, 19.5, 312),
+        _card("a100-80", 81920, 2039, 300, 19.5, 312),
+        _card("h100", 81559, 3350, 450, 67, 989, 1979),
+        _card("h200", 143771, 4800, 450, 67, 989, 1979),
+        _card("b200", 183359, 8000, 900, 80, 2250, 4500),
+        _card("mi300x", 196592, 5300, 448, 163, 1307, 2615),
     )
 }
-"""Name, MiB, GB/s, then TFLOPS in 32, 16 and 8 bits."""
+"""Name, MiB, GB/s of memory and to other cards (NVLink, Infinity Fabric or PCIe), TFLOPS in 32, 16 and 8 bits."""
 
 
 def find_card(
-    name: str | None, *, memory: float | None = None, bandwidth: float | None = None, tflops: float | None = None
+    name: str | None,
+    *,
+    memory: float | None = None,
+    bandwidth: float | None = None,
+    tflops: float | None = None,
+    link: float | None = None,
 ) -> Card:
     """A card of the table, a processor (`cpu`) or another device; numbers given in GiB, GB/s and TFLOPS count first."""
-    for word, value in (("--memory", memory), ("--bandwidth", bandwidth), ("--tflops", tflops)):
+    for word, value in (
+        ("--memory", memory),
+        ("--bandwidth", bandwidth),
+        ("--tflops", tflops),
+        ("--link", link),
+    ):
         if value is not None and not 0 < value < 1e9:
             raise UserError(f"{word} is {value:g}; it must be above 0")
     given = {"--memory": memory, "--bandwidth": bandwidth, "--tflops": tflops}
@@ -82,4 +96,6 @@ def find_card(
         known = replace(known, bandwidth=bandwidth * GB)
     if tflops is not None:
         known = replace(known, flops={"bf16": tflops * TERA})
+    if link is not None:
+        known = replace(known, link=link * GB)
     return known

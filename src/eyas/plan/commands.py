@@ -36,6 +36,8 @@ def vllm_command(forecast: Forecast, target: str, drafter: str | None) -> str:
     """`vllm serve`, which drafts at one depth for everyone: the best one for this number of users, or none."""
     deployment = forecast.deployment
     words = ["vllm", "serve", DEFAULT_ON_HUB if target == DEFAULT_TARGET else _model(target), *_limits(forecast)]
+    if deployment.cards > 1:
+        words += ["--tensor-parallel-size", str(deployment.cards)]
     if deployment.card.device != "cpu":
         # It takes what it is given, and measures its own working memory within that.
         words += ["--gpu-memory-utilization", "0.9" if forecast.needed < 0.85 * deployment.card.memory else "0.95"]
@@ -70,6 +72,12 @@ def command_notes(forecast: Forecast, target: str) -> list[str]:
         said.append(f"{name} needs a checkpoint that is quantised so{how}")
     if any(layer.window for layer in deployment.decoder.layers):
         said.append("layers with a window are kept whole by eyas; vLLM frees what they no longer see")
+    if deployment.decoder.latent:
+        said.append(
+            "keys and values are counted as one latent, as vLLM keeps them; an engine that keeps heads needs more"
+        )
+    if deployment.cards > 1:
+        said.append("what cards take to sum is assumed, not measured; eyas' own engine runs on one card")
     if deployment.decoder.note:
         said.append(deployment.decoder.note)
     return said

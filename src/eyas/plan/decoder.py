@@ -6,13 +6,11 @@ models. An architecture that is not in the table is refused by name: a guess wou
 Invariant: the numbers describe the text model, also when the checkpoint holds a vision tower around it.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from eyas.errors import UserError
-
-Json = Mapping[str, Any]
+from eyas.plan.families import FAMILIES, DecoderFamily, Json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +70,10 @@ class Decoder:
     layers: tuple[Layer, ...]
     context: int | None
     """What it was made for, as far as it says."""
+    latent: int = 0
+    """Numbers that a token keeps in one layer where all heads share them (MLA); 0: keys and values by head."""
+    rotated: int = 0
+    """Those of them that carry the position."""
     note: str = ""
     """What is not counted."""
 
@@ -113,98 +115,21 @@ class Decoder:
     @property
     def kv_width(self) -> int:
         """Numbers that a token keeps in one layer."""
-        return 2 * self.kv_heads * self.head_dim
+        return self.kv_width_on(1)
 
+    def kv_width_on(self, cards: int) -> int:
+        """The same on each of so many cards: heads are divided as far as there are any, a latent is on all of them."""
+        return self.latent or 2 * -(-self.kv_heads // cards) * self.head_dim
 
-@dataclass(frozen=True, kw_only=True)
-class DecoderFamily:
-    """What sets one model_type of transformers apart from the plain Llama block."""
+    @property
+    def score_width(self) -> int:
+        """Multiplications of a token with one that it looks back to, in one layer: scores, and what they weigh.
 
-    norms: int = 2
-    """Of a layer, as wide as the model."""
-    qk_norms: bool = False
-    qkv_bias: bool = False
-    """Always; otherwise `attention_bias` says, and then o has one as well."""
-    mlp_bias: bool = False
-    """Whether `mlp_bias` is looked at."""
-    experts: str = ""
-    """The key that says how many, where there are experts."""
-    expert_size: str = "moe_intermediate_size"
-    expert_bias: bool = False
-    """Of the router, too."""
-    sinks: bool = False
-    """Whether every head has a score without a key."""
-    windows: Callable[[Json, int], list[int | None]] = lambda config, layers: [None] * layers
-    defaults: Mapping[str, Any] | None = None
-    """What transformers takes for keys that config.json leaves out, where that is neither plain nor a refusal."""
-
-
-def _by_type(config: Json, layers: int, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
-    """`layer_types` where it is given, `slides` otherwise."""
-    kinds = config.get("layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        return [window if kind == "sliding_attention" else None for kind in kinds]
-    return [window if slides(layer) else None for layer in range(layers)]
-
-
-def _everywhere(config: Json, layers: int) -> list[int | None]:
-    return _by_type(config, layers, config.get("sliding_window"), lambda layer: True)
-
-
-def _qwen(config: Json, layers: int) -> list[int | None]:
-    if not config.get("use_sliding_window", False):
-        return [None] * layers
-    first = config.get("max_window_layers", 28)
-    return _by_type(config, layers, config.get("sliding_window"), lambda layer: layer >= first)
-
-
-def _gemma2(config: Json, layers: int) -> list[int | None]:
-    return _by_type(config, layers, config.get("sliding_window", 4096), lambda layer: layer % 2 == 0)
-
-
-def _gemma3(config: Json, layers: int) -> list[int | None]:
-    every = config.get("sliding_window_pattern", 6)
-    return _by_type(config, layers, config.get("sliding_window", 4096), lambda layer: (layer + 1) % every != 0)
-
-
-def _gpt_oss(config: Json, layers: int) -> list[int | None]:
-    return _by_type(config, layers, config.get("sliding_window", 128), lambda layer: layer % 2 == 0)
-
-
-_GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
-FAMILIES: Mapping[str, DecoderFamily] = {
-    "llama": DecoderFamily(mlp_bias=True),
-    "smollm3": DecoderFamily(mlp_bias=True, defaults={"tie_word_embeddings": True}),
-    "mistral": DecoderFamily(windows=_everywhere),
-    "phi3": DecoderFamily(windows=_everywhere),
-    "qwen2": DecoderFamily(qkv_bias=True, windows=_qwen),
-    "qwen3": DecoderFamily(qk_norms=True, windows=_qwen, defaults={"head_dim": 128}),
-    "gemma": DecoderFamily(defaults=_GEMMA),
-    "gemma2": DecoderFamily(norms=4, windows=_gemma2, defaults=_GEMMA),
-    "gemma3_text": DecoderFamily(
-        norms=4,
-        qk_norms=True,
-        windows=_gemma3,
-        defaults={
-            **_GEMMA,
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "mixtral": DecoderFamily(experts="num_local_experts", expert_size="intermediate_size", windows=_everywhere),
-    "qwen2_moe": DecoderFamily(qkv_bias=True, experts="num_experts", windows=_qwen),
-    "qwen3_moe": DecoderFamily(qk_norms=True, experts="num_experts", windows=_qwen),
-    "gpt_oss": DecoderFamily(
-        experts="num_local_experts",
-        expert_size="intermediate_size",
-        expert_bias=True,
-        sinks=True,
-        windows=_gpt_oss,
-        defaults={"attention_bias": True, "head_dim": 64},
-    ),
-}
+        With a latent all heads look at all of it, and weigh all but the part that carries the position.
+        """
+        if self.latent:
+            return self.heads * (2 * self.latent - self.rotated)
+        return 2 * self.heads * self.head_dim
 
 
 def read_decoder(config: Json, source: str) -> Decoder:
@@ -215,10 +140,9 @@ def read_decoder(config: Json, source: str) -> Decoder:
     text = {**(family.defaults or {}), **text}
     hidden, heads = _whole(text, "hidden_size", source), _whole(text, "num_attention_heads", source)
     layers = _whole(text, "num_hidden_layers", source)
-    kv_heads = heads if text.get("num_key_value_heads") is None else _whole(text, "num_key_value_heads", source)
-    head_dim = hidden // heads if text.get("head_dim") is None else _whole(text, "head_dim", source)
+    attention = _latent(text, source) if family.latent else _heads(family, text, source)
     feed = [_feed_forward(family, text, layer, source) for layer in range(layers)]
-    vectors = _vectors(family, text, hidden, heads * head_dim, kv_heads * head_dim, head_dim)
+    vectors = family.norms * hidden + attention.vectors + _expert_biases(family, text, hidden)
     windows = family.windows(text, layers)
     widest = max(part["width"] for part in feed)
     mlp_bias = 2 * widest + hidden if family.mlp_bias and text.get("mlp_bias") else 0
@@ -230,11 +154,13 @@ def read_decoder(config: Json, source: str) -> Decoder:
         vocab_size=_whole(text, "vocab_size", source),
         tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        latent=attention.latent,
+        rotated=attention.rotated,
         layers=tuple(
             Layer(
-                attention=2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim,
+                attention=attention.matrices,
                 dense=part["dense"],
                 expert=part["expert"],
                 experts=part["experts"],
@@ -256,36 +182,74 @@ def _text_part(config: Json, source: str) -> tuple[dict[str, Any], str]:
     if kind not in FAMILIES:
         raise UserError(
             f"{source} has model_type {kind!r}, whose weights cannot be counted; known are "
-            f"{', '.join(FAMILIES)}: another one needs a row in the table of eyas/plan/decoder.py"
+            f"{', '.join(FAMILIES)}: another one needs a row in the table of eyas/plan/families.py"
         )
     return text, f"only the text model of {config.get('model_type')} is counted" if isinstance(inner, dict) else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """Of one layer: weights, and what a token keeps."""
+
+    matrices: int
+    vectors: int
+    kv_heads: int
+    head_dim: int
+    latent: int = 0
+    rotated: int = 0
+
+
+def _heads(family: DecoderFamily, config: Json, source: str) -> _Attention:
+    """Keys and values by head."""
+    hidden, heads = _whole(config, "hidden_size", source), _whole(config, "num_attention_heads", source)
+    kv_heads = heads if config.get("num_key_value_heads") is None else _whole(config, "num_key_value_heads", source)
+    head_dim = hidden // heads if config.get("head_dim") is None else _whole(config, "head_dim", source)
+    q, kv = heads * head_dim, kv_heads * head_dim
+    vectors = heads if family.sinks else 0
+    vectors += 2 * head_dim if family.qk_norms and config.get("use_qk_norm", True) else 0
+    if family.qkv_bias or config.get("attention_bias"):
+        vectors += q + 2 * kv + (hidden if family.o_bias and not family.qkv_bias else 0)
+    return _Attention(matrices=2 * hidden * (q + kv), vectors=vectors, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _latent(config: Json, source: str) -> _Attention:
+    """Queries through a narrow place, keys and values from one latent that all heads share."""
+    hidden, heads = _whole(config, "hidden_size", source), _whole(config, "num_attention_heads", source)
+    kept, rotated, plain, value = (
+        _whole(config, key, source) for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    narrow, wide = config.get("q_lora_rank"), heads * (plain + rotated)
+    queries = hidden * wide if narrow is None else narrow * (hidden + wide)
+    keys = hidden * (kept + rotated) + kept * heads * (plain + value)
+    biases = (narrow or 0) + kept + rotated + hidden if config.get("attention_bias") else 0
+    return _Attention(
+        matrices=queries + keys + heads * value * hidden,
+        vectors=(narrow or 0) + kept + biases,
+        kv_heads=heads,
+        head_dim=plain + rotated,
+        latent=kept + rotated,
+        rotated=rotated,
+    )
 
 
 def _feed_forward(family: DecoderFamily, config: Json, layer: int, source: str) -> dict[str, int]:
     """Weights of the part behind the attention, and how wide it is for one token."""
     hidden = _whole(config, "hidden_size", source)
     experts = _whole(config, family.experts, source) if family.experts else 0
-    sparse = experts > 0 and layer not in (config.get("mlp_only_layers") or ())
-    sparse = sparse and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
-    if not sparse:
-        width = _whole(config, "intermediate_size", source)
+    if not experts or not family.sparse(config, layer):
+        width = _whole(config, family.dense_size, source)
         return {"dense": 3 * hidden * width, "expert": 0, "experts": 0, "active": 0, "width": width}
     width, active = _whole(config, family.expert_size, source), _whole(config, "num_experts_per_tok", source)
-    shared = config.get("shared_expert_intermediate_size") or 0
-    dense = hidden * experts + 3 * hidden * shared + (hidden if shared else 0)
+    shared = family.shared(config)
+    dense = hidden * experts + 3 * hidden * shared + (hidden if shared and family.shared_gate else 0)
     every = active * width + shared
     return {"dense": dense, "expert": 3 * hidden * width, "experts": experts, "active": active, "width": every}
 
 
-def _vectors(family: DecoderFamily, config: Json, hidden: int, q: int, kv: int, head_dim: int) -> int:
-    count = family.norms * hidden + (2 * head_dim if family.qk_norms else 0)
-    if family.sinks:
-        count += q // head_dim
-    if family.expert_bias:
-        count += config[family.experts] * (1 + 2 * config[family.expert_size] + hidden)
-    if family.qkv_bias:
-        return count + q + 2 * kv
-    return count + (q + 2 * kv + hidden if config.get("attention_bias") else 0)
+def _expert_biases(family: DecoderFamily, config: Json, hidden: int) -> int:
+    if not family.expert_bias:
+        return 0
+    return int(config[family.experts] * (1 + 2 * config[family.expert_size] + hidden))
 
 
 def _whole(config: Json, key: str, source: str) -> int:

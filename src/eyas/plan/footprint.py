@@ -69,15 +69,15 @@ class DrafterShape:
     """Whether there is no such drafter yet, only the usual shape of one."""
 
 
-def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str) -> int:
-    """Weights as they lie in memory.
+def target_bytes(decoder: Decoder, quantisation: Quantisation, *, device: str, cards: int = 1) -> int:
+    """Weights as they lie in the memory of each card: matrices are divided, norms and biases are on all of them.
 
     A processor computes float32 from panels: a head that is the embedding as well lies there twice.
     """
     twice = device == "cpu" and quantisation.name == "float32"
     vocabulary = quantisation.vocabulary_bytes(decoder.vocabulary, tied=decoder.tied and not twice)
     matrices = quantisation.matrix_bytes(decoder.matrices, decoder.experts)
-    return int(matrices + vocabulary) + decoder.vectors * quantisation.other_bytes
+    return int((matrices + vocabulary) / cards) + decoder.vectors * quantisation.other_bytes
 
 
 def drafter_bits(drafter: DrafterShape, quantisation: Quantisation) -> float | None:
@@ -87,8 +87,8 @@ def drafter_bits(drafter: DrafterShape, quantisation: Quantisation) -> float | N
     return EIGHT if quantisation.dtype == "float32" else drafter.bits
 
 
-def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: str) -> int:
-    """What a drafter holds itself, tables of its vocabulary included."""
+def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: str, cards: int = 1) -> int:
+    """What a drafter holds itself on each card, tables of its vocabulary included; matrices are divided."""
     dtype = quantisation.dtype
     lent = {"embed_tokens.weight"} if not drafter.own_embedding else set()
     lent |= {"lm_head.weight"} if not drafter.own_head else set()
@@ -105,7 +105,12 @@ def drafter_bytes(drafter: DrafterShape, quantisation: Quantisation, *, device: 
         return BYTES_PER_ELEMENT["bfloat16" if halved and multiplies else dtype]
 
     tensors = expected_tensors(drafter.config).items()
-    return int(sum(prod(spec.shape) * width(name, spec) for name, spec in tensors if name not in lent))
+    held = [
+        prod(spec.shape) * width(name, spec) / (cards if len(spec.shape) == 2 else 1)
+        for name, spec in tensors
+        if name not in lent
+    ]
+    return int(sum(held))
 
 
 def working_bytes(
@@ -148,6 +153,12 @@ def ring_length(max_depth: int) -> int:
     return 1 << (2 * max_depth + 2).bit_length()
 
 
+def drafter_token(drafter: DrafterShape, dtype: str, cards: int = 1) -> int:
+    """Bytes of a token's keys and values in the drafter, on each card: heads are divided, a latent is on all."""
+    heads = 1 if drafter.config.mla is not None else drafter.config.num_key_value_heads
+    return kv_bytes_per_token(drafter.config, dtype) * -(-heads // cards) // heads
+
+
 def footprint(
     decoder: Decoder,
     drafter: DrafterShape | None,
@@ -156,8 +167,9 @@ def footprint(
     room: Room,
     device: str,
     kv_cache_dtype: KVCacheKind = "auto",
+    cards: int = 1,
 ) -> Footprint:
-    """Everything but the KV blocks, from shapes."""
+    """Everything but the KV blocks, from shapes; on each card, where tensor parallelism divides it over several."""
     element, states = quantisation.other_bytes, 0
     kept = "fp8" if kv_cache_dtype == "fp8" else quantisation.dtype
     if drafter is not None:
@@ -165,8 +177,8 @@ def footprint(
     on_gpu = device != "cpu"
     working = working_bytes(
         hidden=decoder.hidden_size,
-        intermediate=decoder.intermediate_size,
-        heads_width=decoder.heads * decoder.head_dim,
+        intermediate=decoder.intermediate_size // cards,
+        heads_width=decoder.heads * decoder.head_dim // cards,
         vocab_size=decoder.vocab_size,
         states=states,
         room=room,
@@ -175,10 +187,10 @@ def footprint(
     )
     recorded = recorded_bytes(vocab_size=decoder.vocab_size, states=states, room=room, element=element)
     return Footprint(
-        weights=target_bytes(decoder, quantisation, device=device),
-        drafter=0 if drafter is None else drafter_bytes(drafter, quantisation, device=device),
-        token=len(decoder.layers) * decoder.kv_width * kv_element(kv_cache_dtype, element),
-        drafter_token=0 if drafter is None else kv_bytes_per_token(drafter.config, kept),
+        weights=target_bytes(decoder, quantisation, device=device, cards=cards),
+        drafter=0 if drafter is None else drafter_bytes(drafter, quantisation, device=device, cards=cards),
+        token=len(decoder.layers) * decoder.kv_width_on(cards) * kv_element(kv_cache_dtype, element),
+        drafter_token=0 if drafter is None else drafter_token(drafter, kept, cards),
         working=working,
         recorded=recorded if on_gpu else 0,
         runtime=CUDA_RUNTIME if on_gpu else 0,

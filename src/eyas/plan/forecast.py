@@ -34,9 +34,16 @@ class Deployment:
     """The most tokens of prompt and answer; steps are timed at half of it."""
     deepest: int = 7
     kv_cache_dtype: KVCacheKind = "auto"
+    cards: int = 1
+    """That tensor parallelism divides target and drafter over; all bytes are of one of them."""
 
     def __post_init__(self) -> None:
         most = self.decoder.context
+        if self.cards < 1 or self.decoder.heads % self.cards:
+            raise UserError(
+                f"--tensor-parallel-size {self.cards} does not divide the {self.decoder.heads} heads of "
+                f"{self.decoder.source}; choose a number that does"
+            )
         if self.users < 1 or self.context < 2:
             raise UserError(f"{self.users} users and a context of {self.context} were asked for; give 1 and 2 or more")
         if most is not None and self.context > most:
@@ -66,6 +73,7 @@ class Deployment:
             drafter=self.drafter,
             quantisation=self.quantisation,
             kv_cache_dtype=self.kv_cache_dtype,
+            cards=self.cards,
         )
 
     @property
@@ -111,7 +119,7 @@ class Forecast:
     def verdict(self) -> str:
         """Whether it fits, in words."""
         deployment = self.deployment
-        whole = f"{size(self.needed)} of {size(deployment.usable)}"
+        whole = f"{size(self.needed)} of {size(deployment.usable)}" + (" a card" if deployment.cards > 1 else "")
         if self.fits:
             return f"fits: {deployment.users} users of {deployment.context:,} tokens take {whole}"
         who = f"{deployment.users} users of {deployment.context:,} tokens would take {whole}"
@@ -119,7 +127,7 @@ class Forecast:
             return f"does not fit: {who}; {self.users_fit} users fit, or {deployment.users} of {self.longest_context:,}"
         if self.for_blocks > 0 and self.longest_context:
             return f"does not fit: {who}; lower the context to {self.longest_context:,}"
-        return f"does not fit: {who}; choose a smaller target, a coarser quantisation or a larger card"
+        return f"does not fit: {who}; choose a smaller target, a coarser quantisation, a larger card or more of them"
 
 
 def forecast_of(deployment: Deployment) -> Forecast:
@@ -132,6 +140,7 @@ def forecast_of(deployment: Deployment) -> Forecast:
         room=room,
         device=deployment.card.device,
         kv_cache_dtype=deployment.kv_cache_dtype,
+        cards=deployment.cards,
     )
     loaded = taken.runtime + taken.weights + taken.drafter
     # One page behind the others takes what is not real.

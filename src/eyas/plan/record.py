@@ -7,6 +7,7 @@ from typing import Any
 from eyas.plan.calibrate import CheckedStep
 from eyas.plan.depth_table import depth_table
 from eyas.plan.forecast import Deployment, Forecast
+from eyas.plan.formulas import formulas
 from eyas.plan.roofline import Speed
 
 FORMAT = "eyas-plan-1"
@@ -33,6 +34,7 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
         "kv_cache_dtype": deployment.kv_cache_dtype,
         "card": {
             "name": card.name,
+            "count": deployment.cards,
             "device": card.device,
             "memory_bytes": card.memory,
             "bandwidth_bytes_per_second": card.bandwidth,
@@ -44,6 +46,7 @@ def record_of(forecast: Forecast) -> dict[str, Any]:
             "source": deployment.profile.source,
             "length_by_depth": [deployment.profile.length(depth) for depth in range(1, deployment.deepest + 1)],
         },
+        "formulas": formulas(forecast),
         "memory": {
             "weights": taken.weights,
             "drafter": taken.drafter,

@@ -80,16 +80,24 @@ def drafter_shape(source: str) -> DrafterShape:
 
 
 def usual_drafter(decoder: Decoder) -> DrafterShape:
-    """One layer as wide as the target, three states and a pruned vocabulary: what is usually trained."""
+    """One layer as wide as the target, three states and a pruned vocabulary: what is usually trained.
+
+    Its heads are the target's, or where that keeps a latent, of 128 numbers with 8 of keys and values.
+    """
+    heads, kv_heads, head_dim = decoder.heads, decoder.kv_heads, decoder.head_dim
+    if decoder.latent:
+        head_dim = 128
+        heads = max(1, decoder.hidden_size // head_dim)
+        kv_heads = 8 if heads % 8 == 0 else heads
     config = DrafterConfig(
         vocab_size=decoder.vocab_size,
         draft_vocab_size=min(USUAL_VOCABULARY, decoder.vocab_size),
         hidden_size=decoder.hidden_size,
         target_hidden_size=decoder.hidden_size,
         intermediate_size=decoder.intermediate_size,
-        num_attention_heads=decoder.heads,
-        num_key_value_heads=decoder.kv_heads,
-        head_dim=decoder.head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         fc_norm=True,
         norm_output=True,
     )

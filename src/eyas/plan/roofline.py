@@ -1,23 +1,28 @@
 """Seconds of a pass from what it moves and computes: the times that `shapes.py` weighs drafts against.
 
-    seconds = (moving^p + computing^p)^(1/p) + layers * launch + passes * host
+    seconds = (moving^p + computing^p)^(1/p) + layers * launch + passes * host + reducing
     moving = bytes / bandwidth, computing = operations / arithmetic
+    reducing = sums * latency + 2 (n - 1) / n * summed bytes / link
 
 p says how well the two overlap: 1 adds them, a large one takes the longer. Near the ridge, where drafts stop to be
 free, it decides. A GPU's steps are best described by a sum, eyas' kernels on a processor by 3 (docs/plan.md). Launch is
 what a layer takes however little it computes; host is what a pass takes around its layers. The time that a step spends
 around all of its passes (scheduling, choosing tokens, telling them) counts as one more pass.
+
+Tensor parallelism over n cards divides bytes and operations by n. Every layer then sums what the cards found twice,
+behind attention and behind the feed-forward part, by a ring over their links.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
-from eyas.drafter.cost import BYTES_PER_ELEMENT, attention_flops, kv_bytes_per_token, remembering_weights
+from eyas.drafter.cost import BYTES_PER_ELEMENT, attention_flops, remembering_weights
 from eyas.drafter.tensors import expected_tensors
+from eyas.errors import UserError
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
-from eyas.plan.footprint import DrafterShape, drafter_bits
+from eyas.plan.footprint import DrafterShape, drafter_bits, drafter_token
 from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.shapes import Prices
@@ -30,9 +35,18 @@ GPU_LAYER, GPU_PASS = 30e-6, 200e-6
 """Launch and host with CUDA graphs, as vLLM's steps show on an H200."""
 CPU_LAYER, CPU_PASS = 100e-6, 1e-3
 GPU_OVERLAP, CPU_OVERLAP = 1.0, 3.0
+FAST_SUM, SLOW_SUM, FAST_LINK = 10e-6, 40e-6, 200e9
+"""Seconds of a sum over cards however small, over links that reach memory (NVLink and the like) and over PCIe. Assumed:
+published all-reduce latencies of 8 cards; not measured here."""
+LINK_SHARE = 0.8
+"""Of a link that large sums reach. Assumed."""
 CPU_INTEGERS = 2.0
 """Times as fast as float32 are integer products on a processor: one N1 core decodes for 16 users from Q8_0 what two do
 in float32."""
+
+
+ACTIVATION = 2
+"""Bytes of a number that cards send each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +57,10 @@ class Work:
     flops: float
     layers: float
     passes: float
+    sums: float = 0
+    """Over all cards."""
+    summed: float = 0
+    """Bytes of all sums together."""
 
 
 NO_WORK = Work(bytes=0, flops=0, layers=0, passes=0)
@@ -57,6 +75,9 @@ class Speed:
     layer: float
     pass_: float
     overlap: float = 1.0
+    sum_: float = 0.0
+    """Of a sum over all cards, however small."""
+    summed_byte: float = 0.0
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
@@ -69,17 +90,20 @@ class Speed:
         for work in works:
             both: float = ((self.byte * work.bytes) ** power + (self.flop * work.flops) ** power) ** (1 / power)
             total += both + self.layer * work.layers + self.pass_ * work.passes
+            total += self.sum_ * work.sums + self.summed_byte * work.summed
         return total
 
     def scaled(self, factors: Sequence[float]) -> "Speed":
         """Each constant larger by a factor."""
         byte, flop, layer, pass_ = (one * factor for one, factor in zip(self.parts, factors, strict=True))
-        return Speed(byte=byte, flop=flop, layer=layer, pass_=pass_, overlap=self.overlap)
+        return replace(self, byte=byte, flop=flop, layer=layer, pass_=pass_)
 
 
-def speed_of(card: Card, quantisation: Quantisation) -> Speed:
-    """What programs get of a card."""
+def speed_of(card: Card, quantisation: Quantisation, *, cards: int = 1) -> Speed:
+    """What programs get of a card, or of each of several that work together."""
     on_gpu = card.device != "cpu"
+    if cards > 1 and not card.link:
+        raise UserError(f"how fast {card.name} sends to another card is not known; say it with --link, in GB/s")
     faster = CPU_INTEGERS if not on_gpu and not quantisation.plain else 1.0
     return Speed(
         byte=1 / (card.bandwidth * BANDWIDTH_SHARE),
@@ -87,6 +111,8 @@ def speed_of(card: Card, quantisation: Quantisation) -> Speed:
         layer=GPU_LAYER if on_gpu else CPU_LAYER,
         pass_=GPU_PASS if on_gpu else CPU_PASS,
         overlap=GPU_OVERLAP if on_gpu else CPU_OVERLAP,
+        sum_=(FAST_SUM if card.link >= FAST_LINK else SLOW_SUM) if cards > 1 else 0.0,
+        summed_byte=2 * (cards - 1) / cards / (card.link * LINK_SHARE) if cards > 1 else 0.0,
     )
 
 
@@ -98,6 +124,8 @@ class Pair:
     drafter: DrafterShape | None
     quantisation: Quantisation
     kv_cache_dtype: KVCacheKind = "auto"
+    cards: int = 1
+    """That tensor parallelism divides both over; works are of each."""
 
     @property
     def drafter_head_element(self) -> float:
@@ -121,15 +149,17 @@ class Pair:
             for layer in decoder.layers
         )
         used = sum(layer.used for layer in decoder.layers)
+        weights += self.quantisation.head_bytes(decoder.vocabulary, tied=decoder.tied)
+        flops = 2 * tokens * used + 2 * logits * decoder.vocabulary + 2 * tokens * seen * decoder.score_width
+        sums, width = 2 * len(decoder.layers), decoder.hidden_size * ACTIVATION
         return Work(
-            bytes=weights
-            + self.quantisation.head_bytes(decoder.vocabulary, tied=decoder.tied)
-            + rows * seen * decoder.kv_width * kv_element(self.kv_cache_dtype, element),
-            flops=2 * tokens * used
-            + 2 * logits * decoder.vocabulary
-            + 4 * tokens * seen * decoder.heads * decoder.head_dim,
+            bytes=weights / self.cards
+            + rows * seen * decoder.kv_width_on(self.cards) * kv_element(self.kv_cache_dtype, element),
+            flops=flops / self.cards,
             layers=len(decoder.layers),
             passes=2,
+            sums=sums + 2 if self.cards > 1 else 0,  # and of embeddings, and logits are gathered
+            summed=(sums + 1) * tokens * width + logits * decoder.vocab_size * ACTIVATION / 2 if self.cards > 1 else 0,
         )
 
     def draft(self, *, rows: int, passes: float, tokens: float, context: float) -> Work:
@@ -142,15 +172,18 @@ class Pair:
         sizes.pop("embed_tokens.weight")
         layers = sum(sizes.values())
         first = max(rows, tokens - (passes - 1) * rows)
-        kv_bytes = kv_bytes_per_token(config, "fp8" if self.kv_cache_dtype == "fp8" else self.quantisation.dtype)
+        kept = "fp8" if self.kv_cache_dtype == "fp8" else self.quantisation.dtype
+        kv_bytes, cards = drafter_token(self.drafter, kept, self.cards), self.cards
+        sums = passes * (2 * config.num_hidden_layers + 2)
         attention = context * attention_flops(config)
         return Work(
-            bytes=(fusion + passes * layers) * element
-            + passes * head * self.drafter_head_element
+            bytes=((fusion + passes * layers) * element + passes * head * self.drafter_head_element) / cards
             + passes * rows * context * kv_bytes,
-            flops=2 * (first * fusion + tokens * layers + passes * rows * head) + tokens * attention,
+            flops=(2 * (first * fusion + tokens * layers + passes * rows * head) + tokens * attention) / cards,
             layers=passes * config.num_hidden_layers,
             passes=passes,
+            sums=sums if cards > 1 else 0,
+            summed=sums / passes * tokens * config.hidden_size * ACTIVATION if cards > 1 else 0,
         )
 
     def prefill(self, tokens: int, chunk: int) -> list[Work]:
@@ -171,8 +204,8 @@ class Pair:
         fusion = config.num_aux_hidden_states * config.target_hidden_size * config.hidden_size
         projected = remembering_weights(config)
         return Work(
-            bytes=(fusion + projected) * element,
-            flops=2 * tokens * (fusion + projected),
+            bytes=(fusion + projected) * element / self.cards,
+            flops=2 * tokens * (fusion + projected) / self.cards,
             layers=config.num_hidden_layers,
             passes=1,
         )
