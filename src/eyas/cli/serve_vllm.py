@@ -176,7 +176,10 @@ def vllm_engine(
         on_cpu=CPU_BUILD in version,
     )
     with client:
-        asyncio.run(client.try_out())
+        try:
+            asyncio.run(client.try_out())
+        except Exception as error:
+            raise UserError(f"vLLM started, and a trial request failed ({error}); its log: {log}") from error
         snapshot = asyncio.run(client.snapshot())
         tokens = snapshot.blocks * snapshot.block_size
         yield ServedEngine(

@@ -29,6 +29,9 @@ MOST_READ = 2**20
 """Bytes of the log, from its end."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""A proxy of the environment is for other machines."""
+
 
 class VLLMEndedError(RuntimeError):
     """vLLM ended by itself."""
@@ -41,6 +44,7 @@ class VLLMProcess:
         """`words` are those of the `vllm serve` line, given its port."""
         port = _free_port()
         self.url, self.key, self.log = f"http://127.0.0.1:{port}", secrets.token_urlsafe(24), log
+        self._stopped = False
         program, *arguments = words(port)
         assert program == "vllm"
         with log.open("ab") as output:  # behind what one before it said, which may be why it ended
@@ -93,7 +97,7 @@ class VLLMProcess:
     def health(self, seconds: float = 5.0) -> int | None:
         """The status of its /health; None where it does not answer."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=seconds) as reply:
+            with _DIRECT.open(f"{self.url}/health", timeout=seconds) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -101,7 +105,10 @@ class VLLMProcess:
             return None
 
     def stop(self) -> None:
-        """End it and all that it started."""
+        """End it and all that it started; once is enough."""
+        if self._stopped:
+            return
+        self._stopped = True
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):

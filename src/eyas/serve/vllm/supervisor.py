@@ -43,7 +43,7 @@ class VLLMSupervisor:
         self._start, self._start_seconds, self._on_end, self._look = start, start_seconds, on_end, look_seconds
         self._closing = threading.Event()
         self._closed = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="eyas-vllm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="eyas-vllm", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -51,9 +51,15 @@ class VLLMSupervisor:
         self._closing.set()
         self.unavailable = "the server is shutting down"
         with self._closed:
-            if self._thread.is_alive():
-                self._thread.join()
-                self.process.stop()
+            self._thread.join()
+            self.process.stop()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as error:  # it can neither be watched nor started: nobody else would say so
+            self.failure = error
+            self._say(f"vLLM is given up: {type(error).__name__}: {error}")
 
     def _watch(self) -> None:
         failures, began = 0, time.monotonic()
