@@ -29,6 +29,7 @@ class StatesServer:
         self.max_model_len = 4096
         self.asked: list[list[int]] = []
         self.most_bytes = 0
+        self.keys: set[str | None] = set()
         self.pause = 0.0
         self._port = 0
         self._one_at_a_time = threading.Lock()  # hooks of a capture see whoever runs
@@ -53,6 +54,7 @@ class StatesServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                server.keys.add(self.headers.get("Authorization"))
                 self.answer(*server.complete(body))
 
             def answer(self, status: int, body: Any) -> None:

@@ -408,6 +408,50 @@ def test_the_wrong_server_is_refused_at_the_start(
         source_of(open_source)(a_batch())
 
 
+def test_a_wrong_server_beside_a_right_one_is_left_out(
+    tiny_target: Target, server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = StatesServer(tiny_target, server.folder, tiny.AUX_IDS, version="0.31.0").start()
+    other.stop()
+    with opened(server, tmp_path / "run", servers=[server.url, other.url]) as open_source:
+        source = source_of(open_source)
+        source(a_batch())
+        other.start()
+        for _ in range(100):
+            if any("left out" in message for message in caplog.messages):
+                break
+            time.sleep(0.1)
+        source(a_batch(1))
+    other.stop()
+    assert [message for message in caplog.messages if "one server is left out" in message and "0.31.0" in message]
+    assert other.asked == []
+
+
+def test_the_key_that_vllm_reads_is_sent(server: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with opened(server, tmp_path / "run") as open_source:
+        source_of(open_source)(a_batch())
+    assert server.keys == {"Bearer secret"}
+
+
+def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(server: StatesServer, tmp_path: Path) -> None:
+    def losses(output: Path, **options: Any) -> list[float]:
+        diary = Diary()
+        config = loop_config_of(output, length=RunLength(steps=8), log_every=1)
+        with opened(server, output) as open_source:
+            source = source_of(open_source)
+            packs = packs_of(corpus_of(60))
+            train([train_state_of(server.target)], packs, [], source, config, observer=diary, **options)
+        return diary.losses()
+
+    whole = losses(tmp_path / "whole")
+    asked = iter([False, False, True])
+    first = losses(tmp_path / "parts", stop=lambda: next(asked, True))
+    assert len(first) == 3
+    assert first + losses(tmp_path / "parts") == pytest.approx(whole, rel=1e-5)
+    assert list(server.folder.iterdir()) == []
+
+
 def test_a_server_of_another_model_of_the_same_shape_is_refused(
     server: StatesServer, tmp_path: Path, tiny_target: Target
 ) -> None:

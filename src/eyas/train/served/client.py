@@ -9,6 +9,7 @@ Shapes: T tokens, A captured layers, D hidden size, V vocabulary.
 
 import http.client
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,6 +37,12 @@ class ServerAwayError(Exception):
 
 class DocumentFailedError(Exception):
     """A server that answers did not give this document."""
+
+
+def _headers() -> dict[str, str]:
+    """With the key that vLLM reads from the same variable, if it is set."""
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 
 class StatesClient:
@@ -145,7 +152,7 @@ class StatesClient:
         for attempt in (1, 2):
             connection, kept = self._connection(seconds)
             try:
-                connection.request(method, self._path + path, data, {"Content-Type": "application/json"})
+                connection.request(method, self._path + path, data, _headers())
                 response = connection.getresponse()
                 text = response.read()
             except (OSError, http.client.HTTPException) as error:

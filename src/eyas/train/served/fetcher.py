@@ -180,6 +180,10 @@ class StateFetcher:
             self._work(server)
         except Exception as error:  # the wrong server, or a fault of ours: whoever waits must hear of it
             with self._changed:
+                if isinstance(error, UserError) and any(other.known for other in self._servers):
+                    if server.leave_out():
+                        logger.warning(f"one server is left out: {error}")
+                    return
                 self._broken = self._broken or error
                 self._changed.notify_all()
 
@@ -252,12 +256,15 @@ class _Server:
     def __init__(self, *, client: StateClient) -> None:
         self.client = client
         self.ready = False
+        self.known = False
+        """Whether it was ever there, and the right one."""
         self._asking = threading.Lock()
         self._lost_at = time.monotonic()
         self._reminded = 0.0
-        self._known = False
         self._next_try = 0.0
         self._pause = 0.0
+        self._refused: UserError | None = None
+        self._left_out = False
 
     def settled(self) -> bool:
         """Whether it is ready; if it is not, one thread tries and the others wait a moment."""
@@ -268,6 +275,8 @@ class _Server:
         try:
             if self.ready:
                 return True
+            if self._refused is not None:
+                raise self._refused
             if time.monotonic() < self._next_try:
                 time.sleep(min(0.1, PAUSES[0]))
                 return False
@@ -279,19 +288,25 @@ class _Server:
                 self._remind(str(error))
                 return False
             except UserError as error:
-                if not self._known:
+                if not self.known:
+                    self._refused = error
                     raise
                 # It was the right one once: whoever mends it is waited for.
                 self._next_try = time.monotonic() + PAUSES[1]
                 self._remind(str(error))
                 return False
             away = time.monotonic() - self._lost_at
-            logger.info(f"{self.client.url} is there" + (f" again, after {away:.0f} s" if self._known else ""))
-            self.ready = self._known = True
+            logger.info(f"{self.client.url} is there" + (f" again, after {away:.0f} s" if self.known else ""))
+            self.ready = self.known = True
             self._pause = 0.0
             return True
         finally:
             self._asking.release()
+
+    def leave_out(self) -> bool:
+        """It is the wrong one; whether this is said for the first time."""
+        first, self._left_out = not self._left_out, True
+        return first
 
     def lose(self, reason: str) -> None:
         """It is away, or not well."""

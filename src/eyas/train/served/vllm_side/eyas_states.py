@@ -18,7 +18,9 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,7 @@ class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         self._max_age = float(extra("max_age_seconds", MAX_AGE_SECONDS))
         self._max_bytes = int(extra("max_bytes", MAX_BYTES))
         self._swept = 0.0
+        self._reserved = 0
         self._guard = threading.Lock()
         config = vllm_config.speculative_config.draft_model_config.hf_config
         self._metadata = {
@@ -144,25 +147,35 @@ class EyasStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
         try:
             done.synchronize()
             data = save(tensors, metadata=self._metadata)
-            self._make_room(len(data))
-            part.write_bytes(data)
-            part.replace(path)
+            with self._room_for(len(data)):
+                part.write_bytes(data)
+                part.replace(path)
         except Exception as error:
             part.unlink(missing_ok=True)
             path.with_suffix(".error").write_text(f"{type(error).__name__}: {error}"[:500])
             raise
 
-    def _make_room(self, needed: int) -> None:
+    @contextmanager
+    def _room_for(self, needed: int) -> Iterator[None]:
+        """Keep room for a file while it is written; refused where there is none."""
         with self._guard:
-            if time.time() - self._swept > SWEEP_SECONDS:
+            if time.time() - self._swept > SWEEP_SECONDS or self._taken() + needed > self._max_bytes:
                 self._sweep()
-            taken = sum(size for _, size, _ in self._files())
-            if taken + needed > self._max_bytes:
-                self._sweep()
+            if (taken := self._taken()) + needed > self._max_bytes:
                 raise OSError(
                     f"{self._folder} holds {taken:,} bytes of states and {needed:,} more exceed max_bytes "
                     f"{self._max_bytes:,}"
                 )
+            self._reserved += needed
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._reserved -= needed
+
+    def _taken(self) -> int:
+        """Bytes of files that are there, and of those being written."""
+        return self._reserved + sum(size for path, size, _ in self._files() if path.suffix != ".part")
 
     def _sweep(self) -> None:
         """Remove what nobody has fetched."""
