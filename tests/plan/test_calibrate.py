@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eyas.errors import UserError
-from eyas.plan.calibrate import MeasuredStep, calibrate, check
+from eyas.plan.calibrate import MeasuredStep, calibrate, check, choose_overlap
 from eyas.plan.cards import find_card
 from eyas.plan.decoder import read_decoder
 from eyas.plan.measured import read_measured
@@ -43,6 +44,13 @@ def test_constants_are_found_again() -> None:
     for step in steps(TRUE):
         assert found.seconds(*step.works(PAIR)) == pytest.approx(step.seconds, rel=0.02)
     assert all(part >= 0 for part in found.parts)
+
+
+@pytest.mark.parametrize("overlap", [1.0, 1.5, 3.0])
+def test_the_overlap_that_steps_were_made_with_is_chosen(overlap: float) -> None:
+    true = replace(TRUE, overlap=overlap)
+    assert choose_overlap(PAIR, START, steps(true, noise=0.01)).overlap == overlap
+    assert choose_overlap(PAIR, START, steps(true)[:7]) is START, "too few to tell"
 
 
 def test_one_row_moves_the_constants_towards_it_and_keeps_them_sane() -> None:

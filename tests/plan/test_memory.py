@@ -31,6 +31,7 @@ from eyas.plan.footprint import DrafterShape, Room, drafter_bytes, footprint, re
 from eyas.plan.kv_cache_dtype import KVCacheKind
 from eyas.plan.quantisation import GGUF_BITS, gguf_quantisation, in_blocks, parse_quantisation, stored_quantisation
 from eyas.plan.resolve import DEFAULT_CONFIG, drafter_shape, gguf_kinds, target_config
+from eyas.plan.roofline import Pair
 from eyas.sampling import Sampling
 from eyas.target.gguf_blocks import blocks_of, is_packable
 from eyas.target.quantise import replace_linears
@@ -106,6 +107,24 @@ def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter], kv_cache_
     target, drafter = pair
     shape = DrafterShape(name="tiny", config=drafter.config, own_embedding=False, own_head=True)
     compare(target, drafter, target.model.config.to_dict(), shape, kv_cache_dtype)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_matrices_that_stay_in_bfloat16_where_float32_is_computed_take_half_the_bytes(tied: bool) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    import tiny
+
+    config = tiny.target_config(tie_word_embeddings=tied)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    if not pack_linears(model, halve=True, widen=True).linears:
+        pytest.skip("no compiler here to pack linears")
+    decoder = read_decoder(config.to_dict(), "it")
+    kept = replace(parse_quantisation("float32"), halved=True)
+    assert target_bytes(decoder, kept, device="cpu") == pytest.approx(weight_bytes(model), rel=WITHIN)
+    work = Pair(decoder=decoder, drafter=None, quantisation=kept).verify(rows=1, tokens=1, context=0)
+    assert work.bytes == 2 * (decoder.matrices + decoder.vocabulary) + 4 * (decoder.vectors - decoder.hidden_size)
 
 
 @pytest.mark.default

@@ -113,6 +113,14 @@ def plan(
             help="JSON of a bench on that machine: calibrate with it and say the error.", rich_help_panel=CARD
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Load the pair on this machine, time its steps for a minute, write them to this file and use it as "
+            "--measured.",
+            rich_help_panel=CARD,
+        ),
+    ] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Change what must be changed until it fits.", rich_help_panel=MEMORY)
     ] = False,
@@ -130,7 +138,7 @@ def plan(
     """
     from eyas.cli.plan_tables import print_forecast
     from eyas.cli.plan_training import read_tokens
-    from eyas.plan.calibrate import CheckedStep, calibration, check
+    from eyas.plan.calibrate import CheckedStep, calibration, check, choose_overlap
     from eyas.plan.cards import CARDS, find_card
     from eyas.plan.commands import UNTRAINED, command_notes, eyas_command, vllm_command
     from eyas.plan.decoder import read_decoder
@@ -146,10 +154,16 @@ def plan(
     kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
     config = target_config(target)
     decoder = read_decoder(config, target)
+    if calibrate is not None and measured is not None:
+        raise UserError("--calibrate measures what --measured would read; give one of them")
     described = gpu is None and (memory is not None or bandwidth is not None or tflops is not None)
-    card = find_card(
-        gpu if described or gpu is not None else GPU, memory=memory, bandwidth=bandwidth, tflops=tflops, link=link
-    )
+    if calibrate is not None and gpu in (None, "cpu") and not described:
+        from eyas.cli.plan_calibrate import this_processor
+
+        card = this_processor()
+    else:
+        name_of = gpu if described or gpu is not None else GPU
+        card = find_card(name_of, memory=memory, bandwidth=bandwidth, tflops=tflops, link=link)
     if kept == "fp8" and card.name in CARDS and "fp8" not in CARDS[card.name].flops:
         raise UserError(
             f"--kv-cache-dtype {kv_cache_dtype} needs a card that computes in fp8, which {card.name} does not; use auto"
@@ -174,10 +188,20 @@ def plan(
         )
         _finish_training(run, target, as_json=as_json, out=out)
         return
+    if calibrate is not None:
+        from eyas.cli import plan_calibrate
+
+        if shape is not None and name is None:
+            raise UserError(
+                f"--calibrate loads a drafter, and there is none for {target}; name one, or give --drafter none"
+            )
+        plan_calibrate.calibrate(target, name, calibrate, quantisation=quantisation, device=card.device)
+        measured = calibrate
     bench = None if measured is None else read_measured(measured)
 
     factors: tuple[float, ...] = (1.0,) * 4
     checked: list[CheckedStep] = []
+    overlap: float | None = None
     if bench is not None:
         pair = Pair(
             decoder=decoder,
@@ -188,11 +212,15 @@ def plan(
         )
         if bench.target is not None:
             pair = _measured_pair(bench, card.device)
-        start = speed_of(card, pair.quantisation, cards=pair.cards)
+        start = choose_overlap(pair, speed_of(card, pair.quantisation, cards=pair.cards), bench.steps)
         factors, checked = calibration(pair, start, bench.steps), check(pair, start, bench.steps)
+        overlap = start.overlap
+        if bench.halved and stored.name == "float32":
+            stored = replace(stored, halved=True)
 
     def speed(kind: "Quantisation") -> Speed:
-        return speed_of(card, kind, cards=tensor_parallel_size).scaled(factors)
+        found = speed_of(card, kind, cards=tensor_parallel_size).scaled(factors)
+        return found if overlap is None else replace(found, overlap=overlap)
 
     deployment = Deployment(
         decoder=decoder,
@@ -316,6 +344,7 @@ def _measured_pair(bench: "Measurements", device: str) -> "Pair":
     stored = stored_quantisation(config, bench.target)
     if bench.quantisation:
         stored = _quantisation(bench.quantisation, config, bench.target, decoder, device)
+    stored = replace(stored, halved=bench.halved and stored.name == "float32")
     return Pair(decoder=decoder, drafter=_drafter(bench.drafter, bench.target, decoder)[1], quantisation=stored)
 
 

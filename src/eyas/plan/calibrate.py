@@ -4,11 +4,12 @@ What is fitted are the logarithms of four factors, one for each constant, and wh
 log(predicted / measured): a factor stays positive, and steps of all lengths count alike. Factors are drawn towards 1 by
 a little: with few rows, or rows that tell two constants badly apart, they stay near where they were.
 
-The error that is told is of rows left out: each measured step is predicted by a fit to all the others.
+The error that is told is of rows left out: each measured step is predicted by a fit to all the others. How well moving
+and computing overlap (p of `roofline.py`) is chosen by that error, where there are rows enough.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 
 from eyas.errors import UserError
@@ -18,6 +19,11 @@ PRIOR = 0.002
 """What the constants one starts from weigh, in measured rows."""
 ROUNDS, LONGEST_STRIDE = 40, 1.0
 """Of the fit, and how far a logarithm may go in one of them."""
+
+
+OVERLAPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+ENOUGH = 8
+"""Rows from which on the overlap is chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,21 @@ def calibration(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> tupl
         return [*told, *(sqrt(PRIOR) * x for x in logs)]
 
     return tuple(exp(x) for x in _least_squares(off, [0.0] * len(start.parts)))
+
+
+def choose_overlap(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> Speed:
+    """The same constants with the overlap that predicts rows left out best."""
+    if len(steps) < ENOUGH:
+        return start
+
+    def error(speed: Speed) -> float:
+        told = 0.0
+        for step in steps:
+            fitted = calibrate(pair, speed, [other for other in steps if other is not step])
+            told += log(fitted.seconds(*step.works(pair)) / step.seconds) ** 2
+        return told
+
+    return min((replace(start, overlap=overlap) for overlap in OVERLAPS), key=error)
 
 
 def check(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> list[CheckedStep]:

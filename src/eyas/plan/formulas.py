@@ -45,11 +45,13 @@ def _kept(forecast: Forecast) -> str:
 
 def _step(work: Work, speed: Speed) -> str:
     moving, computing = work.bytes * speed.byte, work.flops * speed.flop
-    joined = " + " if speed.overlap == 1 else f" (+)^{speed.overlap:g} "
+    moved = f"{work.bytes / 1e9:,.2f} GB / {1e-9 / speed.byte:,.0f} GB/s ({moving * 1e3:,.2f} ms)"
+    computed = f"{work.flops / 1e12:,.3g} T operations / {1e-12 / speed.flop:,.3g} TFLOPS ({computing * 1e3:,.2f} ms)"
+    both = f"{moved} + {computed}"
+    if speed.overlap != 1:
+        both = f"{moved} and {computed}, overlapping by p = {speed.overlap:g},"
     text = (
-        f"{work.bytes / 1e9:,.2f} GB / {1e-9 / speed.byte:,.0f} GB/s ({moving * 1e3:,.2f} ms){joined}"
-        f"{work.flops / 1e12:,.3g} T operations / {1e-12 / speed.flop:,.3g} TFLOPS ({computing * 1e3:,.2f} ms) + "
-        f"{work.layers:g} layers x {speed.layer * 1e6:,.0f} us + {work.passes:g} x {speed.pass_ * 1e6:,.0f} us"
+        f"{both} + {work.layers:g} layers x {speed.layer * 1e6:,.0f} us + {work.passes:g} x {speed.pass_ * 1e6:,.0f} us"
     )
     if work.sums:
         text += (

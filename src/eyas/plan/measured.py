@@ -7,7 +7,8 @@ server under a fixed number of users. And steps as such, for figures from anywhe
      "steps": [{"users": 1, "depth": 3, "length": 2.2, "tokens_per_second": 44.6, "context": 300}, ...]}
 
 Tokens per second are of all users together while they decode, prompts aside; length is tokens per round; context is
-what a user's newest token looks back to, on average. `accepted`, shares of rounds by position, may stand in a step.
+what a user's newest token looks back to, on average. `accepted`, shares of rounds by position, may stand in a step, and
+`halved` beside the steps: that the processor keeps bfloat16 matrices as they are and multiplies them as float32.
 """
 
 import json
@@ -34,6 +35,8 @@ class Measurements:
     """None: what is planned for is what was measured."""
     drafter: str | None = None
     quantisation: str | None = None
+    halved: bool = False
+    """Whether the processor kept matrices of float32 in half the bytes."""
     steps: tuple[MeasuredStep, ...]
     profile: AcceptanceProfile | None
     """Where it counted what was accepted."""
@@ -58,7 +61,7 @@ def read_measured(path: Path) -> Measurements:
     steps = tuple(_step(row, f"step {number} of {where}") for number, row in enumerate(rows, 1))
     counted = [(step.depth, _shares(row.get("accepted"), where)) for row, step in zip(rows, steps, strict=True)]
     names = {key: raw.get(key) for key in ("target", "drafter", "quantisation")}
-    return Measurements(**names, steps=steps, profile=_profile(counted, steps, where))
+    return Measurements(**names, halved=raw.get("halved") is True, steps=steps, profile=_profile(counted, steps, where))
 
 
 def _step(row: Any, where: str) -> MeasuredStep:

@@ -38,6 +38,9 @@ class Quantisation:
     """Of a weight of the head, where that is not the embedding."""
     drafter_bits: float | None = None
     """Of a weight in a drafter's matrices; None: the drafter is not quantised."""
+    halved: bool = False
+    """Whether matrices lie in bfloat16 and are multiplied as float32: processors with wide vectors keep them as they
+    are stored."""
     option: str = ""
     """What `eyas serve --quantization` is told to have it of any checkpoint."""
 
@@ -53,17 +56,19 @@ class Quantisation:
 
     def matrix_bytes(self, matrices: float, experts: float) -> float:
         """Of so many weights in the layers' matrices, so many of them of experts."""
-        return ((matrices - experts) * self.bits + experts * (self.expert_bits or self.bits)) / 8
+        whole = ((matrices - experts) * self.bits + experts * (self.expert_bits or self.bits)) / 8
+        return whole / 2 if self.halved else whole
 
     def vocabulary_bytes(self, weights: int, *, tied: bool) -> float:
         """Of the embedding and of a head of its own, each of so many weights."""
         other = 8 * self.other_bytes
-        bits = self.embedding_bits or other
-        return weights * (bits if tied else bits + (self.head_bits or other)) / 8
+        bits, head = self.embedding_bits or other, self.head_bits or (other / 2 if self.halved else other)
+        return weights * (bits if tied else bits + head) / 8
 
     def head_bytes(self, weights: int, *, tied: bool) -> float:
         """What multiplying by the head reads."""
-        return weights * ((self.embedding_bits if tied else self.head_bits) or 8 * self.other_bytes) / 8
+        bits = (self.embedding_bits if tied else self.head_bits) or 8 * self.other_bytes
+        return weights * bits / (16 if self.halved else 8)
 
 
 def _grouped(bits: int, group: int) -> float:

@@ -129,9 +129,12 @@ class Pair:
 
     @property
     def drafter_head_element(self) -> float:
-        """Bytes of a weight in the drafter's head."""
-        bits = self.quantisation.drafter_bits
-        return BYTES_PER_ELEMENT[self.quantisation.dtype] if bits is None else bits / 8
+        """Bytes of a weight in the drafter's head; a processor reads bfloat16 as it is stored and computes float32."""
+        bits, dtype = self.quantisation.drafter_bits, self.quantisation.dtype
+        if bits is not None:
+            return bits / 8
+        halved = dtype == "float32" and self.drafter is not None and self.drafter.halved
+        return BYTES_PER_ELEMENT["bfloat16" if halved else dtype]
 
     @property
     def drafter_element(self) -> float:

@@ -1,0 +1,167 @@
+"""`eyas plan --calibrate`: steps of a pair on this machine, timed in about a minute, as `--measured` reads them."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from eyas.cli.progress import ProgressDisplay
+from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from eyas.engine.engine import Engine
+    from eyas.engine.output import OutputDelta
+    from eyas.plan.cards import Card
+    from eyas.target.model import Target
+
+USERS, DEPTHS = (1, 4, 16), (0, 1, 3, 5)
+SECONDS = 45.0
+"""Of all measured steps together; loading and reading prompts come on top."""
+ROUNDS, LEAST_STEPS = 3, 3
+ANSWER = 512
+"""Tokens behind which a request is not measured any more: others take its place."""
+TEXTS = (
+    "Write a short story about a hawk that learns to hunt.",
+    "Explain in simple words how a steam engine works.",
+    "Write a Python function that returns the prime numbers below n.",
+    "What should I see in Lisbon in three days?",
+)
+CPU_BANDWIDTH, CPU_TFLOPS_OF_CORE = 20.0, 0.05
+"""Where a fit begins that nobody told what the processor can do."""
+
+
+def this_processor() -> "Card":
+    """The machine's processor: its memory, and guesses that are fitted."""
+    from eyas.plan.cards import find_card
+
+    if not hasattr(os, "sysconf"):
+        raise UserError("--calibrate cannot see the memory of this machine; give --memory, --bandwidth and --tflops")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    tflops = CPU_TFLOPS_OF_CORE * (os.cpu_count() or 1)
+    return find_card("cpu", memory=memory, bandwidth=CPU_BANDWIDTH, tflops=tflops)
+
+
+def calibrate(target: str, drafter: str | None, out: Path, *, quantisation: str | None, device: str) -> None:
+    """Load the pair, time its steps and write them to `out`."""
+    from eyas.cli.libraries import import_libraries
+
+    import_libraries()
+    from eyas.engine.config import EngineConfig
+    from eyas.engine.engine import Engine
+    from eyas.loading import load_pair
+
+    plain = quantisation in ("float32", "bfloat16", "float16")
+    loaded, model = load_pair(
+        target,
+        drafter,
+        dtype=str(quantisation) if plain else "auto",
+        device=device,
+        quantization="none" if plain else quantisation or "auto",
+    )
+    length = min(1024, loaded.facts.max_position_embeddings or 1024)
+    engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=max(USERS), max_model_len=length))
+    depths = DEPTHS if model is not None else (0,)
+    rows = [StepTimes(users=users, depth=depth) for users in USERS for depth in depths]
+    turns = [row for _ in range(ROUNDS) for row in rows]  # in turn, so that a slow minute slows all of them
+    with ProgressDisplay() as display:
+        for place, row in enumerate(turns):
+            display.update("calibrating", place, len(turns), note=f"{row.users} users, depth {row.depth}")
+            measure(engine, row, seconds=SECONDS / len(turns))
+        display.update("calibrating", len(turns), len(turns))
+    steps = [row.record() for row in rows]
+    record: dict[str, Any] = {"target": target, "drafter": drafter or "none", **_weights(loaded), "steps": steps}
+    try:
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; give --calibrate another place") from error
+
+
+@dataclass(kw_only=True)
+class StepTimes:
+    """Steps of so many users who draft so deep."""
+
+    users: int
+    depth: int
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    looked_back: float = 0.0
+    """Tokens before the newest of a user, summed over steps."""
+    drafts: int = 0
+    accepted: list[int] = field(default_factory=list)
+    """In how many drafts the token of each depth was accepted, depth 1 first."""
+
+    def add(self, seconds: float, pieces: "Sequence[OutputDelta]", context: float) -> None:
+        """Count a step that gave every user something."""
+        self.seconds.append(seconds)
+        self.looked_back += context
+        self.accepted = self.accepted or [0] * self.depth
+        for piece in pieces:
+            self.tokens += len(piece.tokens)
+            self.drafts += piece.drafted > 0
+            for place in range(piece.accepted):
+                self.accepted[place] += 1
+
+    def record(self) -> dict[str, Any]:
+        """As `--measured` reads it; half of the steps took longer than the time it says."""
+        steps = len(self.seconds)
+        length = self.tokens / steps / self.users
+        drafted = {"accepted": [count / self.drafts for count in self.accepted]} if self.drafts else {}
+        return {
+            "users": self.users,
+            "depth": self.depth,
+            **({"length": length} if self.depth else {}),
+            "tokens_per_second": self.users * length / median(self.seconds),
+            "context": self.looked_back / steps,
+            **drafted,
+        }
+
+
+def measure(engine: "Engine", times: StepTimes, *, seconds: float) -> None:
+    """Decode for so many seconds, once all users have begun."""
+    from eyas.engine.request import Request, Speculation
+    from eyas.sampling import Sampling
+
+    mode = Speculation(mode="fixed", depth=times.depth) if times.depth else Speculation(mode="off")
+    room = min(ANSWER, engine.max_model_len // 2)
+    texts = cycle(TEXTS)
+    lengths: dict[int, int] = {}  # of prompts
+    begun: dict[int, int] = {}  # tokens of requests that have said something, prompts included
+
+    def submit() -> None:
+        prompt = tuple(engine.target.encode_chat([{"role": "user", "content": next(texts)}]))[-room:]
+        request = Request(prompt=prompt, sampling=Sampling(), max_new_tokens=room, speculation=mode, detokenize=False)
+        lengths[engine.submit(request)] = len(prompt)
+
+    for _ in range(times.users):
+        submit()
+    passed, spent = 0, 0.0
+    while spent < seconds or passed < LEAST_STEPS:
+        ready, started = len(begun) == times.users, time.perf_counter()
+        pieces = engine.step()
+        took = time.perf_counter() - started
+        ended = [piece.key for piece in pieces if piece.finished is not None]
+        # A step that reads somebody's prompt, or ends an answer, is not one of decoding alone.
+        if ready and not ended and len(pieces) == times.users:
+            passed, spent = passed + 1, spent + took
+            times.add(took, pieces, sum(begun.values()) / times.users)
+        for piece in pieces:
+            begun[piece.key] = begun.get(piece.key, lengths[piece.key]) + len(piece.tokens)
+        for key in ended:
+            del begun[key], lengths[key]
+            submit()
+    for key in lengths:
+        engine.cancel(key)
+
+
+def _weights(target: "Target") -> dict[str, Any]:
+    """What the matrices are, as `--quantization` has it, and whether a processor keeps them in half the bytes."""
+    from eyas.kernels.linear.packed_linear import PackedLinear
+
+    kind, dtype = target.quantization, str(target.dtype).removeprefix("torch.")
+    halved = any(isinstance(part, PackedLinear) and part.halved for part in target.model.modules())
+    return {"quantisation": dtype if kind == "none" else kind, "halved": halved}
