@@ -196,6 +196,17 @@ def test_what_vllm_cannot_do_is_refused(vllm: Server) -> None:
         assert (status, reply["error"]["param"]) == (400, field)
 
 
+def test_without_a_drafter_it_draws_and_a_seed_decides(tmp_path: Path) -> None:
+    plain = ("--speculative-config", "none", "--engine", "vllm", "--", "--enforce-eager")
+    with started(tmp_path / "log", *plain) as server:
+        ways = [{"seed": 1}, {"seed": 1}, {"seed": 2}, {"min_p": 0.1}, {"top_k": 5}, {"logit_bias": {"57": 100}}]
+        drawn = [server.chat("Say something.", temperature=1, max_tokens=12, **way) for way in ways]
+        texts = [reply["choices"][0]["message"]["content"] for reply in drawn]
+        assert texts[0] == texts[1] != texts[2]
+        assert len(set(texts[-1])) == 1
+        assert drawn[0]["usage"]["speculative"]["drafts"] == 0
+
+
 def test_a_client_that_leaves_frees_its_place(vllm: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True, "temperature": 0}
     headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}

@@ -46,6 +46,11 @@ def test_the_line_for_eyas_listens_on_loopback_alone() -> None:
     assert "--enable-scale-out" in words
 
 
+def test_vllm_counts_drafts_by_request_only_where_it_drafts() -> None:
+    assert "--per-request-spec-decode-metrics" not in options().seam_words(1)
+    assert "--per-request-spec-decode-metrics" in options(speculative_config=TABLE).seam_words(1)
+
+
 @pytest.mark.parametrize("word", ["--port", "--max-model-len=9", "--speculative-config.model", "--max_num_seqs", "-q"])
 def test_what_eyas_says_itself_is_refused_behind_the_dashes(word: str) -> None:
     with pytest.raises(UserError, match="does not go behind the --"):

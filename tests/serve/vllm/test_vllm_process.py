@@ -117,6 +117,30 @@ def test_a_start_that_fails_shows_the_first_error_and_the_log(stand_in: Any, mon
     process.stop()
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "pydantic_core.ValidationError: 1 validation error\n  Value error, --x needs y [type=x]\nFor further",
+            "Value error, --x needs y [type=x]",
+        ),
+        (
+            "(APIServer pid=1) usage: vllm\n(APIServer pid=1) vllm serve: error: no option --x",
+            "vllm serve: error:",
+        ),
+        ("reading\nOSError: no file", "OSError: no file"),
+        ("killed", "killed"),
+        ("", "it said nothing"),
+    ],
+    ids=["an option's value", "an option", "an exception", "anything", "nothing"],
+)
+def test_the_reason_is_the_line_that_tells_it(stand_in: Any, said: str, reason: str) -> None:
+    process = stand_in()
+    process.stop()
+    process.log.write_text(said)
+    assert process.reason().startswith(reason)
+
+
 def test_one_that_ends_is_started_again_and_what_it_started_is_gone(stand_in: Any, tmp_path: Path) -> None:
     first = stand_in()
     require_started(first, 60, lambda line: None)

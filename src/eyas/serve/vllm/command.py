@@ -47,11 +47,12 @@ SEAM_OPTIONS = (
     *("--generation-config", "vllm"),  # defaults are eyas' affair
     *("--max-logprobs", "21"),  # one more than clients may ask for: see answers.py
     *("--structured-outputs-config", '{"backend": "guidance"}'),  # the library that checks grammars in front
-    *("--per-request-spec-decode-metrics", "detailed"),
     "--enable-prompt-tokens-details",
     "--disable-uvicorn-access-log",
 )
 """What the server in front needs of vLLM."""
+DRAFTING_OPTIONS = ("--per-request-spec-decode-metrics", "detailed")
+"""The same of one that drafts; another refuses it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,8 @@ class ServeOptions:
 
     def seam_words(self, port: int) -> list[str]:
         """The same for the server in front: on loopback, in token ids."""
-        return [*self.words(), *SEAM_OPTIONS, "--host", "127.0.0.1", "--port", str(port)]
+        drafting = DRAFTING_OPTIONS if self.speculative_config is not None else ()
+        return [*self.words(), *SEAM_OPTIONS, *drafting, "--host", "127.0.0.1", "--port", str(port)]
 
 
 def require_free(others: Sequence[str]) -> None:

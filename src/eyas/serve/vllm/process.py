@@ -27,6 +27,9 @@ REPORT_SECONDS = 10.0
 SHOWN_LINES = 12
 MOST_READ = 2**20
 """Bytes of the log, from its end."""
+ERRORS = (r"\bERROR\b.*(Error|Exception)\b.*: ", r"\bValue error, ", r"(?:^|[ .])\w*(?:Error|error): ")
+"""Lines that tell why vLLM ended: of its log, of options that it does not take, of anything else; the first kind counts
+most."""
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -121,10 +124,10 @@ class VLLMProcess:
 
     def reason(self) -> str:
         """The first error that it logged: those behind it are of processes that miss the one that failed."""
-        errors = [line for line in self._lines() if re.search(r"\bERROR\b.*(Error|Exception)\b.*: ", line)]
-        plain = [line for line in self._lines() if re.search(r"^(\(.*\) )?\w*(Error|error): ", line)]
-        line = (errors or plain or [self.last_line()])[0]
-        return re.sub(r"^.*?\bERROR\b.*?\] ", "", line)[:400]
+        lines = self._lines()
+        found = (line for kind in ERRORS for line in lines if re.search(kind, line))
+        line = next(found, lines[-1] if lines else "it said nothing")
+        return re.sub(r"^(.*?\bERROR\b.*?\]|\([^)]*\)) ", "", line)[:400]
 
     def last_line(self) -> str:
         """The newest line of its log."""
