@@ -34,6 +34,8 @@ AUX_IDS = (1, 2, 3)
 class UnrollAttention:
     """Training-time test, dense: a query sees the depth-0 keys up to its slot and its own slot of later depths."""
 
+    expands_latents = True
+
     def __init__(self) -> None:
         self._depths: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -104,11 +106,12 @@ def latent_target_config() -> DeepseekV3Config:
     """The same target with latent attention, and without experts."""
     plain, sizes = target_config(), latent_sizes()
     shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
-    shared += ("num_attention_heads", "rms_norm_eps", "bos_token_id", "eos_token_id", "tie_word_embeddings")
+    shared += ("num_attention_heads", "bos_token_id", "eos_token_id", "tie_word_embeddings")
     return DeepseekV3Config(
         **{key: getattr(plain, key) for key in shared},
         **asdict(sizes),
         num_key_value_heads=plain.num_attention_heads,
+        rms_norm_eps=1e-6,  # what transformers has in the norms of latents whatever is said here, and vLLM has not
         first_k_dense_replace=LAYERS,
         initializer_range=0.08,  # so narrow, its two small steps to a query say nothing at first with less
     )

@@ -116,9 +116,9 @@ def test_latent_drafters_come_back_as_they_were(tmp_path: Path, changes: dict[st
     assert contents(tmp_path / "back") == contents(first)
     assert read.config == latent_drafter_config(**{**changes, "mla": {**SMALL, **changes.get("mla", {})}})
     assert said(first)["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
-    assert said(first)["model_type"] == "deepseek_v3"
+    assert said(first)["model_type"] == "deepseek_v2"
     report = check(str(first))
-    assert (report.ok, report.layers, report.findings) == (True, "deepseek_v3", ())
+    assert (report.ok, report.layers, report.findings) == (True, "deepseek_v2", ())
     # One latent and one turned key as the key, and the latent as the value, in float32.
     layers = changes.get("num_hidden_layers", 1)
     assert report.kv_bytes_per_token == layers * (24 + 8 + 24) * 4
@@ -134,7 +134,7 @@ def test_latent_drafters_come_back_from_sglang(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "message"),
     [
-        ("speculators", {}, "has deepseek_v3 layers, and speculators' .* use --to vllm"),
+        ("speculators", {}, "has deepseek_v2 layers, and speculators' .* use --to vllm"),
         ("sglang", {"num_hidden_layers": 2}, "has 2 layers, and SGLang's latent-attention drafters have one"),
         ("sglang", {"mla": {"q_lora_rank": None}}, "q_lora_rank is null"),
         ("sglang", {"norm_before_residual": True}, "norm_before_residual is true and SGLang cannot"),
@@ -192,6 +192,13 @@ def test_latent_tensors_beside_another_architecture_are_an_error(tmp_path: Path)
     report = check(str(folder))
     assert not report.ok
     assert any("latent attention is DeepSeek's" in one.message for one in report.findings)
+
+
+def test_a_model_type_that_vllm_takes_for_something_else_is_warned_of(tmp_path: Path) -> None:
+    report = check(str(edit(save_latent(tmp_path / "drafter"), model_type="deepseek_v3")))
+    assert report.ok
+    assert [one.severity for one in report.findings] == ["warning"]
+    assert "vLLM 0.32 takes the drafter for multi-token prediction" in report.findings[0].message
 
 
 def test_a_latent_drafter_is_not_quantised(tmp_path: Path) -> None:

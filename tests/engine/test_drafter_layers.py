@@ -22,7 +22,7 @@ V31 = {"fc_norm": True, "norm_output": True}
 LATENT = LatentSizes(kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, q_lora_rank=16)
 LAYERS: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": True},
-    "deepseek_v3": {"mla": LATENT, "num_key_value_heads": 2, "head_dim": LATENT.qk_head_dim},
+    "deepseek_v2": {"mla": LATENT, "num_key_value_heads": 2, "head_dim": LATENT.qk_head_dim},
 }
 NEW_TOKENS, DEPTH = 14, 4
 

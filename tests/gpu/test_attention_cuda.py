@@ -66,7 +66,10 @@ def test_prompts_beside_decoding_and_trees(law: Law) -> None:
     )
 
 
-@pytest.mark.parametrize(("heads", "groups", "size", "value_size"), [(9, 3, 64, 64), (8, 1, 80, 80), (4, 4, 24, 16)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "value_size"),
+    [(9, 3, 64, 64), (8, 1, 80, 80), (4, 4, 24, 16), (4, 1, 576, 512)],  # the last: a latent, for all heads
+)
 @pytest.mark.parametrize("count", [1, 4, 13])
 @pytest.mark.parametrize("law", [Law(), Law(window=300, sinks=4), Law(sunk=True)], ids=str)
 def test_long_contexts_are_split_and_merged(

@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "yarn and a scale": {"rope_parameters": YARN, "logit_scale": 0.5},
     "9 heads of 80": {"num_key_value_heads": 3, "head_dim": 80, **ODD, **EAGLE_31},
     "9 heads of 64": {"num_key_value_heads": 9, "head_dim": 64, **ODD},
+    "layers of Qwen3": {"qk_norm": True, **EAGLE_31},
     "two states, pruned": {"num_aux_hidden_states": 2, "aux_layer_ids": (1, 3), "draft_vocab_size": 40, **EAGLE_31},
 }
 

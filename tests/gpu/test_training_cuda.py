@@ -20,8 +20,8 @@ from eyas.train.init import config_for, init_drafter
 from eyas.train.recipe import DrafterSettings
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
-from eyas.train.unroll import depth_weights
-from train.batches import batch_of
+from eyas.train.unroll import depth_weights, unroll
+from train.batches import batch_of, drafter_of
 from train.test_loop import corpus_of, train_state_of
 
 pytestmark = pytest.mark.gpu
@@ -160,3 +160,20 @@ def test_a_compiled_drafter_in_bfloat16_starts_where_float32_starts_and_learns(t
     assert found[-1] < 0.7 * found[0]
     for name, master in state.master_weights.items():
         assert torch.equal(state.drafter.get_parameter(name), master.bfloat16()), name
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_latent_attention_by_flash_is_that_written_out(layers: int) -> None:
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24}
+    batch = batch_of(DOCUMENTS, device="cuda")
+    drafter = drafter_of(mla=sizes, num_hidden_layers=layers, fc_norm=True, norm_output=True).cuda()
+    aux = torch.randn(sum(DOCUMENTS), 3 * tiny.HIDDEN, generator=torch.Generator().manual_seed(0)).cuda()
+    exact = unroll(drafter, batch, aux, depths=DEPTHS, attend=DenseUnrollAttention(batch))
+    half = copy.deepcopy(drafter).bfloat16()
+    ours = unroll(half, batch, aux.bfloat16(), depths=DEPTHS, attend=FlashUnrollAttention(batch))
+    assert distance(ours, exact) < 0.05
+    for model, normed in ((drafter, exact), (half, ours)):
+        normed.float().square().mean().backward()
+        assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
+    name = "layers.0.self_attn.kv_b_proj.weight"
+    assert distance(half.get_parameter(name).grad, drafter.get_parameter(name).grad) < 0.2  # type: ignore[arg-type]

@@ -79,6 +79,9 @@ def main(job_path: Path) -> None:
         max_model_len=job["max_model_len"],
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
+        # Its kernel for CPUs turns heads wrongly where neighbours are pairs, and two heads or views of heads are given:
+        # so it does for latent attention. The same in torch's own operations is right.
+        compilation_config={"custom_ops": ["-rotary_embedding"]} if job["latent"] else {},
         speculative_config={
             "model": job["drafter"],
             "method": "eagle3",

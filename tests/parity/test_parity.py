@@ -25,6 +25,7 @@ from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoin
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import NORM_FLAGS, name_verifier
 from eyas.drafter.model import Drafter
+from eyas.drafter.rope import rotate
 from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.target.facts import facts_of
 from eyas.target.locate import locate
@@ -47,6 +48,8 @@ class Case:
     flags: dict[str, Any]
     layout: str = "vllm"
     on_default_target: bool = False
+    latent: bool = False
+    """Whether target and drafter have latent attention (MLA)."""
     shipped: str | None = None
     """The name of a drafter that comes with eyas; it is not trained here."""
 
@@ -80,6 +83,22 @@ CASES = {
     "Qwen3 layers": Case(flags={**EAGLE_31, "qk_norm": True}),
     "Qwen3 layers, speculators format": Case(flags={**EAGLE_31, "qk_norm": True}, layout="speculators"),
     "Qwen3, two layers": Case(flags={**EAGLE_31, "qk_norm": True, "num_hidden_layers": 2}),
+    "MLA": Case(flags=EAGLE_31, latent=True),
+    "MLA, sglang format": Case(flags=EAGLE_31, latent=True, layout="sglang"),
+    "MLA, EAGLE-3, yarn, plain queries": Case(
+        flags={
+            "mla": {"q_lora_rank": None},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+            },
+        },
+        latent=True,
+    ),
     "default target, EAGLE-3": Case(flags={}, on_default_target=True),
     "default target, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True),
     "shipped, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True, shipped=DEFAULT_DRAFTER["smollm2"]),
@@ -89,6 +108,8 @@ CASES = {
 def _must_matter(name: str, flag: str) -> bool:
     """Whether flipping this flag against what the drafter was trained with has to break parity. The table shows all."""
     case = CASES[name]
+    if case.latent and (flag == "norm_before_fc" or "mla" in case.flags):
+        return False  # there is none beside latent attention; and the second case is there for its rope
     if case.shipped is not None:
         return False  # its norms are what training made of them; the table shows what they do
     if case.layout != "vllm":
@@ -131,7 +152,7 @@ class Laboratory:
     results: dict[str, Result] = field(default_factory=dict)
     drafters: dict[str, Drafter] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tiny_target: Any = None
+    tiny_targets: dict[bool, Any] = field(default_factory=dict)
     default_target: Target | None = None
 
     def result(self, name: str) -> Result:
@@ -139,11 +160,13 @@ class Laboratory:
             self.results[name] = self._run(name, CASES[name])
         return self.results[name]
 
-    def tiny_target_folder(self) -> Path:
-        if self.tiny_target is None:
-            self.tiny_target = tiny.trained_target()
-            self.tiny_target.save_pretrained(self.folder / "target")
-        return self.folder / "target"
+    def tiny_target_folder(self, *, latent: bool = False) -> Path:
+        folder = self.folder / ("latent-target" if latent else "target")
+        if latent not in self.tiny_targets:
+            model = tiny.trained_target(config=tiny.latent_target_config() if latent else None)
+            model.save_pretrained(folder)
+            self.tiny_targets[latent] = model
+        return folder
 
     def flipped_shares(self, name: str) -> dict[str, float]:
         """The share of proposals still equal with each flag flipped: all are shown, those that must matter asserted."""
@@ -151,7 +174,8 @@ class Laboratory:
             result = self.result(name)
             shares = {
                 flag: agreement(flipped(result.drafter, flag), result.record, result.our_aux, DEPTH).share
-                for flag in NORM_FLAGS + (("qk_norm",) if result.drafter.config.qk_norm else ())
+                for flag in (*NORM_FLAGS, *(("qk_norm",) if result.drafter.config.qk_norm else ()))
+                if flag != "norm_before_fc" or result.drafter.config.mla is None
             }
             self.note(name, flipped=shares)
         return dict(self.figures[name]["flipped"])
@@ -161,7 +185,7 @@ class Laboratory:
 
     def _run(self, name: str, case: Case) -> Result:
         target_folder, target, prompts, new_tokens, train = self._stage(case)
-        key = json.dumps([case.flags, case.on_default_target, case.shipped], default=list)
+        key = json.dumps([case.flags, case.on_default_target, case.shipped, case.latent], default=list)
         if key not in self.drafters:
             self.drafters[key] = train()
         drafter = self.drafters[key]
@@ -173,6 +197,7 @@ class Laboratory:
             "depth": DEPTH,
             "new_tokens": new_tokens,
             "max_model_len": 400,
+            "latent": case.latent,
             "prompts": prompts,
         }
         job_file = folder / "job.json"
@@ -217,8 +242,9 @@ class Laboratory:
                     else shipped.share_target(target.embedding(), target.head())
                 ),
             )
-        folder = self.tiny_target_folder()
-        model, config = self.tiny_target, tiny.drafter_config(**case.flags)
+        folder = self.tiny_target_folder(latent=case.latent)
+        model = self.tiny_targets[case.latent]
+        config = (tiny.latent_drafter_config if case.latent else tiny.drafter_config)(**case.flags)
         generator = torch.Generator().manual_seed(9)
         prompts = tiny.language(24, 12, generator).tolist()
         kept = torch.randperm(tiny.VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
@@ -285,6 +311,26 @@ def test_draft_tokens_equal_vllm_proposal_by_proposal(lab: Laboratory, name: str
 @pytest.mark.parametrize(("name", "flag"), CONTROLS)
 def test_flipping_a_norm_flag_breaks_parity(lab: Laboratory, name: str, flag: str) -> None:
     assert lab.flipped_shares(name)[flag] < 0.3
+
+
+def test_turning_halves_instead_of_neighbours_breaks_parity(lab: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = lab.result("MLA")
+    monkeypatch.setattr("eyas.drafter.model.rotate_pairs", rotate)
+    found = agreement(result.drafter, result.record, result.our_aux, DEPTH)
+    lab.note("MLA", flipped={**lab.flipped_shares("MLA"), "halves turned": found.share})
+    assert found.share < 0.3
+
+
+def test_scores_without_the_scale_of_yarn_break_parity(lab: Laboratory) -> None:
+    name = "MLA, EAGLE-3, yarn, plain queries"
+    result = lab.result(name)
+    plain = {key: value for key, value in result.drafter.config.rope_parameters.items() if "mscale" not in key}
+    other = Drafter(replace(result.drafter.config, rope_parameters=plain))
+    other.load_state_dict(result.drafter.state_dict(), strict=False)
+    other.share_target(result.drafter.embed_tokens.weight, result.drafter.lm_head.weight)  # type: ignore[union-attr]
+    found = agreement(other.eval().requires_grad_(False), result.record, result.our_aux, DEPTH)
+    lab.note(name, flipped={**lab.flipped_shares(name), "no mscale": found.share})
+    assert found.share < 0.8
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from eyas.errors import UserError
+from eyas.target.facts import facts_of
 from eyas.target.model import Target
 from eyas.target.packed import PackedTarget, _WithinDocuments, attends_plainly, runs_in_one_pass
 from target.test_head import target_of
+from tiny import Letters, latent_target_config
 
 LENGTHS = (5, 9, 1, 6)
 IDS = (1, 2, 4)
@@ -90,6 +92,22 @@ def test_one_pass_equals_documents_alone_for_any_attention_that_knows_the_border
     for ours, theirs in zip(packed(target, one_pass=True), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert config._attn_implementation == before
+
+
+def test_values_that_are_narrower_than_keys_are_padded_for_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = set()
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, *given: Any, **options: Any) -> tuple[Tensor]:
+        widths.add((q.shape[-1], k.shape[-1], v.shape[-1]))
+        return flash_written_out(q, k, v, *given, **options)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    model = AutoModelForCausalLM.from_config(latent_target_config()).eval()  # type: ignore[no-untyped-call]
+    target = Target(facts=facts_of(model.config, "latent"), model=model.requires_grad_(False), tokenizer=Letters())
+    assert attends_plainly(target.model)
+    for ours, theirs in zip(packed(target, one_pass=True), alone(target), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert widths == {(96, 96, 96)}
 
 
 def test_attention_that_flash_cannot_do_is_refused() -> None:

@@ -62,7 +62,7 @@ def test_the_last_norm_is_the_targets_however_it_is_stored(family: str) -> None:
     assert float(ours.norm()) <= float(theirs.norm()) * 1.0001
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v2"])
 def test_a_drafter_has_the_layers_that_the_recipe_asks_for(tmp_path: Path, model_type: str) -> None:
     target = target_of("llama")
     drafter = born(target, model_type=model_type, **FLAGS)
@@ -79,7 +79,7 @@ def test_latent_sizes_and_rope_are_the_targets_own_where_its_attention_is_latent
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     target = Target(facts=facts_of(model.config, "latent"), model=model, tokenizer=PreTrainedTokenizerBase())
-    config = config_of(target, model_type="deepseek_v3")
+    config = config_of(target, model_type="deepseek_v2")
     assert config.mla == tiny.latent_sizes()
     assert (config.num_key_value_heads, config.head_dim) == (2, 96)
     assert config.rope_parameters == {**rope, **scales}

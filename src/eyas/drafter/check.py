@@ -128,6 +128,14 @@ def _config_findings(checkpoint: Checkpoint) -> list[Finding]:
                     "it there, or quantise all with `eyas convert --quantize`",
                 )
             )
+    if config.mla is not None and raw.get("model_type") == "deepseek_v3":
+        found.append(
+            Finding(
+                severity="warning",
+                message="model_type is deepseek_v3: vLLM 0.32 takes the drafter for multi-token prediction and "
+                "refuses it; `eyas convert` writes deepseek_v2, which it runs",
+            )
+        )
     if checkpoint.layout == "speculators":
         return found
     nested = (raw.get("eagle_config") or {}).get(IDS_KEY)

@@ -2,7 +2,7 @@
 
     llama         attention with a projection each of queries, keys and values
     qwen3         the same, and every head of queries and keys is normed before it is turned (`qk_norm`)
-    deepseek_v3   multi-head latent attention (`mla`); the rest is Llama's, whatever is said of experts
+    deepseek_v2   multi-head latent attention (`mla`); the rest is Llama's, whatever is said of experts
 
 Everything else about a drafter is the same whatever its layers are.
 """
@@ -125,10 +125,11 @@ LAYER_KINDS: Mapping[str, LayerKind] = {
         read=_read_qwen3,
         not_in={"sglang": "SGLang's EAGLE-3 drafters have none with norms of queries and keys"},
     ),
-    "deepseek_v3": LayerKind(
-        name="deepseek_v3",
+    "deepseek_v2": LayerKind(
+        name="deepseek_v2",
         architectures=("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
-        model_types=("deepseek_v3", "deepseek_v2", "kimi_k2"),
+        # vLLM 0.32 takes every drafter of type deepseek_v3 for a layer of multi-token prediction, and refuses it.
+        model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),
         transformers_config="DeepseekV3Config",
         keys=frozenset({*_LATENT, "qk_head_dim", "rope_interleave", "index_topk"}),
         ignored=_EXPERTS,
@@ -143,7 +144,7 @@ LAYER_KINDS: Mapping[str, LayerKind] = {
 def kind_of(config: DrafterConfig) -> LayerKind:
     """The kind of layers a drafter has."""
     if config.mla is not None:
-        return LAYER_KINDS["deepseek_v3"]
+        return LAYER_KINDS["deepseek_v2"]
     return LAYER_KINDS["qwen3" if config.qk_norm else "llama"]
 
 

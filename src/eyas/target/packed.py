@@ -4,7 +4,8 @@ On a GPU one pass takes them all, with flash attention that knows the borders (t
 architecture that attends through that runs). Everywhere else each document is a pass of its own, which is
 exact for every model and no slower on a CPU.
 
-Shapes: T tokens of all documents, D hidden size, X concatenated auxiliary states, H heads, G key heads, K head dim.
+Shapes: T tokens of all documents, D hidden size, X concatenated auxiliary states, H heads, G key heads, K size of
+queries and keys, V of values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from eyas.errors import UserError
@@ -35,13 +37,13 @@ class _WithinDocuments:
         module: nn.Module,
         q_THK: Tensor,
         k_TGK: Tensor,
-        v_TGK: Tensor,
+        v_TGV: Tensor,
         scale: float | None,
         softcap: float | None,
         window: int | None,
         sink_logit_H: Tensor | None,
     ) -> Tensor:
-        """Outputs [T, H, K]."""
+        """Outputs [T, H, V]."""
         if softcap is not None or sink_logit_H is not None:
             does = "has sinks in its attention" if softcap is None else "caps its attention scores"
             raise UserError(
@@ -50,10 +52,12 @@ class _WithinDocuments:
             )
         borders, longest = self.starts, self.longest
         sees = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        # Flash attention wants values as wide as keys; those of latent attention (DeepSeek) are narrower.
+        v_TGK = functional.pad(v_TGV, (0, k_TGK.shape[-1] - v_TGV.shape[-1]))
         out: Tensor = torch.ops.aten._flash_attention_forward(
             *(q_THK, k_TGK, v_TGK, borders, borders, longest, longest, 0.0, True, False), scale=scale, **sees
         )[0]
-        return out
+        return out[..., : v_TGV.shape[-1]]
 
 
 class PackedTarget:

@@ -47,7 +47,7 @@ def config_for(target: TargetParts, settings: DrafterSettings, *, dtype: str) ->
         facts.default_aux_layer_ids() if settings.aux_layer_ids is None else settings.aux_layer_ids,
         facts.num_hidden_layers,
     )
-    mla = _latent_sizes(theirs, facts.hidden_size) if settings.model_type == "deepseek_v3" else None
+    mla = _latent_sizes(theirs, facts.hidden_size) if settings.model_type == "deepseek_v2" else None
     head_dim = getattr(theirs, "head_dim", None) or facts.hidden_size // heads
     key_heads = getattr(theirs, "num_key_value_heads", None) or heads
     return DrafterConfig(

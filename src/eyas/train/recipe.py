@@ -37,7 +37,7 @@ from eyas.train.toml import NONE, apply_override, parse_override, to_text
 if TYPE_CHECKING:
     from eyas.target.chat_template import ChatFormat
 
-ModelType = Literal["llama", "qwen3", "deepseek_v3"]
+ModelType = Literal["llama", "qwen3", "deepseek_v2"]
 LossName = Literal["cross_entropy", "kl", "total_variation", "acceptance"]
 ScheduleName = Literal["cosine", "wsd"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
@@ -270,7 +270,7 @@ class DrafterSettings(_Table):
     norm_before_fc: bool = False
     layers: Annotated[int, Field(ge=1, le=256)] = 1
     model_type: ModelType = "llama"
-    """What its layers are; qwen3: every head of queries and keys is normed, deepseek_v3: latent attention (MLA)."""
+    """What its layers are; qwen3: every head of queries and keys is normed, deepseek_v2: latent attention (MLA)."""
     draft_vocab_size: Annotated[int | str | None, PlainValidator(_size_or_auto)] = AUTO
     """How many tokens it can propose; auto: what the data need, none: the target's whole vocabulary."""
     intermediate_size: Annotated[_Count | None, _MAY_BE_NONE] = None

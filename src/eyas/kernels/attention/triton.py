@@ -372,7 +372,7 @@ class TritonBackend(AttentionBackend):
         tree_mask_N = self._tree_masks[window]
         options = dependent_launch(q_NHK.device, early=len(q_NHK) <= 16 and heads * value_size <= 2048)
         for launch in self._launches:
-            lines, block, warps = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
+            lines, block, warps, stages = _tile(launch.most * shared, max(key_padded, value_padded), q_NHK.dtype)
             tiles = triton.cdiv(launch.most * shared, lines)
             programs, tile_of = rows * tiles, self._start_of
             if self._ragged:
@@ -411,7 +411,7 @@ class TritonBackend(AttentionBackend):
                 HAS_SINK=sink_logit_H is not None,
                 PAIRED=lines < WHOLE_LINES and _paired(q_NHK, values_GCV, value_padded),
                 num_warps=warps,
-                num_stages=2,
+                num_stages=stages,
                 **options,
             )
             if splits > 1:
@@ -449,12 +449,17 @@ def _paired(q_NHK: Tensor, values_GCV: Tensor, padded: int) -> bool:
     return values_GCV.dtype == FP8 and q_NHK.dtype != torch.float32 and q_NHK.is_cuda and even and padded >= 32
 
 
-def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Lines and keys of a tile, and warps: as much as registers and shared memory hold without spilling (sm_90)."""
+def _tile(lines: int, padded_dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Lines and keys of a tile, warps and stages: as much as registers and shared memory hold without spilling (sm_90).
+
+    Latents, padded to 1024, leave room for the smallest tile: in float32 its queries, keys and values take 160 KiB.
+    """
+    if padded_dim > 512:
+        return 16, 16, 8, 1
     if dtype == torch.float32:  # no tensor cores
-        return 16, 32, 8
+        return 16, 32, 8, 2
     lines = min(max(16, triton.next_power_of_2(lines)), 128)
-    return lines, 64 if padded_dim <= 128 else 32, 4 if lines <= 64 else 8
+    return lines, 64 if padded_dim <= 128 else 32, 4 if lines <= 64 else 8, 2
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> tuple[int, int]:
