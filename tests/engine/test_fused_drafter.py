@@ -8,9 +8,10 @@ import torch
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
 from eyas.engine.runner.drafts import Drafts
-from eyas.engine.runner.fused_drafter import fused_drafter
+from eyas.engine.runner.fused_drafter import _FusedDrafter, fused_drafter
 from eyas.kernels.elementwise import Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
+from eyas.kernels.llama.rotary_table import FIRST_POSITIONS
 from tiny import drafter_config, random_drafter
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc", "attention_bias", "mlp_bias")
@@ -23,7 +24,7 @@ def _compiled() -> None:
         pytest.skip("no C compiler here, or none that can be trusted")
 
 
-def drafter_of(**flags: bool) -> Drafter:
+def drafter_of(**flags: bool | int) -> Drafter:
     if flags.get("fc_norm") and flags.get("norm_before_fc"):
         flags["norm_before_fc"] = False  # one of both
     return random_drafter(drafter_config(**flags)).eval().requires_grad_(False)
@@ -92,3 +93,14 @@ def test_a_step_that_computes_wrongly_is_found_out(step: str, monkeypatch: pytes
 
     monkeypatch.setattr(Elementwise, step, wrong)
     assert fused_drafter(drafter) is drafter
+
+
+def test_the_trial_leaves_no_rotations_of_positions_that_nobody_has_come_to() -> None:
+    drafter = drafter_of(max_position_embeddings=3 * FIRST_POSITIONS)
+    fused = fused_drafter(drafter)
+    assert isinstance(fused, _FusedDrafter)
+    assert len(fused.turns.cos_TK) == FIRST_POSITIONS
+    far_N = torch.tensor([3 * FIRST_POSITIONS - 1])
+    cos_NGK, sin_NGK = drafter.rope(far_N, torch.float32)
+    ours = fused.turns.at(far_N)
+    assert torch.equal(torch.stack(ours), torch.stack([cos_NGK[:, 0], sin_NGK[:, 0]]))

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from eyas.engine.grammar.compile import MOST_CHARACTERS
+from eyas.serve.grammar.structured_outputs import GrammarCompiler, GrammarSpec
 from serve.test_sockets import running
 
 BIRD = {
@@ -146,3 +147,15 @@ def test_the_openai_client_parses_what_comes(new_server: Any) -> None:
         assert final.choices[0].message.parsed == answer.choices[0].message.parsed
         with pytest.raises(openai.BadRequestError, match="unclosed group"):
             asking.completions.create(model="tiny", prompt="a", extra_body={"guided_regex": "(a"})
+
+
+def test_a_server_does_not_read_the_tokenizer_for_grammars_before_one_comes(client: Any) -> None:
+    compiler = GrammarCompiler(client.application.context.compiler._target)
+    compiler.start()
+    try:
+        assert compiler._guidance is None
+        grammar = asyncio.run(compiler.compile(GrammarSpec(kind="regex", text="[xyz]+", field="guided_regex")))
+        assert grammar is not None
+        assert compiler._guidance is not None
+    finally:
+        compiler.close()

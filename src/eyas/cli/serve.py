@@ -1,5 +1,6 @@
 """`eyas serve`: a model behind OpenAI's API."""
 
+import linecache
 import logging
 from pathlib import Path
 from typing import Annotated, Literal
@@ -431,5 +432,6 @@ def serve(
             slot=served.slot,
         )
         application.context.compiler.start()
+        linecache.clearcache()  # transformers reads its own source for docstrings
         give_back()  # what reading tokenizers and the first steps took
         Server(application, tls=tls).run([listener])

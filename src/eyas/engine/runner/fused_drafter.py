@@ -58,7 +58,9 @@ def fused_drafter(drafter: Drafter) -> Drafts:
     except NotEagleError as reason:
         logger.info(f"the drafter runs by its own code: {reason}")
         return drafter
-    return fused if _is_right(fused, drafter) else drafter
+    is_right = _is_right(fused, drafter)
+    fused.turns.forget()  # the trial went to the end of the context; requests may never
+    return fused if is_right else drafter
 
 
 def _by_kernels(drafter: Drafter) -> Drafts:
@@ -100,7 +102,7 @@ class _FusedDrafter:
         self._output, self._down = product_of(attention.o_proj), product_of(mlp.down_proj)
         self._gate_up = product_of(mlp.gate_proj, mlp.up_proj)
         self._layer = layer
-        self._turns = RotaryTable(drafter.rope)
+        self.turns = RotaryTable(drafter.rope)
         self._qk_norm = heads_norm(attention, config)
         self._like_NGK = torch.empty(0, config.num_key_value_heads, config.head_dim, dtype=torch.float32)
         self._in_one_call = self._compiled()
@@ -124,7 +126,7 @@ class _FusedDrafter:
             hidden_norm=layer.hidden_norm,
             normed_residual=config.norm_before_residual,
             last_norm=self._model.norm,
-            turns=self._turns,
+            turns=self.turns,
         )
         sizes = LlamaSizes(
             heads=config.num_attention_heads,
@@ -191,7 +193,7 @@ class _FusedDrafter:
         turned = qkv.new_empty(tokens, heads + keys, config.head_dim)
         if self._qk_norm is not None:
             self.elementwise.norm_heads(qkv[:, : heads + keys], self._qk_norm.weight, self._qk_norm.eps)
-        self.elementwise.rotate(qkv[:, : heads + keys], *self._turns.at(positions), turned)
+        self.elementwise.rotate(qkv[:, : heads + keys], *self.turns.at(positions), turned)
         attended = attend(0, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :])
         x_ND = self._output(attended.reshape(tokens, -1), None)
         x_ND += normed_ND if config.norm_before_residual else hidden
@@ -230,7 +232,7 @@ class _FusedDrafter:
         turned = kv.new_empty(tokens, keys, config.head_dim)
         if self._qk_norm is not None:
             self.elementwise.norm_heads(kv[:, :keys], self._qk_norm.weight[-keys:], self._qk_norm.eps)
-        self.elementwise.rotate(kv[:, :keys], *self._turns.at(positions), turned)
+        self.elementwise.rotate(kv[:, :keys], *self.turns.at(positions), turned)
         return turned, kv[:, keys:]
 
     def _input(self, hidden_ND: Tensor, token_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,10 @@ class RotaryTable:
         if positions > len(self.cos_TK):
             self.cos_TK, self.sin_TK = self._worked_out(2 * positions)
 
+    def forget(self) -> None:
+        """Have as many as at first."""
+        self.cos_TK, self.sin_TK = self._worked_out(FIRST_POSITIONS)
+
     def _worked_out(self, count: int) -> tuple[Tensor, Tensor]:
         cos_TGK, sin_TGK = self._rope(torch.arange(count), torch.float32)
         return cos_TGK[:, 0].contiguous(), sin_TGK[:, 0].contiguous()

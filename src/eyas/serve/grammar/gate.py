@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 from eyas.engine.grammar.compile import GrammarKind, TokenizerData
+from eyas.freed_memory import give_back
 from eyas.serve.grammar.worker import Outcome
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class GrammarGate:
             target=_read, args=(weakref.WeakMethod(self._settle), process), name="eyas-grammar-verdicts", daemon=True
         ).start()
         self._send(asdict(self._tokenizer()))
+        give_back()  # a copy of the tokenizer, and its text
 
     def _send(self, message: dict[str, object]) -> None:
         assert self._process is not None

@@ -17,6 +17,7 @@ from typing import Any
 from eyas.engine.grammar.compile import MOST_CHARACTERS, GrammarKind
 from eyas.engine.grammar.llguidance import LlGuidance, LlGuidanceGrammar, tokenizer_data
 from eyas.errors import UserError
+from eyas.freed_memory import give_back
 from eyas.serve.api_error import ApiError
 from eyas.serve.grammar.gate import GrammarGate, GrammarVerdict
 from eyas.serve.grammar.worker import JOB_BYTES, JOB_CPU_SECONDS
@@ -143,9 +144,8 @@ class GrammarCompiler:
         self._compiling: dict[tuple[GrammarKind, str], Future[CachedGrammar]] = {}
 
     def start(self) -> None:
-        """Start the worker and read the tokenizer, which would stop the event loop for a second later on."""
+        """Start the worker. The tokenizer is read for the first grammar that comes: it takes 36 MiB here."""
         self.gate.start()
-        self._read_tokenizer()
 
     def close(self) -> None:
         """End the worker."""
@@ -212,4 +212,5 @@ class GrammarCompiler:
         with self._lock:
             if self._guidance is None:
                 self._guidance = LlGuidance(self._target.tokenizer, self._target.facts.vocab_size)
+                give_back()
             return self._guidance
