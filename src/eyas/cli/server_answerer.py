@@ -173,11 +173,16 @@ class ServerAnswerer:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _finished(self) -> Iterator[Reply]:
+        """What is done; what went wrong is raised behind that."""
+        wrong: BaseException | None = None
         while not self._done.empty():
             reply = self._done.get_nowait()
             if isinstance(reply, BaseException):
-                raise reply
-            yield reply
+                wrong = wrong or reply
+            else:
+                yield reply
+        if wrong is not None:
+            raise wrong
 
     async def _answer(self, question: ChatPrompt, prompt: tuple[int, ...]) -> None:
         reply: Reply | BaseException
