@@ -452,6 +452,24 @@ def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(server: States
     assert list(server.folder.iterdir()) == []
 
 
+def test_what_is_under_way_at_the_end_is_broken_off_and_no_thread_is_left(
+    server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(threading.enumerate())
+    with opened(server, tmp_path / "run") as open_source:
+        source = source_of(open_source)
+        source(a_batch())
+        server.pause = 30.0
+        source.prefetch(a_batch(1))
+        time.sleep(0.5)
+        began = time.monotonic()
+        threads = list(open_source._fetcher._threads)
+    assert time.monotonic() - began < 10
+    assert not any(thread.is_alive() for thread in threads)
+    assert not [message for message in caplog.messages if "waiting for" in message]
+    assert not (set(threads) & before)
+
+
 def test_a_server_of_another_model_of_the_same_shape_is_refused(
     server: StatesServer, tmp_path: Path, tiny_target: Target
 ) -> None:

@@ -10,8 +10,10 @@ Shapes: T tokens, A captured layers, D hidden size, V vocabulary.
 import http.client
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -65,6 +67,18 @@ class StatesClient:
         self._host, self._path, self._tls = parts.netloc, parts.path, parts.scheme == "https"
         self._local = threading.local()
         self._model: str | None = None
+        self.closed = False
+        self._guard, self._open = threading.Lock(), set[http.client.HTTPConnection]()
+
+    def close(self) -> None:
+        """Break off whatever is under way, in all threads; nothing is asked any more."""
+        with self._guard:
+            self.closed = True
+            connections = list(self._open)
+        for connection in connections:
+            if (sock := connection.sock) is not None:
+                with suppress(OSError):  # the server may have closed it
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def connect(self) -> None:
         """Ask who it is and for a few states; `ServerAwayError` if it is not there, refused if it is the wrong one."""
@@ -172,17 +186,23 @@ class StatesClient:
 
     def _connection(self, seconds: float) -> tuple[http.client.HTTPConnection, bool]:
         """This thread's connection, and whether it was used before."""
+        if self.closed:
+            raise ServerAwayError("nothing is asked of it any more")
         connection: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
         if connection is not None:
             if connection.sock is not None:
                 connection.sock.settimeout(seconds)
             return connection, True
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
-        self._local.connection = kind(self._host, timeout=seconds)
-        return self._local.connection, False
+        connection = self._local.connection = kind(self._host, timeout=seconds)
+        with self._guard:
+            self._open.add(connection)
+        return connection, False
 
     def _drop(self) -> None:
         connection = getattr(self._local, "connection", None)
         if connection is not None:
             connection.close()
             self._local.connection = None
+            with self._guard:
+                self._open.discard(connection)

@@ -32,6 +32,7 @@ ATTEMPTS = 3
 PAUSES = (0.5, 30.0)
 """Seconds between tries to reach a server that is away: the first, and the longest."""
 REMINDER_SECONDS = 60.0
+CLOSE_SECONDS = 20.0
 FAILURES_SHOWN = 10
 
 
@@ -39,6 +40,7 @@ class StateClient(Protocol):
     """What is asked of a server (client.py)."""
 
     url: str
+    closed: bool
 
     def connect(self) -> None:
         """Find out whether it is there and the right one."""
@@ -50,6 +52,10 @@ class StateClient(Protocol):
 
     def fetch(self, ids: Sequence[int]) -> Tensor:
         """The states of a document."""
+        ...
+
+    def close(self) -> None:
+        """Break off whatever is under way."""
         ...
 
 
@@ -158,12 +164,21 @@ class StateFetcher:
             self._ask_for_more()
 
     def close(self) -> None:
-        """Ask for nothing any more; what is under way ends by itself."""
+        """Ask for nothing any more, break off what is under way and wait for the threads.
+
+        A thread that outlives the interpreter in code of torch ends the process by an abort.
+        """
         with self._changed:
             self._closed = True
             self._jobs.clear()
             self._not_asked.clear()
             self._changed.notify_all()
+        for server in self._servers:
+            server.client.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _ask_for_more(self) -> None:
         while self._not_asked and (not self._held or self._held + self._not_asked[0].size <= self._ahead_bytes):
@@ -214,6 +229,8 @@ class StateFetcher:
 
     def _gave_nothing(self, server: "_Server", pack: PackRequest, place: int, error: Exception) -> None:
         """The document's fault or the server's?"""
+        if self._closed:  # it was broken off
+            return
         if isinstance(error, DocumentFailedError):
             try:
                 server.client.probe()
@@ -283,6 +300,8 @@ class _Server:
             try:
                 self.client.connect()
             except (ServerAwayError, DocumentFailedError) as error:
+                if self.client.closed:
+                    return False
                 self._pause = min(PAUSES[1], max(PAUSES[0], 2 * self._pause))
                 self._next_try = time.monotonic() + self._pause
                 self._remind(str(error))
