@@ -136,6 +136,13 @@ def _config_findings(checkpoint: Checkpoint) -> list[Finding]:
                 "refuses it; `eyas convert` writes deepseek_v2, which it runs",
             )
         )
+    if config.mla is not None and config.mla.q_lora_rank is None:
+        found.append(
+            Finding(
+                severity="warning",
+                message="q_lora_rank is null: vLLM 0.32 does not load such a drafter, nor does SGLang; eyas does",
+            )
+        )
     if checkpoint.layout == "speculators":
         return found
     nested = (raw.get("eagle_config") or {}).get(IDS_KEY)
