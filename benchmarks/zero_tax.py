@@ -4,7 +4,9 @@
 
 All modes live in one process and answer the same prompts in turn, round after round, each round in another order, so
 that a machine's moods fall on all alike. A ratio is of two runs of the same round; figures are medians over rounds with
-95 % intervals (bootstrap over rounds).
+95 % intervals (bootstrap over rounds). A run counts while all of its users are busy: once the first has nothing more to
+ask, fewer and fewer decode, and the longest answer would tell the time. vLLM tells the time of a whole run, so whole
+runs are compared with it.
 
     plain          no drafter is loaded
     depth 0        the drafter is loaded and reads along, and never drafts: what it costs to have one
@@ -24,6 +26,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -75,12 +78,14 @@ DEFAULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One run of one mode."""
+    """One run of one mode, while all users were busy."""
 
     tokens: int
     seconds: float
     steps: int
     acceptance_length: float | None = None
+    whole_speed: float
+    """Tokens per second up to the last answer's end."""
 
     @property
     def speed(self) -> float:
@@ -139,6 +144,8 @@ class ZeroTax:
         self.arguments, self.began = arguments, time.perf_counter()
         self.notes: list[str] = []
         self.rows: list[Json] = []
+        self.controllers: Json = {}
+        """What auto has learnt and chosen, after each number of users."""
         if arguments.pairs < LEAST_PAIRS:
             self._note(f"{arguments.pairs} pairs say little about a random drafter; give --pairs {LEAST_PAIRS} or more")
         self.vllm_version = installed(arguments.vllm_python)
@@ -226,7 +233,8 @@ class ZeroTax:
 
         def answer(prompts: Prompts, users: int) -> Outcome:
             told = process.answer(prompts, users=users, max_tokens=self.arguments.max_tokens, stop_ids=stops)
-            return Outcome(tokens=told["tokens"], seconds=told["seconds"], steps=told["steps"])
+            tokens, seconds = told["tokens"], told["seconds"]
+            return Outcome(tokens=tokens, seconds=seconds, steps=told["steps"], whole_speed=tokens / seconds)
 
         return answer
 
@@ -247,6 +255,7 @@ class ZeroTax:
                 self.modes["auto"](prompts, users)  # it has forgotten what the warm-up taught it
             rounds = list(self._rounds(users, prompts, until))
             self.rows += rows_of(users, rounds, cold)
+            self.controllers[str(users)] = self.auto.controller.report()
             self._write()
         print(table(self._record()), flush=True)
 
@@ -291,6 +300,7 @@ class ZeroTax:
             "seconds": time.perf_counter() - self.began,
             "notes": self.notes,
             "rows": self.rows,
+            "controllers": self.controllers,
         }
 
     def _write(self) -> None:
@@ -312,10 +322,14 @@ def closed_loop(engine: Engine, requests: Sequence[Request], users: int, *, step
     engine.block_manager.forget()  # a cache of prefixes would make later rounds easier
     stats = engine.stats
     before = (stats.accepted, stats.drafts)
-    waiting, under_way, tokens, done = iter(requests), set[int](), 0, 0
+    waiting, under_way, tokens, done = deque(requests), set[int](), 0, 0
+    busy: tuple[int, float, int] | None = None
     started = time.perf_counter()
     while steps is None or done < steps:
-        under_way |= {engine.submit(request) for request in islice(waiting, users - len(under_way))}
+        while waiting and len(under_way) < users:
+            under_way.add(engine.submit(waiting.popleft()))
+        if busy is None and done and len(under_way) < users:
+            busy = tokens, time.perf_counter() - started, done
         if not under_way:
             break
         for piece in engine.step():
@@ -330,7 +344,14 @@ def closed_loop(engine: Engine, requests: Sequence[Request], users: int, *, step
         engine.step()
     drafts = stats.drafts - before[1]
     length = 1 + (stats.accepted - before[0]) / drafts if drafts else None
-    return Outcome(tokens=tokens, seconds=seconds, steps=done, acceptance_length=length)
+    counted, counted_seconds, counted_steps = busy or (tokens, seconds, done)
+    return Outcome(
+        tokens=counted,
+        seconds=counted_seconds,
+        steps=counted_steps,
+        acceptance_length=length,
+        whole_speed=tokens / seconds,
+    )
 
 
 def rows_of(users: int, rounds: Sequence[dict[str, Outcome]], cold: Sequence[tuple[Outcome, Outcome]]) -> list[Json]:
@@ -338,7 +359,9 @@ def rows_of(users: int, rounds: Sequence[dict[str, Outcome]], cold: Sequence[tup
     rows = []
     for mode in rounds[0]:
         against = VLLM_PLAIN if mode.startswith("vLLM depth") and VLLM_PLAIN in rounds[0] else PLAIN
-        ratios = [outcomes[mode].speed / outcomes[against].speed for outcomes in rounds]
+        whole = VLLM_PLAIN in (mode, against)
+        pairs = [(outcomes[mode], outcomes[against]) for outcomes in rounds]
+        ratios = [a.whole_speed / b.whole_speed if whole else a.speed / b.speed for a, b in pairs]
         rows.append(_row(users, mode, against, [outcomes[mode] for outcomes in rounds], ratios))
     if cold:
         ratios = [own.speed / plain.speed for own, plain in cold]

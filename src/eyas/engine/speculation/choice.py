@@ -48,6 +48,8 @@ class StepUnderWay:
     """Whether these were captured trees."""
     passes: float = 0.0
     """Seconds of its passes alone, once it was observed."""
+    whole: float = 0.0
+    """Seconds that the costs said of all of it."""
     observed: bool = False
     repeats: int = 0
     """Steps that followed like it, without a choice of their own."""

@@ -13,6 +13,7 @@ know what they would catch, the drafter's further candidates are looked at in so
     exploration.py       while nothing is drafted, how to notice that drafting would pay
     verify_budget.py     of what was drafted, what is verified
     drift.py             how deep the drafter is fit to be used at all
+    step_times.py        what steps took beside what was expected of them, to be looked at
     policy.py            every tuned number of these
 
 A request may take the choice away: `off` never drafts, `fixed` always drafts its depth, fit or not.
@@ -42,6 +43,7 @@ from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOu
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
+from eyas.engine.speculation.step_times import StepTimes
 from eyas.engine.speculation.verify_budget import share_budget
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
@@ -89,6 +91,7 @@ class Controller:
         """Steps that drafted for few enough requests to consider trees, and those that looked at candidates."""
         self._in_trees = 0
         self._depths: Counter[int] = Counter()
+        self._times = StepTimes()
         self._reason = "no step yet"
 
     def overlaps(self) -> None:
@@ -445,16 +448,17 @@ class Controller:
         if step.timed:
             rows, step.passes = step.situation.rows, step.seconds
             self.costs.observe_step(rows, seconds, passes=step.passes, depth=step.depth, trees=step.trees)
-            whole = self.costs.step(rows, step.expected, depth=step.depth, trees=step.trees)
-            self._take_time(step, max(0.0, seconds - step.seconds), whole - step.expected)
+            step.whole = self.costs.step(rows, step.expected, depth=step.depth, trees=step.trees)
+            self._times.observe(rows, seconds, step.whole, depth=step.depth, trees=step.trees)
+            self._take_time(step, max(0.0, seconds - step.seconds), step.whole - step.expected)
 
     def _observe_repeated(self, repeated: RepeatedStep) -> None:
         """The host's time of steps that were not chosen for: of those that were, there are too few."""
         step = repeated.step
         if step.passes:
-            self.costs.observe_step(
-                repeated.requests, repeated.seconds, passes=step.passes, depth=step.depth, trees=step.trees
-            )
+            requests, seconds = repeated.requests, repeated.seconds
+            self.costs.observe_step(requests, seconds, passes=step.passes, depth=step.depth, trees=step.trees)
+            self._times.observe(requests, seconds, step.whole, depth=step.depth, trees=step.trees)
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""
@@ -490,6 +494,7 @@ class Controller:
             "seconds_beside_passes_of_trees_by_requests": {
                 count: self.costs.tree_rest.at(count) for count in self.costs.tree_rest.known
             },
+            "steps_by_depth_and_requests": self._times.report(),
             "seconds": self.probes.total,
             "probes": self.probes.count,
             "seconds_lost_by_probes": self.probes.lost,
