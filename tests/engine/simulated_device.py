@@ -136,7 +136,7 @@ def serve_on(
         chosen: Choice | None = None
         depth, budget = (policy.depth, None) if isinstance(policy, Fixed) else (0, None)
         if controller is not None:
-            if choice is None or changed or since >= choice.holds:
+            if choice is None or changed or since >= choice.holds or controller.surprised:
                 facts = [
                     RowFacts(key=key, context=200, pending=int(waits)) for key, waits in zip(keys, pending, strict=True)
                 ]

@@ -231,3 +231,16 @@ def test_a_rehearsal_says_what_a_rest_costs() -> None:
     controller.rehearse(Rehearsal(verify={1: 1.0}, draft={1: {1: 0.1}}, catch_up={1: 0.5, 64: 2.0}))
     assert controller._debt([RowFacts(key=0, context=9, pending=20)]) == pytest.approx(0.5)
     assert controller._debt([RowFacts(key=0, context=9, pending=2)]) == 0.0
+
+
+@pytest.mark.parametrize("users", [1, 16])
+def test_answers_that_turn_from_hard_to_easy_and_back_gain_more_than_plainly_or_three_deep(users: int) -> None:
+    """Small models repeat themselves: what nobody could guess is followed by what everybody can."""
+
+    def chances(step: int) -> list[float]:
+        return [0.1 if step % 200 < 100 else 0.99] * 7
+
+    device = SMALL_WITH_LEAN_HOST
+    fixed = [serve_on(Fixed(depth), device, chances, users=users, steps=1000).rate() for depth in (0, 3)]
+    runs = [serve_on(controller_on(device), device, chances, users=users, steps=1000, seed=seed) for seed in range(3)]
+    assert sum(run.rate() for run in runs) / 3 > max(fixed)

@@ -90,3 +90,23 @@ def test_a_compilation_is_not_charged_as_if_it_came_again() -> None:
     probes = Exploration()
     probes.settle(0, seconds=100.0, plain=1.0, saved=0.0, hit=False, chance=0.7)
     assert probes.lost == POLICY.probe_most_loss
+
+
+def test_what_drafts_have_saved_pays_for_probes_that_come_sooner_until_it_is_spent() -> None:
+    """Drafts that paid before may pay again: their gains, and no more than those, are risked for it."""
+    probes, when = Exploration(), []
+    probes.put_aside(1000.0, PLAIN)
+    assert probes.put_by == POLICY.probe_most_put_by * PLAIN
+    saved, loss = probes.put_by, 0.5
+    for step in range(2000):
+        probes.total += PLAIN
+        if probes.due(step) and probes.affords(loss, PLAIN):
+            probes.settle(step, seconds=PLAIN + loss, plain=PLAIN, saved=0.0, hit=False, chance=0.1)
+            when.append(step)
+    gaps = [later - earlier for earlier, later in pairwise(when)]
+    paid = int(saved / loss) - 1
+    assert max(gaps[: paid - 1]) == POLICY.probe_paid_wait
+    assert max(gaps[paid:]) > POLICY.probe_paid_wait
+    assert probes.lost <= POLICY.probe_share * probes.total + POLICY.probe_credit * PLAIN
+    probes.put_aside(-1000.0, PLAIN)
+    assert probes.put_by == 0.0

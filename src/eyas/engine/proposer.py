@@ -215,7 +215,7 @@ class Proposer:
         self.chosen = self.repeated = None
         if not decoding:
             return {}
-        if self._choice is not None and self._steps < self._choice.holds and self._fits(decoding):
+        if self._holds and self._fits(decoding):
             self._steps += 1
             self.repeated = self._choice if self._steps <= 1 + POLICY.timed_repeats else None
             return self._slots if self._drafting else {}
@@ -238,6 +238,11 @@ class Proposer:
                 self._usual_slots = self._slots[seq.key]
         self._drafting = sum(1 for limit in limits if limit)
         return self._slots if self._drafting else {}
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the choice in force is meant for one step more."""
+        return self._choice is not None and self._steps < self._choice.holds and not self._controller.surprised
 
     def _fits(self, decoding: Sequence[SequenceState]) -> bool:
         """Whether the choice in force is one for these requests: about as many, and none that it says nothing about.

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from math import exp, log, sqrt
+from math import ceil, comb, exp, log, sqrt
 from operator import mul
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
@@ -128,6 +128,8 @@ class Acceptance:
         self.latest.append(outcomes[0])
         if self.rounds % POLICY.change_check_every == 0 and len(self.latest) == POLICY.latest_rounds:
             self._mind_change()
+        elif len(self._requests) <= POLICY.few_requests and len(self.latest) >= POLICY.newest_rounds:
+            self._mind_sudden_change()
 
     def end_steps(self, steps: int) -> None:
         """Requests that do not draft have rested for so many more."""
@@ -235,11 +237,30 @@ class Acceptance:
         chance = self._depths.rate(0, POLICY.first_guess, 0.0)
         error = sqrt(max(chance * (1 - chance), 0.02) / POLICY.latest_rounds)
         if abs(share - chance) > POLICY.surprise_errors * error:
-            self.surprises += 1
-            self._depths.fade(0.001)
-            self._depths.add([0] * POLICY.newest_rounds, list(self.latest)[-POLICY.newest_rounds :])
-            chance = self._depths.rate(0, POLICY.first_guess, 0.0)
+            chance = self._believe_newest()
         self.watch.look(share, chance)
+
+    def _mind_sudden_change(self) -> None:
+        """Of few requests, the newest rounds alone: an answer that begins to repeat itself does so at once.
+
+        Of many, some are always at a turn, and the average of all would follow each of them.
+        """
+        hits, tries = sum(self._newest()), POLICY.newest_rounds
+        chance = min(max(self._depths.rate(0, POLICY.first_guess, 0.0), 0.05), 0.95)
+        at_least = sum(comb(tries, k) * chance**k * (1 - chance) ** (tries - k) for k in range(ceil(hits), tries + 1))
+        at_most = sum(comb(tries, k) * chance**k * (1 - chance) ** (tries - k) for k in range(int(hits) + 1))
+        if min(at_least, at_most) < POLICY.sudden_chance:
+            self._believe_newest()
+
+    def _newest(self) -> list[float]:
+        return list(self.latest)[-POLICY.newest_rounds :]
+
+    def _believe_newest(self) -> float:
+        """Forget what lies before the newest rounds; the chance of a first draft that they leave."""
+        self.surprises += 1
+        self._depths.fade(0.001)
+        self._depths.add([0] * POLICY.newest_rounds, self._newest())
+        return self._depths.rate(0, POLICY.first_guess, 0.0)
 
 
 class Watch:

@@ -26,7 +26,9 @@ class StepUnderWay:
     """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
     probe: bool = False
     plain: float = 0.0
-    """Seconds a probe would have taken without drafts."""
+    """Seconds that it would have taken without drafts, if it is a probe or was observed."""
+    saved: float = 0.0
+    """Seconds that its drafts have saved, once it was observed; a loss is negative."""
     with_probe: float = 0.0
     """Seconds it is expected to take with them."""
     made: dict[int, int] = field(default_factory=dict)

@@ -77,6 +77,8 @@ class Controller:
         self._lessons: list[Callable[[], None]] = []
         self._latest: StepUnderWay | None = None
         """The step that was chosen for last."""
+        self._surprises = 0
+        """Of those that were known when that choice was made."""
         self._followed: Plan | None = None
         """The plan that the last of them followed which drafted and was held, and how many alike there were before."""
         self._alike = 0
@@ -126,6 +128,7 @@ class Controller:
         situation = Situation(rows)
         assert all(depth <= self.max_depth for depth in situation.fixed.values()), "checked when the request came"
         self._latest = step = StepUnderWay(situation=situation, bound=frozenset(situation.fixed))
+        self._surprises = self.acceptance.surprises
         wanted, shape, self._reason = self._decide(step)
         if self.drift.firing:
             self._reason += f"; no deeper than {self.drift.deepest}, since the drift alarm has fired"
@@ -152,6 +155,11 @@ class Controller:
             rests=rests,
             under_way=step,
         )
+
+    @property
+    def surprised(self) -> bool:
+        """Whether drafts have fared so differently since the last choice that it should not be held any longer."""
+        return self.acceptance.surprises > self._surprises
 
     def follows_new(self) -> bool:
         """Whether the drafter follows a request on auto that comes now; to be asked once for each."""
@@ -526,16 +534,25 @@ class Controller:
         if self._latest is not None:
             self.costs.verify_of(self._latest.situation.rows).skip(steps)
         if self._latest is not None and self._latest.observed:
-            self.probes.total += steps * self._latest.seconds
+            self._book(self._latest, steps)
         elif self._latest is not None:
             self._latest.repeats = steps  # booked once it is known how long they take
+
+    def _book(self, step: StepUnderWay, repeats: int) -> None:
+        """Book steps that ran like one that was observed."""
+        self.probes.total += repeats * step.seconds
+        if repeats and step.saved:
+            self.probes.put_aside(repeats * step.saved, step.plain)
 
     def _close(self, step: StepUnderWay) -> None:
         """Book a step that was observed: what came of its plan, or what it lost if it was a probe."""
         step.observed = True
-        self.probes.total += step.repeats * step.seconds
         if step.plan is not None and step.timed and isfinite(step.expected):
             self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
+            step.plain = step.situation.rows * step.plan.gain / step.plan.rate
+            step.saved = (step.rounds + step.accepted) / step.situation.rows * step.plain - step.seconds
+            self.probes.put_aside(step.saved, step.plain)
+        self._book(step, step.repeats)
         if step.probe:
             self._learn()  # the next may follow at once
             self.acceptance.note_probe()

@@ -5,6 +5,10 @@ accounted for: the time a step took beyond a plain one, less what its accepted d
 account may never exceed SHARE of all time, plus CREDIT plain steps to begin with; a probe that could overdraw it
 waits. A good drafter's probes therefore cost next to nothing and follow each other; a hopeless one's become rare.
 
+A part of what drafts have saved is put by for probes, up to some plain steps, and is spent before the account. Where
+drafts have paid, they soon may again: an answer leaves a passage that no drafter guesses, or begins to repeat itself.
+So as long as there is something put by, the next probe is never far.
+
 So do those of a good one where it is the cost of drafts that forbids them: once a streak of hits has changed nothing,
 another would tell nothing new, unless drafts have meanwhile become much worse than they were then.
 
@@ -24,6 +28,8 @@ class Exploration:
         self.lost = 0.0
         """Seconds."""
         self.total = 0.0
+        self.put_by = 0.0
+        """Seconds of those that drafts have saved."""
         self.count = 0
         self.streak = 0
         """Probes in a row that had a draft accepted: the next follow at once, each with twice the requests."""
@@ -58,7 +64,12 @@ class Exploration:
 
     def affords(self, loss: float, plain: float) -> bool:
         """Whether a probe may lose so many seconds, where a plain step takes `plain`."""
-        return self.lost + loss <= POLICY.probe_share * self.total + POLICY.probe_credit * plain
+        return self.lost + loss - self.put_by <= POLICY.probe_share * self.total + POLICY.probe_credit * plain
+
+    def put_aside(self, saved: float, plain: float) -> None:
+        """Keep a part of the seconds that drafts have saved, where a plain step takes `plain`; a loss is taken off."""
+        kept = self.put_by + POLICY.probe_part_of_gains * saved
+        self.put_by = min(max(0.0, kept), POLICY.probe_most_put_by * plain)
 
     def settle(self, step: int, *, seconds: float, plain: float, saved: float, hit: bool, chance: float) -> None:
         """Book a probe: the step took `seconds` instead of `plain`, and its accepted drafts saved `saved`.
@@ -66,20 +77,25 @@ class Exploration:
         `chance` is what the acceptance of first drafts is now taken for.
         """
         loss = min(seconds - plain, POLICY.probe_most_loss * plain) - saved
-        self.lost = max(0.0, self.lost + loss)
+        paid = min(self.put_by, max(0.0, loss))
+        self.put_by -= paid
+        self.lost = max(0.0, self.lost + loss - paid)
         self.count += 1
         self.misses += -POLICY.probe_hit_outweighs if hit else 1
         self.misses = min(max(0, self.misses), POLICY.hopeless_misses)
+        longest, seldom = POLICY.probe_longest_wait, POLICY.probe_seldom
+        if self.put_by > max(0.0, loss):
+            longest = seldom = POLICY.probe_paid_wait
         if self._in_vain is not None and chance < POLICY.probe_worse * self._in_vain:
             self._in_vain, self._wait = None, POLICY.probe_shortest_wait
         if self._in_vain is not None:
-            self.streak, self._wait = 0, POLICY.probe_seldom
+            self.streak, self._wait = 0, seldom
         elif not hit:
-            self.streak, self._wait = 0, min(POLICY.probe_longest_wait, self._wait * POLICY.probe_wait_growth)
+            self.streak, self._wait = 0, min(longest, self._wait * POLICY.probe_wait_growth)
         elif self.streak < POLICY.probe_streak:
             self.streak, self._wait = self.streak + 1, POLICY.probe_shortest_wait
         else:
-            self.streak, self._wait, self._in_vain = 0, POLICY.probe_seldom, chance
+            self.streak, self._wait, self._in_vain = 0, seldom, chance
         self._next = step + self._wait
 
     def rest(self) -> None:

@@ -80,6 +80,10 @@ class DepthPolicy:
     """Rounds between two looks at them."""
     surprise_errors: float = 4.0
     """Standard errors between the latest rounds and the estimate that are no accident."""
+    few_requests: int = 2
+    sudden_chance: float = 5e-4
+    """Requests up to which the newest rounds alone may tell that something has changed: if so few of them, or so many,
+    would hit by accident this rarely."""
     collapsed_below: float = 0.05
     recovered_above: float = 0.25
     """Acceptance of the first draft below which a drafter is reported, and above which it is welcomed back."""
@@ -125,6 +129,11 @@ class DepthPolicy:
     """Of all time, the part that probes may lose."""
     probe_credit: float = 3.0
     """Plain steps that probes may lose before that."""
+    probe_part_of_gains: float = 0.05
+    probe_most_put_by: float = 32.0
+    """Of the time that drafts save, the part that is put by for probes, and the most of it, in plain steps."""
+    probe_paid_wait: float = 12.0
+    """Steps between probes at most, as long as that pays for them."""
     probe_shortest_wait: float = 4.0
     probe_longest_wait: float = 96.0
     probe_wait_growth: float = 1.5
