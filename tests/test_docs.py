@@ -98,7 +98,7 @@ def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: 
     answer = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     (tmp_path / "conversations.jsonl").write_text(json.dumps({"messages": answer}))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    (tmp_path / "recipe.toml").write_text(blocks("toml")[0])
+    (tmp_path / "recipe.toml").write_text(blocks("toml", [ROOT / "docs" / "training.md"])[0])
     shutil.copy(ROOT / "docs" / "plan-cpu.json", tmp_path / "measured.json")
     monkeypatch.chdir(tmp_path)
     for words in commands():

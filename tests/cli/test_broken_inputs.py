@@ -123,12 +123,16 @@ FOLDERS: dict[str, tuple[dict[str, Any], Break, tuple[str, ...]]] = {
     "config is a folder": ({}, config_is_a_folder, ("cannot read", "Is a directory", "check the file")),
     "a target": ({}, write(CONFIG, TARGET_CONFIG), ("['LlamaForCausalLM']", "LlamaForCausalLMEagle3", "Is this path")),
     "no architectures": ({}, configure(drop=("architectures",)), ("architectures None", "LlamaForCausalLMEagle3")),
-    "an MLA drafter": (
+    "latent attention over llama layers": (
         {},
         configure(architectures=["Eagle3DeepseekV2ForCausalLM"]),
-        ("Eagle3DeepseekV2ForCausalLM", "LlamaForCausalLMEagle3"),
+        ("Eagle3DeepseekV2ForCausalLM", "'llama'", "deepseek_v2", "write what the drafter was trained as"),
     ),
-    "a qwen3 drafter": ({}, configure(model_type="qwen3"), ("'qwen3'", "'llama'", "use such a one")),
+    "qwen3 over llama layers": (
+        {},
+        configure(model_type="qwen3"),
+        ("'qwen3'", "LlamaForCausalLMEagle3", "write what the drafter was trained as"),
+    ),
     "no weights": ({}, remove(WEIGHTS), ("has no *.safetensors", "its weights")),
     "pickle only": ({}, only_a_pickle, ("pytorch_model.bin", "can run code", "save with safetensors")),
     "weights cut off": ({}, cut_off, ("damaged or cut off", "bytes", "export it again")),
@@ -290,10 +294,10 @@ FOLDERS: dict[str, tuple[dict[str, Any], Break, tuple[str, ...]]] = {
         configure(transformer_layer_config=None),
         ("transformer_layer_config is None", "as an object", "export it again"),
     ),
-    "speculators of qwen3 layers": (
+    "speculators of qwen3 without its norms": (
         SPECULATORS,
         configure_layer(model_type="qwen3"),
-        ("'qwen3'", "'llama'", "use such a one"),
+        ("self_attn.q_norm.weight is missing", "export the drafter again"),
     ),
     "speculators with an unknown key": (
         SPECULATORS,

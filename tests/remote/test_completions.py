@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from eyas.errors import UserError
 from eyas.remote.address import Address
-from eyas.remote.completions import WAYS, CompletionReader, Trial
-from eyas.remote.server_pool import BrokenReplyError, Server
+from eyas.remote.completions import WAYS, CompletionReader, ServerTrial
+from eyas.remote.server_pool import BrokenReplyError, RemoteServer
 from eyas.remote.token_names import TokenNames
 
 VOCAB = ["a", "b", "ab", "Ġ", "Ġab", "c", "d", "cd", "Ã", "©"]
@@ -67,8 +67,8 @@ class Twin:
         return {**self._inner.get_vocab(), "twin": 99}
 
 
-def server() -> Server:
-    return Server(address=Address.of("http://s"), session=None, card={"id": "m"})  # type: ignore[arg-type]
+def server() -> RemoteServer:
+    return RemoteServer(address=Address.of("http://s"), session=None, card={"id": "m"})  # type: ignore[arg-type]
 
 
 def reply(**choice: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_what_is_no_answer_is_no_answer(tokenizer: PreTrainedTokenizerFast) -> N
         reader.read(reply(token_ids=[500]), [0], server())
 
 
-class Knows(Server):
+class Knows(RemoteServer):
     """A server that knows some fields, refuses or ignores the others, and answers `abcd`."""
 
     def __init__(self, *fields: str, strict: bool, text: str = "abcd", **card: Any) -> None:
@@ -157,8 +157,8 @@ def test_a_server_that_tells_no_tokens_or_has_others_is_refused(tokenizer: PreTr
         asyncio.run(trial(tokenizer)(Knows("return_token_ids", strict=False, max_model_len=64)))
 
 
-def trial(tokenizer: PreTrainedTokenizerFast, told: list[str] | None = None) -> Trial:
-    return Trial(
+def trial(tokenizer: PreTrainedTokenizerFast, told: list[str] | None = None) -> ServerTrial:
+    return ServerTrial(
         CompletionReader(tokenizer, END + 1),
         [0, 1],
         body={},

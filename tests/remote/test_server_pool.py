@@ -13,10 +13,10 @@ from eyas.errors import UserError
 from eyas.remote.address import Address
 from eyas.remote.server_pool import (
     BrokenReplyError,
+    RemoteServer,
     RequestFailedError,
     RequestRefusedError,
     RetryPolicy,
-    Server,
     ServerPool,
 )
 
@@ -73,7 +73,7 @@ def echo(body: Any) -> tuple[int, Any]:
     return 200, {"said": body["prompt"]}
 
 
-async def admit(server: Server) -> Mapping[str, Any]:
+async def admit(server: RemoteServer) -> Mapping[str, Any]:
     return {"extra": server.address.url}
 
 
@@ -92,7 +92,7 @@ async def pool_of(
     return pool
 
 
-def said(reply: Any, _: Server) -> Any:
+def said(reply: Any, _: RemoteServer) -> Any:
     return reply["said"]
 
 
@@ -208,7 +208,7 @@ def test_a_request_that_is_wrong_is_not_sent_again_and_one_that_fails_only_so_of
         assert len(server.seen) == 7
         server.answer = echo
 
-        def never(reply: Any, _: Server) -> Any:
+        def never(reply: Any, _: RemoteServer) -> Any:
             raise BrokenReplyError("cut off")
 
         with pytest.raises(RequestFailedError, match="cut off"):
@@ -227,7 +227,7 @@ def test_a_connection_that_was_closed_before_the_trial_is_no_reason_to_give_up()
         pool = await stack.enter_async_context(ServerPool([server.address], retry=QUICK))
         tried = []
 
-        async def admit_the_third_time(server: Server) -> Mapping[str, Any]:
+        async def admit_the_third_time(server: RemoteServer) -> Mapping[str, Any]:
             tried.append(server)
             if len(tried) < 3:
                 raise ClientOSError("reset")

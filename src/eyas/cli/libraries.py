@@ -13,7 +13,7 @@ def import_libraries(*, lean: bool = False) -> None:
     """Import torch and transformers. An interruption ends the process at once: raised in native code it would abort.
 
     Nothing is lost by that, since a command calls this before it does anything. `lean` is for processes that neither
-    compile nor run beside others (`lean_imports.py`).
+    compile nor run beside others (`lean_imports.py`); beside a GPU, where some MiB are nothing, all is imported.
     """
     if threading.current_thread() is not threading.main_thread():
         _import(lean)
@@ -26,9 +26,9 @@ def import_libraries(*, lean: bool = False) -> None:
 
 
 def _import(lean: bool) -> None:
-    import torch  # noqa: F401
+    import torch
 
-    if lean:
+    if lean and not torch.cuda.is_available():
         import_transformers()
     else:
         import transformers  # noqa: F401

@@ -9,7 +9,7 @@ from eyas.errors import UserError
 from eyas.plan.memory import size
 
 if TYPE_CHECKING:
-    from eyas.plan.training import Figure, TrainingPlan
+    from eyas.plan.training import TrainingFigure, TrainingPlan
 
 FORMAT = "eyas-train-plan-1"
 SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
@@ -62,7 +62,7 @@ def print_training(plan: "TrainingPlan", target: str) -> None:
     console.print("fits" if plan.fits else f"does not fit: {hint}")
 
 
-def figure_words(figure: "Figure") -> str:
+def figure_words(figure: "TrainingFigure") -> str:
     """Its value for people."""
     if figure.unit == "bytes":
         return size(figure.value) if figure.value < 2**40 else f"{figure.value / 2**40:,.1f} TiB"

@@ -18,7 +18,7 @@ from eyas.data.regenerate import ChatPrompt, Reply
 from eyas.engine.detokenizer import TextStream, text_behind
 from eyas.errors import UserError
 from eyas.remote.address import Address
-from eyas.remote.completions import PATH, Completion, CompletionReader, Trial
+from eyas.remote.completions import PATH, Completion, CompletionReader, ServerTrial
 from eyas.remote.server_pool import RequestFailedError, RequestRefusedError, RetryPolicy, ServerPool
 from eyas.sampling import Sampling
 from eyas.serve.builders.answer_reader import AnswerReader
@@ -121,7 +121,7 @@ class ServerAnswerer:
         self._done: asyncio.Queue[Reply | BaseException] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._told: set[str] = set()
-        trial = Trial(
+        trial = ServerTrial(
             self._completions,
             target.encode_chat([TRIAL_MESSAGE]),
             body=self._fields,

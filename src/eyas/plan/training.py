@@ -67,7 +67,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class TrainingFigure:
     """A number, and how it came about."""
 
     name: str
@@ -89,7 +89,7 @@ class TrainingPlan:
     servers: int
     nodes: int
     fits: bool
-    figures: Sequence[Figure] = field(repr=False)
+    figures: Sequence[TrainingFigure] = field(repr=False)
 
     @property
     def hours(self) -> float:
@@ -108,7 +108,7 @@ def plan_training(run: TrainingRun) -> TrainingPlan:
     figures = [*own]
     if live:
         memory = alone - int(tables) + target
-        figures[1] = Figure(
+        figures[1] = TrainingFigure(
             name="target", value=target, unit="bytes", formula=f"{run.decoder.parameters:,} weights, {_bits(run)}"
         )
         rate = run.trainers / (1 / drafter.value + 1 / target_speed.value)
@@ -122,28 +122,30 @@ def plan_training(run: TrainingRun) -> TrainingPlan:
         rate = min(wanted, servers * target_speed.value)
         formula = f"{run.trainers} trainers x {drafter.value:,.0f}"
     figures += [
-        Figure(name="memory of a trainer", value=memory, unit="bytes", formula=f"of {size(usable)} usable"),
+        TrainingFigure(name="memory of a trainer", value=memory, unit="bytes", formula=f"of {size(usable)} usable"),
         drafter,
         target_speed,
     ]
     if servers:
         per = run.server_cards
         figures.append(
-            Figure(
+            TrainingFigure(
                 name="servers",
                 value=servers,
                 unit="",
                 formula=f"{formula} tokens/s wanted / {target_speed.value:,.0f} of a server of {per} cards",
             )
         )
-    figures.append(Figure(name="training", value=rate, unit="tokens/s", formula=formula))
+    figures.append(TrainingFigure(name="training", value=rate, unit="tokens/s", formula=formula))
     figures += _traffic(run, rate, served=not live)
     cards = run.trainers + servers * run.server_cards
     nodes = ceil(cards / CARDS_OF_NODE)
     figures += [
-        Figure(name="cards", value=cards, unit="", formula=f"{run.trainers} train, {cards - run.trainers} serve"),
-        Figure(name="nodes", value=nodes, unit="", formula=f"{cards} cards / {CARDS_OF_NODE}"),
-        Figure(
+        TrainingFigure(
+            name="cards", value=cards, unit="", formula=f"{run.trainers} train, {cards - run.trainers} serve"
+        ),
+        TrainingFigure(name="nodes", value=nodes, unit="", formula=f"{cards} cards / {CARDS_OF_NODE}"),
+        TrainingFigure(
             name="time",
             value=run.tokens / rate / 3600,
             unit="hours",
@@ -173,7 +175,7 @@ def trained_weights(drafter: DrafterShape) -> dict[str, int]:
     return {"fc": fusion, "head": head, "layer": sum(sizes.values())}
 
 
-def _trainer_memory(run: TrainingRun) -> tuple[int, list[Figure]]:
+def _trainer_memory(run: TrainingRun) -> tuple[int, list[TrainingFigure]]:
     """Bytes of a trainer without a target beside it."""
     config, weights = run.drafter.config, sum(trained_weights(run.drafter).values())
     states = config.num_aux_hidden_states + 1
@@ -181,45 +183,45 @@ def _trainer_memory(run: TrainingRun) -> tuple[int, list[Figure]]:
     taught = run.taught * run.depths
     width = 3 * config.intermediate_size + 10 * config.hidden_size
     figures = [
-        Figure(
+        TrainingFigure(
             name="drafter",
             value=weights * per,
             unit="bytes",
             formula=f"{weights:,} trained weights x {per} bytes "
             f"({', '.join(f'{name} {count}' for name, count in PER_WEIGHT.items())})",
         ),
-        Figure(
+        TrainingFigure(
             name="tables",
             value=2 * run.decoder.vocabulary * STATE,
             unit="bytes",
             formula=f"the target's embedding and head: 2 x {run.decoder.vocab_size:,} x {run.decoder.hidden_size:,} x "
             f"{STATE} bytes",
         ),
-        Figure(
+        TrainingFigure(
             name="states",
             value=run.step_tokens * states * config.target_hidden_size * STATE,
             unit="bytes",
             formula=f"{run.step_tokens:,} tokens x {states} states x {config.target_hidden_size:,} x {STATE} bytes",
         ),
-        Figure(
+        TrainingFigure(
             name="activations",
             value=run.step_tokens * taught * width * STATE,
             unit="bytes",
             formula=f"{run.step_tokens:,} tokens x {run.taught:g} taught x {run.depths} depths x (3 x "
             f"{config.intermediate_size:,} + 10 x {config.hidden_size:,}) x {STATE} bytes",
         ),
-        Figure(
+        TrainingFigure(
             name="scores",
             value=CHUNK * config.draft_vocab_size * PER_SCORE,
             unit="bytes",
             formula=f"{CHUNK:,} rows x {config.draft_vocab_size:,} draft tokens x {PER_SCORE} bytes",
         ),
-        Figure(name="runtime", value=CUDA_RUNTIME, unit="bytes", formula="context and libraries of the device"),
+        TrainingFigure(name="runtime", value=CUDA_RUNTIME, unit="bytes", formula="context and libraries of the device"),
     ]
     return int(sum(figure.value for figure in figures)), figures
 
 
-def _speeds(run: TrainingRun) -> tuple[Figure, Figure]:
+def _speeds(run: TrainingRun) -> tuple[TrainingFigure, TrainingFigure]:
     """Tokens per second of a trainer, and of one target: beside it, or on the cards of a server."""
     parts, decoder = trained_weights(run.drafter), run.decoder
     repeated = run.taught * run.depths * (parts["layer"] + parts["head"])
@@ -232,7 +234,7 @@ def _speeds(run: TrainingRun) -> tuple[Figure, Figure]:
     arithmetic = run.card.speed_of(run.quantisation.arithmetic)
     reads = run.server_cards * arithmetic * TARGET_SHARE / target_ops
     return (
-        Figure(
+        TrainingFigure(
             name="a trainer",
             value=trains,
             unit="tokens/s",
@@ -240,7 +242,7 @@ def _speeds(run: TrainingRun) -> tuple[Figure, Figure]:
             f"6 x (fc {parts['fc']:,} + {run.taught:g} x {run.depths} x (layer {parts['layer']:,} + head "
             f"{parts['head']:,})) + 2 x {run.taught:g} x {decoder.vocabulary:,}",
         ),
-        Figure(
+        TrainingFigure(
             name="the target",
             value=reads,
             unit="tokens/s",
@@ -251,14 +253,14 @@ def _speeds(run: TrainingRun) -> tuple[Figure, Figure]:
     )
 
 
-def _traffic(run: TrainingRun, rate: float, *, served: bool) -> list[Figure]:
+def _traffic(run: TrainingRun, rate: float, *, served: bool) -> list[TrainingFigure]:
     """What goes over the network, and what a cache on disk would hold."""
     config, weights = run.drafter.config, sum(trained_weights(run.drafter).values())
     figures, step = [], run.step_tokens * run.trainers / rate
     if served:
         state = (config.num_aux_hidden_states + 1) * config.target_hidden_size * STATE
         figures.append(
-            Figure(
+            TrainingFigure(
                 name="states over the network",
                 value=rate * state,
                 unit="bytes/s",
@@ -269,7 +271,7 @@ def _traffic(run: TrainingRun, rate: float, *, served: bool) -> list[Figure]:
     if run.trainers > 1:
         moved = 2 * (run.trainers - 1) / run.trainers * 4 * weights
         figures.append(
-            Figure(
+            TrainingFigure(
                 name="gradients over the network",
                 value=moved / run.network,
                 unit="s a step",
@@ -279,7 +281,7 @@ def _traffic(run: TrainingRun, rate: float, *, served: bool) -> list[Figure]:
         )
     row = TOP_K * 6 + 8
     figures.append(
-        Figure(
+        TrainingFigure(
             name="a cache on disk",
             value=run.tokens * (config.num_aux_hidden_states * config.target_hidden_size * STATE + run.taught * row),
             unit="bytes",

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedTokenizerBase
 
 from eyas.errors import UserError
-from eyas.remote.server_pool import BrokenReplyError, RetryPolicy, Server, error_message
+from eyas.remote.server_pool import BrokenReplyError, RemoteServer, RetryPolicy, error_message
 from eyas.remote.token_names import TokenNames
 
 PATH = "/v1/completions"
@@ -46,7 +46,7 @@ class CompletionReader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._names, self._vocab_size = TokenNames(tokenizer), vocab_size
 
-    def read(self, reply: Any, prompt: Sequence[int], server: Server) -> Completion:
+    def read(self, reply: Any, prompt: Sequence[int], server: RemoteServer) -> Completion:
         """The one choice of a reply to a prompt of ids."""
         choice = _choice(reply)
         read_ids = choice.get("prompt_token_ids")
@@ -93,7 +93,7 @@ class CompletionReader:
         return self._names.find_ids(text, names, prompt[-1])
 
 
-class Trial:
+class ServerTrial:
     """Tries a server with a short prompt before it is given work: whether its tokens can be known, and are ours."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Trial:
         self._reader, self._prompt, self._body = reader, tuple(prompt), body
         self._stop_ids, self._decode, self._max_length, self._report = stop_ids, decode, max_length, report
 
-    async def __call__(self, server: Server) -> Mapping[str, Any]:
+    async def __call__(self, server: RemoteServer) -> Mapping[str, Any]:
         """Which fields make this server tell its tokens."""
         url, most = server.address.url, server.card.get("max_model_len")
         if isinstance(most, int) and most < self._max_length:
@@ -143,7 +143,7 @@ class Trial:
             "return_token_ids (vLLM, SGLang, eyas serve), or logprobs"
         )
 
-    async def _ask(self, server: Server, way: Mapping[str, Any]) -> tuple[int, bytes]:
+    async def _ask(self, server: RemoteServer, way: Mapping[str, Any]) -> tuple[int, bytes]:
         body = {**self._body, "model": server.card["id"], "prompt": list(self._prompt), "max_tokens": TRIAL_TOKENS}
         for failures in range(BUSY_TRIES):
             status, reply, wait = await server.post(PATH, {**body, "temperature": 0, **way})

@@ -64,7 +64,7 @@ class RetryPolicy:
 
 
 @dataclass(kw_only=True, eq=False)
-class Server:
+class RemoteServer:
     """One of them, and how it is."""
 
     address: Address
@@ -96,7 +96,7 @@ class Server:
         return self.address.url + path
 
 
-Admit = Callable[[Server], Awaitable[Mapping[str, Any]]]
+Admit = Callable[[RemoteServer], Awaitable[Mapping[str, Any]]]
 """Tries a server that is new or was gone, and says which fields its requests have beside the others; raises `UserError`
 for one that cannot be used."""
 
@@ -124,7 +124,7 @@ class ServerPool:
     async def __aenter__(self) -> "ServerPool":
         timeout = aiohttp.ClientTimeout(total=self._retry.timeout, sock_connect=PROBE_SECONDS)
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
-        self.servers = tuple(Server(address=address, session=self._session) for address in self._addresses)
+        self.servers = tuple(RemoteServer(address=address, session=self._session) for address in self._addresses)
         return self
 
     async def __aexit__(
@@ -163,7 +163,7 @@ class ServerPool:
             else:
                 self._suspect(server, problem)
 
-    async def _admit_patiently(self, server: Server, admit: Admit) -> str | None:
+    async def _admit_patiently(self, server: RemoteServer, admit: Admit) -> str | None:
         """Why a server cannot be tried. Connections that were kept meanwhile may be closed by now."""
         problem = ""
         for failures in range(self._retry.attempts):
@@ -176,7 +176,7 @@ class ServerPool:
                 return None
         return problem
 
-    async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any, Server], Read]) -> Read:
+    async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any, RemoteServer], Read]) -> Read:
         """Send until a server answers, and return what `read` makes of that.
 
         `read` may raise `BrokenReplyError`.
@@ -213,7 +213,7 @@ class ServerPool:
             if reached:
                 await asyncio.sleep(self._retry.delay(failures))
 
-    async def _choose(self) -> Server:
+    async def _choose(self) -> RemoteServer:
         """The idlest server that is up; wait for one if there is none."""
         while not any(server.up for server in self.servers):
             try:
@@ -226,11 +226,11 @@ class ServerPool:
                 ) from error
         return min((server for server in self.servers if server.up), key=lambda server: server.in_flight)
 
-    def _set_up(self, server: Server) -> None:
+    def _set_up(self, server: RemoteServer) -> None:
         server.up = True
         self._ready.set()
 
-    def _suspect(self, server: Server, problem: str) -> None:
+    def _suspect(self, server: RemoteServer, problem: str) -> None:
         """Give the server nothing until it has said that it is well."""
         if server.watch is not None:
             return
@@ -240,7 +240,7 @@ class ServerPool:
             self._none_since = time.monotonic()
         server.watch = asyncio.create_task(self._wait_for(server, problem))
 
-    async def _wait_for(self, server: Server, problem: str) -> None:
+    async def _wait_for(self, server: RemoteServer, problem: str) -> None:
         since, failures = time.monotonic(), 0
         while (why := await self._try(server, again=failures > 0)) is not None:
             if not failures:
@@ -252,7 +252,7 @@ class ServerPool:
         server.watch = None
         self._set_up(server)
 
-    async def _try(self, server: Server, *, again: bool) -> str | None:
+    async def _try(self, server: RemoteServer, *, again: bool) -> str | None:
         """Why a server cannot be used; one that was gone is admitted anew, as it may be another."""
         try:
             why = await self._ask_for_model(server)
@@ -263,7 +263,7 @@ class ServerPool:
             return str(error) if isinstance(error, UserError) else describe_failure(error, PROBE_SECONDS)
         return why
 
-    async def _ask_for_model(self, server: Server) -> str | None:
+    async def _ask_for_model(self, server: RemoteServer) -> str | None:
         try:
             reply = await server.get("/v1/models")
         except _BROKEN as error:

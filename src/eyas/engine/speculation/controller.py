@@ -43,7 +43,7 @@ from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOu
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
-from eyas.engine.speculation.step_times import StepTimes
+from eyas.engine.speculation.step_times import WholeStepTimes
 from eyas.engine.speculation.verify_budget import share_budget
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
@@ -93,7 +93,7 @@ class Controller:
         """Steps that drafted for few enough requests to consider trees, and those that looked at candidates."""
         self._in_trees = 0
         self._depths: Counter[int] = Counter()
-        self._times = StepTimes()
+        self._times = WholeStepTimes()
         self._reason = "no step yet"
 
     def overlaps(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from eyas.engine.speculation.cost_model import bucket_of
 
 
-class StepTimes:
+class WholeStepTimes:
     """Sums over steps that were timed as a whole."""
 
     def __init__(self) -> None:
