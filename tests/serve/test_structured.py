@@ -149,11 +149,14 @@ def test_the_openai_client_parses_what_comes(new_server: Any) -> None:
             asking.completions.create(model="tiny", prompt="a", extra_body={"guided_regex": "(a"})
 
 
-def test_a_server_does_not_read_the_tokenizer_for_grammars_before_one_comes(client: Any) -> None:
-    compiler = GrammarCompiler(client.application.context.compiler._target)
+@pytest.mark.parametrize("at_start", [False, True])
+def test_the_tokenizer_for_grammars_is_read_at_the_start_or_when_one_comes(client: Any, at_start: bool) -> None:
+    served = client.application.context.compiler
+    assert not served._read_at_start, "on a processor it may never be needed"
+    compiler = GrammarCompiler(served._target, read_at_start=at_start)
     compiler.start()
     try:
-        assert compiler._guidance is None
+        assert (compiler._guidance is not None) == at_start
         grammar = asyncio.run(compiler.compile(GrammarSpec(kind="regex", text="[xyz]+", field="guided_regex")))
         assert grammar is not None
         assert compiler._guidance is not None

@@ -13,6 +13,7 @@ from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.metrics import ServerMetrics
 from eyas.serve.monitoring.vllm_metrics import MetricsNames
 from eyas.serve.protocol.request_policy import RequestPolicy
+from eyas.target.model import Target
 
 SHORT_BODY_BYTES = 2**16
 """Takes some tens of milliseconds to tokenize."""
@@ -60,6 +61,7 @@ class ServerContext:
         metrics = ServerMetrics(model_info.name, metrics_names)
         metrics.in_flight.set_function(lambda: admission.in_flight)
         request_builder = RequestBuilder(target, model_info, policy)
+        small_server = isinstance(target, Target) and target.device.type == "cpu"
         special_tokens = {token: text for text, token in request_builder.special_tokens.items()}
         return cls(
             engine_client=engine_client,
@@ -69,6 +71,6 @@ class ServerContext:
             admission=admission,
             metrics=metrics,
             request_builder=request_builder,
-            compiler=GrammarCompiler(target),
+            compiler=GrammarCompiler(target, read_at_start=not small_server),
             token_text=TokenText(target.tokenizer, special_tokens),
         )
