@@ -25,6 +25,7 @@ class Chooser:
         self.depth, self.holds = depth, holds
         self.asked: list[tuple[list[int], int]] = []
         self.drift = SimpleNamespace(firing=False)
+        self.surprised = False
 
     def choose(self, rows: Sequence[RowFacts], *, after: int) -> Choice:
         self.asked.append(([row.key for row in rows], after))
@@ -56,6 +57,16 @@ def seqs(*keys: int, speculation: Speculation = AUTO) -> list[SequenceState]:
         )
         for key in keys
     ]
+
+
+def test_a_choice_is_not_held_behind_a_surprise() -> None:
+    chooser = Chooser(3, holds=8)
+    proposer, rows = made(chooser), seqs(0, 1)
+    proposer.draft_slots(rows)
+    proposer.draft_slots(rows)
+    chooser.surprised = True
+    proposer.draft_slots(rows)
+    assert chooser.asked == [([0, 1], 1), ([0, 1], 2)]
 
 
 def test_the_same_requests_are_chosen_for_once() -> None:

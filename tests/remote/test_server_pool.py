@@ -41,7 +41,7 @@ class Scripted:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
-        self._runner = web.AppRunner(app, shutdown_timeout=0)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)  # 0 would wait for requests under way
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
@@ -126,13 +126,14 @@ def test_a_server_that_dies_costs_time_and_nothing_else() -> None:
     async def test(stack: AsyncExitStack) -> None:
         told: list[str] = []
         server = await Scripted(echo).start()
-        server.slow = 0.05
+        server.slow = 5.0
         pool = await pool_of(stack, server, told=told)
         asked = asyncio.create_task(ask(pool, *range(50)))
         await asyncio.sleep(0.02)
         await server.stop()
         await asyncio.sleep(0.2)
         assert not asked.done()
+        server.slow = 0.0
         await server.start()
         assert await asked == list(range(50))
         assert len(told) == 2

@@ -146,9 +146,9 @@ def test_steps_see_no_slot_that_teaches_nothing() -> None:
     seen: dict[str, list[int]] = {"step": [], "remember": []}
 
     def counted(name: str) -> Any:
-        def call(hidden: Tensor, *rest: Any) -> Any:
+        def call(hidden: Tensor, *rest: Any, **options: Any) -> Any:
             seen[name].append(len(hidden))
-            return getattr(drafter, name)(hidden, *rest)
+            return getattr(drafter, name)(hidden, *rest, **options)
 
         return call
 
