@@ -10,7 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
@@ -337,41 +337,33 @@ def llama_config(config: DrafterConfig) -> LlamaConfig:
     )
 
 
+def assert_later_layer_is(config: DrafterConfig, theirs: nn.Module) -> None:
+    """A layer behind the first gives what transformers' layer gives with its weights."""
+    ours = random_drafter(config).layers[1]
+    theirs.eval().load_state_dict(ours.state_dict())
+    hidden = torch.randn(1, TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(300, 300 + TOKENS)
+    cos_sin = LlamaRotaryEmbedding(llama_config(config))(hidden, positions[None])
+    mask = torch.full((1, 1, TOKENS, TOKENS), float("-inf")).triu(1)
+    with torch.no_grad():
+        expected = theirs(hidden, attention_mask=mask, position_embeddings=cos_sin)
+        attend = DenseAttention()
+        attend.present = [(hidden, hidden)]  # layer 0 has had its turn
+        actual = ours(hidden[0], *Rope(config)(positions, torch.float32), attend)
+    assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rope", ROPES)
 def test_later_layers_are_llamas(rope: str, bias: bool) -> None:
     config = drafter_config(num_hidden_layers=2, rope_parameters=ROPES[rope], attention_bias=bias, mlp_bias=bias)
-    ours = random_drafter(config).layers[1]
-    theirs = LlamaDecoderLayer(llama_config(config), layer_idx=0).eval()
-    theirs.load_state_dict(ours.state_dict())
-    hidden = torch.randn(1, TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(300, 300 + TOKENS)
-    cos_sin = LlamaRotaryEmbedding(llama_config(config))(hidden, positions[None])
-    mask = torch.full((1, 1, TOKENS, TOKENS), float("-inf")).triu(1)
-    with torch.no_grad():
-        expected = theirs(hidden, attention_mask=mask, position_embeddings=cos_sin)
-        attend = DenseAttention()
-        attend.present = [(hidden, hidden)]  # layer 0 has had its turn
-        actual = ours(hidden[0], *Rope(config)(positions, torch.float32), attend)
-    assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
+    assert_later_layer_is(config, LlamaDecoderLayer(llama_config(config), layer_idx=0))
 
 
 def test_later_layers_with_norms_of_queries_and_keys_are_qwen3s() -> None:
     config = drafter_config(num_hidden_layers=2, qk_norm=True)
-    ours = random_drafter(config).layers[1]
     shape = Qwen3Config(**{**llama_config(config).to_dict(), "model_type": "qwen3"}, attn_implementation="eager")
-    theirs = Qwen3DecoderLayer(shape, layer_idx=0).eval()
-    theirs.load_state_dict(ours.state_dict())
-    hidden = torch.randn(1, TOKENS, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(300, 300 + TOKENS)
-    cos_sin = LlamaRotaryEmbedding(llama_config(config))(hidden, positions[None])
-    mask = torch.full((1, 1, TOKENS, TOKENS), float("-inf")).triu(1)
-    with torch.no_grad():
-        expected = theirs(hidden, attention_mask=mask, position_embeddings=cos_sin)
-        attend = DenseAttention()
-        attend.present = [(hidden, hidden)]  # layer 0 has had its turn
-        actual = ours(hidden[0], *Rope(config)(positions, torch.float32), attend)
-    assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
+    assert_later_layer_is(config, Qwen3DecoderLayer(shape, layer_idx=0))
 
 
 LATENT_ROPES = {

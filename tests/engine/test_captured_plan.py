@@ -1,5 +1,6 @@
 """Where passes are captured and a step is in flight: useless drafts cost nothing, and good ones gain."""
 
+import json
 import random
 from itertools import pairwise
 from statistics import mean
@@ -244,3 +245,13 @@ def test_answers_that_turn_from_hard_to_easy_and_back_gain_more_than_plainly_or_
     fixed = [serve_on(Fixed(depth), device, chances, users=users, steps=1000).rate() for depth in (0, 3)]
     runs = [serve_on(controller_on(device), device, chances, users=users, steps=1000, seed=seed) for seed in range(3)]
     assert sum(run.rate() for run in runs) / 3 > max(fixed)
+
+
+def test_the_report_tells_what_whole_steps_took_beside_what_was_expected() -> None:
+    controller = controller_on(LARGE)
+    serve_on(controller, LARGE, lambda _: GOOD, users=16, steps=300, noise=0.0)
+    by_depth = controller.report()["steps_by_depth_and_requests"]
+    often = [told for by_requests in by_depth.values() for told in by_requests.values() if told["steps"] > 20]
+    assert often
+    assert all(told["seconds"] == pytest.approx(told["expected"], rel=0.15) for told in often)
+    json.dumps(controller.report(), allow_nan=False)  # it goes to /status

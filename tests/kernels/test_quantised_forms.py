@@ -9,18 +9,17 @@ from torch import Tensor
 
 from eyas.kernels.linear import quantised_linear
 from eyas.kernels.linear.quantised_linear import (
-    BLOCK,
     FORMATS,
     FOUR_BITS,
     MINIMA,
     SCALES_OF_HALVES,
-    Blocks,
     Form,
     QuantisedKernel,
     QuantisedLinear,
     joined_quantised,
     load_quantised,
 )
+from kernels.random_quantised import random_blocks
 
 SHAPES = [(1, 1), (3, 33), (16, 64), (50, 300), (61, 1100), (192, 576)]  # outputs, inputs
 ROWS = (1, 8, 15, 16, 17, 31, 32, 33, 47, 128, 129, 144, 300)  # groups have 16, stripes 128
@@ -70,19 +69,6 @@ def threads(request: pytest.FixtureRequest):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def random_blocks(format_: int, outputs: int, inputs: int, *, seed: int = 0) -> Blocks:
-    generator, count = torch.Generator().manual_seed(seed), -(-inputs // BLOCK)
-    four, minima = bool(format_ & FOUR_BITS), bool(format_ & MINIMA)
-    low, high = ((0, 16) if minima else (-8, 8)) if four else (-128, 128)
-    scales = 2 * count if format_ & SCALES_OF_HALVES else count
-    return Blocks(
-        q_NK=torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8),
-        scale_NS=torch.randn(outputs, scales, generator=generator).half() / 64,
-        minimum_NB=torch.randn(outputs, count, generator=generator).half() if minima else None,
-        bits=4 if four else 8,
-    )
 
 
 def random_rows(rows: int, inputs: int) -> Tensor:

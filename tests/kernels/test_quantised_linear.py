@@ -21,6 +21,7 @@ from eyas.kernels.linear.quantised_linear import (
     load_quantised,
     quantise,
 )
+from kernels.random_quantised import random_blocks
 
 SHAPES = [(1, 1), (3, 33), (16, 64), (50, 300), (61, 1100), (192, 576)]  # outputs, inputs
 
@@ -46,22 +47,6 @@ def threads(request: pytest.FixtureRequest):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def random_blocks(format_: int, outputs: int, inputs: int, *, seed: int = 0) -> Blocks:
-    generator = torch.Generator().manual_seed(seed)
-    count = -(-inputs // BLOCK)
-    four, minima = bool(format_ & FOUR_BITS), bool(format_ & MINIMA)
-    low, high = ((0, 16) if minima else (-8, 8)) if four else (-128, 128)
-    scales = 2 * count if format_ & SCALES_OF_HALVES else count
-    blocks = Blocks(
-        q_NK=torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8),
-        scale_NS=torch.randn(outputs, scales, generator=generator).half() / 64,
-        minimum_NB=torch.randn(outputs, count, generator=generator).half() if minima else None,
-        bits=4 if four else 8,
-    )
-    assert blocks.format == format_
-    return blocks
 
 
 def random_rows(rows: int, inputs: int, *, seed: int = 1) -> Tensor:

@@ -247,9 +247,9 @@ class Acceptance:
         """
         hits, tries = sum(self._newest()), POLICY.newest_rounds
         chance = min(max(self._depths.rate(0, POLICY.first_guess, 0.0), 0.05), 0.95)
-        at_least = sum(comb(tries, k) * chance**k * (1 - chance) ** (tries - k) for k in range(ceil(hits), tries + 1))
-        at_most = sum(comb(tries, k) * chance**k * (1 - chance) ** (tries - k) for k in range(int(hits) + 1))
-        if min(at_least, at_most) < POLICY.sudden_chance:
+        at_least_as_odd = range(ceil(hits), tries + 1) if hits > chance * tries else range(int(hits) + 1)
+        by_accident = sum(comb(tries, k) * chance**k * (1 - chance) ** (tries - k) for k in at_least_as_odd)
+        if by_accident < POLICY.sudden_chance:
             self._believe_newest()
 
     def _newest(self) -> list[float]:

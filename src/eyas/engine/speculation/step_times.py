@@ -3,6 +3,7 @@
 Nothing is chosen by it. Where both differ for one depth and not for another, a price is wrong.
 """
 
+from math import isfinite
 from typing import Any
 
 from eyas.engine.speculation.cost_model import bucket_of
@@ -16,7 +17,9 @@ class WholeStepTimes:
         """By kind and requests: steps, seconds, expected seconds."""
 
     def observe(self, requests: int, seconds: float, expected: float, *, depth: int, trees: bool) -> None:
-        """Take a step."""
+        """Take a step, unless there was no price for it yet."""
+        if not isfinite(expected):
+            return
         kind = f"tree {depth}" if trees else f"depth {depth}"
         sums = self._sums.setdefault((kind, bucket_of(requests, 1)), [0, 0.0, 0.0])
         for place, value in enumerate((1, seconds, expected)):
