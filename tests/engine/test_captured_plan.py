@@ -3,6 +3,7 @@
 import json
 import random
 from itertools import pairwise
+from math import inf
 from statistics import mean
 
 import pytest
@@ -16,6 +17,7 @@ from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOu
 from eyas.engine.speculation.planner import Planner, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.step_times import WholeStepTimes
 from eyas.plan.shapes import Batch
 
 GOOD, USELESS = [0.73, 0.71, 0.68, 0.66, 0.66, 0.66, 0.66], [0.0] * 7
@@ -255,3 +257,11 @@ def test_the_report_tells_what_whole_steps_took_beside_what_was_expected() -> No
     assert often
     assert all(told["seconds"] == pytest.approx(told["expected"], rel=0.15) for told in often)
     json.dumps(controller.report(), allow_nan=False)  # it goes to /status
+
+
+def test_a_step_that_had_no_price_yet_stays_out_of_the_report() -> None:
+    times = WholeStepTimes()
+    times.observe(1, 0.1, inf, depth=0, trees=False)
+    assert times.report() == {}
+    times.observe(1, 0.1, 0.2, depth=0, trees=False)
+    assert times.report() == {"depth 0": {1: {"steps": 1, "seconds": 0.1, "expected": 0.2}}}
