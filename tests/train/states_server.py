@@ -18,6 +18,9 @@ from eyas.target.model import Target
 Fault = Callable[[list[int]], str | None]
 """What goes wrong with a document: `status NNN`, `no file`, `other ids`, `torn`, `error`; None: nothing."""
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Hooks of a capture see whoever runs, and servers share a target."""
+
 
 class StatesServer:
     """Serves until it is stopped; `start` again takes the same port."""
@@ -32,7 +35,6 @@ class StatesServer:
         self.keys: set[str | None] = set()
         self.pause = 0.0
         self._port = 0
-        self._one_at_a_time = threading.Lock()  # hooks of a capture see whoever runs
         self._http: ThreadingHTTPServer | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -108,7 +110,7 @@ class StatesServer:
         fault = self.fault(ids) or ""
         if fault.startswith("status"):
             return int(fault.split()[1]), {"error": {"message": "so it was asked"}}
-        with self._one_at_a_time:
+        with _ONE_AT_A_TIME:
             output = self.target.forward(torch.tensor([ids]), self.layer_ids)
         states = output.aux_hidden_BTX[0].view(len(ids), len(self.layer_ids), -1)
         if fault == "error":

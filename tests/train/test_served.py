@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -45,7 +46,7 @@ def server(tiny_target: Target, tmp_path: Path) -> Iterator[StatesServer]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eyas.train.served.fetcher.PAUSES", (0.05, 0.2))
+    monkeypatch.setattr("eyas.train.served.health.PAUSES", (0.05, 0.2))
     monkeypatch.setattr("eyas.train.served.state_files.FILE_SECONDS", 0.5)
 
 
@@ -70,6 +71,13 @@ def source_of(open_source: OpenServed) -> FetchingSource:
 
 def a_batch(seed: int = 0) -> TrainingBatch:
     return packs_of(corpus_of(12, seed=seed), length=100).epoch(0)[0].build()
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def learnt(target: Target, batch: TrainingBatch, features: Features) -> tuple[float, list[torch.Tensor]]:
@@ -384,7 +392,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_is_away(server: S
     assert (tmp_path / "run" / "checkpoints" / "step-000000").is_dir()
 
 
-@pytest.mark.parametrize(
+WRONG = pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (
@@ -400,6 +408,9 @@ def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_is_away(server: S
         (lambda server: setattr(server, "fault", lambda ids: "other ids"), r"16 other tokens than the 16"),
     ],
 )
+
+
+@WRONG
 def test_the_wrong_server_is_refused_at_the_start(
     spoil: Callable[[StatesServer], None], words: str, server: StatesServer, tmp_path: Path
 ) -> None:
@@ -408,23 +419,64 @@ def test_the_wrong_server_is_refused_at_the_start(
         source_of(open_source)(a_batch())
 
 
-def test_a_wrong_server_beside_a_right_one_is_left_out(
-    tiny_target: Target, server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@WRONG
+def test_a_wrong_server_that_answers_first_is_set_aside_and_the_right_one_waited_for(
+    spoil: Callable[[StatesServer], None],
+    words: str,
+    server: StatesServer,
+    tmp_path: Path,
+    tiny_target: Target,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong, batch = StatesServer(tiny_target, server.folder, tiny.AUX_IDS).start(), a_batch()
+    spoil(wrong)
+    server.stop()
+    with opened(server, tmp_path / "run", servers=[wrong.url, server.url]) as open_source:
+        source = source_of(open_source)
+        source.prefetch(batch)
+        wait_until(lambda: any("set aside" in message for message in caplog.messages))
+        server.start()
+        assert source.available(batch) is batch
+        source(batch)
+        source(a_batch(1))
+        assert open_source.record()["failed"] == 0
+    wrong.stop()
+    said = [message for message in caplog.messages if "one of 2 servers is set aside" in message]
+    assert len(said) == 1
+    assert wrong.url in said[0]
+    assert re.search(words, said[0])
+    assert all(len(ids) == 16 for ids in wrong.asked)
+
+
+def test_a_run_ends_where_every_server_is_the_wrong_one_and_says_why_of_each(
+    tiny_target: Target, server: StatesServer, tmp_path: Path
 ) -> None:
     other = StatesServer(tiny_target, server.folder, tiny.AUX_IDS, version="0.31.0").start()
+    server.fault = lambda ids: "other ids"
+    with opened(server, tmp_path / "run", servers=[server.url, other.url]) as open_source:
+        with pytest.raises(UserError, match="none of the 2 servers can be used") as raised:
+            source_of(open_source)(a_batch())
+        assert re.search(rf"{server.url} does not hand out .*16 other tokens than the 16", str(raised.value))
+        assert f"{other.url} is vLLM 0.31.0" in str(raised.value)
     other.stop()
+
+
+@pytest.mark.parametrize("fault", ["other ids", "error", "no file", "status 400"])
+def test_what_one_server_refuses_is_asked_of_another_and_the_one_that_refuses_all_is_left_alone(
+    fault: str, tiny_target: Target, server: StatesServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = StatesServer(tiny_target, server.folder, tiny.AUX_IDS).start()
+    other.fault = lambda ids: None if len(ids) == 16 else fault
     with opened(server, tmp_path / "run", servers=[server.url, other.url]) as open_source:
         source = source_of(open_source)
-        source(a_batch())
-        other.start()
-        for _ in range(100):
-            if any("left out" in message for message in caplog.messages):
-                break
-            time.sleep(0.1)
-        source(a_batch(1))
+        for seed in range(6):
+            batch = a_batch(seed)
+            assert source.available(batch) is batch
+            source(batch)
+        assert open_source.record()["failed"] == 0
     other.stop()
-    assert [message for message in caplog.messages if "one server is left out" in message and "0.31.0" in message]
-    assert other.asked == []
+    (said,) = [message for message in caplog.messages if "is left alone for 300 s" in message]
+    assert other.url in said
 
 
 def test_the_key_that_vllm_reads_is_sent(server: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

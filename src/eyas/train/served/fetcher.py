@@ -5,8 +5,9 @@ its bytes fit beside those of packs that were not yet taken, so that neither dis
 `ahead_bytes` and the one pack that the trainer waits for, which is asked for in any case.
 
 A server that goes away gives its documents back to the queue and is tried again until it returns: that costs time and
-nothing else. A document that a server which is well refuses `ATTEMPTS` times has failed: it is counted, and the pack
-goes on without it.
+nothing else. One that is not the right one is set aside while others carry on; the run ends only where none is left. A
+document that servers which are well refuse `ATTEMPTS` times has failed: it is counted, and the pack goes on without it.
+What one server refused is asked of another first.
 
 Shapes: T tokens, A captured layers, D hidden size.
 """
@@ -18,45 +19,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch import Tensor
 
 from eyas.errors import UserError
 from eyas.train.features import InterruptedWaitError
 from eyas.train.served.client import DocumentFailedError, ServerAwayError
+from eyas.train.served.health import ServerHealth, StateClient
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-PAUSES = (0.5, 30.0)
-"""Seconds between tries to reach a server that is away: the first, and the longest."""
-REMINDER_SECONDS = 60.0
 CLOSE_SECONDS = 20.0
 FAILURES_SHOWN = 10
-
-
-class StateClient(Protocol):
-    """What is asked of a server (client.py)."""
-
-    url: str
-    closed: bool
-
-    def connect(self) -> None:
-        """Find out whether it is there and the right one."""
-        ...
-
-    def probe(self) -> None:
-        """Find out whether it is well."""
-        ...
-
-    def fetch(self, ids: Sequence[int]) -> Tensor:
-        """The states of a document."""
-        ...
-
-    def close(self) -> None:
-        """Break off whatever is under way."""
-        ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -72,7 +47,8 @@ class PackRequest:
     left: int
     """Documents that are neither there nor failed."""
     failed: set[int] = field(default_factory=set)
-    attempts: dict[int, int] = field(default_factory=dict)
+    refusals: dict[int, list[tuple[ServerHealth, str]]] = field(default_factory=dict)
+    """Of a document, by servers that were well."""
 
 
 @dataclass(kw_only=True)
@@ -108,7 +84,8 @@ class StateFetcher:
         self._numbers = 0
         self._closed = False
         self._broken: Exception | None = None
-        self._servers = [_Server(client=client) for client in clients]
+        self._aside: list[ServerHealth] = []
+        self._servers = [ServerHealth(client) for client in clients]
         # Nobody is asked before something is wanted: a cache that is whole needs no server.
         self._threads = [
             threading.Thread(target=self._run, args=(server,), daemon=True)
@@ -190,19 +167,36 @@ class StateFetcher:
             heapq.heappush(self._jobs, (pack.number, place, pack))
         self._changed.notify_all()
 
-    def _run(self, server: "_Server") -> None:
+    def _run(self, server: ServerHealth) -> None:
         try:
             self._work(server)
-        except Exception as error:  # the wrong server, or a fault of ours: whoever waits must hear of it
+        except UserError as error:
+            self._set_aside(server, error)
+        except Exception as error:  # a fault of ours: whoever waits must hear of it
             with self._changed:
-                if isinstance(error, UserError) and any(other.known for other in self._servers):
-                    if server.leave_out():
-                        logger.warning(f"one server is left out: {error}")
-                    return
                 self._broken = self._broken or error
                 self._changed.notify_all()
 
-    def _work(self, server: "_Server") -> None:
+    def _set_aside(self, server: ServerHealth, error: UserError) -> None:
+        """It is the wrong one; each of its threads comes here, and one says so."""
+        with self._changed:
+            if server in self._aside:
+                return
+            self._aside.append(server)
+            if len(self._aside) < len(self._servers):
+                logger.warning(f"one of {len(self._servers)} servers is set aside: {error}")
+                return
+            self._broken = (
+                error
+                if len(self._servers) == 1
+                else UserError(
+                    f"none of the {len(self._servers)} servers can be used: "
+                    + "; ".join(str(other.refused) for other in self._servers)
+                )
+            )
+            self._changed.notify_all()
+
+    def _work(self, server: ServerHealth) -> None:
         while True:
             with self._changed:
                 if self._closed or self._broken is not None:
@@ -212,10 +206,10 @@ class StateFetcher:
             with self._changed:
                 if self._closed:
                     return
-                if not self._jobs:
+                if (job := self._next_job(server)) is None:
                     self._changed.wait(0.5)
                     continue
-                _, place, pack = heapq.heappop(self._jobs)
+                place, pack = job
             try:
                 states = server.client.fetch(pack.documents[place])
             except (ServerAwayError, DocumentFailedError) as error:
@@ -225,9 +219,27 @@ class StateFetcher:
                 pack.states[place] = states
                 # Servers may compute in more bytes than was thought.
                 self._bytes_per_token = max(self._bytes_per_token, states.nbytes // max(1, len(states)))
+                server.gave()
+                for other, reason in dict(pack.refusals.get(place, ())).items():
+                    if other is not server:
+                        other.was_at_fault(reason)
                 self._done(pack)
 
-    def _gave_nothing(self, server: "_Server", pack: PackRequest, place: int, error: Exception) -> None:
+    def _next_job(self, server: ServerHealth) -> tuple[int, PackRequest] | None:
+        """The first document that this server is to be asked for."""
+        passed_over, found = [], None
+        while self._jobs and found is None:
+            job = heapq.heappop(self._jobs)
+            refused_by = {other for other, _ in job[2].refusals.get(job[1], ())}
+            if server in refused_by and any(other.ready and other not in refused_by for other in self._servers):
+                passed_over.append(job)
+            else:
+                found = job
+        for job in passed_over:
+            heapq.heappush(self._jobs, job)
+        return None if found is None else (found[1], found[2])
+
+    def _gave_nothing(self, server: ServerHealth, pack: PackRequest, place: int, error: Exception) -> None:
         """The document's fault or the server's?"""
         if self._closed:  # it was broken off
             return
@@ -238,8 +250,9 @@ class StateFetcher:
                 server.lose(f"{error}; and then {found}")
             else:
                 with self._changed:
-                    pack.attempts[place] = pack.attempts.get(place, 0) + 1
-                    if pack.attempts[place] >= ATTEMPTS:
+                    refusals = pack.refusals.setdefault(place, [])
+                    refusals.append((server, str(error)))
+                    if len(refusals) >= ATTEMPTS:
                         self._fail(pack, place, error)
                         return
         else:
@@ -265,78 +278,3 @@ class StateFetcher:
         self.counts.documents += 1
         pack.left -= 1
         self._changed.notify_all()
-
-
-class _Server:
-    """Whether a server is there, found out by one of its threads for all."""
-
-    def __init__(self, *, client: StateClient) -> None:
-        self.client = client
-        self.ready = False
-        self.known = False
-        """Whether it was ever there, and the right one."""
-        self._asking = threading.Lock()
-        self._lost_at = time.monotonic()
-        self._reminded = 0.0
-        self._next_try = 0.0
-        self._pause = 0.0
-        self._refused: UserError | None = None
-        self._left_out = False
-
-    def settled(self) -> bool:
-        """Whether it is ready; if it is not, one thread tries and the others wait a moment."""
-        if self.ready:
-            return True
-        if not self._asking.acquire(timeout=0.2):
-            return False
-        try:
-            if self.ready:
-                return True
-            if self._refused is not None:
-                raise self._refused
-            if time.monotonic() < self._next_try:
-                time.sleep(min(0.1, PAUSES[0]))
-                return False
-            try:
-                self.client.connect()
-            except (ServerAwayError, DocumentFailedError) as error:
-                if self.client.closed:
-                    return False
-                self._pause = min(PAUSES[1], max(PAUSES[0], 2 * self._pause))
-                self._next_try = time.monotonic() + self._pause
-                self._remind(str(error))
-                return False
-            except UserError as error:
-                if not self.known:
-                    self._refused = error
-                    raise
-                # It was the right one once: whoever mends it is waited for.
-                self._next_try = time.monotonic() + PAUSES[1]
-                self._remind(str(error))
-                return False
-            away = time.monotonic() - self._lost_at
-            logger.info(f"{self.client.url} is there" + (f" again, after {away:.0f} s" if self.known else ""))
-            self.ready = self.known = True
-            self._pause = 0.0
-            return True
-        finally:
-            self._asking.release()
-
-    def leave_out(self) -> bool:
-        """It is the wrong one; whether this is said for the first time."""
-        first, self._left_out = not self._left_out, True
-        return first
-
-    def lose(self, reason: str) -> None:
-        """It is away, or not well."""
-        if self.ready:
-            self.ready = False
-            self._lost_at = time.monotonic()
-            self._reminded = 0.0
-            self._remind(reason)
-
-    def _remind(self, reason: str) -> None:
-        now = time.monotonic()
-        if not self._reminded or now - self._reminded > REMINDER_SECONDS:
-            self._reminded = now
-            logger.warning(f"waiting for {self.client.url}: {reason}")
