@@ -158,10 +158,12 @@ def assert_serves(target: Target) -> None:
     assert target.model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granite", "cohere", "olmo2", "starcoder2", "glm4", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "granite", "cohere", "olmo2", "starcoder2", "glm4", "deepseek_v2", "deepseek_v3"]
+)
 def test_a_target_through_blocks_computes_what_it_computes_alone(family: str) -> None:
     extra: dict[str, Any] = {}
-    if family == "deepseek_v3":  # values are narrower than keys
+    if family.startswith("deepseek"):  # values are narrower than keys
         extra = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
         extra |= {"qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 4}
     assert_serves(built(family, **extra))

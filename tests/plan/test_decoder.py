@@ -64,6 +64,7 @@ EXPERTS = {
         "intermediate_size_mlp": 160,
         "interleave_moe_layer_step": 2,
     },
+    "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
 }
@@ -102,7 +103,11 @@ def test_biases_are_counted(kind: str) -> None:
 
 
 def test_a_latent_without_a_narrow_place_for_queries_and_glm_without_norms_are_counted() -> None:
-    for config in (small("deepseek_v3", q_lora_rank=None), small("glm4_moe", use_qk_norm=False, attention_bias=False)):
+    for config in (
+        small("deepseek_v2", q_lora_rank=None),
+        small("deepseek_v3", q_lora_rank=None),
+        small("glm4_moe", use_qk_norm=False, attention_bias=False),
+    ):
         assert read_decoder(config, "c").parameters == built_parameters(config)
 
 

@@ -48,17 +48,15 @@ def serve(
     It becomes vLLM: signals and exit status are vLLM's own. Options behind `--` are vLLM's, such as
     --tensor-parallel-size.
     """
-    from transformers import AutoConfig
-
     from eyas.errors import UserError
     from eyas.target.capture import check_aux_layer_ids
+    from eyas.target.config import read_config
     from eyas.target.facts import facts_of
-    from eyas.target.locate import explain_failures, locate, options_of
+    from eyas.target.locate import locate, options_of
     from eyas.train.served.command import StatesServer, require_servable
 
     place = locate(target, cache=cache)
-    with explain_failures(target, place):
-        config = AutoConfig.from_pretrained(place, **options_of(target, place))
+    config = read_config(target, place, options_of(target, place))
     facts = facts_of(config, target)
     require_servable(config.get_text_config(), facts)
     try:

@@ -161,6 +161,7 @@ FAMILIES: Mapping[str, DecoderFamily] = {
         windows=_llama4,
         defaults={"num_experts_per_tok": 1},
     ),
+    "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": _DEEPSEEK,
 }

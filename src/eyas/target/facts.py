@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eyas.errors import UserError
-from eyas.target.locate import explain_failures, locate, options_of
+from eyas.target.config import read_config
+from eyas.target.locate import locate, options_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,12 +48,7 @@ class TargetFacts:
 def read_facts(source: str, *, cache: Path | None = None, revision: str | None = None) -> TargetFacts:
     """Read the facts of `source`; the default target and GGUF files are made into a folder first."""
     place = locate(source, cache=cache)
-    from transformers import AutoConfig
-
-    hub = options_of(source, place, revision)
-    with explain_failures(source, place):
-        config = AutoConfig.from_pretrained(place, **hub)
-    return facts_of(config, source)
+    return facts_of(read_config(source, place, options_of(source, place, revision)), source)
 
 
 def facts_of(config: PretrainedConfig, source: str) -> TargetFacts:

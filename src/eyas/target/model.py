@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -35,6 +34,7 @@ from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.target.capture import capture
 from eyas.target.chat_template import ChatFormat
+from eyas.target.config import read_config
 from eyas.target.device import choose_device, device_words
 from eyas.target.facts import facts_of
 from eyas.target.locate import explain_failures, locate, options_of
@@ -104,8 +104,7 @@ class Target(TargetText):
         place = locate(source, cache=cache)
         hub = options_of(source, place, revision)
         logger.info(f"loading {source} on {device_words(where, asked=device)}")
-        with explain_failures(source, place):
-            config = AutoConfig.from_pretrained(place, **hub)
+        config = read_config(source, place, hub)
         facts = facts_of(config, source)
         chat_format = chat_format or ChatFormat()
         scheme = None if build is not None else scheme_of(config, source)

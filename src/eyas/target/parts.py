@@ -17,10 +17,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
+from eyas.target.config import read_config
 from eyas.target.device import choose_device
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.fingerprint import fingerprint, fingerprint_norms, norms_of
@@ -92,8 +93,7 @@ class TargetParts:
             raise UserError(f"unknown dtype {dtype!r}; use one of {', '.join(DTYPES)}")
         where, place = choose_device(device), locate(source, cache=cache)
         hub = options_of(source, place)
-        with explain_failures(source, place):
-            config = AutoConfig.from_pretrained(place, **hub)
+        config = read_config(source, place, hub)
         facts, scheme = facts_of(config, source), scheme_of(config, source)
         model = _without_memory(config)
         text = config.get_text_config()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
@@ -15,6 +14,7 @@ from transformers import (
 
 from eyas.errors import UserError
 from eyas.target.chat_template import TEMPLATE_ERRORS, ChatFormat, ChatTemplateOptions, render_chat, require_template
+from eyas.target.config import read_config
 from eyas.target.facts import TargetFacts, facts_of
 from eyas.target.locate import explain_failures, locate, options_of
 from eyas.target.template_override import apply_format
@@ -111,8 +111,8 @@ class ServedTarget(TargetText):
         chat_format = chat_format or ChatFormat()
         place = locate(source, cache=cache)
         hub = options_of(source, place, revision)
+        facts = facts_of(read_config(source, place, hub), source)
         with explain_failures(source, place):
-            facts = facts_of(AutoConfig.from_pretrained(place, **hub), source)
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, **hub)
             apply_format(tokenizer, chat_format)
         return cls(

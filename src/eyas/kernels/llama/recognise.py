@@ -153,7 +153,10 @@ def _rotation(call: Rotary, module: nn.Module, rope_type: object, prefix: str = 
     scale = getattr(module, f"{prefix}attention_scaling", None)
     if isinstance(frequency_F, torch.Tensor):
         probe = frequency_F.new_zeros(1, 1)
-        if call(probe, position_ids=probe.long())[0].shape[-1] == len(frequency_F):
+        angles: object = call(probe, position_ids=probe.long())
+        if not isinstance(angles, tuple) or len(angles) != 2:  # DeepSeek V2 has complex numbers
+            raise NotLlamaError(f"{type(module).__name__} gives no cosines and sines")
+        if angles[0].shape[-1] == len(frequency_F):
             call = partial(_for_both_halves, call)
     if (
         rope_type not in STATIC_ROPE_TYPES
