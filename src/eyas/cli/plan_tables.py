@@ -24,7 +24,8 @@ def print_forecast(record: Record) -> None:
     half = f"{record['asked']['context'] // 2:,}"
     console.print(f"milliseconds of a step, tokens/s of all users, speedup; at {half} tokens each", markup=False)
     console.print(_speeds(record))
-    console.print(f"step      plain, {record['asked']['users']} users: {record['formulas']['step']}", markup=False)
+    for line in _how_fast(record):
+        console.print(line, markup=False)
     for line in _advice(record):
         console.print(line, markup=False)
     if "calibration" in record:
@@ -76,10 +77,10 @@ def _memory(record: Record) -> "Table":
         how = f"{asked['users']} users x {asked['context']:,} tokens x {memory[key] / 1024:,.1f} KiB{kind}"
         how += f": {said[key]}" if key in said else ""
         table.add_row(what, size(tokens * memory[key]), how)
-    table.add_row("CUDA graphs", size(memory["recorded"]), "logits and states that captured steps share")
-    table.add_row("activations", size(memory["working"]), "of the widest pass, and the logits behind it")
-    table.add_row("runtime", size(memory["runtime"]), "context and libraries of the device")
-    table.add_row("together", size(memory["needed"]), f"of {size(memory['usable'])}", style="bold")
+    table.add_row("CUDA graphs", size(memory["recorded"]), said.get("recorded", "none"))
+    table.add_row("activations", size(memory["working"]), said["working"])
+    table.add_row("runtime", size(memory["runtime"]), said.get("runtime", "none"))
+    table.add_row("together", size(memory["needed"]), f"of {size(memory['usable'])}: {said['needed']}", style="bold")
     return table
 
 
@@ -104,6 +105,16 @@ def _speeds(record: Record) -> "Table":
     return table
 
 
+def _how_fast(record: Record) -> Iterator[str]:
+    """How the speeds of the users that were asked for came about."""
+    said, depth, users = record["formulas"], record["recommended_depth"], record["asked"]["users"]
+    yield f"step      plain, {users} users: {said['step']}"
+    if depth:
+        yield f"step      depth {depth}: {said['drafting_step']}"
+        yield f"round     depth {depth}: {said['length']} tokens"
+    yield f"tokens/s  {said['tokens_per_second']}" + (f"; speedup {said['speedup']}" if depth else "")
+
+
 def _advice(record: Record) -> Iterator[str]:
     users, depth, blocks = record["asked"]["users"], record["recommended_depth"], record["kv_blocks"]
     if record["drafter"] is not None and depth:
@@ -116,7 +127,7 @@ def _advice(record: Record) -> Iterator[str]:
     if blocks is not None:
         yield (
             f"blocks    {blocks['blocks']:,} of {blocks['block_size']} tokens, {size(blocks['bytes'])}; room for "
-            f"{record['users_fit']:,} users of {record['asked']['context']:,} tokens"
+            f"{record['users_fit']:,} users of {record['asked']['context']:,} tokens: {record['formulas']['users_fit']}"
         )
     yield (
         f"context   {record['longest_context']:,} tokens at most for {users} users; a prompt of "

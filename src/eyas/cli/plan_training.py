@@ -39,6 +39,7 @@ def training_record(plan: "TrainingPlan", target: str) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "hours": plan.hours,
         "fits": plan.fits,
+        "notes": plan.notes,
         "figures": [asdict(figure) for figure in plan.figures],
     }
 
@@ -59,6 +60,8 @@ def print_training(plan: "TrainingPlan", target: str) -> None:
         table.add_row(figure.name, figure_words(figure), figure.formula)
     console.print(table)
     hint = "lower --step-tokens, or divide the target over more cards (--tensor-parallel-size)"
+    for note in plan.notes:
+        console.print(f"note      {note}", markup=False)
     console.print("fits" if plan.fits else f"does not fit: {hint}")
 
 

@@ -1,23 +1,30 @@
 """How the figures of a forecast came about, with their numbers put in."""
 
+from dataclasses import fields
+
 from eyas.drafter.cost import BYTES_PER_ELEMENT
-from eyas.plan.footprint import drafter_bits
-from eyas.plan.forecast import Forecast
+from eyas.plan.footprint import CUDA_RUNTIME, FLOAT32, drafter_bits, ring_length
+from eyas.plan.forecast import SPARE, Forecast
 from eyas.plan.kv_cache_dtype import kv_element
+from eyas.plan.memory import blocks_of
 from eyas.plan.roofline import Speed, Work
 from eyas.plan.training import trained_weights
 
 
 def formulas(forecast: Forecast) -> dict[str, str]:
-    """By the keys of the record's memory, and `step`, the plain step of the users that were asked for."""
+    """By the keys of the record and its memory; speeds are those of the users that were asked for.
+
+    `step` is their plain step, `drafting_step` the one at the recommended depth.
+    """
     deployment = forecast.deployment
     decoder, kept, cards = deployment.decoder, deployment.quantisation, deployment.cards
     divided = f" / {cards} cards" if cards > 1 else ""
     element = 8 * kept.other_bytes
     bits = f"{kept.bits:.4g}" if kept.expert_bits is None else f"{kept.bits:.4g} ({kept.expert_bits:.4g} of experts)"
-    tables = 1 if decoder.tied else 2
+    twice = deployment.card.device == "cpu" and kept.name == "float32"  # a head that is the embedding lies there twice
+    tables = kept.vocabulary_bytes(decoder.vocabulary, tied=decoder.tied and not twice)
     said = {
-        "weights": f"({decoder.matrices:,} weights x {bits} bits + {tables} x {decoder.vocabulary:,} of the vocabulary)"
+        "weights": f"({decoder.matrices:,} weights x {bits} bits + {tables:,.0f} bytes of embedding and head)"
         f"{divided} + {decoder.vectors:,} x {element} bits",
         "kv_per_token": f"{len(decoder.layers)} layers x {_kept(forecast)} x "
         f"{kv_element(deployment.kv_cache_dtype, kept.other_bytes)} bytes",
@@ -30,9 +37,74 @@ def formulas(forecast: Forecast) -> dict[str, str]:
         by_head = f"2 x {-(-config.num_key_value_heads // cards)} heads x {config.head_dim}"
         kept_numbers = by_head if config.mla is None else f"{config.cached.numbers} of the latent"
         said["drafter"] = f"{weights:,} weights x {each}{divided}, embedding and head as far as they are its own"
-        said["drafter_kv_per_token"] = f"{config.num_hidden_layers} layers x {kept_numbers}"
-    work = deployment.pair.verify(rows=deployment.users, tokens=deployment.users, context=deployment.context / 2)
-    said["step"] = _step(work, deployment.speed)
+        said["drafter_kv_per_token"] = (
+            f"{config.num_hidden_layers} layers x {kept_numbers} x "
+            f"{kv_element(deployment.kv_cache_dtype, kept.other_bytes)} bytes"
+        )
+    return said | _room(forecast) | _speeds(forecast)
+
+
+def _room(forecast: Forecast) -> dict[str, str]:
+    """What a pass takes, and who fits beside it."""
+    deployment, taken, room = forecast.deployment, forecast.footprint, forecast.deployment.room
+    decoder, cards, element = deployment.decoder, deployment.cards, deployment.quantisation.other_bytes
+    config = None if deployment.drafter is None else deployment.drafter.config
+    states = 0 if config is None else config.num_aux_hidden_states * config.target_hidden_size
+    heads, inner = decoder.heads * decoder.head_dim // cards, decoder.intermediate_size // cards
+    widest = f"4 x {heads:,} of heads" if 4 * heads > 3 * inner else f"3 x {inner:,} of gates"
+    on_gpu = deployment.card.device != "cpu"
+    once = (
+        f"{room.max_num_batched_tokens:,} tokens x (4 x {decoder.hidden_size:,} + {widest} + {states:,} of states) x "
+        f"{element} bytes + {room.recorded_tokens:,} tokens x {decoder.vocab_size:,} logits x ({element} + {FLOAT32}) "
+        "bytes"
+    )
+    block = f"{room.block_size} tokens x {taken.per_token:,} bytes"
+    each, left = blocks_of(deployment.context, room.block_size), max(0, forecast.for_blocks)
+    said = {
+        "working": f"2 x ({once})" if on_gpu else once,
+        "needed": f"{taken.beside_blocks:,} bytes beside blocks + ({deployment.users} users x {each:,} + 1) blocks x "
+        f"{block}",
+        "usable": f"{deployment.card.memory:,} bytes x {1 - SPARE:g}",
+        "left_for_kv_blocks": f"{deployment.usable:,} usable - {taken.beside_blocks:,} bytes beside blocks - {block}",
+        "users_fit": f"{left:,} bytes left / ({each:,} blocks x {block})",
+        "longest_context": f"({left:,} bytes left / {deployment.users} users / ({block}) - 1) blocks x "
+        f"{room.block_size} tokens" + ("" if decoder.context is None else f", at most {decoder.context:,}"),
+    }
+    if on_gpu:
+        rows, tokens = room.recorded_rows, max(room.recorded_tokens, room.recorded_rows)
+        said["recorded"] = (
+            f"({tokens:,} + 1) tokens x {decoder.vocab_size:,} logits x {FLOAT32} bytes + ({rows:,} + 1) requests x "
+            f"{ring_length(room.max_depth)} positions x {states:,} of states x {element} bytes"
+        )
+        said["runtime"] = f"{CUDA_RUNTIME:,} bytes, assumed: context and libraries of the device"
+    return said
+
+
+def _speeds(forecast: Forecast) -> dict[str, str]:
+    """What a step takes and gives."""
+    deployment, best = forecast.deployment, forecast.best
+    pair, speed, users, half = deployment.pair, deployment.speed, deployment.users, deployment.context / 2
+    prompt = pair.prefill(deployment.context // 2, deployment.room.max_num_batched_tokens)
+    total = Work(**{part.name: sum(getattr(work, part.name) for work in prompt) for part in fields(Work)})
+    said = {
+        "step": _step(pair.verify(rows=users, tokens=users, context=half), speed),
+        "tokens_per_second": f"{users} users x {best.length:.4g} tokens / {best.step_seconds * 1e3:.4g} ms",
+        "prompt_seconds": f"{len(prompt)} passes over chunks of {deployment.room.max_num_batched_tokens:,} tokens, "
+        f"together {_step(total, speed)}",
+    }
+    if best.depth:
+        gained, depth = deployment.profile.survivals(best.depth), best.depth
+        verify = pair.verify(rows=users, tokens=users * (1 + depth), context=half)
+        # The first of the drafter's passes reads what the last round gave.
+        tokens = users * (1 + sum(gained)) + users * (depth - 1)
+        draft = pair.draft(rows=users, passes=depth, tokens=tokens, context=half)
+        plain = next(one for one in forecast.table if (one.users, one.depth) == (users, 0))
+        said["length"] = " + ".join(["1", *(f"{share:.4f}" for share in gained)])
+        said["drafting_step"] = (
+            f"{users} x {1 + depth} tokens verified: {_step(verify, speed)}; and {depth} passes of the drafter: "
+            f"{_step(draft, speed)}"
+        )
+        said["speedup"] = f"{best.tokens_per_second:,.2f} / {plain.tokens_per_second:,.2f} tokens/s"
     return said
 
 

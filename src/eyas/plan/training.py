@@ -92,6 +92,17 @@ class TrainingPlan:
     figures: Sequence[TrainingFigure] = field(repr=False)
 
     @property
+    def notes(self) -> list[str]:
+        """What the figures take for granted and is not so."""
+        if self.source == "served" and self.run.decoder.latent:
+            return [
+                "vLLM 0.32 hands out no states of targets that keep a latent (MLA), and eyas refuses to ask: these "
+                "figures are for a server that does; until then the target must be laid over the cards of the "
+                'trainer\'s machine (features.source = "live", target.spread)'
+            ]
+        return []
+
+    @property
     def hours(self) -> float:
         """Until all tokens were read."""
         return self.run.tokens / self.tokens_per_second / 3600
