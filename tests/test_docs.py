@@ -6,7 +6,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -62,6 +64,32 @@ def test_files_that_documents_name_exist() -> None:
     for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"`([a-z_]+/[a-z_/]+\.(?:py|c|h))`", page.read_text(encoding="utf-8")):
             assert any((home / name).exists() for home in homes), f"{page.name}: {name}"
+
+
+def console_commands() -> list[list[str]]:
+    """Those of eyas, also behind a launcher of several processes or an assignment."""
+    lines = "\n".join(blocks("console", PAGES)).replace("\\\n", " ").splitlines()
+    typed = [line.removeprefix("$ ") for line in lines if re.match(r"\$ (\w+=\S+ )*(eyas|torchrun) ", line)]
+    return [shlex.split(re.sub(r"^.*?\beyas ", "eyas ", line)) for line in typed]
+
+
+def test_options_of_commands_that_cannot_run_here_exist() -> None:
+    """Such a command may need a server or eight cards; what it says must be what the command takes."""
+    from typer.main import get_command
+
+    from eyas.cli.app import app
+
+    found = console_commands()
+    assert len(found) > 15
+    for words in found:
+        command: Any = get_command(app)
+        rest = words[1:]
+        while rest and rest[0] in getattr(command, "commands", ()):
+            command = command.commands[rest.pop(0)]
+        taken = {name for option in command.params for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+        said = list(takewhile(lambda word: word != "--", rest))
+        asked = {word.partition("=")[0] for word in said if word.startswith("--")}
+        assert asked <= taken, f"{shlex.join(words)}: {asked - taken}"
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
