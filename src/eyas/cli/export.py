@@ -9,7 +9,7 @@ import typer
 from eyas.cli.arguments import require_models
 from eyas.cli.help import MEMORY, MODEL, SPECULATION, GroupedCommand, new_app
 from eyas.cli.libraries import import_libraries
-from eyas.cli.options import Cache, Depths, VLLMArguments, report
+from eyas.cli.options import Cache, Depths, MaxModelLen, MaxNumSeqs, Revision, ServedModelName, VLLMArguments, report
 
 app = new_app("export", help="Write what other programs need to serve a target with its drafter.")
 
@@ -31,30 +31,15 @@ def vllm_command(
             rich_help_panel=SPECULATION,
         ),
     ] = None,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(help="The model name in the API.", show_default="the target as given", rich_help_panel=MODEL),
-    ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Of a hub id: a branch, a tag or a commit.", rich_help_panel=MODEL)
-    ] = None,
+    served_model_name: ServedModelName = None,
+    revision: Revision = None,
     dtype: Annotated[str, typer.Option(help="vLLM's --dtype.", rich_help_panel=MODEL)] = "auto",
     quantization: Annotated[
         str, typer.Option(help="auto, or fp8 to quantise while loading.", rich_help_panel=MODEL)
     ] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.", rich_help_panel=MEMORY)] = "auto",
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of prompt and answer together.",
-            show_default="the target's, at most 8192",
-            min=2,
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most answers that run at once.", min=1, rich_help_panel=MEMORY)
-    ] = 64,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 64,
     gpu_memory_utilization: Annotated[
         float | None, typer.Option(help="Share of the GPU's memory for all.", rich_help_panel=MEMORY)
     ] = None,

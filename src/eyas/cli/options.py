@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, SPECULATION, WORK
+from eyas.cli.help import API, MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, SPECULATION, WORK
 from eyas.data.bad_records import BadRecords
 
 Cache = Annotated[
@@ -60,6 +60,24 @@ ChatTemplateKwargs = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Of a hub id: a branch, a tag or a commit.", show_default="main", rich_help_panel=MODEL),
+]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(help="The model name in the API.", show_default="the target as given", rich_help_panel=API),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Most tokens of prompt and answer together.",
+        show_default="the target's, at most 8192",
+        min=2,
+        rich_help_panel=MEMORY,
+    ),
+]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most answers that run at once.", min=1, rich_help_panel=MEMORY)]
 Depths = Annotated[
     Path | None,
     typer.Option(

@@ -19,8 +19,12 @@ from eyas.cli.options import (
     Dtype,
     KVCacheDtype,
     LogLevel,
+    MaxModelLen,
+    MaxNumSeqs,
     Quantization,
     Raw,
+    Revision,
+    ServedModelName,
     VLLMArguments,
     report,
 )
@@ -58,10 +62,7 @@ def serve(
             rich_help_panel=SPECULATION,
         ),
     ] = None,
-    revision: Annotated[
-        str | None,
-        typer.Option(help="Of a hub id: a branch, a tag or a commit.", show_default="main", rich_help_panel=MODEL),
-    ] = None,
+    revision: Revision = None,
     chat_template: ChatTemplate = None,
     default_chat_template_kwargs: Annotated[
         str | None,
@@ -133,22 +134,9 @@ def serve(
     drafter_swap: Annotated[
         bool, typer.Option("--drafter-swap/--no-drafter-swap", help="Take changes of drafter.", rich_help_panel=ACCESS)
     ] = True,
-    served_model_name: Annotated[
-        str | None,
-        typer.Option(help="The model name in the API.", show_default="the target as given", rich_help_panel=API),
-    ] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Most tokens of prompt and answer together.",
-            show_default="the target's, at most 8192",
-            min=2,
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most answers that run at once.", min=1, rich_help_panel=MEMORY)
-    ] = 64,
+    served_model_name: ServedModelName = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 64,
     max_queue: Annotated[
         int, typer.Option(help="Most answers that wait; beyond that clients get 429.", min=0, rich_help_panel=LIMITS)
     ] = 256,

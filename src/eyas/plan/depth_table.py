@@ -5,7 +5,6 @@ The depths are those that the cost model finds best for each number of requests 
 enter it as they enter every plan (`eyas plan --measured`).
 """
 
-import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.plan.expect import best_depth, expect
 from eyas.plan.forecast import Deployment
+from eyas.plan.json_file import read_json
 
 DepthTable = tuple[tuple[int, int, int], ...]
 """First and last batch size, and the depth from one to the other; the first begins at 1 and none is left out."""
@@ -42,12 +42,7 @@ def depth_table(deployment: Deployment) -> DepthTable:
 def read_depths(path: Path) -> DepthTable:
     """The table in the JSON that `eyas plan --out` wrote."""
     where = f"--depths {path}"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {where}: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON ({error}); give what `eyas plan --out` wrote") from error
+    raw = read_json(path, where, "what `eyas plan --out` wrote")
     table = raw.get("depths") if isinstance(raw, dict) else None
     if table is None:
         raise UserError(f"{where} holds no depths; give what `eyas plan --out` wrote")

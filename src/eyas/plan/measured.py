@@ -11,7 +11,6 @@ what a user's newest token looks back to, on average. `accepted`, shares of roun
 `halved` beside the steps: that the processor keeps bfloat16 matrices as they are and multiplies them as float32.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.plan.acceptance import AcceptanceProfile, profile_of_rounds
 from eyas.plan.calibrate import MeasuredStep
+from eyas.plan.json_file import read_json
 
 Json = Mapping[str, Any]
 BENCH = "eyas.bench/1"
@@ -45,12 +45,7 @@ class Measurements:
 def read_measured(path: Path) -> Measurements:
     """Read the JSON of a bench."""
     where = f"--measured {path}"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {where}: {error.strerror}; check the path") from error
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON ({error}); give the JSON of a bench") from error
+    raw = read_json(path, where, "the JSON of a bench")
     if not isinstance(raw, dict):
         raise UserError(f"{where} holds a {type(raw).__name__}; give the JSON of a bench, which is an object")
     if "schema" in raw:

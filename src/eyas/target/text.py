@@ -1,5 +1,6 @@
 """How a target reads and writes: its tokenizer, chat template and stop tokens. Its weights may lie elsewhere."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from eyas.target.tokenizer import read_generation_config, stop_ids
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TargetText:
+class TargetText(ABC):
     """A target between text and token ids."""
 
     facts: TargetFacts
@@ -31,9 +32,9 @@ class TargetText:
     """Variables of the chat template for every conversation; a caller's own go over them."""
 
     @property
+    @abstractmethod
     def generation_config(self) -> GenerationConfig | None:
         """What its makers recommend; None if they say nothing."""
-        raise NotImplementedError
 
     def encode_chat(
         self,
