@@ -14,7 +14,7 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity vllm-engine lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead \
+.PHONY: demo test lint parity vllm-engine lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead vllm-front \
 	drafters clean
 
 demo: $(READY)
@@ -127,6 +127,11 @@ attack: $(READY)
 # The same requests to one engine by hand and over HTTP, 16 users.
 http-overhead: $(READY)
 	$(BIN)/python benchmarks/http_overhead.py --out http-overhead.json
+
+# The same requests to one vLLM (CPU build), directly and through `eyas serve --engine vllm`, 1 and 8 users.
+vllm-front: $(READY) $(VLLM_READY)
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/vllm_front.py \
+		--vllm-python $(abspath $(VLLM_VENV))/bin/python --out vllm-front.json -- --enforce-eager
 
 # The shipped drafter and its control, anew (docs/shipped.md): prompts, the target's answers, training. Needs a GPU.
 # GIVEN=file.jsonl adds prompts of your own, EXCLUDE=file.jsonl keeps out what drafters will be evaluated on.
