@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from eyas.cli.speculative_config import read_speculative_config
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 
 Run = Callable[..., Any]
@@ -25,6 +26,10 @@ Run = Callable[..., Any]
         (["--speculative-config", "[]"], ["no JSON object"]),
         (["--speculative-config", '{"modle": "x"}'], ["modle", "did you mean model"]),
         (["--speculative-config", '{"method": "ngram"}'], ["ngram", "eagle3"]),
+        (["--speculative-config", '{"method": "suffix", "model": "d"}'], ["'d'", "suffix drafts have none"]),
+        (["--speculative-config", '{"method": "eagle3", "suffix_decoding_max_tree_depth": 9}'], ["eagle3", "auto"]),
+        (["--speculative-config", '{"suffix_decoding_max_tree_depth": true}'], ["max_tree_depth", "whole number"]),
+        (["--speculative-config", '{"suffix_decoding_max_tree_depth": 1}'], ["max_tree_depth is 1", "2 to 48"]),
         (["--speculative-config", '{"num_speculative_tokens": 0}'], ["0 tokens", "1 or more"]),
         (["--speculative-config", '{"model": 3}'], ["model 3"]),
         (["somewhere", "--speculative-config", '{"num_speculative_tokens": 3}'], ["somewhere", "add one"]),
@@ -62,6 +67,59 @@ def test_the_config_means_what_it_means_to_vllm(text: str, target: str, drafter:
     config = read_speculative_config(text, target)
     assert (config.drafter, config.depth) == (drafter, depth)
     assert config.speculation.mode == ("auto" if depth is None else "fixed")
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "drafter", "method", "suffix"),
+    [
+        (None, "smollm2", "smollm2-eagle3.1", "auto", SuffixConfig()),
+        (None, "somewhere", None, "auto", SuffixConfig()),
+        ("none", "smollm2", None, "auto", None),
+        ('{"model": "none"}', "smollm2", None, "auto", None),
+        ('{"method": "auto", "model": "none"}', "smollm2", None, "auto", SuffixConfig()),
+        ('{"method": "auto"}', "somewhere", None, "auto", SuffixConfig()),
+        ('{"model": "d"}', "somewhere", "d", "auto", SuffixConfig()),
+        ('{"method": "eagle3"}', "smollm2", "smollm2-eagle3.1", "eagle3", None),
+        ('{"method": "suffix"}', "smollm2", None, "suffix", SuffixConfig()),
+        (
+            '{"method": "suffix", "num_speculative_tokens": 9, "suffix_decoding_max_tree_depth": 32, '
+            '"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0.2, '
+            '"suffix_decoding_max_cached_requests": 0}',
+            "somewhere",
+            None,
+            "suffix",
+            SuffixConfig(
+                num_speculative_tokens=9,
+                max_tree_depth=32,
+                max_spec_factor=2,
+                min_token_prob=0.2,
+                max_cached_requests=0,
+            ),
+        ),
+    ],
+)
+def test_the_config_says_who_drafts(
+    text: str | None, target: str, drafter: str | None, method: str, suffix: SuffixConfig | None
+) -> None:
+    config = read_speculative_config(text, target)
+    assert (config.drafter, config.method, config.suffix) == (drafter, method, suffix)
+    assert config.speculation.method == method
+    assert config.depth is None
+
+
+def test_a_fixed_depth_is_the_drafters() -> None:
+    config = read_speculative_config('{"num_speculative_tokens": 3}', "smollm2")
+    assert (config.depth, config.suffix) == (3, SuffixConfig())
+    assert config.speculation.by_drafter
+    assert not config.speculation.by_suffix
+
+
+def test_vllm_drafts_by_eagle3_alone() -> None:
+    assert read_speculative_config(None, "smollm2", with_table=True).suffix is None
+    assert read_speculative_config('{"num_speculative_tokens": 3}', "smollm2", with_table=True).method == "eagle3"
+    for method in ("suffix", "auto"):
+        with pytest.raises(UserError, match=f"{method}.*vLLM"):
+            read_speculative_config(json.dumps({"method": method}), "smollm2", with_table=True)
 
 
 def test_booleans_are_no_depths() -> None:

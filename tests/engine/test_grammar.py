@@ -22,6 +22,7 @@ from eyas.engine.grammar.compile import MOST_CHARACTERS, PARSER_LIMITS
 from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.runner.drafter import Draft, Tree
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 
@@ -154,6 +155,22 @@ def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: D
     check_json(answers, {"a", "b"})
     assert [answer.tokens for answer in answers[:: len(WAYS)]] == alone
     assert sum(answer.stats.accepted for answer in answers) > 0
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a drafter"])
+def test_suffix_drafts_give_the_same_answer(
+    letters: Target, tiny_drafter: Drafter, guidance: LlGuidance, beside: bool
+) -> None:
+    ways = (OFF, Speculation(mode="fixed", depth=6, method="suffix"), Speculation(method="suffix"))
+    asked = requests(letters, guidance.json_schema(SHORT), ways)
+    suffix = replace(options(), suffix=SuffixConfig(max_spec_factor=4.0))
+    engine = Engine(letters, tiny_drafter if beside else None, config=suffix)
+    for _ in range(2):  # the second time the answers are there to be drafted
+        answers = engine.generate(asked)
+        check_json(answers, {"a", "b"}, ways=len(ways))
+    alone = [Engine(letters).generate([one])[0].tokens for one in asked[:: len(ways)]]
+    assert [answer.tokens for answer in answers[:: len(ways)]] == alone
+    assert sum(answer.stats.suffix_accepted for answer in answers) > 0
 
 
 def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:

@@ -152,6 +152,7 @@ def serve(
             drafter_quantization=None if drafter is None else drafter.quantization,
             max_model_len=256,
             max_num_seqs=options.max_num_seqs,
+            suffix_depth=0 if options.suffix is None else options.suffix.deepest,
             tool_parser=tool_parser,
             reasoning_parser=reasoning_parser,
             reasoning_content_alias=reasoning_content_alias,

@@ -294,7 +294,9 @@ def test_the_model_is_described(client: Any) -> None:
     assert card["speculative"] == {
         "drafter": "tiny-drafter",
         "drafter_quantization": "none",
+        "suffix": False,
         "mode": "auto",
+        "method": "auto",
         "depth": None,
         "per_request": True,
     }

@@ -60,6 +60,9 @@ def read_counters(text: str) -> Counters | None:
             if name == "spec_decode_num_accepted_tokens_per_pos_total":
                 position = int(sample.labels["position"])
                 at[position] = at.get(position, 0.0) + sample.value  # several engines behind one page
+            elif name.endswith("_per_source_total"):
+                by_source = f"{sample.labels['source']} {name}"
+                found[by_source] = found.get(by_source, 0.0) + sample.value
             elif name != sample.name:
                 found[name] = found.get(name, 0.0) + sample.value
             elif name == RUNNING_AVERAGE:
@@ -75,6 +78,8 @@ def read_counters(text: str) -> Counters | None:
             drafted=int(found.get("spec_decode_num_draft_tokens_total", 0)),
             accepted=int(found.get("spec_decode_num_accepted_tokens_total", 0)),
             accepted_at=tuple(int(at.get(position, 0)) for position in range(max(at, default=-1) + 1)),
+            suffix_drafted=int(found.get("suffix spec_decode_num_draft_tokens_per_source_total", 0)),
+            suffix_accepted=int(found.get("suffix spec_decode_num_accepted_tokens_per_source_total", 0)),
         )
     return Counters(
         draft_counts=draft_counts,

@@ -19,6 +19,9 @@ class DraftCounts:
     accepted: int = 0
     accepted_at: tuple[int, ...] = ()
     """Accepted tokens by depth, the first depth first."""
+    suffix_drafted: int = 0
+    suffix_accepted: int = 0
+    """Of these, suffix drafts; 0 where a server does not tell."""
 
     @property
     def length(self) -> float | None:
@@ -36,6 +39,8 @@ class DraftCounts:
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             accepted_at=tuple(a + b for a, b in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)),
+            suffix_drafted=self.suffix_drafted + other.suffix_drafted,
+            suffix_accepted=self.suffix_accepted + other.suffix_accepted,
         )
 
     def since(self, earlier: "DraftCounts") -> "DraftCounts":
@@ -45,6 +50,8 @@ class DraftCounts:
             drafted=self.drafted - earlier.drafted,
             accepted=self.accepted - earlier.accepted,
             accepted_at=tuple(a - b for a, b in zip_longest(self.accepted_at, earlier.accepted_at, fillvalue=0)),
+            suffix_drafted=self.suffix_drafted - earlier.suffix_drafted,
+            suffix_accepted=self.suffix_accepted - earlier.suffix_accepted,
         )
 
 
@@ -64,6 +71,8 @@ def draft_counts_of_event(event: Mapping[str, Any]) -> DraftCounts | None:
                 drafted=int(own["drafted_tokens"]),
                 accepted=int(own["accepted_tokens"]),
                 accepted_at=tuple(int(count) for count in own["accepted_by_depth"]),
+                suffix_drafted=int(own.get("suffix_drafted_tokens", 0)),
+                suffix_accepted=int(own.get("suffix_accepted_tokens", 0)),
             )
         if isinstance(metrics, dict) and isinstance(own := metrics.get("speculative_decoding"), dict):
             # How many drafts had exactly 0, 1, 2, ... tokens accepted: at least as many is what a depth counts.

@@ -121,6 +121,8 @@ def draft_counts_json(found: DraftCounts | None) -> Json:
         "drafted_tokens": found.drafted,
         "accepted_tokens": found.accepted,
         "accepted_by_depth": list(found.accepted_at),
+        "suffix_drafted_tokens": found.suffix_drafted,
+        "suffix_accepted_tokens": found.suffix_accepted,
     }
 
 

@@ -48,7 +48,8 @@ async def identify(
     own_depths = True
     if kind == "eyas":
         speculative = card.get("speculative") or {}
-        drafts, own_depths = bool(speculative.get("drafter")), speculative.get("per_request", True)
+        drafts = bool(speculative.get("drafter") or speculative.get("suffix"))
+        own_depths = speculative.get("per_request", True)
     elif counters is not None and counters.generated is not None:
         drafts = counters.draft_counts is not None
     return ServerInfo(

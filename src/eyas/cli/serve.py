@@ -57,8 +57,8 @@ def serve(
         str | None,
         typer.Option(
             help='As for vLLM: {"model": ..., "method": "eagle3", "num_speculative_tokens": 3}; without the number as '
-            "deep as pays. Or none.",
-            show_default="the target's own drafter, if shipped",
+            'deep as pays. {"method": "suffix"} needs no drafter, auto has both. Or none.',
+            show_default="auto: the target's own drafter, if shipped, and suffix drafts",
             rich_help_panel=SPECULATION,
         ),
     ] = None,
@@ -343,7 +343,7 @@ def serve(
             cache=cache,
         )
     else:
-        from eyas.cli.serve_local import local_engine
+        from eyas.cli.serve_local import local_engine, suffix_for
         from eyas.engine.config import EngineConfig, require_gpu, require_kv_cache_dtype
         from eyas.target.device import choose_device
 
@@ -357,6 +357,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
             max_depth=max(MAX_DEPTH, config.depth or 0),
+            suffix=suffix_for(config, choose_device(device)),
             async_scheduling=async_scheduling,
             capture_ahead=True,
         )

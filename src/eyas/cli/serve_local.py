@@ -8,10 +8,23 @@ from typing import TYPE_CHECKING
 
 from eyas.cli.served_engine import ServedEngine
 from eyas.cli.speculative_config import SpeculativeConfig
+from eyas.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from eyas.engine.config import EngineConfig
+    from eyas.engine.suffix.config import SuffixConfig
     from eyas.target.chat_template import ChatFormat
+
+
+def suffix_for(config: SpeculativeConfig, device: "torch.device") -> "SuffixConfig | None":
+    """How suffix drafts are made on this device; where there are none yet, those who ask for them are told."""
+    if device.type != "cuda" or config.suffix is None:
+        return config.suffix
+    if config.method == "suffix":
+        raise UserError("--speculative-config asks for method 'suffix', which runs on a CPU so far; use --device cpu")
+    return None
 
 
 @contextmanager
@@ -71,6 +84,7 @@ def local_engine(
                 "quantization": loaded.quantization,
                 "drafter_quantization": None if slot.model is None else slot.model.quantization,
                 "speculation": config.speculation,
+                "suffix_depth": 0 if options.suffix is None else options.suffix.deepest,
             },
             memory=client.budget,
             device=f"{device_words(loaded.device, asked=device)}, {precision}",

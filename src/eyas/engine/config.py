@@ -10,6 +10,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
 from eyas.engine.speculation.draft import Tree
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
 from eyas.kernels.attention.kv_dtype import FP8
@@ -63,6 +64,9 @@ class EngineConfig:
     hidden_state_layers: tuple[int, ...] | None = None
     """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
     in the blocks beside keys and values. The host takes part in every step then, and no CUDA graphs are captured."""
+    suffix: SuffixConfig | None = None
+    """Draft what followed the like of a request's text before, in the text itself or in earlier answers to the same
+    caller, where that pays; None: never."""
     drift_share: float = 0.005
     """Of the time of steps that draft, the part that looking for drift may take (`drift_probe.py`); 0: no drift
     alarm."""

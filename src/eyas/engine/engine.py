@@ -45,6 +45,8 @@ from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.engine.speculation.observations import TargetTiming
 from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.suffix.drafts import SuffixDrafts
+from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, states_of, verify
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
@@ -102,6 +104,7 @@ class Engine:
             )
             self.runner.kept_layer_ids = kept
         self._outputs = OutputProcessor(target.decoder())
+        self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
         self.rounds: RoundLoop | None = None
         """Steps whose rounds live on the device; None where the host takes part in each."""
@@ -118,11 +121,7 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Take a request on; its key comes back with every piece."""
-        depth = request.speculation.depth
-        if depth is not None and not self.drafts:
-            raise UserError(f"depth {depth} was asked for, but there is no drafter; load one or use mode auto")
-        if depth is not None and depth > self.config.max_depth:
-            raise UserError(f"depth {depth} is above the engine's max_depth {self.config.max_depth}; lower it")
+        self._require_drafts(request.speculation)
         vocab_size = self.target.facts.vocab_size
         request.sampling.require_vocabulary(vocab_size)
         allowed = request.sampling.allowed_tokens
@@ -145,6 +144,23 @@ class Engine:
             self.rounds.submit(seq)
         self._outputs.open(key, request)
         return key
+
+    def _require_drafts(self, speculation: Speculation) -> None:
+        """Refuse what asks for drafts that nobody makes here."""
+        depth, suffix = speculation.depth, self.config.suffix
+        if speculation.method == "suffix" and suffix is None:
+            raise UserError("suffix drafts were asked for, and the engine makes none; use method auto or turn them on")
+        if speculation.method == "eagle3" and speculation.by_drafter and not self.drafts:
+            raise UserError("method eagle3 was asked for, but there is no drafter; load one or use method auto")
+        if depth is None:
+            return
+        if speculation.method == "suffix" and suffix is not None:
+            if depth > suffix.deepest:
+                raise UserError(f"depth {depth} is above the {suffix.deepest} suffix drafts of a step; lower it")
+        elif not self.drafts:
+            raise UserError(f"depth {depth} was asked for, but there is no drafter; load one or use mode auto")
+        elif depth > self.config.max_depth:
+            raise UserError(f"depth {depth} is above the engine's max_depth {self.config.max_depth}; lower it")
 
     def cancel(self, key: int) -> bool:
         """Drop a request, wherever it is, and all that it held; False if it has ended already."""
@@ -232,7 +248,12 @@ class Engine:
     @property
     def drafts(self) -> bool:
         """Whether there is a drafter."""
-        return isinstance(self.proposer, Proposer)
+        return self._drafting is not None
+
+    @property
+    def suffix_bytes(self) -> int:
+        """Memory that the texts kept for suffix drafts can take."""
+        return 0 if self._suffix is None else self._suffix.bytes
 
     def swap_drafter(self, drafter: Drafter | None) -> None:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
@@ -283,12 +304,20 @@ class Engine:
             recorded=() if recorded is None else recorded.by_depth(),
             costs=costs,
         )
-        self.proposer: Proposes = NoProposer()
-        self.runner.layer_ids = ()
+        self._drafting = self._drafter_proposer(runner)
+        """The proposer of the drafter, if there is one."""
+        inner = self._drafting or NoProposer()
+        self.proposer: Proposes = inner
+        if self._suffix is not None:
+            self.proposer = SuffixProposer(inner, self._suffix, self.controller)
+        self.runner.layer_ids = self.proposer.layer_ids
+
+    def _drafter_proposer(self, runner: DrafterRunner | None) -> Proposer | None:
         if runner is None:
-            return
+            return None
+        config = self.config
         layer_ids = runner.model.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
-        self.proposer = Proposer(
+        return Proposer(
             runner,
             self.controller,
             self.scheduler,
@@ -299,7 +328,6 @@ class Engine:
             tree=config.tree,
             clock=self._clock,
         )
-        self.runner.layer_ids = layer_ids
 
     def _new_cache(self) -> KVCache:
         config = self.config
@@ -319,14 +347,16 @@ class Engine:
 
         With a chance, a coin accepts drafts instead of the law: to measure at an acceptance of one's choice.
         """
-        config, runner, proposer = self.config, self.runner, self.proposer
+        config, runner, drafting = self.config, self.runner, self._drafting
+        if config.suffix is not None:
+            raise UserError("suffix drafts need the host in every step, and rounds live on the device; leave them out")
         room = config.room(self.target.device, self.max_model_len)
         rounds = RoundRunner(
             lambda ids_N, metadata, keep_M, out_MV, states: runner.run(
                 ids_N, metadata, keep_M, runner.layer_ids if states else (), out_MV
             ),
             runner.cache,
-            proposer.drafter if isinstance(proposer, Proposer) else None,
+            None if drafting is None else drafting.drafter,
             capture=capture,
             queue=queue,
             max_num_seqs=room.recorded_rows,
@@ -340,12 +370,12 @@ class Engine:
             logits_dtype=runner.logits_dtype,
             chance=chance,
         )
-        if isinstance(proposer, Proposer):
-            proposer.rounds = True
+        if drafting is not None:
+            drafting.rounds = True
         self.rounds = RoundLoop(
             rounds,
             self.scheduler,
-            proposer,
+            self.proposer,
             self.controller,
             self._outputs,
             read_on_host=self._read_on_host,
@@ -371,10 +401,10 @@ class Engine:
             if seq.finished is not None:
                 continue
             samples, aux_TX = result.row.samples, None
-            if isinstance(self.proposer, Proposer) and self.proposer.follows(seq):
-                self.proposer.read([seq], but_last=samples)
+            if self._drafting is not None and self._drafting.follows(seq):
+                self._drafting.read([seq], but_last=samples)
                 if samples:
-                    (aux_TX,) = self.proposer.drafter.states.take(seq)
+                    (aux_TX,) = self._drafting.drafter.states.take(seq)
             if samples:
                 self.rounds.runner.seat(seq, aux_TX)
 
@@ -400,14 +430,14 @@ class Engine:
 
     def _rehearse(self) -> None:
         """Time steps for a request that nobody made, so that the first choice of a depth is an informed one."""
-        if not isinstance(self.proposer, Proposer) or self.scheduler.requests:
+        if self._drafting is None or self.scheduler.requests:
             return
         outputs, self._outputs = self._outputs, OutputProcessor(self.target.decoder())
         longest = self.max_model_len - len(REHEARSED_PROMPT)
         depths = sorted({min(depth, self.config.max_depth) for depth in (0, 1, 3, 7)})
         for depth in depths if longest > 0 else ():
             # On auto, steps are plain as long as no time is known, and each is timed.
-            speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation()
+            speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(method="eagle3")
             request = Request(
                 prompt=REHEARSED_PROMPT,
                 sampling=Sampling(),
@@ -420,7 +450,7 @@ class Engine:
             self.cancel(key)
         self._outputs = outputs
         # All else that was learnt is of what nobody asked.
-        self._begin_to_learn(self.proposer.drafter, self.controller.costs)
+        self._begin_to_learn(self._drafting.drafter, self.controller.costs)
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -470,7 +500,7 @@ class Engine:
 
     def _is_timed(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the controller learns of the time that these rows take: they decode, and it chose how."""
-        return self.proposer.chosen is not None and all(row.count == 1 for row in rows)
+        return self.proposer.timed and all(row.count == 1 for row in rows)
 
     def _commit(self, result: VerifyResult, output: TargetOutput, report: StepReport) -> None:
         """Write down what a request got, and let it go if that was its end."""
@@ -502,6 +532,7 @@ class Engine:
             logprobs=logprobs,
             prompt_logprobs=tuple(seq.prompt_logprobs) if begins and seq.request.prompt_logprobs is not None else None,
             hidden_TX=hidden_TX,
+            suffix_drafted=draft.by_suffix,
         )
         if stop.finished is not None:
             self.scheduler.finish(seq, stop.finished)

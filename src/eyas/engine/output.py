@@ -36,6 +36,8 @@ class OutputDelta:
     """Draft tokens that the step verified."""
     accepted: int = 0
     """Those of them that it accepted; more than came out of it where the answer ended among them."""
+    suffix_drafted: int = 0
+    """Draft tokens that came from the suffix index; they are the last of those that the step verified."""
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """With the first piece, if the request asks for them: of all prompt tokens but the first."""
@@ -52,6 +54,17 @@ class OutputDelta:
         """The text of all of them."""
         return "".join(self.texts)
 
+    @property
+    def suffix_accepted(self) -> int:
+        """Those of them that the step accepted."""
+        return max(0, self.accepted - (self.drafted - self.suffix_drafted))
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """For each token who proposed it: the target, the drafter, or the suffix index."""
+        by_drafter = self.drafted - self.suffix_drafted
+        return tuple("target" if not depth else "drafter" if depth <= by_drafter else "suffix" for depth in self.depths)
+
 
 @dataclass(kw_only=True)
 class SpecDecodeStats:
@@ -66,13 +79,18 @@ class SpecDecodeStats:
     accepted_at: list[int] = field(default_factory=list)
     """In how many drafts the token of each depth was accepted, depth 1 first."""
     tokens: int = 0
+    suffix_drafted: int = 0
+    suffix_accepted: int = 0
+    """Of these, suffix drafts."""
     steps: tuple[tuple[int, int], ...] | None = None
     """Drafted and accepted tokens of every draft, of an engine that tells them at the end and not as they come."""
 
-    def count(self, drafted: int, accepted: int, tokens: int, times: int = 1) -> None:
-        """Add one pass, or so many alike."""
+    def count(self, drafted: int, accepted: int, tokens: int, times: int = 1, suffix: tuple[int, int] = (0, 0)) -> None:
+        """Add one pass, or so many alike; `suffix` are drafts from the suffix index, and those accepted."""
         self.passes += times
         self.tokens += times * tokens
+        self.suffix_drafted += times * suffix[0]
+        self.suffix_accepted += times * suffix[1]
         if drafted:
             self.drafts += times
             self.drafted += times * drafted
@@ -251,14 +269,17 @@ class OutputProcessor:
         logprobs: tuple[TokenLogprobs, ...] | None,
         prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
         hidden_TX: Tensor | None = None,
+        suffix_drafted: int = 0,
     ) -> None:
         """Take down what a request got of a step that verified so many drafts."""
-        piece = self.add_tokens(seq, stop.tokens, drafted, accepted)
+        piece = self.add_tokens(seq, stop.tokens, drafted, accepted, suffix_drafted)
         piece.texts = () if stop.texts is None else tuple(stop.texts)
         piece.logprobs, piece.prompt_logprobs, piece.hidden_states = logprobs, prompt_logprobs, hidden_TX
         piece.finished, piece.stop_reason = stop.finished, stop.reason
 
-    def add_tokens(self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int) -> OutputDelta:
+    def add_tokens(
+        self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int, suffix_drafted: int = 0
+    ) -> OutputDelta:
         """The same where the answer goes on and nothing but its tokens was asked for."""
         answer = self._answers[seq.key]
         piece = OutputDelta(
@@ -268,6 +289,7 @@ class OutputProcessor:
             _depths(accepted, len(tokens)),
             drafted,
             accepted,
+            suffix_drafted,
             None,
             None,
             None,
@@ -289,16 +311,20 @@ class OutputProcessor:
                     piece.texts = tuple([stream.push(token) for token in tokens])
                 else:
                     piece.texts = tuple(_words(stream, tokens, piece.finished, answer.include_stop)[0])
-            answer.stats.count(piece.drafted, piece.accepted, count)
+            suffix = (piece.suffix_drafted, piece.suffix_accepted) if piece.suffix_drafted else (0, 0)
+            answer.stats.count(piece.drafted, piece.accepted, count, suffix=suffix)
             self._ready.append(piece)
         self._count_all()
         self._notes = []
 
     def _count_all(self) -> None:
         """Count what was noted of all requests together, alike ones at once."""
-        kinds = Counter([(piece.drafted, piece.accepted, len(piece.tokens)) for _, piece in self._notes])
-        for (drafted, accepted, tokens), times in kinds.items():
-            self.stats.count(drafted, accepted, tokens, times)
+        kinds = Counter(
+            [(piece.drafted, piece.accepted, len(piece.tokens), piece.suffix_drafted) for _, piece in self._notes]
+        )
+        for (drafted, accepted, tokens, suffix), times in kinds.items():
+            of_suffix = suffix, max(0, accepted - drafted + suffix)
+            self.stats.count(drafted, accepted, tokens, times, suffix=of_suffix)
 
     def _decode_skipping(self, skip_special_tokens: bool, tokens: Sequence[int]) -> str:
         return self._decode(tokens, skip_special_tokens)

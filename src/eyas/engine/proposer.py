@@ -57,6 +57,10 @@ class Proposes(Protocol):
     def budget(self) -> int | None:
         """Drafts of all requests on auto together that are verified in this step; None: all."""
 
+    @property
+    def timed(self) -> bool:
+        """Whether somebody learns from what this step takes."""
+
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
@@ -105,6 +109,7 @@ class NoProposer:
     repeated: Choice | None = None
     round_tree: Tree | None = None
     budget: int | None = None
+    timed = False
 
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
@@ -187,6 +192,15 @@ class Proposer:
         """Requests that it drafts for."""
         self._look_due = False
         self._released: list[SequenceState] = []
+        self.left_out: frozenset[int] = frozenset()
+        """Requests that the drafter does not draft for in the next step, since they have better drafts."""
+        self._chosen_without = self.left_out
+        """The same when the choice in force was made."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether the controller learns from what this step takes: it was chosen for."""
+        return self.chosen is not None
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -194,7 +208,7 @@ class Proposer:
 
     def admit(self, seq: SequenceState) -> None:
         """Let the drafter follow a request on auto unless it rests."""
-        if seq.request.speculation.mode == "auto":
+        if _is_on_auto(seq):
             seq.speculates = self._controller.follows_new()
 
     def take_released(self) -> list[SequenceState]:
@@ -219,7 +233,8 @@ class Proposer:
             self._steps += 1
             self.repeated = self._choice if self._steps <= 1 + POLICY.timed_repeats else None
             return self._slots if self._drafting else {}
-        facts = [_facts(seq) for seq in decoding]
+        facts = [_facts(seq, drafts=seq.key not in self.left_out) for seq in decoding]
+        self._chosen_without = self.left_out
         self._choice = self.chosen = choice = self._controller.choose(facts, after=max(1, self._steps))
         self._steps = 1
         if choice.rests:
@@ -249,7 +264,7 @@ class Proposer:
 
         New ones on auto draft as the others do.
         """
-        if abs(len(decoding) - len(self._slots)) > len(self._slots) // 4:
+        if abs(len(decoding) - len(self._slots)) > len(self._slots) // 4 or self.left_out != self._chosen_without:
             return False
         new = [seq for seq in decoding if seq.key not in self._slots]
         if self._choice is not None and self._choice.rests:
@@ -432,8 +447,8 @@ def _is_on_auto(seq: SequenceState) -> bool:
     return seq.speculates and seq.request.speculation.mode == "auto"
 
 
-def _facts(seq: SequenceState) -> RowFacts:
+def _facts(seq: SequenceState, *, drafts: bool) -> RowFacts:
     speculation = seq.request.speculation
     pending = seq.target_length - seq.drafter_length
-    mode = speculation.mode if seq.speculates else "off"
+    mode = speculation.mode if seq.speculates and drafts else "off"
     return RowFacts(seq.key, len(seq.tokens), mode, speculation.depth, pending)

@@ -33,14 +33,30 @@ class Speculation:
     depth: int | None = None
     """Draft tokens in a row; with fixed alone. At 0 the drafter reads along and drafts nothing, which is for measuring
     what that costs."""
+    method: Literal["auto", "eagle3", "suffix"] = "auto"
+    """Who drafts: whichever pays of what the engine has; the drafter alone; or suffix drafts alone, which repeat what
+    followed the like of the text before. Of fixed depth are the drafter's drafts, unless it is suffix; then there are
+    up to so many wherever the text has occurred before."""
 
     def __post_init__(self) -> None:
+        if self.method not in ("auto", "eagle3", "suffix"):
+            raise UserError(f"speculation method {self.method!r} is unknown; use auto, eagle3 or suffix")
         if self.mode not in ("auto", "off", "fixed"):
             raise UserError(f"speculation mode {self.mode!r} is unknown; use auto, off or fixed")
         if self.mode == "fixed" and (self.depth is None or self.depth < 0):
             raise UserError(f"speculation fixed has depth {self.depth}; give 0 or more")
         if self.mode != "fixed" and self.depth is not None:
             raise UserError(f"speculation {self.mode} does not take depth {self.depth}; drop it or use mode fixed")
+
+    @property
+    def by_drafter(self) -> bool:
+        """Whether the drafter may draft."""
+        return self.mode != "off" and self.method != "suffix"
+
+    @property
+    def by_suffix(self) -> bool:
+        """Whether suffix drafts may be verified."""
+        return self.method == "suffix" if self.mode == "fixed" else self.mode == "auto" and self.method != "eagle3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +191,7 @@ class SequenceState:
         self.limit = len(request.prompt) + request.max_new_tokens
         if request.grammar is not None:
             self.matcher = request.grammar.matcher(prompt_length=len(request.prompt), stop_ids=request.stop_ids)
-        self.speculates = request.speculation.mode != "off"
+        self.speculates = request.speculation.by_drafter
         told = request.logprobs is not None or request.prompt_logprobs is not None
         self.is_ordinary = not (request.stop_strings or told or self.matcher is not None)
 

@@ -320,7 +320,7 @@ class Scheduler:
         while self._running:
             self._send_back()
         for seq in self._waiting:
-            seq.speculates = seq.request.speculation.mode != "off"
+            seq.speculates = seq.request.speculation.by_drafter
 
     def check(self) -> None:
         """Raise AssertionError unless requests, blocks, slots and flights are in order. For between steps."""

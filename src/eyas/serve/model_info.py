@@ -34,7 +34,9 @@ class ModelInfo:
     drafter_quantization: str | None = None
     """What the drafter's are, where there is one."""
     speculation: Speculation = field(default_factory=Speculation)
-    """The default for requests without `speculative`."""
+    """The default for requests without `speculative`, as long as there is somebody to draft by it."""
+    suffix_depth: int = 0
+    """The most suffix drafts of a request in a step; 0: there are none."""
     tool_parser: str | None = None
     """The tool-call format, if the operator named one."""
     reasoning_parser: str | None = None
@@ -50,14 +52,21 @@ class ModelInfo:
         if name != self.name:
             raise ApiError(404, f"model {name[:100]!r} is not served here; use {self.name!r}", code="model_not_found")
 
+    @property
+    def default_speculation(self) -> Speculation:
+        """How requests that do not say are drafted for."""
+        return self.speculation if self.drafter is not None or self.speculation.method == "suffix" else Speculation()
+
     def speculative_card(self) -> dict[str, Any]:
         """The drafter, and how requests that do not say are drafted for."""
-        drafted = self.drafter is not None
+        drafted, default = self.drafter is not None or self.suffix_depth > 0, self.default_speculation
         return {
             "drafter": self.drafter,
             "drafter_quantization": self.drafter_quantization,
-            "mode": self.speculation.mode if drafted else "off",
-            "depth": self.speculation.depth if drafted else None,
+            "suffix": self.suffix_depth > 0,
+            "mode": default.mode if drafted else "off",
+            "method": default.method if drafted else None,
+            "depth": default.depth if drafted else None,
             "per_request": self.own_depths,
         }
 
@@ -93,8 +102,15 @@ class ServerLimits:
 
 def banner(model_info: ModelInfo, memory: BlockBudget | str) -> list[str]:
     """The lines that the server prints when it starts."""
+    beside = (
+        ", and what occurred before in the text or in earlier answers to the same key"
+        if model_info.suffix_depth
+        else ""
+    )
     if model_info.drafter is None:
         policy = "no drafter: every token is a pass of the target"
+        if model_info.suffix_depth:
+            policy = "no drafter; what occurred before in the text or in earlier answers to the same key, where it pays"
     elif model_info.speculation.mode == "fixed":
         others = " unless a request says otherwise" if model_info.own_depths else " for all requests"
         policy = f"{model_info.drafter}, {model_info.speculation.depth} tokens deep{others}"
@@ -103,7 +119,7 @@ def banner(model_info: ModelInfo, memory: BlockBudget | str) -> list[str]:
     elif model_info.speculation.mode == "off":
         policy = f"{model_info.drafter}, only for requests that ask for it"
     else:
-        policy = f"{model_info.drafter}, as deep as pays by measured cost and acceptance"
+        policy = f"{model_info.drafter}, as deep as pays by measured cost and acceptance{beside}"
     return [
         f"serving   {model_info.name} ({model_info.target}), up to {model_info.max_model_len:,} tokens, "
         f"{model_info.max_num_seqs} at once",

@@ -87,6 +87,8 @@ def add_stats(to: SpecDecodeStats, more: SpecDecodeStats) -> None:
     to.drafted += more.drafted
     to.accepted += more.accepted
     to.tokens += more.tokens
+    to.suffix_drafted += more.suffix_drafted
+    to.suffix_accepted += more.suffix_accepted
     to.accepted_at += [0] * (len(more.accepted_at) - len(to.accepted_at))
     for depth, count in enumerate(more.accepted_at):
         to.accepted_at[depth] += count

@@ -72,6 +72,8 @@ class Draft:
     """The drafter's probability of each token behind its parent."""
     candidates: Mapping[int, Candidates] = field(default_factory=dict)
     """Behind some of the tokens, -1 included, all that was looked at, whether it is proposed or not."""
+    by_suffix: int = 0
+    """How many of the last tokens of a chain are suffix drafts; the drafter has made those before them."""
 
     @property
     def depth(self) -> int:
@@ -90,7 +92,13 @@ class Draft:
             parents=tuple(place[self.parents[node]] for node in nodes),
             confidences=tuple(self.confidences[node] for node in nodes),
             candidates={place[node]: some for node, some in self.candidates.items() if node in place},
+            by_suffix=sum(node >= self.by_drafter for node in nodes),
         )
+
+    @property
+    def by_drafter(self) -> int:
+        """How many of the first tokens the drafter has made."""
+        return len(self.tokens) - self.by_suffix
 
     def tokens_to(self, index: int) -> list[int]:
         """The tokens from the first depth down to `index`; none for -1."""

@@ -175,6 +175,25 @@ class DepthPolicy:
     sibling_caution: float = 6.0
     """Misses that weigh against every share although nobody saw them: few looks must not make a tree look good."""
 
+    # --- Suffix drafts.
+    suffix_matches: tuple[int, ...] = (2, 4, 8, 16, 24)
+    suffix_beliefs: tuple[float, ...] = (0.35, 0.5, 0.7, 0.85, 0.9)
+    """Lengths of matches from which on they are told apart, and how often what followed such a match is believed to
+    follow again, before there is evidence."""
+    suffix_shares: tuple[float, ...] = (0.5, 0.8, 1.0)
+    """The same for shares of votes; where all agree, one vote and several are told apart as well."""
+    suffix_tries: float = 6.0
+    """Drafts of a kind that weigh as much as the belief."""
+    suffix_over_drafter: float = 1.1
+    """What suffix drafts must promise, in parts of what the drafter does, to be verified in place of its own."""
+    suffix_least_gain: float = 0.02
+    """Tokens that the suffix drafts of a step must promise beyond their cost, for each request: less is noise."""
+    suffix_trials: int = 12
+    suffix_trial_tokens: int = 3
+    suffix_trial_chance: float = 0.5
+    """Passes with drafts that may be run to time them although nothing is known of their cost, how many drafts of a
+    request they have, and the chance that the first must have."""
+
     # --- The drift alarm.
     drift_probes: int = 32
     drift_fewest_probes: int = 8

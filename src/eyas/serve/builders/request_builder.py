@@ -311,8 +311,9 @@ class RequestBuilder:
 
     def _speculation(self, body: GenerationRequest) -> Speculation:
         if body.speculative is None:
-            return self._model_info.speculation if self._model_info.drafter is not None else Speculation()
-        return Speculation(mode=body.speculative.mode, depth=body.speculative.depth)
+            return self._model_info.default_speculation
+        asked = body.speculative
+        return Speculation(mode=asked.mode, depth=asked.depth, method=asked.method)
 
 
 def _sampling(body: GenerationRequest, defaults: Mapping[str, Any]) -> Sampling:

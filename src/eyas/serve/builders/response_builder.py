@@ -285,15 +285,18 @@ def speculative_counts(stats: SpecDecodeStats) -> dict[str, Any]:
         "drafted_tokens": stats.drafted,
         "accepted_tokens": stats.accepted,
         "accepted_by_depth": list(stats.accepted_at),
+        "suffix_drafted_tokens": stats.suffix_drafted,
+        "suffix_accepted_tokens": stats.suffix_accepted,
     }
 
 
 def _token_details(deltas: Sequence[OutputDelta]) -> dict[str, Any]:
-    """Each token, its text and the draft depth it was accepted from; 0 means that the target sampled it."""
+    """Each token, its text, the draft depth it was accepted from (0: the target sampled it), and who proposed it."""
     return {
         "tokens": [token for delta in deltas for token in delta.tokens],
         "texts": [text for delta in deltas for text in delta.texts],
         "depths": [depth for delta in deltas for depth in delta.depths],
+        "sources": [source for delta in deltas for source in delta.sources],
     }
 
 

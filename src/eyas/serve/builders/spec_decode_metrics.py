@@ -12,7 +12,7 @@ def spec_decode_metrics(
 ) -> dict[str, Any]:
     """The object; `detailed` adds each step, as vLLM's `--per-request-spec-decode-metrics detailed` does."""
     at_least = [stats.drafts, *stats.accepted_at]
-    at_least += [0] * (num_spec_tokens + 2 - len(at_least))
+    at_least += [0] * max(1, num_spec_tokens + 2 - len(at_least))
     # Steps that accepted exactly 0, 1, 2, ... draft tokens, from those that accepted at least as many.
     histogram = [count - more for count, more in pairwise(at_least)]
     figures: dict[str, Any] = {

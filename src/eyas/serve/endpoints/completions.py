@@ -191,9 +191,12 @@ class Endpoint:
     def _num_spec_tokens(self, engine_requests: EngineRequests) -> int | None:
         """The deepest draft of a request; None if it is not drafted for."""
         speculation = engine_requests.requests[0].speculation
-        if self._context.model_info.drafter is None or speculation.mode == "off":
+        model_info = self._context.model_info
+        by_drafter = model_info.drafter is not None and speculation.by_drafter
+        suffix = model_info.suffix_depth if speculation.by_suffix else 0
+        if not by_drafter and not suffix:
             return None
-        return speculation.depth or self._context.engine_client.max_depth
+        return speculation.depth or max(suffix, self._context.engine_client.max_depth if by_drafter else 0)
 
     def _to_api_error(self, error: Exception) -> ApiError:
         failure = to_api_error(error)

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from eyas.engine.output import SpecDecodeStats
 from eyas.engine.speculation.drift import DriftReport
 from eyas.serve.engine_client import EngineSnapshot
 from eyas.serve.monitoring.vllm_metrics import MetricsNames, named
@@ -135,6 +136,7 @@ class EngineCollector(Collector):
         yield _counter("eyas_spec_decode_num_drafts", "Drafts verified.", stats.drafts)
         yield _counter("eyas_spec_decode_num_draft_tokens", "Tokens drafted and verified.", stats.drafted)
         yield _counter("eyas_spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted)
+        yield from _by_source(stats)
         by_depth = CounterMetricFamily(
             "eyas_spec_decode_num_accepted_tokens_per_pos", "Accepted by position, 0 is the first.", labels=["position"]
         )
@@ -181,6 +183,20 @@ def _drift(drift: DriftReport) -> Iterator[Metric]:
         for depth, share in enumerate(shares, 1):
             mass.add_metric([region, str(depth)], share)
     yield mass
+
+
+def _by_source(stats: SpecDecodeStats) -> Iterator[Metric]:
+    """Drafts by who made them."""
+    for name, words, total, suffix in (
+        ("draft_tokens", "Tokens drafted and verified", stats.drafted, stats.suffix_drafted),
+        ("accepted_tokens", "Drafted tokens accepted", stats.accepted, stats.suffix_accepted),
+    ):
+        family = CounterMetricFamily(
+            f"eyas_spec_decode_num_{name}_per_source", f"{words}, by who drafted them.", labels=["source"]
+        )
+        family.add_metric(["drafter"], total - suffix)
+        family.add_metric(["suffix"], suffix)
+        yield family
 
 
 def _gauge(name: str, description: str, value: float) -> Metric:

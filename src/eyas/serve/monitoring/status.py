@@ -56,7 +56,9 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "engine": {"type": "string", "description": "What computes the answers: eyas, or vLLM's version."},
                 "drafter": {"type": ["string", "null"]},
                 "drafter_quantization": {"type": ["string", "null"], "description": "Of the drafter's matrices."},
+                "suffix": {"type": "boolean", "description": "Whether there are suffix drafts."},
                 "mode": {"enum": ["auto", "off", "fixed"]},
+                "method": {"enum": ["auto", "eagle3", "suffix", None], "description": "Who drafts; null: nobody."},
                 "depth": {"type": ["integer", "null"]},
                 "per_request": {"type": "boolean", "description": "Whether requests may choose mode and depth."},
                 "max_depth": {
@@ -85,6 +87,7 @@ STATUS_SCHEMA: dict[str, Any] = {
             "type": "object",
             "properties": {
                 **{name: {"type": "integer"} for name in ("tokens", "passes", "drafts", "drafted_tokens")},
+                **{name: {"type": "integer"} for name in ("suffix_drafted_tokens", "suffix_accepted_tokens")},
                 "accepted_tokens": {"type": "integer"},
                 "accepted_by_depth": {"type": "array", "items": {"type": "integer"}},
                 "rows_by_depth": {

@@ -43,7 +43,7 @@ async function catchUp() {
 }
 
 function adapt({ served, version }) {
-  const drafter = served.drafter ? `drafted by ${served.drafter}` : "no drafter";
+  const drafter = served.drafter ? `drafted by ${served.drafter}` : served.suffix ? "suffix drafts" : "no drafter";
   byId("served").textContent = `${served.model}, ${drafter}`;
   byId("foot").textContent = `eyas ${version}: up to ${served.max_model_len.toLocaleString("en")} tokens, ${served.max_num_seqs} answers at once.`;
   document.title = `${served.model} · eyas`;

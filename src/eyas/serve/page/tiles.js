@@ -21,7 +21,7 @@ export function showTiles(history) {
     ["Acceptance length", fixed(acceptanceLength(recent), 2), `last ${RECENT} s; ${fixed(since, 2)} since the start`],
     ["Users", `${load.running}`, `running; ${load.waiting} waiting, at most ${load.capacity}`],
     ["KV cache", percent(blocks.used / Math.max(1, blocks.total)), `${whole(blocks.used)} of ${whole(blocks.total)} blocks used`],
-    ["Tokens", whole(counts.tokens), `${fixed(counts.tokens / Math.max(1, counts.passes), 2)} for each pass of the target`],
+    ["Tokens", whole(counts.tokens), `${fixed(counts.tokens / Math.max(1, counts.passes), 2)} for each pass of the target${sources(counts)}`],
     ["Errors", whole(errors), `since the start: ${whole(full)} of 429, ${whole(failed)} of 5xx`],
   ];
   byId("tiles").replaceChildren(
@@ -29,6 +29,12 @@ export function showTiles(history) {
       element("div", { class: "card" }, element("dt", {}, name), element("dd", {}, value), element("dd", { class: "soft" }, more)),
     ),
   );
+}
+
+/** Who proposed the tokens that were accepted, where more than one does. */
+function sources(counts) {
+  const suffix = counts.suffix_accepted_tokens ?? 0;
+  return suffix ? `; ${whole(counts.accepted_tokens - suffix)} by the drafter, ${whole(suffix)} by suffix drafts` : "";
 }
 
 /** Lately, or where nothing happened lately since the start. */

@@ -49,10 +49,13 @@ class Speculative(WireModel):
 
     mode: Literal["auto", "off", "fixed"] = "auto"
     depth: Count | None = Field(None, description="Draft tokens in a row; with mode fixed alone.")
+    method: Literal["auto", "eagle3", "suffix"] = Field(
+        "auto", description="Who drafts: whatever pays of what is served, the drafter alone, or suffix drafts alone."
+    )
     details: bool = Field(
         False,
         description="Report per choice, and in every chunk of a stream, tokens with the text that came with each and "
-        "the depth it was accepted from, and the counts so far.",
+        "the depth it was accepted from, who proposed it, and the counts so far.",
     )
 
 

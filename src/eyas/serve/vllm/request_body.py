@@ -73,9 +73,11 @@ def require_supported(request: Request, served: Speculation | None, on_cpu: bool
     sampling, wished = request.sampling, request.speculation
     if wished.mode == "off" and served is not None:
         raise _refusal("speculative", "vLLM drafts for all requests alike; leave it out, or serve without a drafter")
-    if wished.mode == "fixed" and wished != served:
+    if wished.mode == "fixed" and (served is None or wished.depth != served.depth):
         how = "it has no drafter" if served is None else f"it drafts {_words(served)} for all requests alike"
         raise _refusal("speculative", f"depth {wished.depth} was asked for, and vLLM cannot: {how}; leave it out")
+    if wished.method == "suffix":
+        raise _refusal("speculative", "method suffix is for eyas' own engine; leave it out")
     if request.bad_words:
         raise _refusal("bad_words", "vLLM forbids fewer spellings of a word than eyas promises; leave it out")
     if sampling.temperature and not LEAST_TEMPERATURE <= sampling.temperature <= MOST_TEMPERATURE:

@@ -1,0 +1,102 @@
+"""How likely suffix drafts are accepted: learned from what came, whether they were verified or not. No torch.
+
+Text that occurred before goes on as it did before, or not. How often it does depends on how much of the text before
+matches, and on how many of the earlier occurrences went on alike. So drafts are told apart by both, and by where they
+were found, in the request's own text or in earlier answers; what counts is how often drafts of a kind were right. Of
+requests it is learnt how much better or worse they fare, as for the drafter (`acceptance.py`): some copy, some do not.
+
+A draft that nobody verified is judged all the same: the target's token at its place is known a step later. So there is
+nothing to explore: looking on costs no pass.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+
+from eyas.engine.speculation.acceptance import Own
+from eyas.engine.speculation.decayed_counts import DecayedCounts
+from eyas.engine.speculation.policy import POLICY
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixOffer:
+    """Tokens that may follow a request's own, since they followed the like before."""
+
+    tokens: tuple[int, ...]
+    match: int
+    """Tokens before them that the likest occurrence has in common with the request."""
+    votes: tuple[int, ...]
+    voters: tuple[int, ...]
+    """Occurrences that went on with each token, of those that had gone on with all before it."""
+    shared: bool = False
+    """Whether they come from earlier answers, not from the request's own text."""
+
+    def cut(self, count: int) -> "SuffixOffer":
+        """The first of them."""
+        first = slice(0, count)
+        return SuffixOffer(self.tokens[first], self.match, self.votes[first], self.voters[first], self.shared)
+
+
+class SuffixAcceptance:
+    """All estimates for suffix drafts."""
+
+    def __init__(self) -> None:
+        self._matches, self._shares = len(POLICY.suffix_matches), len(POLICY.suffix_shares) + 2
+        self._counts = DecayedCounts(2 * self._matches * self._shares)
+        self._requests: dict[int, Own] = {}
+        self.rounds = 0
+
+    def chances(self, key: int, offer: SuffixOffer) -> list[float]:
+        """Of each token to be the target's if all before it were."""
+        own = self._requests.get(key)
+        odds = 1.0 if own is None else exp(POLICY.level_width * own.level)
+        return [chance * odds / (1 - chance + chance * odds) for chance in self._usual(offer)]
+
+    def survivals(self, key: int, offer: SuffixOffer) -> list[float]:
+        """Of each token to be accepted at all."""
+        survival, made = 1.0, []
+        for chance in self.chances(key, offer):
+            survival *= chance
+            made.append(survival)
+        return made
+
+    def observe(self, key: int, offer: SuffixOffer, came: Sequence[int]) -> None:
+        """Take what came in the place of an offer: of tokens behind the first wrong one nothing is known."""
+        tries = hits = 0
+        for drafted, token in zip(offer.tokens, came, strict=False):
+            tries += 1
+            if drafted != token:
+                break
+            hits += 1
+        if not tries:
+            return
+        self.rounds += 1
+        expected = sum(self._usual(offer.cut(tries)))
+        self._counts.add(self._cells(offer)[:tries], [1.0] * hits + [0.0] * (tries - hits))
+        self._counts.fade(POLICY.acceptance_memory)
+        own = self._requests.setdefault(key, Own())
+        own.fade(1 - 1 / POLICY.request_memory)
+        own.count(tries, hits, expected)
+        own.settle()
+
+    def forget(self, key: int) -> None:
+        """Drop a request that has ended; what it taught of all stays."""
+        self._requests.pop(key, None)
+
+    def _usual(self, offer: SuffixOffer) -> list[float]:
+        """The same of any request."""
+        made = []
+        for cell, votes, voters in zip(self._cells(offer), offer.votes, offer.voters, strict=True):
+            belief = POLICY.suffix_beliefs[cell // self._shares % self._matches] * votes / voters
+            made.append(min(self._counts.rate(cell, belief, POLICY.suffix_tries), 0.999))
+        return made
+
+    def _cells(self, offer: SuffixOffer) -> list[int]:
+        """Of each token its kind. What matches grows by every token that is accepted."""
+        cells = []
+        for depth, (votes, voters) in enumerate(zip(offer.votes, offer.voters, strict=True)):
+            match = max(0, bisect_right(POLICY.suffix_matches, offer.match + depth) - 1)
+            share = bisect_right(POLICY.suffix_shares, votes / voters) + (votes == voters > 1)
+            cells.append((offer.shared * self._matches + match) * self._shares + share)
+        return cells

@@ -1,0 +1,138 @@
+"""Whether a request's suffix drafts are verified, how many of them, and whether the drafter drafts instead. No torch.
+
+Suffix drafts take no pass of the drafter: they cost what the target's pass takes longer for them. Each is worth its
+chance to be accepted at all (`suffix_acceptance.py`), as drafts of the drafter are worth theirs; what a second is worth
+is the rate at which the engine gives tokens. So sources are compared by expected tokens less their cost in tokens:
+
+    nothing    0, always among the choices
+    suffix     the tokens of the offer, as many as are worth verifying
+    drafter    as deep as is best for the request by what the controller knows: its acceptance, and times of passes
+    both       the drafter's chain, and what the text has behind it
+
+The drafter's own controller decides about everything else as if requests that verify suffix drafts asked for none.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from math import isfinite
+
+from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.cost_model import CostModel
+from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.verify_budget import share_budget
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodingBatch:
+    """The requests of a step that decode."""
+
+    rows: int
+    context: int
+    """Tokens that their newest ones attend to."""
+    drafting: int = 0
+    """Those that the drafter may draft for: they share its passes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrafterPromise:
+    """What the drafter would do."""
+
+    acceptance: Acceptance
+    deepest: int
+    rate: float
+    """Tokens per second by the latest plan, 0 if that was to draft nothing."""
+
+
+class SuffixChoice:
+    """Weighs suffix drafts against their cost and against the drafter's."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self.trials = 0
+        """Passes that were run to time them."""
+
+    def take(
+        self,
+        batch: DecodingBatch,
+        survivals: Mapping[int, Sequence[float]],
+        *,
+        bound: Collection[int] = (),
+        drafter: "DrafterPromise | None" = None,
+    ) -> dict[int, int]:
+        """How many suffix drafts of each request are verified; requests with none are left out.
+
+        `survivals` are the chances of each request's drafts to be accepted at all. Of requests that are `bound` all are
+        verified, whatever they cost.
+        """
+        verify = self._costs.verify
+        taken = {key: len(chances) for key, chances in survivals.items() if key in bound and chances}
+        free = {key: chances for key, chances in survivals.items() if key not in bound and chances}
+        if not free or not verify.tells_any:
+            return taken
+        if not verify.tells(batch.rows + 1):
+            return taken | self._trial(free)
+        forced = sum(taken.values())
+        rate = self.rate(batch, free.values())
+        if drafter is not None:
+            rate = max(rate, drafter.rate)
+
+        def price(drafts: int) -> float:
+            return rate * verify.at(batch.rows + forced + drafts, batch.context)
+
+        plain, better = price(0), dict[int, Sequence[float]]()
+        for key, chances in free.items():
+            net = max(gain - price(count) + plain for count, gain in enumerate(accumulate(chances), 1))
+            instead = 0.0 if drafter is None else self._of_drafter(batch, rate, drafter, key)
+            if net > max(POLICY.suffix_least_gain, POLICY.suffix_over_drafter * instead):
+                better[key] = chances
+        kept = share_budget(list(better.values()), price)
+        return taken | {key: len(drafts) for key, drafts in zip(better, kept, strict=True) if drafts}
+
+    def extend(self, batch: DecodingBatch, drafts: int, survivals: Sequence[float], rate: float) -> int:
+        """How many of the drafts behind a drafter's chain are worth verifying in a pass that has so many already."""
+        verify = self._costs.verify
+        if not survivals or not verify.tells(batch.rows + drafts + 1):
+            return 0
+        best, most, gained = POLICY.suffix_least_gain, 0, 0.0
+        rate = max(rate, self.rate(batch))
+        without = verify.at(batch.rows + drafts, batch.context)
+        for count, survival in enumerate(survivals, 1):
+            gained += survival
+            net = gained - rate * (verify.at(batch.rows + drafts + count, batch.context) - without)
+            if net > best:
+                best, most = net, count
+        return most
+
+    def rate(self, batch: DecodingBatch, survivals: Iterable[Sequence[float]] = ()) -> float:
+        """Tokens per second, plainly or with the best number of these drafts: what a second is worth."""
+        costs, best, gained = self._costs, 0.0, 0.0
+        for count, chance in enumerate([0.0, *sorted(chain.from_iterable(survivals), reverse=True)]):
+            gained += chance
+            passes = costs.verify.at(batch.rows + count, batch.context)
+            best = max(best, (batch.rows + gained) / max(costs.step(batch.rows, passes, depth=0), 1e-9))
+        return best
+
+    def _of_drafter(self, batch: DecodingBatch, rate: float, drafter: "DrafterPromise", key: int) -> float:
+        """Tokens that the drafter is expected to give a request beyond their cost, at the best depth; 0 at the least.
+
+        Requests that it drafts for share its passes.
+        """
+        costs, alike, best, gained = self._costs, max(1, batch.drafting), 0.0, 0.0
+        (level,) = drafter.acceptance.levels([key])
+        plain = costs.verify.at(batch.rows, batch.context)
+        for depth, survival in enumerate(drafter.acceptance.survivals(level)[: drafter.deepest], 1):
+            gained += survival
+            seconds = costs.draft(depth, 2 * alike, (depth - 1) * alike)
+            seconds += costs.verify.at(batch.rows + depth * alike, batch.context) - plain
+            if isfinite(seconds):
+                best = max(best, gained - rate * seconds / alike)
+        return best
+
+    def _trial(self, survivals: Mapping[int, Sequence[float]]) -> dict[int, int]:
+        """Drafts of a pass that is run because nobody knows what such passes take."""
+        likely = {key: row for key, row in survivals.items() if row[0] >= POLICY.suffix_trial_chance}
+        if not likely or self.trials >= POLICY.suffix_trials:
+            return {}
+        self.trials += 1
+        return {key: min(len(row), POLICY.suffix_trial_tokens) for key, row in likely.items()}

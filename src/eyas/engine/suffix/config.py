@@ -1,0 +1,54 @@
+"""How suffix drafts are made. The names are those of vLLM's suffix decoding."""
+
+from dataclasses import dataclass
+
+from eyas.errors import UserError
+
+MOST_DRAFTS = 48
+"""Suffix drafts of one step at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuffixConfig:
+    """What is looked for, and how much of it is kept."""
+
+    max_tree_depth: int = 24
+    """The longest match that is told from a longer one, and the most drafts unless `num_speculative_tokens` says so."""
+    max_spec_factor: float = 1.0
+    """Drafts at most, in parts of the match before them."""
+    min_token_prob: float = 0.1
+    """The least share of votes of a draft."""
+    num_speculative_tokens: int | None = None
+    """The most drafts of a request in a step."""
+    max_cached_requests: int = 10_000
+    """Answers of a caller that are kept for later requests of the same caller; 0: none, a request knows its own text
+    alone."""
+    max_cached_tokens: int = 2**16
+    """The same in tokens: when more come, the oldest are forgotten."""
+    max_callers: int = 32
+    """Callers whose answers are kept; those that were idle longest are forgotten."""
+    max_age_seconds: float = 3600.0
+    """How long an answer is kept."""
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("max_tree_depth", 2, MOST_DRAFTS),
+            ("max_cached_requests", 0, None),
+            ("max_cached_tokens", 32, 2**24),
+            ("max_callers", 1, None),
+            ("num_speculative_tokens", 1, MOST_DRAFTS),
+        ):
+            value = getattr(self, name)
+            if value is not None and (value < least or (most is not None and value > most)):
+                bounds = f"{least} or more" if most is None else f"{least} to {most}"
+                raise UserError(f"suffix drafts: {name} is {value}; it must be {bounds}")
+        if not 0 <= self.min_token_prob <= 1:
+            raise UserError(f"suffix drafts: min_token_prob is {self.min_token_prob}; it must be 0 to 1")
+        for name in ("max_spec_factor", "max_age_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"suffix drafts: {name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def deepest(self) -> int:
+        """The most drafts of a request in a step."""
+        return self.num_speculative_tokens or self.max_tree_depth

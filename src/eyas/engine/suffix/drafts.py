@@ -1,0 +1,89 @@
+"""What may follow a request's text: looked up in the text itself, and in earlier answers to the same caller.
+
+Every request has an index of its own, of its prompt and of what was committed of its answer. It is made when the
+request first decodes and grows with it; preemption does not touch it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eyas.engine.request import SequenceState
+from eyas.engine.speculation.suffix_acceptance import SuffixAcceptance, SuffixOffer
+from eyas.engine.suffix.config import SuffixConfig
+from eyas.engine.suffix.shared_answers import SharedAnswers
+from eyas.kernels.suffix_index import Continuation, SuffixIndex, SuffixLimits
+
+FIRST_ROOM = 256
+"""Tokens that an answer may come to before its index is made anew, twice as large."""
+
+
+@dataclass(slots=True)
+class _OwnText:
+    """A request's text."""
+
+    seq: SequenceState
+    index: SuffixIndex
+    taken: int = 0
+    """Tokens that the index has."""
+
+
+class SuffixDrafts:
+    """Continuations for requests under way."""
+
+    def __init__(self, config: SuffixConfig, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.acceptance = SuffixAcceptance()
+        self.answers = SharedAnswers(config, clock)
+        self._texts: dict[int, _OwnText] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Memory that all indexes can take."""
+        return self.answers.bytes + sum(text.index.bytes for text in self._texts.values())
+
+    def offer(self, seq: SequenceState, most: int, ahead: Sequence[int] = ()) -> SuffixOffer | None:
+        """The most promising continuation behind a request's tokens, or behind tokens that may come next; None: none.
+
+        Of at most so many tokens.
+        """
+        text, config = self._follow(seq), self.config
+        context = [*seq.tokens[-config.max_tree_depth :], *ahead][-config.max_tree_depth :]
+        most = min(most, config.deepest)
+        own = text.index.propose(context, most, ahead=len(ahead))
+        shared = self.answers.propose(seq.request.cache_salt, context, most)
+        best, promised = None, 0.0
+        for found in (own, shared):
+            offer = None if found is None else self._within(found, shared=found is shared)
+            if offer is not None and (promise := sum(self.acceptance.survivals(seq.key, offer))) > promised:
+                best, promised = offer, promise
+        return best
+
+    def forget(self, key: int, *, keep: bool) -> None:
+        """Drop a request that ended; its answer may be kept for later ones."""
+        text = self._texts.pop(key, None)
+        self.acceptance.forget(key)
+        if text is not None and keep:
+            seq = text.seq
+            self.answers.add(seq.request.cache_salt, seq.tokens[seq.prompt_length :])
+
+    def _follow(self, seq: SequenceState) -> _OwnText:
+        """The index of a request, with all its tokens."""
+        text = self._texts.get(seq.key)
+        if text is None or len(seq.tokens) > text.index.capacity:
+            limits = SuffixLimits(longest_match=self.config.max_tree_depth)
+            room = max(len(seq.tokens) + FIRST_ROOM, 0 if text is None else 2 * text.index.capacity)
+            text = self._texts[seq.key] = _OwnText(seq, SuffixIndex(min(room, max(seq.limit, FIRST_ROOM)), limits))
+        if text.taken < len(seq.tokens):
+            text.index.extend(seq.tokens[text.taken :])
+            text.taken = len(seq.tokens)
+        return text
+
+    def _within(self, found: Continuation, *, shared: bool) -> SuffixOffer | None:
+        """A continuation as far as the limits allow."""
+        config = self.config
+        most = min(len(found.tokens), max(1, int(config.max_spec_factor * found.match)))
+        count = 0
+        while count < most and found.votes[count] >= config.min_token_prob * found.voters[count]:
+            count += 1
+        offer = SuffixOffer(found.tokens, found.match, found.votes, found.voters, shared)
+        return offer.cut(count) if count else None

@@ -1,0 +1,252 @@
+"""Suffix drafts beside those of a drafter, or without one: a proposer around the drafter's, or around none.
+
+    draft_slots  every request that may have suffix drafts is looked up; the choice says whose are verified, and the
+                 drafter's controller is asked about the others
+    propose      suffix drafts for those; for the others what the drafter drafts, and what the text has behind it
+    settle       what came is compared with all that was looked up, verified or not; the drafter's part of a draft is
+                 told to its controller, which never hears of the rest
+
+Verification needs nothing of this: a suffix draft is a chain like another.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from math import prod
+from operator import mul
+
+from eyas.engine.grammar.base import filter_by_grammar
+from eyas.engine.proposer import NoProposer, Proposer, StatesOf
+from eyas.engine.request import SequenceState
+from eyas.engine.scheduler import ScheduledRow
+from eyas.engine.speculation.choice import Choice
+from eyas.engine.speculation.controller import Controller
+from eyas.engine.speculation.draft import NO_DRAFT, Draft, Tree
+from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.suffix_acceptance import SuffixOffer
+from eyas.engine.speculation.suffix_choice import DecodingBatch, DrafterPromise, SuffixChoice
+from eyas.engine.suffix.drafts import SuffixDrafts
+from eyas.engine.verify import TargetOutput, VerifyResult
+
+MOST_BEHIND_A_CHAIN = 8
+"""Suffix drafts behind a drafter's chain."""
+
+
+class SuffixProposer:
+    """Proposes what the text says, or what the inner proposer does, or both."""
+
+    def __init__(self, inner: Proposer | NoProposer, drafts: SuffixDrafts, controller: Controller) -> None:
+        self.inner, self.drafts = inner, drafts
+        self._controller, self._choice = controller, SuffixChoice(controller.costs)
+        self._offers: dict[int, SuffixOffer] = {}
+        """Of this step, by request, verified or not."""
+        self._taken: dict[int, int] = {}
+        """How many are verified, of requests that the drafter leaves alone for it."""
+        self._inner_slots: Mapping[int, int] = {}
+        self._behind: dict[int, SuffixOffer] = {}
+        """What the text has behind the drafter's chains, as far as it is verified."""
+        self._batch = DecodingBatch(rows=0, context=0)
+
+    # --- what the inner proposer says --------------------------------------------------------------------------
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """Layers of the target whose states are needed."""
+        return self.inner.layer_ids
+
+    @property
+    def chosen(self) -> Choice | None:
+        """What the drafter's controller chose for this step."""
+        return self.inner.chosen
+
+    @property
+    def repeated(self) -> Choice | None:
+        """What this step is like."""
+        return self.inner.repeated
+
+    @property
+    def round_tree(self) -> Tree | None:
+        """What the requests of a round grow."""
+        return self.inner.round_tree
+
+    @property
+    def budget(self) -> int | None:
+        """Drafts of the drafter that are verified in this step; None: all."""
+        return self.inner.budget
+
+    @property
+    def timed(self) -> bool:
+        """Whether somebody learns from what this step takes: without a drafter's controller, the suffix choice does."""
+        return self.inner.timed or isinstance(self.inner, NoProposer)
+
+    def follows(self, seq: SequenceState) -> bool:
+        """Whether the drafter reads along."""
+        return self.inner.follows(seq)
+
+    def admit(self, seq: SequenceState) -> None:
+        """Take note of a request that came."""
+        self.inner.admit(seq)
+
+    def take_released(self) -> list[SequenceState]:
+        """Requests that the drafter does not follow any longer."""
+        return self.inner.take_released()
+
+    def drift_due(self) -> bool:
+        """Whether it is time to look at a round of the drafter."""
+        return self.inner.drift_due()
+
+    def probe_drift(self, rows: Sequence[ScheduledRow], states_of: StatesOf | None = None) -> None:
+        """Look at one of the rounds of a step in which the drafter drafts."""
+        self.inner.probe_drift([row for row in rows if row.seq.key not in self._taken], states_of)
+
+    def follow_drift(self, seqs: Sequence[SequenceState], drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Take the fate of the drafter's chains."""
+        self.inner.follow_drift(seqs, drafted, accepted)
+
+    def take_states(self, result: VerifyResult, nodes: Sequence[int], output: TargetOutput) -> None:
+        """Keep the states of what a row has read."""
+        self.inner.take_states(result, nodes, output)
+
+    def catch_up(self, rows: Sequence[ScheduledRow]) -> None:
+        """Read what would make somebody wait later."""
+        self.inner.catch_up(rows)
+
+    def rehearse(self) -> None:
+        """Do for the first time what takes longer then."""
+        self.inner.rehearse()
+
+    def forget(self, key: int, *, ended: bool = True) -> None:
+        """Drop what is kept for a request that ended; preemption takes nothing from its text."""
+        self.inner.forget(key, ended=ended)
+        if ended:
+            self.drafts.forget(key, keep=True)
+
+    # --- the step ----------------------------------------------------------------------------------------------
+
+    def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+        """How many drafts there should be room for behind each request that decodes."""
+        self._offers, self._behind = {}, {}
+        bound = set[int]()
+        for seq in decoding:
+            speculation = seq.request.speculation
+            if speculation.by_suffix:
+                most = self.drafts.config.deepest if speculation.depth is None else speculation.depth
+                offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
+                if offer is not None:
+                    self._offers[seq.key] = offer
+                    if speculation.mode == "fixed":
+                        bound.add(seq.key)
+        self._batch = DecodingBatch(
+            rows=len(decoding),
+            context=sum(len(seq.tokens) for seq in decoding),
+            drafting=sum(self.inner.follows(seq) for seq in decoding),
+        )
+        survivals = {key: self.drafts.acceptance.survivals(key, offer) for key, offer in self._offers.items()}
+        self._taken = self._choice.take(self._batch, survivals, bound=bound, drafter=self._promise())
+        if isinstance(self.inner, Proposer):
+            self.inner.left_out = frozenset(self._taken)
+        self._inner_slots = self.inner.draft_slots(decoding)
+        slots = dict(self._inner_slots)
+        if self._inner_slots and self.round_tree is None and self._is_chain():
+            for seq in decoding:
+                if slots.get(seq.key) and seq.request.speculation.by_suffix:
+                    slots[seq.key] += MOST_BEHIND_A_CHAIN
+        return slots | self._taken
+
+    def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
+        """Suffix drafts for some rows, the drafter's for others, and what the text has behind them."""
+        asked = []
+        drafts: dict[int, Draft] = {}
+        for row in rows:
+            key = row.seq.key
+            if row.drafts and key in self._taken:
+                offer = self._offers[key].cut(min(self._taken[key], row.drafts))
+                drafts[key] = self._allowed(row.seq, self._chain(key, offer))
+            elif row.drafts:
+                asked.append(_with_room(row, self._inner_slots.get(key, 0)))
+        if asked:
+            drafts |= self.inner.propose(asked, report)
+            made = sum(len(draft.tokens) for draft in drafts.values())
+            for row in rows:
+                key = row.seq.key
+                room = row.drafts - self._inner_slots.get(key, 0)
+                if room > 0 and key not in self._taken and key in drafts and row.seq.request.speculation.by_suffix:
+                    drafts[key] = self._continued(row.seq, drafts[key], room, made)
+                    made += drafts[key].by_suffix
+        return drafts
+
+    def settle(self, result: VerifyResult, *, ended: bool, report: StepReport) -> None:
+        """Learn from what came, and tell the inner proposer of its own drafts."""
+        key, draft = result.row.seq.key, result.draft
+        acceptance, own = self.drafts.acceptance, draft.by_drafter
+        if key in self._offers:
+            acceptance.observe(key, self._offers[key], result.tokens)
+        if key in self._behind and len(result.nodes) >= own:
+            acceptance.observe(key, self._behind[key], result.tokens[own:])
+        if key in self._taken:
+            row = _with_room(result.row, 0)
+            result = replace(result, row=row, draft=NO_DRAFT, nodes=[], tokens=result.tokens[:1])
+        elif draft.by_suffix:
+            row = _with_room(result.row, self._inner_slots.get(key, 0))
+            nodes, tokens = result.nodes[:own], result.tokens[: own + 1]
+            result = replace(result, row=row, draft=draft.only(range(own)), nodes=nodes, tokens=tokens)
+        self.inner.settle(result, ended=ended, report=report)
+
+    def _promise(self) -> DrafterPromise | None:
+        """What the drafter would do instead."""
+        if not isinstance(self.inner, Proposer):
+            return None
+        controller = self._controller
+        return DrafterPromise(acceptance=controller.acceptance, deepest=controller.drift.deepest, rate=self._rate())
+
+    def _rate(self) -> float:
+        """Tokens per second that the drafter's latest plan promises."""
+        chosen = self.inner.chosen
+        return 0.0 if chosen is None or chosen.under_way is None else chosen.under_way.rate
+
+    def _is_chain(self) -> bool:
+        """Whether the drafter drafts chains in this step: behind a tree there is no one place to go on."""
+        chosen = self.inner.chosen
+        return chosen is not None and chosen.shape.kind == "chain"
+
+    def _continued(self, seq: SequenceState, draft: Draft, room: int, made: int) -> Draft:
+        """A drafter's chain with what the text has behind it, as far as that is worth verifying."""
+        if not draft.tokens or not draft.is_chain:
+            return draft
+        room = min(room, seq.limit - len(seq.tokens) - 1 - len(draft.tokens))
+        offer = self.drafts.offer(seq, room, draft.tokens) if room > 0 else None
+        if offer is None:
+            return draft
+        reached = prod(self._controller.acceptance.chances_of(draft.confidences))
+        chances = self.drafts.acceptance.chances(seq.key, offer)
+        survivals = [survival * reached for survival in accumulate(chances, mul)]
+        count = self._choice.extend(self._batch, made, survivals, self._rate())
+        if not count:
+            return draft
+        self._behind[seq.key] = offer = offer.cut(count)
+        longer = Draft(
+            tokens=draft.tokens + offer.tokens,
+            parents=tuple(range(-1, len(draft.tokens) + count - 1)),
+            confidences=draft.confidences + tuple(chances[:count]),
+            candidates=draft.candidates,
+            by_suffix=count,
+        )
+        return self._allowed(seq, longer)
+
+    def _chain(self, key: int, offer: SuffixOffer) -> Draft:
+        count = len(offer.tokens)
+        return Draft(
+            tokens=offer.tokens,
+            parents=tuple(range(-1, count - 1)),
+            confidences=tuple(self.drafts.acceptance.chances(key, offer)),
+            by_suffix=count,
+        )
+
+    def _allowed(self, seq: SequenceState, draft: Draft) -> Draft:
+        """What the request's grammar allows of it."""
+        return draft if seq.matcher is None else filter_by_grammar(draft, seq.matcher, seq.tokens)
+
+
+def _with_room(row: ScheduledRow, drafts: int) -> ScheduledRow:
+    """A row with room for no more drafts than these."""
+    return ScheduledRow(row.seq, row.start, row.count, min(row.drafts, drafts), row.samples)

@@ -1,0 +1,230 @@
+"""Suffix drafts change when a token is computed, never which it is; nobody's text is drafted for anybody else."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from engine.test_engine import OFF, at_depth, options, request, run
+from eyas.drafter.model import Drafter
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.engine.suffix.config import SuffixConfig
+from eyas.errors import UserError
+from eyas.sampling import Sampling
+from eyas.target.model import Target
+from tiny import language
+
+SUFFIX = Speculation(method="suffix")
+FORCED = Speculation(mode="fixed", depth=6, method="suffix")
+AUTO = Speculation()
+
+
+def with_suffix(**changes: Any) -> EngineConfig:
+    suffix = changes.pop("suffix", SuffixConfig(max_spec_factor=4.0))
+    return options(**{"suffix": suffix, "max_model_len": 256, **changes})
+
+
+@pytest.fixture(scope="module")
+def quoting() -> list[tuple[int, ...]]:
+    """Prompts that repeat themselves, so that there is something to copy."""
+    rows = language(8, 20, torch.Generator().manual_seed(5)).tolist()
+    return [(*row, *row[: 4 + number], *row) for number, row in enumerate(rows)]
+
+
+SAMPLINGS = {
+    "greedy": {},
+    "sampled": {"sampling": Sampling(temperature=0.9, top_p=0.9), "seed": 3},
+    "penalised": {"sampling": Sampling(temperature=0.7, repetition_penalty=1.3, presence_penalty=0.4), "seed": 5},
+    "top k": {"sampling": Sampling(temperature=1.0, top_k=4), "seed": 7},
+    "biased": {"sampling": Sampling(logit_bias={3: 4.0, 5: -3.0})},
+    "minimum": {"stop_ids": frozenset(range(20)), "min_new_tokens": 9},
+    "bad words": {"bad_words": ((4,), (5, 6)), "sampling": Sampling(temperature=0.8), "seed": 2},
+    "logprobs": {"logprobs": 3},
+    "stop string": {"stop_strings": ("Q", "ab")},
+}
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("speculation", [SUFFIX, FORCED, AUTO], ids=["suffix", "forced", "auto"])
+@pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside a drafter"])
+def test_answers_with_suffix_drafts_are_those_without(
+    target: Target,
+    tiny_drafter: Drafter,
+    quoting: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    speculation: Speculation,
+    drafter: bool,
+) -> None:
+    made = tiny_drafter if drafter else None
+    wanted = [request(prompt, max_new_tokens=40, speculation=OFF, **changes) for prompt in quoting]
+    expected = run(Engine(target, made, config=with_suffix(suffix=None)), wanted)
+    engine = Engine(target, made, config=with_suffix())
+    answers = run(
+        engine, [request(one.prompt, max_new_tokens=40, speculation=speculation, **changes) for one in wanted]
+    )
+    for answer, plain in zip(answers, expected, strict=True):
+        assert (answer.tokens, answer.text, answer.finished) == (plain.tokens, plain.text, plain.finished)
+        if answer.logprobs is not None and plain.logprobs is not None:
+            assert [one.token for one in answer.logprobs] == [one.token for one in plain.logprobs]
+    if speculation is FORCED:
+        assert engine.stats.suffix_drafted > 0
+        assert engine.stats.suffix_accepted > 0
+
+
+def test_preempted_requests_keep_their_text_and_their_answers(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+) -> None:
+    wanted = [request(prompt, max_new_tokens=50, speculation=FORCED) for prompt in quoting]
+    expected = run(Engine(target, tiny_drafter, config=with_suffix()), wanted)
+    per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
+    engine = Engine(target, tiny_drafter, config=with_suffix(max_model_len=128, memory=60 * per_block))
+    preempted = set[int]()
+    keys = [engine.submit(one) for one in wanted]
+    tokens: dict[int, list[int]] = {key: [] for key in keys}
+    while engine.busy:
+        for piece in engine.step():
+            tokens[piece.key] += piece.tokens
+        engine.scheduler.check()
+        preempted |= {seq.key for seq in engine.scheduler.requests if seq.preemptions}
+    assert preempted
+    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
+
+
+def test_requests_that_come_and_go_in_all_modes_get_what_they_would_alone(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+) -> None:
+    source = random.Random(11)
+    modes = [SUFFIX, FORCED, AUTO, OFF, at_depth(3), Speculation(method="eagle3")]
+    wanted = [
+        request(source.choice(quoting), max_new_tokens=source.randrange(1, 50), speculation=source.choice(modes))
+        for _ in range(16)
+    ]
+    alone = {one: run(Engine(target, None, config=options(max_model_len=256)), [plain(one)])[0] for one in set(wanted)}
+    engine = Engine(target, tiny_drafter, config=with_suffix())
+    left, tokens = list(wanted), dict[int, list[int]]()
+    while left or engine.busy:
+        if left and source.random() < 0.4:
+            tokens[engine.submit(left.pop(0))] = []
+        for piece in engine.step():
+            tokens[piece.key] += piece.tokens
+    assert [tuple(tokens[key]) for key in sorted(tokens)] == [alone[one].tokens for one in wanted]
+    assert engine.stats.suffix_accepted > 0
+    assert engine.stats.accepted > engine.stats.suffix_accepted
+
+
+def plain(one: Request) -> Request:
+    return request(one.prompt, max_new_tokens=one.max_new_tokens)
+
+
+def test_every_accepted_token_has_a_source(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(target, tiny_drafter, config=with_suffix())
+    for prompt in quoting:
+        engine.submit(request(prompt, max_new_tokens=40))
+    cut = accepted = suffix = 0
+    sources: list[str] = []
+    while engine.busy:
+        for piece in engine.step():
+            assert len(piece.sources) == len(piece.tokens)
+            sources += piece.sources
+            accepted += piece.accepted
+            suffix += piece.suffix_accepted
+            cut += piece.accepted - (len(piece.sources) - piece.sources.count("target"))
+    assert engine.stats.accepted == accepted > engine.stats.suffix_accepted == suffix > 0
+    # What the end of an answer cut off has no token to tell of.
+    assert len(sources) - sources.count("target") == accepted - cut
+    assert suffix - cut <= sources.count("suffix") <= suffix
+
+
+def test_another_key_never_gets_drafts_from_what_was_said_to_one(
+    target: Target, quoting: list[tuple[int, ...]]
+) -> None:
+    """Whoever asks the same again under the same salt has the answer drafted; under another salt nothing is found."""
+    fresh = tuple(language(1, 9, torch.Generator().manual_seed(77))[0].tolist())
+
+    def drafted(engine: Engine, salt: str | None) -> int:
+        before = engine.stats.suffix_drafted
+        run(engine, [request(fresh, max_new_tokens=12, speculation=FORCED, cache_salt=salt)])
+        return engine.stats.suffix_drafted - before
+
+    alone = drafted(Engine(target, None, config=with_suffix()), "b")
+    engine = Engine(target, None, config=with_suffix())
+    assert drafted(engine, "a") == alone
+    assert drafted(engine, "a") > alone, "the same caller has it drafted"
+    assert drafted(engine, "b") == alone, "another does not"
+    assert drafted(engine, None) == alone, "nor does one without a key"
+
+
+def test_without_kept_answers_a_request_knows_its_own_text_alone(target: Target) -> None:
+    fresh = tuple(language(1, 9, torch.Generator().manual_seed(77))[0].tolist())
+    engine = Engine(target, None, config=with_suffix(suffix=SuffixConfig(max_cached_requests=0, max_spec_factor=4.0)))
+    counts = []
+    for _ in range(2):
+        before = engine.stats.suffix_drafted
+        run(engine, [request(fresh, max_new_tokens=12, speculation=FORCED)])
+        counts.append(engine.stats.suffix_drafted - before)
+    assert counts[0] == counts[1]
+    assert engine.suffix_bytes == 0
+
+
+def test_rejected_drafts_never_enter_an_index(target: Target, quoting: list[tuple[int, ...]]) -> None:
+    """What is kept of a caller's answers is what was answered, token by token, and nothing more."""
+    engine = Engine(target, None, config=with_suffix())
+    taken: list[list[int]] = []
+    assert engine._suffix is not None
+    add = engine._suffix.answers.add
+    engine._suffix.answers.add = lambda caller, answer: (taken.append(list(answer)), add(caller, answer))[1]  # type: ignore[method-assign]
+    answers = run(engine, [request(prompt, max_new_tokens=30, speculation=FORCED) for prompt in quoting])
+    assert engine.stats.suffix_drafted > engine.stats.suffix_accepted, "some were rejected"
+    assert sorted(taken) == sorted(list(answer.tokens) for answer in answers)
+
+
+def test_nothing_is_kept_of_requests_that_ended_but_their_answers(
+    target: Target, quoting: list[tuple[int, ...]]
+) -> None:
+    suffix = SuffixConfig(max_cached_requests=0)
+    engine = Engine(target, None, config=with_suffix(suffix=suffix))
+    keys = [engine.submit(request(prompt, max_new_tokens=30)) for prompt in quoting]
+    for _ in range(5):
+        engine.step()
+    assert engine.suffix_bytes > 0
+    engine.cancel(keys[0])
+    while engine.busy:
+        engine.step()
+    assert engine.suffix_bytes == 0
+
+
+def test_what_cannot_be_drafted_is_refused(target: Target, tiny_drafter: Drafter) -> None:
+    without = Engine(target, None, config=options())
+    with pytest.raises(UserError, match="suffix drafts were asked for"):
+        without.submit(request((1, 2), speculation=SUFFIX))
+    with pytest.raises(UserError, match="method eagle3 was asked for, but there is no drafter"):
+        without.submit(request((1, 2), speculation=Speculation(method="eagle3")))
+    engine = Engine(target, tiny_drafter, config=with_suffix(suffix=SuffixConfig(num_speculative_tokens=5)))
+    with pytest.raises(UserError, match="depth 6 is above the 5 suffix drafts"):
+        engine.submit(request((1, 2), speculation=FORCED))
+    with pytest.raises(UserError, match="method 'ngram' is unknown"):
+        Speculation(method="ngram")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="max_tree_depth is 1"):
+        SuffixConfig(max_tree_depth=1)
+
+
+def test_a_swap_keeps_texts_and_answers(target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]) -> None:
+    wanted = [request(prompt, max_new_tokens=40, speculation=FORCED) for prompt in quoting]
+    expected = run(Engine(target, None, config=with_suffix()), wanted)
+    engine = Engine(target, tiny_drafter, config=with_suffix())
+    keys = [engine.submit(one) for one in wanted]
+    tokens: dict[int, list[int]] = {key: [] for key in keys}
+    for number in range(1000):
+        for piece in engine.step():
+            tokens[piece.key] += piece.tokens
+        if number == 8:
+            engine.swap_drafter(None)
+        if not engine.busy:
+            break
+    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
+    assert {answer.finished for answer in expected} == {FinishReason.LENGTH}
