@@ -15,11 +15,13 @@ DEEPSEEK_V3_BY_OTHER_NAMES = ("kimi_k2",)
 
 def read_config(source: str, place: str, hub: dict[str, Any]) -> PretrainedConfig:
     """The configuration of `source`, which lies at `place` (see `locate`, `options_of`)."""
-    from transformers import AutoConfig, DeepseekV3Config, PretrainedConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     with explain_failures(source, place):
         said, _ = PretrainedConfig.get_config_dict(place, **hub)
         if said.get("model_type") in DEEPSEEK_V3_BY_OTHER_NAMES:
+            from transformers import DeepseekV3Config
+
             return DeepseekV3Config.from_dict({**said, "model_type": DeepseekV3Config.model_type})
         config: PretrainedConfig = AutoConfig.from_pretrained(place, **hub)
     return config
