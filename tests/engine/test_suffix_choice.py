@@ -1,10 +1,12 @@
 """Suffix drafts are verified where they are likely and cheap, and left where they are not."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.observations import DraftTiming, RoundOutcome
 from eyas.engine.speculation.policy import POLICY
@@ -141,6 +143,51 @@ def test_passes_of_unknown_cost_are_tried_a_few_times_where_drafts_are_likely() 
     tried = [choice.take(ONE, {0: [0.9] * 8}) for _ in range(POLICY.suffix_trials + 5)]
     assert tried[: POLICY.suffix_trials] == [{0: POLICY.suffix_trial_tokens}] * POLICY.suffix_trials
     assert tried[POLICY.suffix_trials :] == [{}] * 5
+
+
+ROUNDS = CapturedShapes(rows=(1, 2, 4), depths=(1, 3, 7), most_tokens=64)
+
+
+def captured(per_token: float) -> CostModel:
+    made = costs(per_token, counts=tuple(range(1, 33)))
+    made.shapes = ROUNDS
+    for count in range(1, 9):
+        for _ in range(5):
+            made.verify_alone.observe(count, 1.0 + per_token * (count - 1))
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_round_is_as_deep_as_gives_the_most_tokens_per_second(rows: int) -> None:
+    batch, survivals = DecodingBatch(rows=rows, context=9), [[0.9**depth for depth in range(1, 8)]] * rows
+    for per_token in (0.0, 0.03, 0.1, 0.3, 2.0):
+        depth = SuffixChoice(captured(per_token)).round_depth(batch, ROUNDS, survivals, 0.0)
+        rates = {
+            depth: (rows + rows * sum(survivals[0][:depth])) / (1 + per_token * (rows * (1 + depth) - 1))
+            for depth in (0, 1, 3, 7)
+        }
+        assert rates[depth] >= 0.97 * max(rates.values())
+    assert SuffixChoice(captured(2.0)).round_depth(batch, ROUNDS, survivals, 0.0) == 0
+
+
+def test_a_round_of_suffix_drafts_must_beat_the_drafters_plan() -> None:
+    batch, survivals = DecodingBatch(rows=1, context=9), [[0.9] * 7]
+    choice = SuffixChoice(captured(0.0))
+    assert choice.round_depth(batch, ROUNDS, survivals, 5.0) == 7
+    assert choice.round_depth(batch, ROUNDS, survivals, 7.0) == 0
+    assert choice.round_depth(batch, ROUNDS, [[]], 0.0) == 0, "what is in flight uses the offer up"
+    assert choice.round_depth(DecodingBatch(rows=1, context=9), replace(ROUNDS, depths=()), survivals, 0.0) == 0
+
+
+def test_rounds_of_unknown_cost_are_tried_a_few_times() -> None:
+    known = CostModel()
+    known.shapes = ROUNDS
+    for _ in range(5):
+        known.verify_alone.observe(1, 1.0)
+    choice, batch = SuffixChoice(known), DecodingBatch(rows=1, context=9)
+    assert choice.round_depth(batch, ROUNDS, [[0.2] * 7], 0.0) == 0
+    tried = [choice.round_depth(batch, ROUNDS, [[0.9] * 7], 0.0) for _ in range(POLICY.suffix_trials + 3)]
+    assert tried == [3] * POLICY.suffix_trials + [0] * 3
 
 
 def test_a_chain_is_continued_as_far_as_that_pays() -> None:

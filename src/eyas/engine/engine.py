@@ -348,8 +348,6 @@ class Engine:
         With a chance, a coin accepts drafts instead of the law: to measure at an acceptance of one's choice.
         """
         config, runner, drafting = self.config, self.runner, self._drafting
-        if config.suffix is not None:
-            raise UserError("suffix drafts need the host in every step, and rounds live on the device; leave them out")
         room = config.room(self.target.device, self.max_model_len)
         rounds = RoundRunner(
             lambda ids_N, metadata, keep_M, out_MV, states: runner.run(
@@ -369,9 +367,12 @@ class Engine:
             dtype=self.target.dtype,
             logits_dtype=runner.logits_dtype,
             chance=chance,
+            offers=self._suffix is not None,
         )
         if drafting is not None:
             drafting.rounds = True
+        if isinstance(self.proposer, SuffixProposer):
+            self.proposer.shapes = rounds.shapes
         self.rounds = RoundLoop(
             rounds,
             self.scheduler,
@@ -422,7 +423,7 @@ class Engine:
         captured = self.rounds.runner.graphs.capture_ahead()
         self.controller.captures(self.rounds.runner.shapes)
         self.proposer.rehearse()
-        if self.rounds is not None and self.drafts:
+        if self.rounds is not None and (self.drafts or self._suffix is not None):
             self.controller.rehearse(self.rounds.runner.graphs.rehearse())
             captured = len(self.rounds.runner.capture)
         logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")

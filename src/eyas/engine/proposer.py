@@ -13,6 +13,7 @@ An engine without a drafter has a `NoProposer`, which proposes nothing.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +29,7 @@ from eyas.engine.speculation.draft import Draft, Tree
 from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.engine.verify import TargetOutput, VerifyResult, outcome_of, sampling_metadata, states_of
 
 StatesOf = Callable[[SequenceState], Tensor]
@@ -60,6 +62,17 @@ class Proposes(Protocol):
     @property
     def timed(self) -> bool:
         """Whether somebody learns from what this step takes."""
+
+    @property
+    def by_drafter(self) -> bool:
+        """Whether the drafter drafts in a round that has drafts."""
+
+    @property
+    def round_offers(self) -> Mapping[int, RoundOffer]:
+        """What was looked up for requests of a round."""
+
+    def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
+        """Take what came in the place of an offer, now that the round's tokens are committed."""
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -110,6 +123,11 @@ class NoProposer:
     round_tree: Tree | None = None
     budget: int | None = None
     timed = False
+    by_drafter = False
+    round_offers: Mapping[int, RoundOffer] = MappingProxyType({})
+
+    def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
+        """There are none."""
 
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
@@ -158,6 +176,9 @@ class NoProposer:
 
 class Proposer:
     """Drafts for the requests of a step by one drafter."""
+
+    by_drafter = True
+    round_offers: Mapping[int, RoundOffer] = MappingProxyType({})
 
     def __init__(
         self,
@@ -210,6 +231,9 @@ class Proposer:
         """Let the drafter follow a request on auto unless it rests."""
         if _is_on_auto(seq):
             seq.speculates = self._controller.follows_new()
+
+    def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
+        """There are none."""
 
     def take_released(self) -> list[SequenceState]:
         """Requests that the drafter does not follow any longer."""

@@ -21,7 +21,7 @@ In `synchronous` mode every step lands at once. It is the oracle of the other: t
 Shapes: R rows, Q tokens of a row, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -38,6 +38,7 @@ from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, DraftTiming, TargetTiming
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
+from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.engine.verify import outcome_of_tree, sampling_metadata
 from eyas.plan.shapes import CHAIN
 
@@ -53,6 +54,10 @@ class StepInFlight:
     repeated: Choice | None
     """What it is like, if its time as a whole tells something."""
     only_decodes: bool
+    timed: bool
+    """Whether somebody learns from what its passes take."""
+    offers: Mapping[int, RoundOffer]
+    """What the host looked up for it, by request."""
 
 
 class RoundLoop:
@@ -161,6 +166,8 @@ class RoundLoop:
             choice=self._proposer.chosen,
             repeated=self._proposer.repeated,
             only_decodes=not reading and not by_host,
+            timed=self._proposer.timed,
+            offers=self._proposer.round_offers,
         )
         tree = self._proposer.round_tree
         # Before any request can end.
@@ -170,7 +177,15 @@ class RoundLoop:
             calibration = () if budget is None else self._controller.acceptance.calibration()
             masked = self._is_masked(decoding)
             step.rounds.append(
-                self.runner.launch_round(decoding, masked=masked, budget=budget, calibration=calibration, tree=tree)
+                self.runner.launch_round(
+                    decoding,
+                    masked=masked,
+                    budget=budget,
+                    calibration=calibration,
+                    tree=tree,
+                    offers=_sent(decoding, step.offers) if step.offers else (),
+                    by_drafter=self._proposer.by_drafter,
+                )
             )
         if decoding and reading:
             self._finish(step.rounds[0])  # both leave their logits in the same memory
@@ -220,8 +235,8 @@ class RoundLoop:
     def _land(self, step: StepInFlight) -> None:
         report = StepReport(choice=step.choice)
         for launched in step.rounds:
-            self._commit(launched, report)
-            if step.only_decodes and step.choice is not None:
+            self._commit(launched, report, step.offers)
+            if step.only_decodes and step.timed:
                 self._note_times(launched, report)
         for key in report.ended:
             self.forget(key)
@@ -245,7 +260,7 @@ class RoundLoop:
         if reports:
             self._controller.think()
 
-    def _commit(self, launched: LaunchedRound, report: StepReport) -> None:
+    def _commit(self, launched: LaunchedRound, report: StepReport, offers: Mapping[int, RoundOffer]) -> None:
         """Write down what requests got, and let those go whose end that was."""
         results, scheduler, outputs = launched.collect(), self._scheduler, self._outputs
         depth, reads, follows = launched.line.depth, launched.drafter_reads, self._proposer.follows
@@ -258,14 +273,17 @@ class RoundLoop:
             if seq.finished is not None:
                 continue
             room = seq.limit - len(seq.tokens)
-            of_drafter = max(0, min(row.drafts, depth, room - 1)) if depth else 0
-            offered = of_drafter
+            most = max(0, min(row.drafts, depth, room - 1)) if depth else 0
+            offer = offers.get(seq.key) if offers else None
+            by_suffix = 0 if offer is None else offer.standing(seq.tokens, most)
+            of_drafter = most if launched.by_drafter and not by_suffix else 0
+            offered = by_suffix or of_drafter
             if results.verified is not None:
                 offered = min(row.drafts if of_trees else of_drafter, results.verified[number])
             drafter_length = launched.drafter_read(row, seq.target_length) if reads and follows(seq) else 0
             if seq.is_ordinary and 0 < len(tokens) < room and seq.request.stop_ids.isdisjoint(tokens):
                 scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
-                outputs.add_tokens(seq, tokens, offered, taken)
+                outputs.add_tokens(seq, tokens, offered, taken, by_suffix)
             else:
                 begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens, seq.limit)
                 scheduler.commit(seq, row.count + max(0, len(stop.tokens) - 1), stop.tokens, drafter_length)
@@ -278,11 +296,14 @@ class RoundLoop:
                         accepted=taken,
                         logprobs=launched.logprobs(number, len(stop.tokens)),
                         prompt_logprobs=tuple(seq.prompt_logprobs) if told else None,
+                        suffix_drafted=by_suffix,
                     )
                 if stop.finished is not None:
                     scheduler.finish(seq, stop.finished)
                     outputs.close(seq.key)
                     report.ended.append(seq.key)
+            if offer is not None:
+                self._proposer.learn_offer(seq, offer)
             if of_drafter:
                 seqs.append(seq)
                 numbers.append(number)
@@ -311,7 +332,7 @@ class RoundLoop:
         if launched.caught_up is not None:
             report.catch_up = CatchUpTiming(requests=rows, seconds=launched.catch_up_seconds)
         tree = launched.line.tree
-        if depth:
+        if launched.by_drafter:
             report.draft = DraftTiming(
                 passes=depth,
                 tokens=launched.bucket * (launched.reads + (depth - 1) * (1 if tree is None else tree.width)),
@@ -324,3 +345,12 @@ class RoundLoop:
         report.target = TargetTiming(
             tokens=launched.tokens, context=context, seconds=launched.target_seconds, rows=launched.bucket
         )
+
+
+def _sent(rows: Sequence[ScheduledRow], offers: Mapping[int, RoundOffer]) -> list[tuple[int, Sequence[int]] | None]:
+    """Of each row what is sent to the device: tokens that were known, and those expected behind them."""
+    made: list[tuple[int, Sequence[int]] | None] = []
+    for row in rows:
+        offer = offers.get(row.seq.key)
+        made.append((offer.known, offer.offer.tokens) if offer is not None and offer.sent else None)
+    return made

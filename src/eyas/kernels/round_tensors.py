@@ -29,3 +29,5 @@ class RoundTensors(Protocol):
     sure_RK: Tensor
     """float32."""
     depth_R: Tensor
+    offers_RC: Tensor
+    """Of each row tokens that the host knew, how many it expects behind them, and these."""

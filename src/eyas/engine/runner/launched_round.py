@@ -56,6 +56,8 @@ class LaunchedRound:
     """What comes of it: the drafts of a row, real or not, among it."""
     reads: int
     """States of a row that the drafter reads before it drafts."""
+    by_drafter: bool
+    """Whether it has drafted: without, all drafts are the host's."""
     caught_up: Mark | None
     """Where the drafter began to read what waited but for the last state, if it did so before all else."""
     began: Mark
@@ -127,13 +129,13 @@ class LaunchedRound:
     @property
     def drafter_reads(self) -> bool:
         """Whether the drafter reads, of requests that it follows."""
-        return self.of_prompts or self.caught_up is not None or self.line.depth > 0
+        return self.of_prompts or self.caught_up is not None or self.by_drafter
 
     def drafter_read(self, row: ScheduledRow, before: int) -> int:
         """How far it has read then with a row before which the target had read so much."""
         if self.of_prompts:
             return before + row.count - row.samples
-        return before if self.line.depth else before - 1
+        return before if self.by_drafter else before - 1
 
     @property
     def tokens(self) -> int:

@@ -39,7 +39,7 @@ from eyas.plan.shapes import CAPTURED_TREES, Shape
 REHEARSALS = 3
 """Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
-VERIFY_FLAT = "verify a budget"
+VERIFY_FLAT, PLACE = "verify a budget", "place offers"
 DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample trees"
 """Kinds of captured passes."""
 
@@ -63,8 +63,12 @@ class RoundGraphs:
         blocks: int,
         tree: Tree | None,
         chance: float | None,
+        offers: bool = False,
     ) -> None:
-        """`blocks` is how many rows usually have at most; captured ahead are passes of that many."""
+        """`blocks` is how many rows usually have at most; captured ahead are passes of that many.
+
+        With `offers` the host may look up drafts.
+        """
         self.capture, self._queue = capture, queue
         self._state, self._target, self._drafter, self._sampling = state, target, drafter, sampling
         self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=capture.device)
@@ -74,12 +78,14 @@ class RoundGraphs:
         self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
         self.shapes = CapturedShapes(
             rows=self._rows,
-            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0})) if drafter else (),
+            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0}))
+            if drafter or offers
+            else (),
             most_tokens=most_tokens,
-            flat=True,
+            flat=drafter is not None,
             trees=tuple(self._considered()) if tree is None else (),
         )
-        self._forced_tree = None if drafter is None else tree
+        self._forced_tree, self._offers = None if drafter is None else tree, offers
         self.nodes: dict[tuple[int, ...], TreeNodes] = {}
         """Memory of trees, by rows, depth, width and budget."""
 
@@ -124,7 +130,9 @@ class RoundGraphs:
                 if depth == 0:
                     self.verifying(rows, blocks, depth, followed=False)
                 self.sampling(rows, depth, needs, masked=False)
-                for reads in {1 + depth, self._deepest} if depth else ():
+                for keep in self._manners if self._offers and depth else ():
+                    self.placing(rows, depth, keep=keep)
+                for reads in {1 + depth, self._deepest} if depth and self._drafter is not None else ():
                     self.drafting(rows, blocks, reads, depth, needs)
             for trees, needs in product(self._trees_for(rows), (NOTHING, Needs(sampled=True))):
                 self.verifying_trees(trees, blocks)
@@ -155,7 +163,9 @@ class RoundGraphs:
             for depth in (0, *self.shapes.depths_for(rows)):
                 sample = self.sampling(rows, depth, NOTHING, masked=False)
                 target = self.verifying(rows, blocks, depth)
-                drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING) if depth else None
+                drafter = None
+                if depth and self._drafter is not None:
+                    drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING)
                 queue.run(self._state.blank_rows)
                 (alone if rows == 1 else verify)[rows * (1 + depth)] = seconds(target, partial(sample, None))
                 if drafter is not None:
@@ -205,6 +215,11 @@ class RoundGraphs:
             blocks=blocks,
         )
         return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
+
+    def placing(self, rows: int, depth: int, *, keep: bool) -> Callable[[], object]:
+        """Drafts that the host has looked up; `keep` those of a drafter elsewhere."""
+        function = partial(round_passes.place, state=self._state, rows=rows, depth=depth, keep=keep)
+        return self._captured(PLACE, (rows, depth, keep), function)
 
     def verifying(
         self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None, *, followed: bool = True

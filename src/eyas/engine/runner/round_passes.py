@@ -1,6 +1,7 @@
 """A round on the device: passes over the requests of `RoundState`, in fixed shapes, for a CUDA graph to record.
 
     draft      the drafter reads the states that wait for it, then drafts a chain behind them, all depths at once
+    place      drafts that the host has looked up, instead of the drafter's or without one
     verify     the target over the newest token and its drafts: logits, and states into the ring
     sample     the target's own token behind each, drafts that equal it, and what that makes of the request
     read       the target over chunks of prompts, flat, and the drafter with it; `sample` ends those that are complete
@@ -35,6 +36,7 @@ from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
 from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_verify
+from eyas.kernels.round_offers import place_offers
 from eyas.kernels.round_outcome import settle
 
 RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -120,6 +122,11 @@ def draft(
             output = run.step(feedback_RD, token_R, tokens.position_N, drafter.attend(tokens))
             normed_RD, feedback_RD = output.normed, output.feedback
     return state.drafts_RK[:rows, :depth]
+
+
+def place(_: Numbers, *, state: RoundState, rows: int, depth: int, keep: bool) -> Tensor:
+    """Drafts of the host's offers where they stand, left in `state`; `keep`: elsewhere the drafter's, if any."""
+    return place_offers(state, rows=rows, depth=depth, keep=keep)
 
 
 def verify(

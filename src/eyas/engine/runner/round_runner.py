@@ -61,6 +61,7 @@ class RoundRunner:
         logits_dtype: torch.dtype,
         tree: Tree | None = None,
         chance: float | None = None,
+        offers: bool = False,
     ) -> None:
         device = capture.device
         self.capture, self.queue, self.chance = capture, queue, chance
@@ -87,7 +88,9 @@ class RoundRunner:
                 token_W=drafter.token_W,
                 remembers=drafter.remembers,
             )
-        self.state = RoundState(slots=max_num_seqs, blocks=widest, max_depth=max_depth, like_X=like_X, device=device)
+        self.state = RoundState(
+            slots=max_num_seqs, blocks=widest, max_depth=max_depth, like_X=like_X, device=device, offers=offers
+        )
         self.sampling = SlotSampling(max_num_seqs, vocab_size, device)
         self.graphs = RoundGraphs(
             capture,
@@ -103,6 +106,7 @@ class RoundRunner:
             blocks=self._usual_blocks,
             tree=tree,
             chance=chance,
+            offers=offers,
         )
         self.shapes = self.graphs.shapes
         self._stays = [NOBODY] * max_num_seqs
@@ -168,8 +172,13 @@ class RoundRunner:
         budget: int | None = None,
         calibration: Sequence[tuple[float, float]] = (),
         tree: Tree | None = None,
+        offers: Sequence[tuple[int, Sequence[int]] | None] = (),
+        by_drafter: bool = True,
     ) -> LaunchedRound:
         """Get a round of requests that decode under way, with up to `row.drafts` drafts for each.
+
+        `offers` are, for some rows, tokens that the host knew and those that it expects behind them: where the request
+        has come to be as expected, they are its drafts, and else those of the drafter, unless that is left out.
 
         With a budget, so many drafts of all together are verified, or a few more: those that are likeliest to survive,
         given what the drafter's confidence is worth (`Acceptance.calibration`). With a tree, each grows one within
@@ -189,10 +198,12 @@ class RoundRunner:
         else:
             depth = self._depth_for(slot_R, drafts_R, bucket) if tree is None or drafts_R.any() else 0
             drafts_R = drafts_R.clip(max=depth)
+        by_drafter, placed = by_drafter and depth > 0 and self._drafter is not None, any(offers) and depth > 0
+        assert by_drafter or placed or not depth, "somebody drafts"
         waiting, reads = int((self._waiting * self._follows)[slot_R].max()), 1 + depth
-        if depth and waiting > reads:
+        if by_drafter and waiting > reads:
             reads = self._deepest
-        late = waiting > reads if depth else waiting + 1 > self.state.most_waiting
+        late = waiting > reads if by_drafter else waiting + 1 + depth > self.state.most_waiting
         if late:
             reads = 1 + depth
         # Before the rows are sent: to capture a pass is to run it, for nobody.
@@ -202,15 +213,18 @@ class RoundRunner:
             draft: Callable[[], object] | None = self.graphs.drafting_trees(trees, blocks, reads, needs)
             verify, sample = self.graphs.verifying_trees(trees, blocks), self.graphs.sampling_trees(trees, needs)
         else:
-            draft = self.graphs.drafting(bucket, blocks, reads, depth, needs) if depth else None
+            draft = self.graphs.drafting(bucket, blocks, reads, depth, needs) if by_drafter else None
             flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
             verify = self.graphs.verifying(bucket, blocks, depth, flat_tokens, followed=self._are_followed(slot_R))
             sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
+        place = self.graphs.placing(bucket, depth, keep=by_drafter) if placed else None
 
         if flat_tokens is not None and calibration is not self._calibration:
             self._calibration = calibration
             self.state.send_calibration(self.queue, calibration)
         self.state.send_rows(self.queue, slot_R, drafts_R, 1)
+        if place is not None:
+            self.state.send_offers(self.queue, offers)
         caught_up = None
         if catch_up is not None:
             caught_up = self.queue.mark()
@@ -219,12 +233,15 @@ class RoundRunner:
         drafted = drafts_RK = None
         if draft is not None:
             self.queue.run(draft)
+        if place is not None:
+            self.queue.run(place)
+        if depth:
             drafts_RK = (
                 self._bring(lambda: self.state.drafts_RK[: len(rows), :depth], len(rows), depth) if masked else None
             )
             drafted = self.queue.mark()
         self.queue.run(verify)
-        known = 0 if depth else 1 if late else self._waiting[slot_R]
+        known = 0 if by_drafter else 1 if late else self._waiting[slot_R]
         self._waiting[slot_R] = known + 1 + drafts_R.clip(max=depth)
         grown = None if trees is None else Tree(depth=depth, width=trees.width, budget=trees.budget)
         launched = LaunchedRound(
@@ -233,6 +250,7 @@ class RoundRunner:
             bucket=bucket,
             line=RoundLine(depth=depth, alternatives=needs.logprobs, tree=grown),
             reads=reads,
+            by_drafter=by_drafter,
             caught_up=caught_up,
             began=began,
             drafted=drafted,
@@ -274,6 +292,7 @@ class RoundRunner:
             bucket=bucket,
             line=RoundLine(depth=0, alternatives=needs.logprobs),
             reads=0,
+            by_drafter=False,
             caught_up=None,
             began=began,
             drafted=None,
@@ -337,7 +356,8 @@ class RoundRunner:
         self._stays[slot], self._tables[slot], self._blocks[slot] = seq.stay, NOBODY, []
         follows = self._drafter is not None and seq.speculates
         self._waiting[slot], self._follows[slot] = 0, follows
-        self._asked[slot] = seq.request.speculation.depth or 0
+        speculation = seq.request.speculation
+        self._asked[slot] = speculation.depth or 0 if speculation.by_drafter else 0
         self._kept_needs = [], NOTHING
         self.state.set("limit", slot, seq.limit)
         self.state.set("follows", slot, int(follows))

@@ -18,8 +18,9 @@ The host writes single numbers (`set`, sent together by `send`) where it knows b
 come, and for blocks. All else is computed by passes (`round_passes.py`).
 
 `row_slot`, `row_depth` and `row_samples` are the rows of the pass that is launched next; `drafts`, `sure` and `depth`
-what its draft leaves for its verification. All of them are by row, not by slot. `calibration` says what the drafter's
-confidence is worth (`verify_budget.py`).
+what its draft leaves for its verification; `offers` what the host has looked up to be drafted
+(`kernels/round_offers.py`). All of them are by row, not by slot. `calibration` says what the drafter's confidence is
+worth (`verify_budget.py`).
 
 Shapes: S slots and one, R rows, P blocks of a request, X concatenated auxiliary states, K deepest draft.
 """
@@ -40,7 +41,17 @@ from eyas.plan.footprint import ring_length
 class RoundState:
     """The requests' numbers on the device."""
 
-    def __init__(self, *, slots: int, blocks: int, max_depth: int, like_X: Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int,
+        blocks: int,
+        max_depth: int,
+        like_X: Tensor | None,
+        device: torch.device,
+        offers: bool = False,
+    ) -> None:
+        """With `offers` there is room for what the host looks up."""
         self.slots, self.nobody, self.blocks, self.max_depth = slots, slots, blocks, max_depth
         self.ring = ring_length(max_depth)
         self.device = device
@@ -65,6 +76,9 @@ class RoundState:
         self.drafts_RK = torch.zeros(slots, max_depth, dtype=torch.int64, device=device)
         self.sure_RK = torch.zeros(slots, max_depth, dtype=torch.float32, device=device)
         self.depth_R = torch.zeros(slots, dtype=torch.int64, device=device)
+        # The step before may give 1 + max_depth of the expected tokens, and max_depth more are drafted.
+        self.most_expected = 2 * max_depth + 1
+        self.offers_RC = torch.zeros(slots * offers, 2 + self.most_expected, dtype=torch.int64, device=device)
         # Lines of the drafter's own word until the host knows better.
         cells = POLICY.calibrated_depths * POLICY.confidence_bins
         self.calibration_C2 = torch.tensor([[0.0, 1.0]], device=device).repeat(cells, 1)
@@ -78,7 +92,7 @@ class RoundState:
     @property
     def bytes(self) -> int:
         """Memory taken."""
-        kept = (self._arena, self.states_SLX, self._rows_3R, self.drafts_RK, self.sure_RK, self.depth_R)
+        kept = (self._arena, self.states_SLX, self._rows_3R, self.drafts_RK, self.sure_RK, self.depth_R, self.offers_RC)
         return sum(x.nbytes for x in kept if x is not None)
 
     def set(self, name: str, slot: int, value: int, at: int = 0) -> None:
@@ -114,6 +128,17 @@ class RoundState:
         numbers[0, :rows], numbers[1, :rows], numbers[2, :rows] = slots, depths, samples
         sent_3R = to_send(numbers, self.device)
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
+
+    def send_offers(self, queue: DeviceQueue, offers: Sequence[tuple[int, Sequence[int]] | None]) -> None:
+        """Of the rows of the next pass, tokens that are known, and those that are expected behind them."""
+        numbers = np.zeros(self.offers_RC.shape, dtype=np.int64)
+        for row, offer in enumerate(offers):
+            if offer is not None:
+                known, expected = offer[0], offer[1][: self.most_expected]
+                numbers[row, 0], numbers[row, 1] = known, len(expected)
+                numbers[row, 2 : 2 + len(expected)] = expected
+        sent_RC = to_send(numbers, self.device)
+        queue.run(lambda: self.offers_RC.copy_(sent_RC, non_blocking=True))
 
     def send_calibration(self, queue: DeviceQueue, calibration: Sequence[tuple[float, float]]) -> None:
         """What confidence is worth from the next pass on."""

@@ -38,6 +38,26 @@ class SuffixOffer:
         return SuffixOffer(self.tokens[first], self.match, self.votes[first], self.voters[first], self.shared)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundOffer:
+    """An offer for a step that is launched before the step before it has landed."""
+
+    known: int
+    """Tokens of the request when it was made: it says what follows them."""
+    ahead: int
+    """The most of these that the step under way may give."""
+    offer: SuffixOffer
+    sent: bool = False
+    """Whether it was sent to the device, to be drafted."""
+
+    def standing(self, tokens: Sequence[int], most: int) -> int:
+        """How many of so many drafts it makes behind the request's tokens, now that they are known; 0: it is void."""
+        expected, came = self.offer.tokens, tokens[self.known :]
+        if not self.sent or tuple(came) != expected[: len(came)]:
+            return 0
+        return max(0, min(len(expected) - len(came), most))
+
+
 class SuffixAcceptance:
     """All estimates for suffix drafts."""
 

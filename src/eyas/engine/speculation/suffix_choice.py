@@ -18,6 +18,7 @@ from itertools import accumulate, chain
 from math import isfinite
 
 from eyas.engine.speculation.acceptance import Acceptance
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.verify_budget import share_budget
@@ -128,6 +129,33 @@ class SuffixChoice:
             if isfinite(seconds):
                 best = max(best, gained - rate * seconds / alike)
         return best
+
+    def round_depth(
+        self, batch: DecodingBatch, shapes: CapturedShapes, survivals: Collection[Sequence[float]], drafter_rate: float
+    ) -> int:
+        """How deep a captured round goes that verifies suffix drafts alone; 0 where it does not pay.
+
+        All of its shape is paid. It must promise more tokens per second than plain steps, and than the drafter's plan.
+        """
+        costs, rows, depths = self._costs, batch.rows, shapes.depths_for(batch.rows)
+        verify, tokens = costs.verify_of(rows), costs.plain_tokens(rows)
+        if not depths or not any(survivals) or not verify.tells_any:
+            return 0
+        if not verify.tells(2 * tokens):
+            likely = any(row and row[0] >= POLICY.suffix_trial_chance for row in survivals)
+            if not likely or self.trials >= POLICY.suffix_trials:
+                return 0
+            self.trials += 1
+            return min(depths, key=lambda depth: abs(depth - POLICY.suffix_trial_tokens))
+
+        def rate(depth: int) -> float:
+            passes = verify.at(tokens * (1 + depth), batch.context)
+            gained = sum(sum(row[:depth]) for row in survivals)
+            return (rows + gained) / max(costs.step(rows, passes, depth=depth), 1e-9)
+
+        best = max(depths, key=rate)
+        least = max((1 + POLICY.suffix_least_gain) * rate(0), POLICY.suffix_over_drafter * drafter_rate)
+        return best if rate(best) > least else 0
 
     def _trial(self, survivals: Mapping[int, Sequence[float]]) -> dict[int, int]:
         """Drafts of a pass that is run because nobody knows what such passes take."""

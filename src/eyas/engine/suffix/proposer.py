@@ -9,7 +9,7 @@
 Verification needs nothing of this: a suffix draft is a chain like another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -19,17 +19,22 @@ from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.proposer import NoProposer, Proposer, StatesOf
 from eyas.engine.request import SequenceState
 from eyas.engine.scheduler import ScheduledRow
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.draft import NO_DRAFT, Draft, Tree
+from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
-from eyas.engine.speculation.suffix_acceptance import SuffixOffer
+from eyas.engine.speculation.suffix_acceptance import RoundOffer, SuffixOffer
 from eyas.engine.speculation.suffix_choice import DecodingBatch, DrafterPromise, SuffixChoice
 from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.verify import TargetOutput, VerifyResult
 
 MOST_BEHIND_A_CHAIN = 8
 """Suffix drafts behind a drafter's chain."""
+MOST_IN_A_ROUND = 16
+"""Requests of a round on the device up to which they are looked up: the host has little time for each, and passes of
+many are full without."""
 
 
 class SuffixProposer:
@@ -46,6 +51,14 @@ class SuffixProposer:
         self._behind: dict[int, SuffixOffer] = {}
         """What the text has behind the drafter's chains, as far as it is verified."""
         self._batch = DecodingBatch(rows=0, context=0)
+        self.shapes: CapturedShapes | None = None
+        """Of rounds, where these live on the device (`round_loop.py`)."""
+        self.round_offers: dict[int, RoundOffer] = {}
+        """What was looked up for requests of the next round."""
+        self.by_drafter = True
+        """Whether the drafter drafts in the next round, if anybody does."""
+        self._plan_rate = 0.0
+        """Tokens per second that the drafter's latest plan promises; 0: it drafts nothing."""
 
     # --- what the inner proposer says --------------------------------------------------------------------------
 
@@ -67,12 +80,12 @@ class SuffixProposer:
     @property
     def round_tree(self) -> Tree | None:
         """What the requests of a round grow."""
-        return self.inner.round_tree
+        return self.inner.round_tree if self.by_drafter else None
 
     @property
     def budget(self) -> int | None:
         """Drafts of the drafter that are verified in this step; None: all."""
-        return self.inner.budget
+        return self.inner.budget if self.by_drafter else None
 
     @property
     def timed(self) -> bool:
@@ -125,6 +138,8 @@ class SuffixProposer:
 
     def draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """How many drafts there should be room for behind each request that decodes."""
+        if self.shapes is not None:
+            return self._round_slots(decoding, self.shapes)
         self._offers, self._behind = {}, {}
         bound = set[int]()
         for seq in decoding:
@@ -152,6 +167,69 @@ class SuffixProposer:
                 if slots.get(seq.key) and seq.request.speculation.by_suffix:
                     slots[seq.key] += MOST_BEHIND_A_CHAIN
         return slots | self._taken
+
+    def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
+        """The same for a round on the device, which is launched before the one before it has landed.
+
+        Either all drafts of a round are suffix drafts, and the drafter does not run; or it runs for all, as it does
+        without any, and suffix drafts that promise more are verified in the place of its own, for free.
+        """
+        self.round_offers, self.by_drafter, self._taken = {}, True, {}
+        depths = shapes.depths_for(len(decoding)) if 0 < len(decoding) <= MOST_IN_A_ROUND else []
+        forced = 0
+        for seq in decoding if depths else ():
+            speculation = seq.request.speculation
+            if not speculation.by_suffix:
+                continue
+            ahead = sum(flight.most for flight in seq.flights)
+            most = ahead + min(depths[-1], speculation.depth or depths[-1])
+            offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
+            if offer is not None:
+                self.round_offers[seq.key] = RoundOffer(known=len(seq.tokens), ahead=ahead, offer=offer)
+                forced = max(forced, min(speculation.depth or 0, depths[-1]))
+        survivals = {
+            key: self.drafts.acceptance.survivals(key, offer.offer)[offer.ahead :]
+            for key, offer in self.round_offers.items()
+        }
+        context = sum(len(seq.tokens) for seq in decoding)
+        batch = DecodingBatch(rows=max(1, len(decoding)), context=context)
+        depth = 0
+        if not any(seq.speculates and seq.request.speculation.depth for seq in decoding):  # whom the drafter must serve
+            depth = forced or self._choice.round_depth(batch, shapes, survivals.values(), self._plan_rate)
+        if isinstance(self.inner, Proposer):
+            self.inner.left_out = frozenset(seq.key for seq in decoding) if depth else frozenset()
+        slots = dict(self.inner.draft_slots(decoding))
+        if depth:
+            self.by_drafter = False
+            slots = {key: depth for key, chances in survivals.items() if chances}
+            self._send(slots)
+            return slots
+        if self.inner.chosen is not None:
+            self._plan_rate = self._rate()
+        deepest = max(slots.values(), default=0)
+        if deepest and self.round_tree is None and self.budget is None:
+            for key, chances in survivals.items():
+                if self._beats_drafter(key, slots.get(key, 0), chances):
+                    slots[key] = slots.get(key) or deepest  # which the pass has for every row
+                    self._send([key])
+        return slots
+
+    def _send(self, keys: Iterable[int]) -> None:
+        """Let the offers of these be drafted."""
+        for key in keys:
+            self.round_offers[key] = replace(self.round_offers[key], sent=True)
+
+    def _beats_drafter(self, key: int, depth: int, chances: Sequence[float]) -> bool:
+        """Whether suffix drafts promise more than so many of the drafter's."""
+        if not depth:
+            return bool(chances)
+        acceptance = self._controller.acceptance
+        (level,) = acceptance.levels([key])
+        return sum(chances[:depth]) > POLICY.suffix_over_drafter * sum(acceptance.survivals(level)[:depth])
+
+    def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
+        """Take what came in the place of an offer."""
+        self.drafts.acceptance.observe(seq.key, offer.offer, seq.tokens[offer.known :])
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Suffix drafts for some rows, the drafter's for others, and what the text has behind them."""

@@ -1,0 +1,150 @@
+"""Suffix drafts in rounds on a device that runs late: the host looks them up a step behind, and no answer shows it."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.late_queue import LateQueue
+from engine.round_engines import dense_where_padded, round_engine
+from engine.test_engine import OFF, at_depth, request, run
+from engine.test_suffix_drafts import AUTO, FORCED, SAMPLINGS, SUFFIX, quoting, with_suffix
+from eyas.drafter.model import Drafter
+from eyas.engine.engine import Engine
+from eyas.engine.request import SequenceState, Speculation
+from eyas.engine.suffix.proposer import SuffixProposer
+from eyas.target.model import Target
+
+__all__ = ["dense_where_padded", "quoting"]
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside a drafter"])
+def test_rounds_with_suffix_drafts_give_the_answers_without(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], changes: dict[str, Any], drafter: bool
+) -> None:
+    made = tiny_drafter if drafter else None
+    wanted = [request(prompt, max_new_tokens=30, speculation=OFF, **changes) for prompt in quoting[:4]]
+    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
+    for speculation in (FORCED, AUTO):
+        engine = round_engine(target, made, with_suffix(), LateQueue(seed=1, haste=0.3))
+        for again in (False, True):
+            answers = run(engine, [replace(one, speculation=speculation) for one in wanted])
+            assert [(a.tokens, a.text, a.finished) for a in answers] == [
+                (a.tokens, a.text, a.finished) for a in expected
+            ]
+            if speculation is FORCED and again:  # now the answers themselves are there to be drafted
+                assert sum(answer.stats.suffix_accepted for answer in answers) > 0
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_what_is_counted_as_drafted_is_what_the_device_verified(
+    target: Target, quoting: list[tuple[int, ...]], synchronous: bool
+) -> None:
+    """The host finds out whether an offer stood by the tokens alone, and must come to what the device found."""
+    engine = round_engine(target, None, with_suffix(), synchronous=synchronous)
+    assert engine.rounds is not None
+    state, verified = engine.rounds.runner.state, 0
+    placing = engine.rounds.runner.graphs.placing
+
+    def place(rows: int, depth: int, *, keep: bool) -> Any:
+        captured = placing(rows, depth, keep=keep)
+
+        def counting() -> None:
+            nonlocal verified
+            captured()
+            real = state.row_slot[:rows] != state.nobody
+            verified += int((state.depth_R[:rows] * real).sum())
+
+        return counting
+
+    engine.rounds.runner.graphs.placing = place  # type: ignore[method-assign]
+    run(engine, [request(prompt, max_new_tokens=30, speculation=FORCED) for prompt in quoting[:1]])
+    counted = engine.stats.suffix_drafted
+    # A step that was launched for an answer which the one before it ended counts for nobody.
+    assert 0 < counted <= verified <= counted + 6
+
+
+def test_copying_goes_on_at_full_depth_although_the_host_is_a_step_behind(target: Target) -> None:
+    """An answer that loops is drafted as deep in flight as it is without."""
+    prompt = (5, 9, 5, 9, 5, 9, 5, 9)
+    sampling = {"max_new_tokens": 60, "speculation": FORCED}
+    bias = {"sampling": replace(request(prompt).sampling, allowed_tokens=frozenset({5}))}
+    lengths = []
+    for synchronous in (True, False):
+        engine = round_engine(target, None, with_suffix(), synchronous=synchronous)
+        run(engine, [request(prompt, **sampling, **bias)])
+        lengths.append(engine.stats.tokens_per_pass)
+    assert min(lengths) > 4
+    assert lengths[1] > 0.8 * lengths[0]
+
+
+def test_requests_in_all_modes_get_what_they_would_alone(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+) -> None:
+    source = random.Random(4)
+    modes = [SUFFIX, FORCED, AUTO, OFF, at_depth(3), Speculation(method="eagle3")]
+    wanted = [
+        request(source.choice(quoting), max_new_tokens=source.randrange(1, 40), speculation=source.choice(modes))
+        for _ in range(12)
+    ]
+    plain = [request(one.prompt, max_new_tokens=one.max_new_tokens, speculation=OFF) for one in wanted]
+    expected = [answer.tokens for answer in run(Engine(target, None, config=with_suffix(suffix=None)), plain)]
+    engine = round_engine(target, tiny_drafter, with_suffix(), LateQueue(seed=2, haste=0.5))
+    left, tokens = list(wanted), dict[int, list[int]]()
+    while left or engine.busy:
+        if left and source.random() < 0.4:
+            tokens[engine.submit(left.pop(0))] = []
+        for piece in engine.step():
+            assert len(piece.sources) == len(piece.tokens)
+            tokens[piece.key] += piece.tokens
+        engine.scheduler.check()
+    assert [tuple(tokens[key]) for key in sorted(tokens)] == expected
+    assert engine.stats.suffix_accepted > 0
+    assert engine.stats.accepted > engine.stats.suffix_accepted
+
+
+def test_preemption_does_not_show_in_rounds(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+) -> None:
+    wanted = [request(prompt, max_new_tokens=40, speculation=FORCED) for prompt in quoting]
+    expected = run(Engine(target, None, config=with_suffix()), wanted)
+    per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
+    engine = round_engine(target, tiny_drafter, with_suffix(max_model_len=128, memory=60 * per_block))
+    preempted, tokens = set[int](), dict[int, list[int]]()
+    keys = [engine.submit(one) for one in wanted]
+    while engine.busy:
+        for piece in engine.step():
+            tokens.setdefault(piece.key, []).extend(piece.tokens)
+        engine.scheduler.check()
+        preempted |= {seq.key for seq in engine.scheduler.requests if seq.preemptions}
+    assert preempted
+    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
+
+
+def test_steps_captured_ahead_time_passes_for_suffix_drafts_alone(target: Target) -> None:
+    engine = round_engine(target, None, with_suffix())
+    engine.capture_graphs()
+    assert isinstance(engine.proposer, SuffixProposer)
+    verify = engine.controller.costs.verify_alone
+    assert verify.tells(8)
+
+
+def test_many_requests_are_not_looked_up(
+    target: Target, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eyas.engine.suffix.proposer.MOST_IN_A_ROUND", 2)
+    engine = round_engine(target, None, with_suffix())
+    draft_slots, looked = engine.proposer.draft_slots, dict[int, int]()
+
+    def watched(decoding: Sequence[SequenceState]) -> dict[int, int]:
+        slots = draft_slots(decoding)
+        looked[len(decoding)] = looked.get(len(decoding), 0) + len(engine.proposer.round_offers)
+        return slots
+
+    monkeypatch.setattr(engine.proposer, "draft_slots", watched)
+    run(engine, [request(prompt, max_new_tokens=10 + 5 * number) for number, prompt in enumerate(quoting[:4])])
+    assert looked[1] > 0
+    assert looked[3] == looked[4] == 0

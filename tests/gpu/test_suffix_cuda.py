@@ -1,0 +1,41 @@
+"""Suffix drafts in captured rounds on a real device give what steps without any give."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.test_engine import OFF, request, run
+from engine.test_suffix_drafts import AUTO, FORCED, SAMPLINGS, quoting, with_suffix
+from eyas.drafter.model import Drafter
+from eyas.engine.engine import Engine
+from eyas.target.model import Target
+from gpu.test_rounds_cuda import HostEngine
+
+__all__ = ["quoting"]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("drafter", [False, True], ids=["alone", "beside a drafter"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["captured", "uncaptured"])
+def test_captured_rounds_with_suffix_drafts_give_the_answers_without(
+    target: Target,
+    tiny_drafter: Drafter,
+    quoting: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    drafter: bool,
+    graphs: bool,
+) -> None:
+    made = copy.deepcopy(tiny_drafter).cuda() if drafter else None
+    wanted = [request(prompt, max_new_tokens=30, speculation=OFF, **changes) for prompt in quoting[:4]]
+    expected = run(HostEngine(target, None, config=with_suffix(suffix=None)), wanted)
+    for speculation in (FORCED, AUTO):
+        engine = Engine(target, made, config=with_suffix(graphs=graphs))
+        assert engine.rounds is not None
+        for again in (False, True):
+            answers = run(engine, [replace(one, speculation=speculation) for one in wanted])
+            assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+            if speculation is FORCED and again:
+                assert sum(answer.stats.suffix_accepted for answer in answers) > 0
