@@ -43,3 +43,11 @@ def tiny_drafter(tiny_target: Target) -> Drafter:
     from tiny import drafter_config, trained_drafter
 
     return trained_drafter(tiny_target.model, drafter_config(fc_norm=True, norm_output=True), steps=120)
+
+
+@pytest.fixture(scope="session")
+def tiny_eagle1(tiny_target: Target) -> Drafter:
+    """An EAGLE-1 drafter that learnt it."""
+    from tiny import eagle1_config, trained_drafter
+
+    return trained_drafter(tiny_target.model, eagle1_config(fc_bias=True), steps=120)

@@ -136,6 +136,19 @@ def trained_target(
     return model.eval().requires_grad_(False)
 
 
+def with_loud_norm(model: Any) -> Any:
+    """The same target, whose last norm scales and turns signs as it likes and whose head takes that back.
+
+    A last norm near the identity would hide on which side of it a state was taken.
+    """
+    generator = torch.Generator().manual_seed(4)
+    size = model.config.hidden_size
+    scale_D = torch.randn(size, generator=generator).exp() * torch.randn(size, generator=generator).sign()
+    model.model.norm.weight.mul_(scale_D)
+    model.lm_head.weight.div_(scale_D)
+    return model
+
+
 def drafter_config(**changes: object) -> DrafterConfig:
     """A drafter for the target above."""
     base = DrafterConfig(
@@ -160,12 +173,17 @@ def latent_drafter_config(**changes: Any) -> DrafterConfig:
     return drafter_config(mla=sizes, num_key_value_heads=2, head_dim=sizes.qk_head_dim, **changes)
 
 
+def eagle1_config(**changes: Any) -> DrafterConfig:
+    """An EAGLE-1 drafter for the same target."""
+    return drafter_config(**{"eagle1": True, "num_aux_hidden_states": 1, "aux_layer_ids": None, **changes})
+
+
 def random_drafter(
     config: DrafterConfig, *, seed: int = 0, own_embedding: bool = True, own_head: bool = True
 ) -> Drafter:
     """Random weights, norms included, so that no norm is the identity."""
     torch.manual_seed(seed)
-    drafter = Drafter(config, own_embedding=own_embedding, own_head=own_head)
+    drafter = Drafter(config, own_embedding=own_embedding, own_head=own_head and not config.eagle1)
     for name, parameter in drafter.named_parameters():
         if name.endswith("norm.weight") or "fc_norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -205,26 +223,28 @@ def trained_drafter(
     """A drafter that learnt the target; it shares the target's embeddings where the widths agree."""
     torch.manual_seed(2)
     same_width = config.hidden_size == config.target_hidden_size
-    drafter = Drafter(config, own_embedding=not same_width)
+    drafter = Drafter(config, own_embedding=not same_width, own_head=not config.eagle1)
     for name, parameter in drafter.named_parameters():
         # Norms of the input start far from the identity, signs included, and training keeps them there: a norm that
         # is skipped or misplaced then shows, as it does in drafters of large targets.
         if (name.endswith("norm.weight") and name != "norm.weight") or name.startswith("fc_norm."):
             parameter.data.copy_(torch.randn_like(parameter).exp() * torch.randn_like(parameter).sign())
+    if config.eagle1:
+        drafter.fc.weight.data.mul_(3)  # so that a norm behind it would show, too
     if kept is not None:
         set_vocabulary(drafter, kept)
-    assert drafter.lm_head is not None
-    if same_width:
+    if same_width and drafter.lm_head is not None:
         drafter.lm_head.weight.data.copy_(model.lm_head.weight[drafter.vocab().target_ids_W])
-    drafter.share_target(model.get_input_embeddings().weight, model.lm_head.weight)
+    drafter.share_target(model.get_input_embeddings().weight, model.lm_head.weight, model.model.norm)
     trainable = [p for p in drafter.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trainable, lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
     generator = torch.Generator().manual_seed(3)
-    assert config.aux_layer_ids is not None
+    layer_ids = (LAYERS,) if config.eagle1 else config.aux_layer_ids
+    assert layer_ids is not None
     for _ in range(steps):
         ids = language(16, 32, generator)
-        logits, aux = features(model, ids, config.aux_layer_ids)
+        logits, aux = features(model, ids, layer_ids)
         loss = unroll_loss(drafter, ids, logits, aux, depths)
         optimiser.zero_grad()
         loss.backward()

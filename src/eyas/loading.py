@@ -152,7 +152,7 @@ def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None)
     """
     checkpoint = read_checkpoint(drafter)
     model = drafter_of(checkpoint).to(device=target.device, dtype=target.dtype)
-    model.share_target(*target.tables())
+    model.share_target(*target.tables(), target.last_norm())
     linears, on_cpu = checkpoint.quantised, target.device.type == "cpu"
     if linears is not None:
         reason = _multiply_integers(model, linears, cache) if on_cpu else _multiply_on_gpu(model, linears)
@@ -170,7 +170,7 @@ def load_drafter_for(target: Target, drafter: str, *, cache: Path | None = None)
 
 def _multiply_integers(model: Drafter, linears: QuantisedLinears, cache: Path | None) -> str | None:
     """Have a CPU multiply linears in blocks of 8 bits; why not, if it cannot, and nothing is changed then."""
-    dtype = model.norm.weight.dtype
+    dtype = model.norm_weight.dtype
     if dtype != torch.float32:
         return f"integer products take rows of float32, not of {str(dtype).removeprefix('torch.')}"
     kernel, words = load_quantised(cache=cache)
@@ -186,7 +186,7 @@ def _multiply_integers(model: Drafter, linears: QuantisedLinears, cache: Path | 
 
 def _multiply_on_gpu(model: Drafter, linears: QuantisedLinears) -> str | None:
     """The same of a GPU, as they are."""
-    like_D, kept = model.norm.weight, dict[str, nn.Module]()
+    like_D, kept = model.norm_weight, dict[str, nn.Module]()
     reason = multiplies(like_D.device, linears.scheme.kind, like_D.dtype)
     if reason is not None:
         return reason

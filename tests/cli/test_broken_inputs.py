@@ -18,7 +18,8 @@ from torch import Tensor
 
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
-from eyas.drafter.layouts import IDS_KEY, LAYOUTS
+from eyas.drafter.layer_json import IDS_KEY
+from eyas.drafter.layouts import LAYOUTS
 from eyas.errors import UserError
 from tiny import drafter_config, random_drafter
 
@@ -52,7 +53,29 @@ def weights_are_a_folder(folder: Path) -> None:
 
 
 def only_a_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "weights.pt")
+
+
+def no_pickle(folder: Path) -> None:
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+class Touches:
+    """Its pickle makes a file when it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def pickled(make: Callable[[Path], Any]) -> Break:
+    def apply(folder: Path) -> None:
+        (folder / WEIGHTS).unlink()
+        torch.save(make(folder), folder / "pytorch_model.bin")
+
+    return apply
 
 
 def cut_off(folder: Path) -> None:
@@ -134,7 +157,19 @@ FOLDERS: dict[str, tuple[dict[str, Any], Break, tuple[str, ...]]] = {
         ("'qwen3'", "LlamaForCausalLMEagle3", "write what the drafter was trained as"),
     ),
     "no weights": ({}, remove(WEIGHTS), ("has no *.safetensors", "its weights")),
-    "pickle only": ({}, only_a_pickle, ("pytorch_model.bin", "can run code", "save with safetensors")),
+    "pickle only": ({}, only_a_pickle, ("weights.pt", "can run code", "save with safetensors")),
+    "pytorch_model.bin is none": ({}, no_pickle, ("pytorch_model.bin", "is damaged", "fetch it again")),
+    "pytorch_model.bin of code": (
+        {},
+        pickled(lambda folder: {"fc.weight": Touches(folder / "touched")}),
+        ("holds more than tensors", "could run code", "save its tensors with safetensors"),
+    ),
+    "pytorch_model.bin of a list": ({}, pickled(lambda _: [torch.zeros(1)]), ("holds a list", "export the drafter")),
+    "pytorch_model.bin of a nest": (
+        {},
+        pickled(lambda _: {"model": {"fc.weight": torch.zeros(1)}}),
+        ("model in", "is a dict and no tensor", "save the weights alone"),
+    ),
     "weights cut off": ({}, cut_off, ("damaged or cut off", "bytes", "export it again")),
     "weights are garbage": ({}, write(WEIGHTS, b"garbage" * 100), ("damaged or cut off (700 bytes", "again")),
     "weights are empty": ({}, write(WEIGHTS, b""), ("(0 bytes", "export it again")),
@@ -222,7 +257,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], Break, tuple[str, ...]]] = {
     "last state only": (
         {},
         configure(eagle_config={"use_aux_hidden_state": False}),
-        ("use_aux_hidden_state is False", "EAGLE-1", "use one"),
+        ("use_aux_hidden_state is False", "behind the target's last state", "use one"),
     ),
     "gelu": ({}, configure(hidden_act="gelu"), ("'gelu'", "'silu'", "use such a one")),
     "quantised": (

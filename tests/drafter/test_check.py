@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from eyas.drafter.check import CheckReport, check
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
-from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS
+from eyas.drafter.layer_json import IDS_KEY, NORM_FLAGS
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.embedding import read_embedding

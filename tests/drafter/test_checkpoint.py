@@ -19,7 +19,7 @@ from eyas.drafter.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS
+from eyas.drafter.layer_json import IDS_KEY, NORM_FLAGS
 from eyas.errors import UserError
 from tiny import drafter_config, random_drafter
 

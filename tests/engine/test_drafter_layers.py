@@ -27,9 +27,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 NEW_TOKENS, DEPTH = 14, 4
 
 
-@pytest.fixture(scope="module", params=LAYERS)
+@pytest.fixture(scope="module", params=[*LAYERS, "eagle1"])
 def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
     model: Any = target.model
+    if request.param == "eagle1":
+        drafter: Drafter = request.getfixturevalue("tiny_eagle1")
+        return drafter
     return trained_drafter(model, drafter_config(**V31, **LAYERS[request.param]), steps=120)
 
 

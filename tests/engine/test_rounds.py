@@ -488,6 +488,18 @@ def test_drafters_of_two_layers(build: Callable[..., Engine], target: Target, pr
     assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
 
 
+def test_eagle1_drafters(
+    build: Callable[..., Engine], target: Target, tiny_eagle1: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    """They read the last state, and run by their own code."""
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    ours = run(build(target, tiny_eagle1, max_num_batched_tokens=256), asked)
+    theirs = run(Engine(target, tiny_eagle1, config=options(max_num_batched_tokens=256)), asked)
+    assert tokens_of(ours) == tokens_of(theirs)
+    assert [answer.depths for answer in ours] == [answer.depths for answer in theirs], "the same drafts"
+    assert any(depth for answer in ours for depth in answer.depths), "some were accepted"
+
+
 @pytest.mark.parametrize("max_depth", [7, 5, 1])
 def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], max_depth: int

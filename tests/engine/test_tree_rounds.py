@@ -170,6 +170,15 @@ def test_drafters_of_two_layers(
     assert_same(ours, run(Engine(target, drafter, config=options(**manner)), asked))
 
 
+def test_eagle1_drafters(
+    with_rounds: Callable[..., Engine], target: Target, tiny_eagle1: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
+    manner: dict[str, Any] = {"max_num_batched_tokens": 256, "tree": TREE}
+    ours = run(with_rounds(target, tiny_eagle1, **manner), asked)
+    assert_same(ours, run(Engine(target, tiny_eagle1, config=options(**manner)), asked))
+
+
 def test_grammars_draft_chains(
     letters: Target,  # noqa: F811
     tiny_drafter: Drafter,

@@ -139,9 +139,9 @@ def pruned(tiny_target: Target) -> Drafter:
 
 
 def test_the_estimate_equals_decoding_for_every_drafter_at_every_depth(
-    tiny_target: Target, tiny_drafter: Drafter, eagle3: Drafter, pruned: Drafter
+    tiny_target: Target, tiny_drafter: Drafter, eagle3: Drafter, pruned: Drafter, tiny_eagle1: Drafter
 ) -> None:
-    drafters = {"eagle31": tiny_drafter, "eagle3": eagle3, "pruned": pruned}
+    drafters = {"eagle31": tiny_drafter, "eagle3": eagle3, "pruned": pruned, "eagle1": tiny_eagle1}
     rows = torch.randint(tiny.VOCAB, (10, 12), generator=torch.Generator().manual_seed(5)).tolist()
     prompts = [prompt(i, row[: 3 + i % 9]) for i, row in enumerate(rows)]
     most, deepest = 30, max(DEPTHS)

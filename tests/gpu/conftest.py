@@ -42,6 +42,12 @@ def drafter(tiny_drafter: Drafter) -> Drafter:
     return copy.deepcopy(tiny_drafter).cuda()
 
 
+@pytest.fixture(scope="module")
+def tiny_eagle1(tiny_eagle1: Drafter) -> Drafter:
+    """An EAGLE-1 drafter of it."""
+    return copy.deepcopy(tiny_eagle1).cuda()
+
+
 @pytest.fixture(scope="session")
 def prompts() -> list[tuple[int, ...]]:
     """Twelve prompts of 3 to 47 tokens."""

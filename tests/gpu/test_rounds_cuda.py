@@ -19,6 +19,7 @@ from engine.test_rounds import (  # noqa: F401  tests and fixtures are used by n
     test_depths_that_change_and_requests_that_come_and_go,
     test_drafters_come_and_go,
     test_drafters_of_two_layers,
+    test_eagle1_drafters,
     test_logprobs_ends_and_shortest_lengths,
     test_long_rests_are_caught_up_on,
     test_looks_for_drift_change_nothing,

@@ -15,6 +15,7 @@ from engine.test_tree_rounds import (  # noqa: F401  tests and fixtures are used
     TREE,
     test_chunks_blocks_windows_and_stops,
     test_drafters_of_two_layers,
+    test_eagle1_drafters,
     test_preempted_requests,
     test_prefixes_found_later_are_right,
     test_the_trees_of_the_host,

@@ -20,7 +20,7 @@ class DenseTarget:
 
     def __init__(self, target: Target, drafter: DrafterConfig) -> None:
         self._target = target
-        self._layer_ids = drafter.aux_layer_ids or target.facts.default_aux_layer_ids()
+        self._layer_ids = drafter.layers_read(target.facts)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
         """Logits [T, V] and auxiliary states [T, X] of each sequence."""
@@ -44,7 +44,7 @@ class EagleState:
 
 
 class EagleDraft:
-    """An EAGLE-3 / 3.1 drafter as a `DraftModel`."""
+    """A drafter as a `DraftModel`."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter

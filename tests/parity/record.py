@@ -84,7 +84,7 @@ def main(job_path: Path) -> None:
         compilation_config={"custom_ops": ["-rotary_embedding"]} if job["latent"] else {},
         speculative_config={
             "model": job["drafter"],
-            "method": "eagle3",
+            "method": job["method"],
             "num_speculative_tokens": job["depth"],
         },
     )

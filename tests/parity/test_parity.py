@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor
 import tiny
 from default_drafter import default_drafter_config, train_default_drafter, training_prompts
 from eyas.drafter.check import check
-from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
+from eyas.drafter.checkpoint import checkpoint_of, load_drafter, read_checkpoint, write_checkpoint
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layouts import NORM_FLAGS, name_verifier
+from eyas.drafter.layer_json import NORM_FLAGS
+from eyas.drafter.layouts import name_verifier
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.target.facts import facts_of
@@ -33,10 +34,13 @@ from oracle.dense import DenseTarget, EagleDraft
 from oracle.reference import Chain, TargetModel, decode_plainly, decode_speculatively
 from oracle.rejection import SeededDraws
 from parity.compare import agreement, flipped, relative_difference
+from parity.eagle1_faults import norm_before_attention, norm_before_head, state_before_embedding, state_before_last_norm
+from published_eagle1 import publish
 
 pytestmark = pytest.mark.parity
 
 DEPTH = 5
+TargetKind = Literal["plain", "latent", "loud"]
 EAGLE_31 = {"fc_norm": True, "norm_output": True}
 
 
@@ -49,8 +53,16 @@ class Case:
     on_default_target: bool = False
     latent: bool = False
     """Whether target and drafter have latent attention (MLA)."""
+    eagle1: bool = False
+    published: bool = False
+    """Whether vLLM is given what EAGLE's authors publish, which eyas did not write."""
     shipped: str | None = None
     """The name of a drafter that comes with eyas; it is not trained here."""
+
+    @property
+    def target(self) -> TargetKind:
+        """EAGLE-1 reads states behind the last norm, which must not be near the identity to tell."""
+        return "latent" if self.latent else "loud" if self.eagle1 else "plain"
 
 
 CASES = {
@@ -84,6 +96,9 @@ CASES = {
     "Qwen3, two layers": Case(flags={**EAGLE_31, "qk_norm": True, "num_hidden_layers": 2}),
     "MLA": Case(flags=EAGLE_31, latent=True),
     "MLA, sglang format": Case(flags=EAGLE_31, latent=True, layout="sglang"),
+    "EAGLE-1": Case(flags={}, eagle1=True),
+    "EAGLE-1, as published": Case(flags={}, eagle1=True, published=True),
+    "EAGLE-1, two layers, biases": Case(flags={"num_hidden_layers": 2, "attention_bias": True}, eagle1=True),
     "default target, EAGLE-3": Case(flags={}, on_default_target=True),
     "default target, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True),
     "shipped, EAGLE-3.1": Case(flags=EAGLE_31, on_default_target=True, shipped=DEFAULT_DRAFTER["smollm2"]),
@@ -93,6 +108,8 @@ CASES = {
 def _must_matter(name: str, flag: str) -> bool:
     """Whether flipping this flag against what the drafter was trained with has to break parity. The table shows all."""
     case = CASES[name]
+    if case.eagle1:
+        return False  # it has none of these norms; what it could be taken for instead is in `FAULTS`
     if case.latent and flag == "norm_before_fc":
         return False  # there is none beside latent attention
     if case.shipped is not None:
@@ -112,6 +129,12 @@ def _must_matter(name: str, flag: str) -> bool:
 
 
 CONTROLS = [(name, flag) for name in CASES for flag in NORM_FLAGS if _must_matter(name, flag)]
+FAULTS = {
+    "state before the last norm": state_before_last_norm,
+    "norm before attention": norm_before_attention,
+    "norm before the head": norm_before_head,
+    "state before embedding": state_before_embedding,
+}
 CONTROLS += [(name, "qk_norm") for name, case in CASES.items() if case.flags.get("qk_norm") and case.layout == "vllm"]
 
 
@@ -137,7 +160,7 @@ class Laboratory:
     results: dict[str, Result] = field(default_factory=dict)
     drafters: dict[str, Drafter] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tiny_targets: dict[bool, Any] = field(default_factory=dict)
+    tiny_targets: dict[TargetKind, Any] = field(default_factory=dict)
     default_target: Target | None = None
 
     def result(self, name: str) -> Result:
@@ -145,12 +168,14 @@ class Laboratory:
             self.results[name] = self._run(name, CASES[name])
         return self.results[name]
 
-    def tiny_target_folder(self, *, latent: bool = False) -> Path:
-        folder = self.folder / ("latent-target" if latent else "target")
-        if latent not in self.tiny_targets:
-            model = tiny.trained_target(config=tiny.latent_target_config() if latent else None)
+    def tiny_target_folder(self, kind: TargetKind = "plain") -> Path:
+        folder = self.folder / f"{kind}-target"
+        if kind not in self.tiny_targets:
+            model = tiny.trained_target(config=tiny.latent_target_config() if kind == "latent" else None)
+            if kind == "loud":
+                model = tiny.with_loud_norm(model)
             model.save_pretrained(folder)
-            self.tiny_targets[latent] = model
+            self.tiny_targets[kind] = model
         return folder
 
     def flipped_shares(self, name: str) -> dict[str, float]:
@@ -170,12 +195,16 @@ class Laboratory:
 
     def _run(self, name: str, case: Case) -> Result:
         target_folder, target, prompts, new_tokens, train = self._stage(case)
-        key = json.dumps([case.flags, case.on_default_target, case.shipped, case.latent], default=list)
+        key = json.dumps([case.flags, case.on_default_target, case.shipped, case.latent, case.eagle1], default=list)
         if key not in self.drafters:
             self.drafters[key] = train()
         drafter = self.drafters[key]
         folder = self.folder / name.replace(" ", "-").replace(",", "")
-        write_checkpoint(checkpoint_of(drafter), folder / "drafter", layout=case.layout)
+        if case.published:
+            embedding_VD = self.tiny_targets[case.target].get_input_embeddings().weight
+            publish(drafter, embedding_VD, folder / "drafter")
+        else:
+            write_checkpoint(checkpoint_of(drafter), folder / "drafter", layout=case.layout)
         job = {
             "target": str(target_folder),
             "drafter": str(folder / "drafter"),
@@ -183,6 +212,7 @@ class Laboratory:
             "new_tokens": new_tokens,
             "max_model_len": 400,
             "latent": case.latent,
+            "method": drafter.config.method,
             "prompts": prompts,
         }
         job_file = folder / "job.json"
@@ -227,9 +257,10 @@ class Laboratory:
                     else shipped.share_target(target.embedding(), target.head())
                 ),
             )
-        folder = self.tiny_target_folder(latent=case.latent)
-        model = self.tiny_targets[case.latent]
-        config = (tiny.latent_drafter_config if case.latent else tiny.drafter_config)(**case.flags)
+        folder = self.tiny_target_folder(case.target)
+        model = self.tiny_targets[case.target]
+        make = tiny.latent_drafter_config if case.latent else tiny.drafter_config
+        config = (tiny.eagle1_config if case.eagle1 else make)(**case.flags)
         generator = torch.Generator().manual_seed(9)
         prompts = tiny.language(24, 12, generator).tolist()
         kept = torch.randperm(tiny.VOCAB, generator=generator)[: config.draft_vocab_size].sort().values
@@ -244,8 +275,8 @@ class Laboratory:
 
 def _tiny_target_model(model: Any, config: DrafterConfig) -> TargetModel:
     def run(sequences: Sequence[Sequence[int]]) -> list[tuple[Tensor, Tensor]]:
-        assert config.aux_layer_ids is not None
-        outputs = [tiny.features(model, torch.tensor([list(ids)]), config.aux_layer_ids) for ids in sequences]
+        layer_ids = config.layers_read(facts_of(model.config, "tiny"))
+        outputs = [tiny.features(model, torch.tensor([list(ids)]), layer_ids) for ids in sequences]
         return [(logits[0], aux[0]) for logits, aux in outputs]
 
     return run
@@ -274,6 +305,8 @@ def test_auxiliary_states_are_those_vllm_feeds_its_drafter(lab: Laboratory, name
     result = lab.result(name)
     errors = []
     for ours, theirs in zip(result.our_aux, result.their_aux, strict=True):
+        if result.drafter.config.eagle1:
+            ours = result.drafter.fuse(ours)
         slots = min(len(ours), len(theirs))
         width = result.drafter.config.target_hidden_size
         errors += [
@@ -296,6 +329,24 @@ def test_draft_tokens_equal_vllm_proposal_by_proposal(lab: Laboratory, name: str
 @pytest.mark.parametrize(("name", "flag"), CONTROLS)
 def test_flipping_a_norm_flag_breaks_parity(lab: Laboratory, name: str, flag: str) -> None:
     assert lab.flipped_shares(name)[flag] < 0.3
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_eagle1_drafter_computed_otherwise_breaks_parity(lab: Laboratory, fault: str) -> None:
+    name = "EAGLE-1"
+    result = lab.result(name)
+    share = agreement(FAULTS[fault](result.drafter), result.record, result.our_aux, DEPTH).share
+    lab.note(name, flipped={**lab.figures.get(name, {}).get("flipped", {}), fault: share})
+    assert share < 0.3
+
+
+def test_vllm_drafts_the_same_from_the_published_files_and_from_ours(lab: Laboratory, tmp_path: Path) -> None:
+    published, ours = (lab.result(name) for name in ("EAGLE-1, as published", "EAGLE-1"))
+    assert published.record["proposals"] == ours.record["proposals"]
+    write_checkpoint(read_checkpoint(str(published.folder)), tmp_path / "converted")
+    converted, written = (read_checkpoint(str(folder)) for folder in (tmp_path / "converted", ours.folder))
+    assert converted.config == written.config
+    assert all(torch.equal(converted.tensors[name], tensor) for name, tensor in written.tensors.items())
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -334,7 +385,9 @@ def test_vllm_drafts_the_same_from_all_three_exports(lab: Laboratory) -> None:
     assert records[0] == records[1] == records[2]
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.on_default_target])
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if not case.on_default_target and not case.published]
+)
 def test_checked_drafters_have_no_findings(lab: Laboratory, name: str) -> None:
     result = lab.result(name)
     report = check(str(result.folder), target=facts_of(tiny.target_config(), "tiny"))

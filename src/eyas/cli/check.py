@@ -12,6 +12,7 @@ from eyas.target.locate import DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from eyas.drafter.check import CheckReport
+    from eyas.drafter.config import DrafterConfig
 
 _COLOURS = {"error": typer.colors.RED, "warning": typer.colors.YELLOW, "note": typer.colors.BLUE}
 
@@ -43,6 +44,13 @@ def check(
         raise typer.Exit(2)
 
 
+def _flags(config: "DrafterConfig") -> str:
+    names = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
+    if config.eagle1:
+        return f"bias of fc {'yes' if config.fc_bias else 'no'}; {', '.join(names)} do not apply"
+    return ", ".join(f"{flag} {'yes' if getattr(config, flag) else 'no'}" for flag in names)
+
+
 def _print_text(result: "CheckReport") -> None:
     config = result.config
     ids = "the target's default" if config.aux_layer_ids is None else ", ".join(map(str, config.aux_layer_ids))
@@ -50,15 +58,15 @@ def _print_text(result: "CheckReport") -> None:
     shipped = [
         name for name, ships in (("embeddings", result.ships_embedding), ("head", result.ships_head)) if not ships
     ]
+    states = f"after layers {ids}"
+    if config.eagle1:
+        states = "behind the target's last norm"
     rows = {
         "drafter": f"{result.family} ({result.layout} layout), {result.source}",
         "layers": f"{config.num_hidden_layers} of width {config.hidden_size} ({result.layers}), reading target states "
-        f"of width {config.target_hidden_size} after layers {ids}",
+        f"of width {config.target_hidden_size} {states}",
         "vocabulary": pruned,
-        "flags": ", ".join(
-            f"{flag} {'yes' if getattr(config, flag) else 'no'}"
-            for flag in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-        ),
+        "flags": _flags(config),
         "rope": f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']:g}, "
         f"{config.max_position_embeddings} positions",
         "size": f"{result.parameters / 1e6:.1f} M weights, {result.bytes / 2**20:.1f} MiB, "

@@ -173,6 +173,10 @@ def plan(
     if train is not None:
         if shape is None:
             raise UserError("--train plans for a drafter, and --drafter none says that there is none; leave it out")
+        if shape.config.eagle1:
+            raise UserError(
+                f"--train plans for EAGLE-3 drafters, which eyas trains, and {name} is EAGLE-1; leave it out"
+            )
         run = TrainingRun(
             decoder=decoder,
             drafter=shape,

@@ -57,7 +57,7 @@ def serve(
         str | None,
         typer.Option(
             help='As for vLLM: {"model": ..., "method": "eagle3", "num_speculative_tokens": 3}; without the number as '
-            'deep as pays. {"method": "suffix"} needs no drafter, auto has both. Or none.',
+            'deep as pays. Method "eagle" is EAGLE-1. {"method": "suffix"} needs no drafter, auto has both. Or none.',
             show_default="auto: the target's own drafter, if shipped, and suffix drafts",
             rich_help_panel=SPECULATION,
         ),

@@ -38,12 +38,15 @@ def local_engine(
     allowed_drafters: Sequence[str],
 ) -> Iterator[ServedEngine]:
     """Load a target and its drafter and run them for the length of the block."""
+    from eyas.drafter.checkpoint import read_config
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair
     from eyas.serve.endpoints.drafter_swap import DrafterSlot
     from eyas.serve.local_engine import LocalEngineClient
     from eyas.target.device import device_words
 
+    if config.drafter is not None and config.drafter_method is not None:
+        config.require_method(read_config(config.drafter).method)
     loaded, model = load_pair(
         target,
         config.drafter,

@@ -75,7 +75,9 @@ def vllm_options(
     speculative: dict[str, Any] | None = None
     if config.drafter is not None:
         embedding = partial(read_embedding, target, cache=cache)
-        found = check(config.drafter, target=facts, target_embedding=embedding).findings
+        checked = check(config.drafter, target=facts, target_embedding=embedding)
+        found, method = checked.findings, checked.config.method
+        config.require_method(method)
         faults = [one.message for one in found if one.severity == "error"]
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -88,9 +90,9 @@ def vllm_options(
             report(f"drafter   written for vLLM: {folder}")
         depths = _depths(config)
         if depths is None:
-            speculative = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": config.depth}
+            speculative = {"model": str(folder), "method": method, "num_speculative_tokens": config.depth}
         elif (deepest := max(depth for _, _, depth in depths)) > 0:
-            speculative = {"model": str(folder), "method": "eagle3", "num_speculative_tokens": deepest}
+            speculative = {"model": str(folder), "method": method, "num_speculative_tokens": deepest}
             if len(depths) > 1:  # one depth for all sizes needs no table, which costs vLLM its full CUDA graphs
                 speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in depths]
         else:

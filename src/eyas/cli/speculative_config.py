@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = '{"model": "my-drafter", "method": "eagle3", "num_speculative_tokens": 3}'
 TABLE = "num_speculative_tokens_per_batch_size"
+DRAFTERS = ("eagle3", "eagle")
+"""Methods of drafters: EAGLE-3, and EAGLE-1, which is EAGLE-2 too."""
 KEYS = ("model", "method", "num_speculative_tokens")
 """Of both engines; vLLM also takes `TABLE`."""
 OF_SUFFIX = "suffix_decoding_"
@@ -31,7 +33,7 @@ SUFFIX_KEYS = {
     }.items()
 }
 """Of suffix drafts, which eyas' own engine makes; the first four are vLLM's."""
-METHODS = ("auto", "eagle3", "suffix")
+METHODS = ("auto", *DRAFTERS, "suffix")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,9 @@ class SpeculativeConfig:
     depth: int | None
     """Of the drafter; None: as deep as pays."""
     method: Literal["auto", "eagle3", "suffix"] = "auto"
-    """Who drafts where a request does not say."""
+    """Who drafts where a request does not say; `eagle3` is the drafter, whatever it is."""
+    drafter_method: str | None = None
+    """What the drafter was called, one of `DRAFTERS`; None: whatever it is."""
     suffix: "SuffixConfig | None" = None
     """How suffix drafts are made; None: there are none."""
     named: bool = False
@@ -59,6 +63,14 @@ class SpeculativeConfig:
             return Speculation(method=self.method)
         return Speculation(mode="fixed", depth=self.depth, method=self.method)
 
+    def require_method(self, method: str) -> None:
+        """Refuse a drafter that is something else than was said."""
+        if self.drafter_method is not None and self.drafter_method != method:
+            raise UserError(
+                f"--speculative-config asks for method {self.drafter_method!r}, and {self.drafter} is a drafter of "
+                f"method {method!r}; say that, or leave method out"
+            )
+
 
 def read_speculative_config(text: str | None, target: str, *, with_table: bool = False) -> SpeculativeConfig:
     """What a user wants drafted by whom; without words whatever pays: the target's own drafter, and suffix drafts."""
@@ -74,10 +86,13 @@ def read_speculative_config(text: str | None, target: str, *, with_table: bool =
             hint = "it goes with --engine vllm; eyas' own engine measures what pays" if key == TABLE else hint
             raise UserError(f"--speculative-config has no key {key!r}; {hint}")
     method = given.get("method", "eagle3" if with_table else "auto")
-    if with_table and method != "eagle3":
-        raise UserError(f"--speculative-config asks for method {method!r}; eyas has vLLM draft by 'eagle3' alone")
+    if with_table and method not in DRAFTERS:
+        raise UserError(f"--speculative-config asks for method {method!r}; eyas has vLLM draft by 'eagle3' or 'eagle'")
     if method not in METHODS:
         raise UserError(f"--speculative-config asks for method {method!r}; there are {', '.join(METHODS)}")
+    drafter_method = given["method"] if given.get("method") in DRAFTERS else None
+    if drafter_method is not None:
+        method = "eagle3"
     model, depth = given.get("model"), given.get("num_speculative_tokens")
     if model is not None and not isinstance(model, str):
         raise UserError(f"--speculative-config names model {model!r}; give a drafter's name, folder or hub id")
@@ -89,7 +104,7 @@ def read_speculative_config(text: str | None, target: str, *, with_table: bool =
         return SpeculativeConfig(drafter=None, depth=None, method="suffix", suffix=_suffix(given, depth), named=True)
     suffix = _suffix(given, None) if method == "auto" else None
     if method == "eagle3" and (wrong := [key for key in given if key in SUFFIX_KEYS]):
-        raise UserError(f"--speculative-config has {wrong[0]} with method eagle3; use method auto or suffix")
+        raise UserError(f"--speculative-config has {wrong[0]} with method {drafter_method}; use method auto or suffix")
     drafter = choose_drafter(model, target)
     if drafter is None and model is None and method == "auto" and depth is None and not with_table:
         return SpeculativeConfig(drafter=None, depth=None, suffix=suffix, named="method" in given)
@@ -101,6 +116,7 @@ def read_speculative_config(text: str | None, target: str, *, with_table: bool =
         drafter=drafter,
         depth=depth,
         method=method,
+        drafter_method=drafter_method,
         suffix=suffix,
         named="method" in given,
         table=_table(given, depth),

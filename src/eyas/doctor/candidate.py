@@ -41,6 +41,11 @@ def prepare_candidate(
     checkpoint: Checkpoint, name: str, target: Target, *, source: str = "memory", remarks: tuple[str, ...] = ()
 ) -> DrafterCandidate:
     """Build what can be built, set aside what is not used, refuse the rest."""
+    if checkpoint.config.eagle1:
+        raise UserError(
+            f"{source} is an EAGLE-1 drafter; the doctor looks for faults of EAGLE-3 drafters, in norms and fusions "
+            "that this one has not: measure it with `eyas eval`"
+        )
     expected = expected_tensors(checkpoint.config)
     unused = {n: t for n, t in checkpoint.tensors.items() if n not in expected and n.startswith(FORGIVEN)}
     used = {n: t for n, t in checkpoint.tensors.items() if n not in unused}
@@ -54,7 +59,7 @@ def prepare_candidate(
     if problems:
         raise UserError(f"{source}: {problems[0]}")
     drafter = build_drafter(replace(checkpoint, tensors=used)).to(device=target.device, dtype=target.dtype)
-    layer_ids = config.aux_layer_ids or facts.default_aux_layer_ids()
+    layer_ids = config.layers_read(facts)
     if layer_ids[-1] > facts.num_hidden_layers:
         raise UserError(
             f"{source}: auxiliary layer id {layer_ids[-1]} is above the {facts.num_hidden_layers} layers of "

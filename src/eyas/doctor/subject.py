@@ -12,7 +12,9 @@ from eyas.target.model import Target
 def share(drafter: Drafter, target: Target) -> Drafter:
     """Give a drafter what it takes from its target, and only that: a packed head is copied to be read."""
     embedding_VD = target.embedding()
-    return drafter.share_target(embedding_VD, target.head() if drafter.shares_head else embedding_VD)
+    return drafter.share_target(
+        embedding_VD, target.head() if drafter.shares_head else embedding_VD, target.last_norm()
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,8 +13,9 @@ from torch import Tensor
 from eyas.drafter.checkpoint import Checkpoint, read_unchecked, tensor_problems
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import kv_bytes_per_token
+from eyas.drafter.eagle1 import BIAS_KEY, VLLM
+from eyas.drafter.layer_json import IDS_KEY, NORM_FLAGS, QUANTIZATION_KEY
 from eyas.drafter.layer_kinds import kind_of
-from eyas.drafter.layouts import IDS_KEY, NORM_FLAGS, QUANTIZATION_KEY
 from eyas.drafter.quantised_linears import linear_names
 
 Severity = Literal["error", "warning", "note"]
@@ -107,6 +108,8 @@ def check(
 def _config_findings(checkpoint: Checkpoint) -> list[Finding]:
     """What config.json leaves for each server to guess."""
     raw, config = checkpoint.raw_config, checkpoint.config
+    if config.eagle1:
+        return _eagle1_findings(checkpoint)
     found: list[Finding] = []
     for flag in NORM_FLAGS:
         if raw.get(flag) is None and flag not in (raw.get("eagle_config") or {}):
@@ -174,6 +177,24 @@ def _config_findings(checkpoint: Checkpoint) -> list[Finding]:
     return found
 
 
+def _eagle1_findings(checkpoint: Checkpoint) -> list[Finding]:
+    """What servers make of an EAGLE-1 drafter as it stands."""
+    if checkpoint.config.fc_bias:
+        message = "fc has a bias: vLLM 0.32 leaves it out without a word and drafts worse, eyas and SGLang run it"
+        if checkpoint.raw_config.get(BIAS_KEY):
+            message += "; `eyas convert --to sglang` leaves bias out of config.json, which SGLang takes for the layers'"
+        return [Finding(severity="warning", message=message)]
+    if checkpoint.layout == "vllm" and VLLM not in checkpoint.raw_config["architectures"]:
+        return [
+            Finding(
+                severity="note",
+                message=f"architectures is {checkpoint.raw_config['architectures']}, as of a target; servers take it "
+                "for an EAGLE-1 drafter when they are told so: `eyas convert --to vllm` writes it out",
+            )
+        ]
+    return []
+
+
 def _target_findings(checkpoint: Checkpoint, target: TargetShape) -> list[Finding]:
     config = checkpoint.config
     found: list[Finding] = []
@@ -197,7 +218,7 @@ def _target_findings(checkpoint: Checkpoint, target: TargetShape) -> list[Findin
             f"auxiliary layer id {ids[-1]} is outside the target's 0..{layers}; "
             "this drafter was trained for a deeper target: choose that one"
         )
-    elif ids is None:
+    elif ids is None and not config.eagle1:
         default = target.default_aux_layer_ids()
         if config.num_aux_hidden_states != len(default):
             error(

@@ -11,25 +11,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.atomic import new_folder
 from eyas.drafter.config import DrafterConfig
+from eyas.drafter.eagle1 import BIAS_KEY
+from eyas.drafter.layer_json import QUANTIZATION_KEY
 from eyas.drafter.layer_kinds import Json
-from eyas.drafter.layouts import LAYOUTS, QUANTIZATION_KEY, Layout, detect
+from eyas.drafter.layouts import LAYOUTS, detect
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantised_linears import QuantisedLinears, read_linears
 from eyas.drafter.recorded_acceptance import read_acceptance
 from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import TensorSpec, expected_tensors
 from eyas.drafter.vocab import check_offsets, membership_from_target_ids
+from eyas.drafter.weight_files import PICKLE, PICKLES, read_tensors
 from eyas.empty_model import matrices_without_memory
 from eyas.errors import UserError
 from eyas.hub import hub_options
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAFETENSORS_DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -82,10 +84,12 @@ def find_folder(source: str) -> Path:
     options = hub_options(source)
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.safetensors", "*.md", "LICENSE*"]
     try:
-        return Path(
-            snapshot_download(source, **options, allow_patterns=["*.json", "*.safetensors", "*.md", "LICENSE*"])
-        )
+        snapshot = Path(snapshot_download(source, **options, allow_patterns=wanted))
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot = Path(snapshot_download(source, **options, allow_patterns=[*wanted, PICKLE]))
+        return snapshot
     except Exception as error:  # the hub client raises a dozen kinds, from requests, huggingface_hub and the OS
         raise UserError(
             f"{source} is no folder here and could not be fetched from the hub ({type(error).__name__}); "
@@ -109,49 +113,6 @@ def read_raw_config(folder: Path) -> Json:
             f"{path} holds a {type(raw).__name__}; config.json must be an object: mend it or fetch it again"
         )
     return raw
-
-
-def read_tensors(folder: Path, layout: Layout) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, under canonical names."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-        if pickles:
-            raise UserError(
-                f"{folder} holds {pickles[0]}, a pickle, which can run code when opened; eyas reads safetensors only: "
-                "load it with torch.load(weights_only=True) where you trust it, and save with safetensors"
-            )
-        raise UserError(f"{folder} has no *.safetensors; a drafter's folder holds config.json and its weights")
-    _check_index(folder, files)
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118 (not a dict)
-                    tensor, canonical = stored.get_tensor(name), layout.canonical_name(name)
-                    if canonical in tensors and not torch.equal(tensors[canonical], tensor):
-                        raise UserError(f"{name} in {file} stands twice with different values; keep one")
-                    tensors[canonical] = tensor
-        except SafetensorError as error:
-            raise UserError(
-                f"{file} is damaged or cut off ({file.stat().st_size} bytes: {error}); fetch or export it again"
-            ) from error
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}; check the file and its permissions") from error
-    return tensors
-
-
-def _check_index(folder: Path, files: list[Path]) -> None:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return
-    try:
-        wanted = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is not a safetensors index ({error!r}); fetch or export it again") from error
-    missing = wanted - {file.name for file in files}
-    if missing:
-        raise UserError(f"{folder} lacks {', '.join(sorted(missing))}, which its index names; fetch it again")
 
 
 def tensor_problems(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> list[str]:
@@ -191,6 +152,10 @@ def _misfits(name: str, tensor: Tensor, spec: TensorSpec) -> list[str]:
 
 
 def _missing_remedy(name: str, config: DrafterConfig) -> str:
+    if name == "fc.bias":
+        return "config.json says bias is true: set it to false if fc was trained without"
+    if name == "fc.weight" and config.eagle1:
+        return "every EAGLE-1 drafter has it: is this path the target instead of its drafter?"
     if name == "d2t":
         return (
             f"draft_vocab_size {config.draft_vocab_size} is below vocab_size {config.vocab_size}, and without d2t "
@@ -202,6 +167,8 @@ def _missing_remedy(name: str, config: DrafterConfig) -> str:
 
 
 def _unknown_remedy(name: str, config: DrafterConfig) -> str:
+    if config.eagle1:
+        return _unknown_to_eagle1(name)
     for prefix, flag in (("fc_norm.", "fc_norm"), ("input_norm.", "norm_before_fc")):
         if name.startswith(prefix) and not getattr(config, flag):
             return f"config.json says {flag} is false: set it to true if the drafter was trained so"
@@ -213,6 +180,27 @@ def _unknown_remedy(name: str, config: DrafterConfig) -> str:
         return f"draft_vocab_size equals vocab_size {config.vocab_size}, so remove it: vLLM refuses both together"
     if name.startswith("model."):
         return "EAGLE-3 tensors have no 'model.' prefix: strip it"
+    return "vLLM would refuse it: remove it or correct config.json"
+
+
+def _unknown_to_eagle1(name: str) -> str:
+    if name == "lm_head.weight":
+        return "an EAGLE-1 drafter uses the target's head, and vLLM refuses another: remove it"
+    if name == "fc.bias":
+        return "config.json says bias is false: set it to true if fc was trained with it"
+    if name in ("layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight", "norm.weight"):
+        return "an EAGLE-1 drafter has no norm there: was it trained as something else?"
+    if name.endswith((".q_proj.bias", ".k_proj.bias", ".v_proj.bias")):
+        return (
+            "config.json says no attention_bias; where queries, keys and values alone have biases, as Qwen2's "
+            "have, eyas and vLLM do not run it"
+        )
+    if name.endswith(".bias"):
+        return "vLLM would leave it out without a word: correct attention_bias or mlp_bias in config.json, or remove it"
+    if ".experts." in name or ".block_sparse_moe." in name:
+        return "eyas runs EAGLE-1 drafters with layers of Llama, not with experts: use such a one"
+    if name.startswith("model."):
+        return "EAGLE tensors have no 'model.' prefix: is this path the target instead of its drafter?"
     return "vLLM would refuse it: remove it or correct config.json"
 
 
@@ -246,6 +234,15 @@ def read_checkpoint(source: str, *, layout: str | None = None) -> Checkpoint:
     return checkpoint
 
 
+def read_config(source: str) -> DrafterConfig:
+    """What config.json alone says of a drafter."""
+    raw = read_raw_config(find_folder(source))
+    try:
+        return detect(raw).read_config(raw)[0]
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+
+
 def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
     """Read config and tensors without holding one against the other; `eyas check` reports on the result."""
     folder = find_folder(source)
@@ -256,6 +253,8 @@ def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
     tensors = read_tensors(folder, chosen)
+    if config.eagle1:
+        config = _fc_bias(config, tensors, raw)
     linears = None
     if extras.get(QUANTIZATION_KEY):
         said = extras.pop(QUANTIZATION_KEY)
@@ -269,6 +268,14 @@ def read_unchecked(source: str, *, layout: str | None = None) -> Checkpoint:
         folder=folder,
         quantised=linears,
     )
+
+
+def _fc_bias(config: DrafterConfig, tensors: dict[str, Tensor], raw: Json) -> DrafterConfig:
+    """Whether fc has a bias, where config.json does not say; one of zeros is none, and is left out."""
+    if "fc.bias" in tensors and raw.get(BIAS_KEY) is not False and not tensors["fc.bias"].any():
+        del tensors["fc.bias"]
+        return replace(config, fc_bias=False)
+    return config if raw.get(BIAS_KEY) is not None else replace(config, fc_bias="fc.bias" in tensors)
 
 
 def write_checkpoint(
@@ -301,6 +308,9 @@ def write_checkpoint(
         for canonical, tensor in checkpoint.stored.items()
         for name in chosen.stored_names(canonical, config)
     }
+    if layout == "sglang" and config.eagle1 and not config.fc_bias:
+        # SGLang's fc always has a bias, which would stay as random as it was made.
+        stored["fc.bias"] = torch.zeros(config.hidden_size, dtype=stored["fc.weight"].dtype)
     with new_folder(destination, replace=replace) as staging:
         try:
             # Twins share memory, which safetensors refuses; a copy is the plain way out.
@@ -325,9 +335,9 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _copy_companions(source: Path, destination: Path) -> None:
     """Licence, model card, tokenizer: whatever else lies beside the weights, except weights."""
-    left_out = ("config.json", "model.safetensors.index.json")
+    left_out = ("config.json", "model.safetensors.index.json", f"{PICKLE}.index.json")
     for path in source.iterdir():
-        weights = any(path.match(pattern) for pattern in ("*.safetensors", *_PICKLES))
+        weights = any(path.match(pattern) for pattern in ("*.safetensors", *PICKLES))
         if path.is_file() and path.name not in left_out and not weights:
             shutil.copy2(path, destination / path.name)
 
@@ -368,7 +378,8 @@ def checkpoint_of(drafter: Drafter) -> Checkpoint:
     """What of a drafter belongs on disk: its own tensors, not those it shares with the target."""
     shared = {"embed_tokens.weight"} if drafter.shares_embedding else set()
     shared |= {"lm_head.weight"} if drafter.shares_head else set()
-    tensors = {name: t.detach().cpu() for name, t in drafter.state_dict().items() if name not in shared}
+    own = {name: t for name, t in drafter.state_dict().items() if not name.startswith("target_norm.")}
+    tensors = {name: t.detach().cpu() for name, t in own.items() if name not in shared}
     # A drafter that was cast says on disk what it is now, not what it was built as.
     config = replace(drafter.config, dtype=str(drafter.fc.weight.dtype).removeprefix("torch."))
     return Checkpoint(config=config, tensors=tensors, extras={}, raw_config={})

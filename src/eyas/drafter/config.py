@@ -6,7 +6,7 @@ construction, so the model, the layouts and the cost formulas never validate aga
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from eyas.errors import UserError
 
@@ -77,9 +77,17 @@ class CachedSizes:
         return self.heads * (self.key_dim + self.value_dim)
 
 
+class HasLayers(Protocol):
+    """What must be known of a target to say which of its states a drafter reads."""
+
+    @property
+    def num_hidden_layers(self) -> int: ...
+    def default_aux_layer_ids(self) -> tuple[int, ...]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """Shape and flags of an EAGLE-3 or EAGLE-3.1 drafter."""
+    """Shape and flags of a drafter of the EAGLE family."""
 
     vocab_size: int
     """The target's vocabulary: what token ids and embeddings range over."""
@@ -108,6 +116,11 @@ class DrafterConfig:
     """Layers of Qwen3: every head of queries and keys is normed before it is turned."""
     mla: LatentSizes | None = None
     """Layers of DeepSeek: multi-head latent attention."""
+    eagle1: bool = False
+    """EAGLE-1 and EAGLE-2, which are one drafter: the target's last state, behind its last norm, goes through `fc`
+    beside the embedding at every depth, and the target's head reads what comes of it."""
+    fc_bias: bool = False
+    """Of EAGLE-1 only."""
     rms_norm_eps: float = 1e-5
     logit_scale: float = 1.0
     rope_parameters: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
@@ -137,6 +150,8 @@ class DrafterConfig:
             "attention_bias",
             "mlp_bias",
             "qk_norm",
+            "eagle1",
+            "fc_bias",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be true or false in config.json")
@@ -161,6 +176,7 @@ class DrafterConfig:
             )
         if self.mla is not None:
             self._check_latent(self.mla)
+        self._check_eagle1()
         if self.dtype not in DTYPES:
             raise UserError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}; set it in config.json")
         for name in ("rms_norm_eps", "logit_scale"):
@@ -202,6 +218,39 @@ class DrafterConfig:
                 f"rope_parameters has {strange[0]} beside latent attention (MLA), where vLLM ignores it; leave it out"
             )
 
+    def _check_eagle1(self) -> None:
+        """Refuse what belongs to EAGLE-3 alone, and the other way round."""
+        if not self.eagle1:
+            if self.fc_bias:
+                raise UserError("fc has a bias, which EAGLE-3 drafters have not: remove fc.bias and bias")
+            return
+        for flag in ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual", "qk_norm"):
+            if getattr(self, flag):
+                raise UserError(f"{flag} is true, and an EAGLE-1 drafter has no such norm: remove it from config.json")
+        if self.mla is not None:
+            raise UserError("an EAGLE-1 drafter with latent attention (MLA) is not known to any server: use EAGLE-3")
+        if self.num_aux_hidden_states != 1 or self.aux_layer_ids is not None:
+            raise UserError(
+                f"num_aux_hidden_states is {self.num_aux_hidden_states} and auxiliary layer ids {self.aux_layer_ids}, "
+                "and an EAGLE-1 drafter reads the target's last state alone: remove both from config.json"
+            )
+        if self.hidden_size != self.target_hidden_size:
+            raise UserError(
+                f"hidden_size {self.hidden_size} is not target_hidden_size {self.target_hidden_size}; an EAGLE-1 "
+                "drafter uses the target's head and is as wide as its target: correct config.json"
+            )
+        if self.pruned:
+            raise UserError(
+                f"draft_vocab_size {self.draft_vocab_size} is below vocab_size {self.vocab_size}; an EAGLE-1 drafter "
+                "uses the target's whole head: remove draft_vocab_size"
+            )
+
+    def layers_read(self, target: HasLayers) -> tuple[int, ...]:
+        """Which states of that target are read, as numbers of finished layers, ascending."""
+        if self.eagle1:
+            return (target.num_hidden_layers,)
+        return self.aux_layer_ids or target.default_aux_layer_ids()
+
     def _check_aux_layer_ids(self) -> None:
         ids = self.aux_layer_ids
         if ids is None:
@@ -223,11 +272,18 @@ class DrafterConfig:
 
     @property
     def family(self) -> str:
-        """What people call it: the two flags of EAGLE 3.1 together, neither, or one of them."""
+        """What people call it: of EAGLE-3, by the two flags of 3.1 together, neither, or one of them."""
+        if self.eagle1:
+            return "EAGLE-1/2"
         if self.fc_norm and self.norm_output:
             return "EAGLE-3.1"
         flags = [name for name in ("fc_norm", "norm_output") if getattr(self, name)]
         return "EAGLE-3" if not flags else f"EAGLE-3 with {flags[0]}"
+
+    @property
+    def method(self) -> str:
+        """What vLLM calls it."""
+        return "eagle" if self.eagle1 else "eagle3"
 
     @property
     def cached(self) -> CachedSizes:

@@ -1,5 +1,6 @@
 """What a drafter costs, from its shape alone: bytes and floating-point operations. No torch."""
 
+from dataclasses import dataclass
 from math import prod
 
 from eyas.drafter.config import DrafterConfig
@@ -13,15 +14,31 @@ def kv_bytes_per_token(config: DrafterConfig, dtype: str) -> int:
     return config.num_hidden_layers * config.cached.numbers * BYTES_PER_ELEMENT[dtype]
 
 
+@dataclass(frozen=True, kw_only=True)
+class MatrixSizes:
+    """Weights that a token is multiplied by, wherever they come from."""
+
+    fusion: int
+    """At depth 0 only; EAGLE-1 runs fc at every depth, and fuses nothing."""
+    every_depth: int
+    head: int
+
+
+def matrix_sizes(config: DrafterConfig) -> MatrixSizes:
+    """Of a drafter of this shape."""
+    sizes = {name: prod(spec.shape) for name, spec in expected_tensors(config).items() if len(spec.shape) == 2}
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        sizes.pop(name, None)
+    fusion = 0 if config.eagle1 else sizes.pop("fc.weight")
+    head = config.draft_vocab_size * config.hidden_size
+    return MatrixSizes(fusion=fusion, every_depth=sum(sizes.values()), head=head)
+
+
 def flops_per_token(config: DrafterConfig, *, context: int, with_fusion: bool) -> int:
-    """Multiply-adds count two. `with_fusion` is depth 0, the only depth that runs fc."""
-    left_out = {"embed_tokens.weight"} | (set() if with_fusion else {"fc.weight"})
-    matrices = sum(
-        2 * prod(spec.shape)
-        for name, spec in expected_tensors(config).items()
-        if len(spec.shape) == 2 and name not in left_out
-    )
-    return matrices + context * attention_flops(config)
+    """Multiply-adds count two. `with_fusion` is depth 0, the only depth at which states are fused."""
+    sizes = matrix_sizes(config)
+    multiplied = sizes.every_depth + sizes.head + (sizes.fusion if with_fusion else 0)
+    return 2 * multiplied + context * attention_flops(config)
 
 
 def attention_flops(config: DrafterConfig) -> int:
@@ -31,6 +48,7 @@ def attention_flops(config: DrafterConfig) -> int:
 
 
 def remembering_weights(config: DrafterConfig) -> int:
-    """Weights of the first layer that make what later tokens see of a token."""
+    """Weights, behind the fusion of states, that make what later tokens see of a token."""
     made = config.cached.key_dim if config.mla is not None else config.cached.numbers
-    return 2 * config.hidden_size * made
+    both = 2 * config.hidden_size
+    return both * config.hidden_size + config.hidden_size * made if config.eagle1 else both * made

@@ -2,6 +2,7 @@
 
 - `vllm`: `LlamaForCausalLMEagle3`, or what `layer_kinds.py` has for other layers, with `midlayer.`; SafeAILab,
   SpecForge and vLLM write and read it. `layers.0.` is read as well, and written when there are several layers.
+  EAGLE-1 drafters are in `eagle1.py`.
 - `sglang`: the same, but SGLang counts auxiliary layers differently (see `_read_aux_ids`).
 - `speculators`: nested config, `layers.N.`.
 
@@ -9,13 +10,23 @@ Invariant: reading what a layout wrote gives back the same config and extras; ke
 carried along as extras, keys that nobody knows are refused, because an unknown key may change the mathematics.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import TypeGuard
 
 from eyas.drafter.config import DrafterConfig
+from eyas.drafter.eagle1 import is_eagle1, is_sglangs, read_eagle1, write_eagle1
+from eyas.drafter.layer_json import (
+    CONSUMED,
+    DRAFTER_FIELDS,
+    IDS_KEY,
+    build_config,
+    known_keys,
+    layer_json,
+    layer_values,
+    refuse_unknown,
+)
 from eyas.drafter.layer_kinds import (
     LAYER_KINDS,
     Json,
@@ -26,78 +37,9 @@ from eyas.drafter.layer_kinds import (
 )
 from eyas.errors import UserError
 
-IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-QUANTIZATION_KEY = "quantization_config"
-NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
-
-# Config fields that stand under their own name in config.json (speculators nests those of the layer).
-_LAYER_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "num_hidden_layers",
-    "num_aux_hidden_states",
-    "rms_norm_eps",
-    "logit_scale",
-    "max_position_embeddings",
-    "attention_bias",
-    "mlp_bias",
-)
-_DRAFTER_FIELDS = ("draft_vocab_size", "target_hidden_size", *NORM_FLAGS)
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps")
-_ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")
-_CONSUMED = frozenset(
-    {
-        *_LAYER_FIELDS,
-        *_DRAFTER_FIELDS,
-        *_ROPE_FIELDS,
-        IDS_KEY,
-        "eagle_config",
-        "architectures",
-        "model_type",
-        "hidden_act",
-        "dtype",
-        "torch_dtype",
-        "tie_word_embeddings",
-    }
-)
-# Keys that change nothing a drafter computes, beyond those every transformers config carries: `layer_types` only with
-# the values that `_layer_values` lets pass. What `quantization_config` says is read with the tensors.
-_HARMLESS = frozenset(
-    {
-        "_name_or_path",
-        "auto_map",
-        "layer_types",
-        "max_window_layers",
-        "pretraining_tp",
-        QUANTIZATION_KEY,
-        "sliding_window",
-        "use_sliding_window",
-        "eyas_source",
-        # What transformers writes beside a Llama's sizes.
-        "attention_dropout",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "transformers_version",
-        "use_cache",
-    }
-)
 _SPECULATORS_TOP = frozenset(
     {
-        *_DRAFTER_FIELDS,
+        *DRAFTER_FIELDS,
         IDS_KEY,
         "architectures",
         "auto_map",
@@ -144,6 +86,8 @@ def detect(raw: Json) -> Layout:
     """Which format a config.json is written in."""
     if "speculators_model_type" in raw or "speculators_config" in raw:
         return LAYOUTS["speculators"]
+    if is_sglangs(raw):
+        return LAYOUTS["sglang"]
     top, eagle = raw.get(IDS_KEY), raw.get("eagle_config")
     nested = eagle.get(IDS_KEY) if isinstance(eagle, dict) else None
     if _whole_numbers(top) and _whole_numbers(nested) and [i - 1 for i in top] == nested:
@@ -160,29 +104,31 @@ def _whole_numbers(ids: object) -> TypeGuard[list[int]]:
 
 
 def _read_eagle3(raw: Json, *, sglang: bool) -> tuple[DrafterConfig, Json]:
+    if is_eagle1(raw):
+        return read_eagle1(raw)
     kind = _kind_named(raw)
     eagle = raw.get("eagle_config") or {}
     if not isinstance(eagle, dict):
         raise UserError(f"eagle_config is {eagle!r}; it must be an object or absent: correct it")
-    _refuse_unknown(eagle, _EAGLE_CONFIG_KEYS, "eagle_config")
+    refuse_unknown(eagle, _EAGLE_CONFIG_KEYS, "eagle_config")
     if eagle.get("use_aux_hidden_state", True) is not True:
         raise UserError(
-            f"eagle_config.use_aux_hidden_state is {eagle['use_aux_hidden_state']!r}: this drafter reads the "
-            "target's last state only, as EAGLE-1 does; eyas runs drafters that fuse auxiliary states: use one"
+            f"eagle_config.use_aux_hidden_state is {eagle['use_aux_hidden_state']!r}: this drafter has EAGLE-3's layer "
+            "behind the target's last state; eyas runs EAGLE-3 drafters that fuse auxiliary states: use one"
         )
-    _refuse_unknown(raw, _known_keys(raw, kind), "config.json")
+    refuse_unknown(raw, known_keys(raw, kind), "config.json")
     source = raw.get("eyas_source", {})
     if not isinstance(source, dict):
         raise UserError(f"eyas_source is {source!r}; it must be an object as `eyas convert` writes it: remove it")
-    _refuse_unknown(source, frozenset(_SPECULATORS_SOURCE), "eyas_source")
-    values = _layer_values(raw, kind)
-    values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
+    refuse_unknown(source, frozenset(_SPECULATORS_SOURCE), "eyas_source")
+    values = layer_values(raw, kind)
+    values |= {key: raw[key] for key in DRAFTER_FIELDS if raw.get(key) is not None}
     if "norm_before_fc" in eagle:
         values["norm_before_fc"] = eagle["norm_before_fc"]
     values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), eagle.get(IDS_KEY), sglang=sglang)
     if "num_aux_hidden_states" not in values and ids is not None:
         values["num_aux_hidden_states"] = len(ids)
-    return _build(values), {key: value for key, value in raw.items() if key not in _CONSUMED | kind.keys}
+    return build_config(values), {key: value for key, value in raw.items() if key not in CONSUMED | kind.keys}
 
 
 def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ...] | None:
@@ -209,7 +155,8 @@ def _read_aux_ids(top: object, nested: object, *, sglang: bool) -> tuple[int, ..
 def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
     kind = raw.get("speculators_model_type")
     if kind != "eagle3":
-        raise UserError(f"speculators_model_type is {kind!r}; eyas reads 'eagle3' drafters: use such a one")
+        hint = "; read the EAGLE-1 drafter that it was converted from" if kind == "eagle" else ": use such a one"
+        raise UserError(f"speculators_model_type is {kind!r}; eyas and vLLM read 'eagle3' drafters{hint}")
     layer = raw.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise UserError(
@@ -228,19 +175,19 @@ def _read_speculators(raw: Json) -> tuple[DrafterConfig, Json]:
             "norm_before_residual is missing: vLLM would assume true and speculators false; "
             "write the value the drafter was trained with into config.json"
         )
-    _refuse_unknown(raw, _SPECULATORS_TOP, "config.json")
-    _refuse_unknown(layer, _known_keys(layer, layer_kind), "transformer_layer_config")
-    values = _layer_values(layer, layer_kind)
-    values |= {key: raw[key] for key in _DRAFTER_FIELDS if raw.get(key) is not None}
+    refuse_unknown(raw, _SPECULATORS_TOP, "config.json")
+    refuse_unknown(layer, known_keys(layer, layer_kind), "transformer_layer_config")
+    values = layer_values(layer, layer_kind)
+    values |= {key: raw[key] for key in DRAFTER_FIELDS if raw.get(key) is not None}
     values["aux_layer_ids"] = ids = _read_aux_ids(raw.get(IDS_KEY), None, sglang=False)
     if "num_aux_hidden_states" not in values and ids is not None:
         values["num_aux_hidden_states"] = len(ids)
     values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or values["dtype"]
-    extras = {key: value for key, value in layer.items() if key not in _CONSUMED | layer_kind.keys}
+    extras = {key: value for key, value in layer.items() if key not in CONSUMED | layer_kind.keys}
     source = {key: value for key, value in raw.items() if key in _SPECULATORS_SOURCE}
     if source != _speculators_source({}):
         extras["eyas_source"] = source
-    return _build(values), extras
+    return build_config(values), extras
 
 
 def _kind_named(raw: Json) -> LayerKind:
@@ -260,89 +207,20 @@ def _kind_named(raw: Json) -> LayerKind:
     return kind
 
 
-def _layer_values(raw: Json, kind: LayerKind) -> Json:
-    missing = [key for key in _REQUIRED if raw.get(key) is None]
-    if missing:
-        raise UserError(f"config.json lacks {', '.join(missing)}; add what the drafter was trained with")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UserError(
-            f"hidden_act is {raw['hidden_act']!r}; vLLM and eyas run drafters with 'silu' only: use such a one"
-        )
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise UserError(f"layer_types is {kinds!r}; eyas runs drafters with 'full_attention' layers: use such a one")
-    values = {key: raw[key] for key in _LAYER_FIELDS if raw.get(key) is not None}
-    values.setdefault("num_key_value_heads", values["num_attention_heads"])
-    values |= kind.read(raw)
-    values["rope_parameters"] = _read_rope(raw)
-    values["dtype"] = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
-    return values
-
-
-def _read_rope(raw: Json) -> Json:
-    """One dict from either spelling: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"rope_parameters is {rope!r}; it must be an object such as {{'rope_type': 'default'}}")
-    rope = dict(rope)
-    if "type" in rope:
-        rope.setdefault("rope_type", rope["type"])
-        del rope["type"]
-    rope.setdefault("rope_type", "default")
-    rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
-    return rope
-
-
-def _build(values: Json) -> DrafterConfig:
-    values.setdefault("draft_vocab_size", values["vocab_size"])
-    values.setdefault("target_hidden_size", values["hidden_size"])
-    known = {f.name for f in fields(DrafterConfig)}
-    return DrafterConfig(**{key: value for key, value in values.items() if key in known})
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "remove it if it changes nothing the drafter computes"
-            raise UserError(f"unknown key {key!r} in {where} (value {given[key]!r}); {hint}")
-
-
-def _known_keys(given: Mapping[str, Any], kind: LayerKind) -> frozenset[str]:
-    """Keys that are read or mean nothing. Importing transformers takes seconds: it is asked about strange keys only."""
-    known = _CONSUMED | _HARMLESS | kind.keys | kind.ignored
-    if given.keys() <= known:
-        return known
-    import transformers
-
-    theirs: dict[str, Any] = getattr(transformers, kind.transformers_config)().to_dict()
-    return known | theirs.keys()
-
-
 # --- writing -----------------------------------------------------------------------------------------------
-
-
-def _layer_json(config: DrafterConfig) -> Json:
-    rope = dict(config.rope_parameters)
-    layer = {key: getattr(config, key) for key in _LAYER_FIELDS}
-    if config.logit_scale == 1.0:
-        del layer["logit_scale"]
-    layer |= {"hidden_act": "silu", "rope_parameters": rope, "rope_theta": rope["rope_theta"]}
-    layer |= kind_of(config).write(config)
-    if rope["rope_type"] != "default":
-        layer["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return layer
 
 
 def _write_eagle3(config: DrafterConfig, extras: Json, *, sglang: bool) -> Json:
     """Every flag and every id in every place some server reads it."""
+    if config.eagle1:
+        return write_eagle1(config, extras, sglang=sglang)
     kind = kind_of(config)
     written = {
         **extras,
         "architectures": [kind.architectures[0]],
         "model_type": kind.model_types[0],
-        **_layer_json(config),
-        **{key: getattr(config, key) for key in _DRAFTER_FIELDS},
+        **layer_json(config),
+        **{key: getattr(config, key) for key in DRAFTER_FIELDS},
         "tie_word_embeddings": False,
         "torch_dtype": config.dtype,
     }
@@ -413,6 +291,8 @@ def names_verifier(extras: Json) -> bool:
 def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
     kind = kind_of(config)
     kind.require_layout("speculators")
+    if config.eagle1:
+        raise UserError("the drafter is EAGLE-1, which vLLM does not read as speculators writes it; use --to vllm")
     if config.fc_norm and config.norm_before_fc:
         raise UserError("fc_norm and norm_before_fc are both true; speculators allows one of them: use --to vllm")
     if config.hidden_size != config.target_hidden_size:
@@ -426,8 +306,8 @@ def _write_speculators(config: DrafterConfig, extras: Json) -> Json:
         "speculators_model_type": "eagle3",
         **_speculators_source(extras),
         # vLLM starts from this object, so num_aux_hidden_states reaches it from here and from nowhere else.
-        "transformer_layer_config": {**layer_extras, "model_type": kind.model_types[0], **_layer_json(config)},
-        **{key: getattr(config, key) for key in _DRAFTER_FIELDS},
+        "transformer_layer_config": {**layer_extras, "model_type": kind.model_types[0], **layer_json(config)},
+        **{key: getattr(config, key) for key in DRAFTER_FIELDS},
         "tie_word_embeddings": False,
         "torch_dtype": config.dtype,
     }
@@ -445,7 +325,7 @@ _SGLANG_LATER_OUT = ((r"^(layers\.[1-9]\d*\.)input_layernorm\.", r"\1hidden_norm
 
 
 def _midlayer_out(config: DrafterConfig) -> tuple[tuple[str, str], ...]:
-    return ((r"^layers\.0\.", "midlayer."),) if config.num_hidden_layers == 1 else ()
+    return ((r"^layers\.0\.", "midlayer."),) if config.num_hidden_layers == 1 and not config.eagle1 else ()
 
 
 def _rename(name: str, rules: tuple[tuple[str, str], ...]) -> str:

@@ -8,6 +8,7 @@ K head dim, W draft vocabulary; of latent attention: R latent, N part of a head 
 values of a head; any leading dims.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -199,11 +200,11 @@ class FirstLayer(nn.Module):
 
 
 class LaterLayer(nn.Module):
-    """An ordinary pre-norm layer without the embedding."""
+    """An ordinary pre-norm layer without the embedding; as the first of EAGLE-1, without a norm before it attends."""
 
     def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if index else nn.Identity()
         self.self_attn = _attention(config, input_size=config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
@@ -213,6 +214,11 @@ class LaterLayer(nn.Module):
         """One depth of a later layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, self._index, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+    def keys_and_values(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> KeysAndValues:
+        """What the layer would have later slots see."""
+        assert isinstance(self.self_attn, Attention)
+        return self.self_attn.keys_and_values(self.input_layernorm(hidden), cos, sin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +232,13 @@ class DepthOutput:
 
 
 class Drafter(nn.Module):
-    """An EAGLE-3 / EAGLE-3.1 drafter.
+    """A drafter: EAGLE-3, EAGLE-3.1, or EAGLE-1, which is EAGLE-2 too.
 
     Embeddings and head may be the drafter's own or the target's (`share_target`); shared ones are the target's
-    very tensors and are never saved with the drafter.
+    very tensors and are never saved with the drafter. EAGLE-1 computes
+
+        g = the target's last state behind its last norm, then p    x = fc([Emb(token); g])
+        r = x + Attention(x)    p = r + MLP(norm(r))                 logits = the target's head of p
     """
 
     d2t: Tensor | None
@@ -250,11 +259,13 @@ class Drafter(nn.Module):
             if config.fc_norm
             else None
         )
-        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(
-            [FirstLayer(config), *(LaterLayer(config, i) for i in range(1, config.num_hidden_layers))]
-        )
-        self.norm = RMSNorm(config.hidden_size, eps)
+        self.fc = nn.Linear(2 * config.hidden_size if config.eagle1 else fused, config.hidden_size, bias=config.fc_bias)
+        first = LaterLayer(config, 0) if config.eagle1 else FirstLayer(config)
+        self.layers = nn.ModuleList([first, *(LaterLayer(config, i) for i in range(1, config.num_hidden_layers))])
+        if not config.eagle1:
+            self.norm = RMSNorm(config.hidden_size, eps)
+        self.target_norm: nn.Module | None = None
+        """A copy of the target's last norm, of EAGLE-1 only; never saved either."""
         self.embed_tokens: nn.Embedding | QuantisedEmbedding | None = (
             nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         )
@@ -269,9 +280,19 @@ class Drafter(nn.Module):
         self.shares_embedding = not own_embedding
         self.shares_head = not own_head
 
-    def share_target(self, embedding_VD: Tensor | QuantisedEmbedding, head_VD: Tensor | QuantisedLinear) -> "Drafter":
-        """Use the target's embeddings and head where the drafter has none of its own."""
+    def share_target(
+        self,
+        embedding_VD: Tensor | QuantisedEmbedding,
+        head_VD: Tensor | QuantisedLinear,
+        last_norm: nn.Module | None = None,
+    ) -> "Drafter":
+        """Use the target's embeddings and head where the drafter has none of its own, and its last norm for EAGLE-1."""
         config = self.config
+        if config.eagle1:
+            if last_norm is None:
+                raise UserError("an EAGLE-1 drafter reads states behind the target's last norm, and none was found")
+            weight = self.fc.weight
+            self.target_norm = deepcopy(last_norm).to(weight.device, weight.dtype).eval().requires_grad_(False)
         if self.embed_tokens is None:
             _require_shape("embed_tokens", _shape(embedding_VD), (config.vocab_size, config.hidden_size))
             if isinstance(embedding_VD, QuantisedEmbedding):
@@ -288,6 +309,13 @@ class Drafter(nn.Module):
                 self.lm_head.weight = nn.Parameter(head_VD.detach(), requires_grad=False)
         return self
 
+    @property
+    def norm_weight(self) -> Tensor:
+        """Of a norm that every drafter has: never packed or quantised, of the type that the drafter computes in."""
+        layer = self.layers[0]
+        assert isinstance(layer, FirstLayer | LaterLayer)
+        return layer.post_attention_layernorm.weight
+
     def vocab(self) -> DraftVocab:
         """The draft vocabulary."""
         if self.d2t is None:
@@ -295,7 +323,16 @@ class Drafter(nn.Module):
         return DraftVocab.from_offsets(self.d2t, self.config.vocab_size)
 
     def fuse(self, aux_X: Tensor) -> Tensor:
-        """Combine the target's auxiliary states [..., X], in ascending layer order, into the depth-0 state."""
+        """Combine the target's auxiliary states [..., X], in ascending layer order, into the depth-0 state.
+
+        EAGLE-1 has one, the last, which it reads behind the target's last norm.
+        """
+        if self.config.eagle1:
+            if self.target_norm is None:
+                raise UserError(
+                    "the drafter has not been given the target's last norm; load it together with its target"
+                )
+            return self.target_norm(aux_X)  # type: ignore[no-any-return]
         if self.input_norm is not None:
             aux_X = self.input_norm(aux_X)
         if self.fc_norm is not None:
@@ -307,10 +344,13 @@ class Drafter(nn.Module):
         """Run one depth: `hidden` [..., D] is `fuse`'s output at depth 0 and the last `feedback` after it."""
         embedded = self._embedded(token_ids)
         cos, sin = self.rope(positions, hidden.dtype)
-        hidden = self.layers[0](hidden, embedded, cos, sin, attend)
+        if self.config.eagle1:
+            hidden = self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), cos, sin, attend)
+        else:
+            hidden = self.layers[0](hidden, embedded, cos, sin, attend)
         for layer in self.layers[1:]:
             hidden = layer(hidden, cos, sin, attend)
-        normed = self.norm(hidden)
+        normed = hidden if self.config.eagle1 else self.norm(hidden)
         return DepthOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
 
     def remember(
@@ -322,9 +362,12 @@ class Drafter(nn.Module):
         Latents are `expanded` for an `Attend` that wants them so (`ExpandsLatents`).
         """
         (layer,) = self.layers
-        assert isinstance(layer, FirstLayer)
         cos, sin = self.rope(positions, hidden.dtype)
-        return layer.keys_and_values(hidden, self._embedded(token_ids), cos, sin, expanded=expanded)
+        embedded = self._embedded(token_ids)
+        if isinstance(layer, FirstLayer):
+            return layer.keys_and_values(hidden, embedded, cos, sin, expanded=expanded)
+        assert isinstance(layer, LaterLayer)
+        return layer.keys_and_values(self.fc(torch.cat([embedded, hidden], dim=-1)), cos, sin)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., W]."""

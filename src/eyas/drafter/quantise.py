@@ -21,6 +21,10 @@ def quantised(checkpoint: Checkpoint, kind: str, source: str) -> Checkpoint:
             f"{source} has latent attention (MLA), and no server was tried with such a drafter in 8 bits; leave "
             "--quantize out"
         )
+    if checkpoint.config.eagle1:
+        raise UserError(
+            f"{source} is an EAGLE-1 drafter, and no server was tried with such a one in 8 bits; leave --quantize out"
+        )
     made = quantise_tensors(checkpoint.config, checkpoint.tensors, kind)
     dtype = getattr(torch, checkpoint.config.dtype)
     return replace(checkpoint, tensors={**checkpoint.tensors, **made.dequantised(dtype)}, quantised=made)

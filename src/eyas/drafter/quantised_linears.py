@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.config import DrafterConfig
+from eyas.drafter.layer_json import QUANTIZATION_KEY
 from eyas.drafter.layer_kinds import Json
-from eyas.drafter.layouts import QUANTIZATION_KEY
 from eyas.drafter.tensors import expected_tensors
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int8

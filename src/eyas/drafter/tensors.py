@@ -21,10 +21,10 @@ class TensorSpec:
     required: bool = True
 
 
-# Size symbols: H drafter hidden, T target hidden, F = A * T fused input, Q query width, G key width, K head dim,
-# L query latent, R latent of keys and values, C that and a turned key, E what heads make of a latent, O values of all
-# heads, M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in the first layer, else
-# H).
+# Size symbols: H drafter hidden, B = 2H embedding and state, T target hidden, F = A * T fused input, Q query width, G
+# key width, K head dim, L query latent, R latent of keys and values, C that and a turned key, E what heads make of a
+# latent, O values of all heads, M feed-forward width, V target vocabulary, W draft vocabulary, X attention input (2H in
+# the first layer of EAGLE-3, else H).
 _FIRST_LAYER_ONLY = {"hidden_norm.weight": "H"}
 _ATTENTION = {
     "self_attn.q_proj.weight": "QX",
@@ -65,6 +65,7 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
     """Every tensor a drafter of this config may have, and which of them it must have."""
     sizes = {
         "H": config.hidden_size,
+        "B": 2 * config.hidden_size,
         "T": config.target_hidden_size,
         "F": config.num_aux_hidden_states * config.target_hidden_size,
         "Q": config.num_attention_heads * config.head_dim,
@@ -89,25 +90,32 @@ def expected_tensors(config: DrafterConfig) -> Mapping[str, TensorSpec]:
         known = {**sizes, "X": attention_input}
         return TensorSpec(shape=tuple(known[s] for s in symbols), required=required)
 
-    table = {"fc.weight": spec("HF"), "norm.weight": spec("H")}
+    if config.eagle1:
+        table = {"fc.weight": spec("HB")} | ({"fc.bias": spec("H")} if config.fc_bias else {})
+    else:
+        table = {"fc.weight": spec("HF"), "norm.weight": spec("H")}
     if config.norm_before_fc:
         table["input_norm.weight"] = spec("F")
     if config.fc_norm:
         table |= {f"fc_norm.{i}.weight": spec("T") for i in range(config.num_aux_hidden_states)}
     for index in range(config.num_hidden_layers):
         rows = _EVERY_LAYER | attention
-        rows |= _FIRST_LAYER_ONLY if index == 0 else {}
+        if index == 0 and config.eagle1:
+            del rows["input_layernorm.weight"]
+        elif index == 0:
+            rows |= _FIRST_LAYER_ONLY
         rows |= _ATTENTION_BIAS if config.attention_bias else {}
         rows |= _QK_NORM if config.qk_norm else {}
         rows |= _MLP_BIAS if config.mlp_bias else {}
-        attention_input = config.hidden_size * (2 if index == 0 else 1)
+        attention_input = config.hidden_size * (2 if index == 0 and not config.eagle1 else 1)
         table |= {
             f"layers.{index}.{name}": spec(symbols, attention_input=attention_input) for name, symbols in rows.items()
         }
     same_width = config.hidden_size == config.target_hidden_size
     # Absent, these two are the target's own: possible only where the shapes agree.
     table["embed_tokens.weight"] = spec("VH", required=not same_width)
-    table["lm_head.weight"] = spec("WH", required=config.pruned or not same_width)
+    if not config.eagle1:
+        table["lm_head.weight"] = spec("WH", required=config.pruned or not same_width)
     if config.pruned:
         table["d2t"] = TensorSpec(shape=(config.draft_vocab_size,), dtypes=frozenset({"I64"}))
         table["t2d"] = TensorSpec(shape=(config.vocab_size,), dtypes=frozenset({"BOOL"}), required=False)

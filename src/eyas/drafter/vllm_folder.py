@@ -4,16 +4,21 @@ from pathlib import Path
 
 from eyas.checksum import sha256_of_all
 from eyas.drafter.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from eyas.drafter.layouts import LAYOUTS, QUANTIZATION_KEY
+from eyas.drafter.layer_json import QUANTIZATION_KEY
+from eyas.drafter.layouts import LAYOUTS
+from eyas.drafter.weight_files import weight_files
 
 LAYOUT = "vllm"
 
 
 def is_explicit(checkpoint: Checkpoint) -> bool:
-    """Whether its config.json is what eyas would write for vLLM: all flags, ids in all places, nothing to guess."""
+    """Whether it is safetensors beside the config.json that eyas would write for vLLM: all flags, nothing to guess."""
     extras = checkpoint.extras
     if checkpoint.quantised is not None:
         extras = {**extras, QUANTIZATION_KEY: checkpoint.quantised.said}
+    assert checkpoint.folder is not None
+    if not any(checkpoint.folder.glob("*.safetensors")):
+        return False
     return checkpoint.layout == LAYOUT and LAYOUTS[LAYOUT].write_config(checkpoint.config, extras) == (
         checkpoint.raw_config
     )
@@ -29,7 +34,7 @@ def vllm_folder(source: str, cache: Path, destination: Path | None = None) -> Pa
         return destination.resolve()
     if is_explicit(checkpoint):
         return folder.resolve()
-    content = sha256_of_all([folder / "config.json", *sorted(folder.glob("*.safetensors"))])
+    content = sha256_of_all([folder / "config.json", *weight_files(folder)])
     copy = cache.resolve() / "drafters" / f"{Path(source).resolve().name}-{content[:16]}"
     if not copy.is_dir():
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def examine(
     waiting = drafter.states.of(seq)
     assert waiting, "the drafter has read all there is; what it starts a round from is gone"
     model, start = drafter.model, seq.target_length - 1
-    like_D = model.norm.weight  # never quantised, as `fc` may be
+    like_D = model.norm_weight  # never quantised, as `fc` may be
     device = like_D.device
     start_R = torch.tensor([start], device=device)
     recorder = AttentionProbe(start_R, prompt_length=seq.prompt_length, depth=depth)

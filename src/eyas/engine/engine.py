@@ -316,7 +316,7 @@ class Engine:
         if runner is None:
             return None
         config = self.config
-        layer_ids = runner.model.config.aux_layer_ids or self.target.facts.default_aux_layer_ids()
+        layer_ids = runner.model.config.layers_read(self.target.facts)
         return Proposer(
             runner,
             self.controller,

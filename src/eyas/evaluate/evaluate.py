@@ -185,9 +185,7 @@ def estimate_corpus(
     The target runs once for all drafters and each drafter is unrolled once, to the deepest depth: the first k depths
     of that are what drafting k tokens does. Documents longer than `pack_length` get a pack of their own.
     """
-    layer_ids = {
-        name: drafter.config.aux_layer_ids or target.facts.default_aux_layer_ids() for name, drafter in drafters.items()
-    }
+    layer_ids = {name: drafter.config.layers_read(target.facts) for name, drafter in drafters.items()}
     source = LiveSource(target, sorted({k for ids in layer_ids.values() for k in ids}), chunk=chunk)
     # Made once: the source keeps the target's head over each of them.
     kept = {name: drafter.vocab().target_ids_W for name, drafter in drafters.items()}

@@ -28,7 +28,7 @@ def eyas_command(forecast: Forecast, target: str, drafter: str | None) -> str:
     if deployment.drafter is None:
         words += ["--speculative-config", "none"]
     elif drafter is not None:
-        words += ["--speculative-config", json.dumps({"model": drafter, "method": "eagle3"})]
+        words += ["--speculative-config", json.dumps({"model": drafter, "method": deployment.drafter.config.method})]
     return shlex.join(words)
 
 
@@ -48,7 +48,8 @@ def vllm_command(forecast: Forecast, target: str, drafter: str | None) -> str:
     words += _kv_cache(forecast)
     if deployment.drafter is not None and drafter is not None and forecast.best.depth:
         place = str(shipped_folder(drafter)) if drafter in SHIPPED else drafter
-        config = {"model": place, "method": "eagle3", "num_speculative_tokens": forecast.best.depth}
+        method = deployment.drafter.config.method
+        config = {"model": place, "method": method, "num_speculative_tokens": forecast.best.depth}
         words += ["--speculative-config", json.dumps(config)]
     return shlex.join(words)
 

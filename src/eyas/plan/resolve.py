@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.drafter.config import DrafterConfig
-from eyas.drafter.layouts import QUANTIZATION_KEY, Layout, detect
+from eyas.drafter.layer_json import QUANTIZATION_KEY
+from eyas.drafter.layouts import Layout, detect
 from eyas.drafter.shipped import shipped_folder
 from eyas.drafter.tensors import WEIGHT_DTYPES
 from eyas.errors import UserError
@@ -125,7 +126,7 @@ def _shape(name: str, config: DrafterConfig, stored: dict[str, str] | None) -> D
         return DrafterShape(
             name=name,
             config=config,
-            own_embedding=not same_width,
+            own_embedding=not same_width or config.eagle1,  # published ones have a copy
             own_head=config.pruned or not same_width,
             halved=True,
         )

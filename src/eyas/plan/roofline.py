@@ -15,10 +15,8 @@ behind attention and behind the feed-forward part, by a ring over their links.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
 
-from eyas.drafter.cost import BYTES_PER_ELEMENT, attention_flops, remembering_weights
-from eyas.drafter.tensors import expected_tensors
+from eyas.drafter.cost import BYTES_PER_ELEMENT, attention_flops, matrix_sizes, remembering_weights
 from eyas.errors import UserError
 from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
@@ -170,10 +168,8 @@ class Pair:
         if not passes or self.drafter is None:
             return NO_WORK
         config, element = self.drafter.config, self.drafter_element
-        sizes = {name: prod(spec.shape) for name, spec in expected_tensors(config).items() if len(spec.shape) == 2}
-        fusion, head = sizes.pop("fc.weight"), sizes.pop("lm_head.weight")
-        sizes.pop("embed_tokens.weight")
-        layers = sum(sizes.values())
+        sizes = matrix_sizes(config)
+        fusion, layers, head = sizes.fusion, sizes.every_depth, sizes.head
         first = max(rows, tokens - (passes - 1) * rows)
         kept = "fp8" if self.kv_cache_dtype == "fp8" else self.quantisation.dtype
         kv_bytes, cards = drafter_token(self.drafter, kept, self.cards), self.cards
@@ -204,7 +200,7 @@ class Pair:
         if self.drafter is None or self.drafter.config.num_hidden_layers > 1:
             return self.draft(rows=1, passes=1, tokens=tokens, context=context)
         config, element = self.drafter.config, self.drafter_element
-        fusion = config.num_aux_hidden_states * config.target_hidden_size * config.hidden_size
+        fusion = matrix_sizes(config).fusion
         projected = remembering_weights(config)
         return Work(
             bytes=(fusion + projected) * element / self.cards,

@@ -176,13 +176,13 @@ def plan_training(run: TrainingRun) -> TrainingPlan:
 
 
 def trained_weights(drafter: DrafterShape) -> dict[str, int]:
-    """Weights that are trained: fc, the head, and all else; the embedding is the target's."""
+    """Weights of fc, of the head if it can have one of its own, and all else; the embedding is the target's."""
     sizes = {
         name: prod(spec.shape)
         for name, spec in expected_tensors(drafter.config).items()
         if spec.dtypes == WEIGHT_DTYPES and name != "embed_tokens.weight"
     }
-    fusion, head = sizes.pop("fc.weight"), sizes.pop("lm_head.weight")
+    fusion, head = sizes.pop("fc.weight"), sizes.pop("lm_head.weight", 0)
     return {"fc": fusion, "head": head, "layer": sum(sizes.values())}
 
 

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel
 
 from eyas.errors import UserError
 
+_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
 
 class Captured:
     """The states of the latest forward pass inside a `capture` block."""
@@ -101,6 +103,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
             "use a target whose decoder keeps its layers in exactly one list"
         )
     return outermost[0][1]
+
+
+def last_norm(decoder: nn.Module) -> nn.Module | None:
+    """The norm between the last layer and the head; None where the architecture keeps it in an unusual place."""
+    found = (getattr(decoder, name, None) for name in _NORM_NAMES)
+    return next((norm for norm in found if isinstance(norm, nn.Module)), None)
 
 
 def _keep_input(

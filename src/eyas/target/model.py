@@ -32,7 +32,7 @@ from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLi
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
-from eyas.target.capture import capture
+from eyas.target.capture import capture, last_norm
 from eyas.target.chat_template import ChatFormat
 from eyas.target.config import read_config
 from eyas.target.device import choose_device, device_words
@@ -222,6 +222,11 @@ class Target(TargetText):
             QuantisedEmbedding(embedding.table) if isinstance(embedding, QuantisedEmbedding) else self.embedding(),
             head if isinstance(head, QuantisedLinear) else self.head(),
         )
+
+    def last_norm(self) -> nn.Module | None:
+        """The norm between the last layer and the head, if it is where it usually is."""
+        decoder: nn.Module = self.model.get_decoder()  # type: ignore[no-untyped-call]
+        return last_norm(decoder)
 
     @property
     def generation_config(self) -> GenerationConfig | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from eyas.errors import UserError
+from eyas.target.capture import last_norm
 from eyas.target.chat_template import ChatFormat
 from eyas.target.config import read_config
 from eyas.target.device import choose_device
@@ -31,8 +32,6 @@ from eyas.target.model import DTYPES, Target, dtype_of
 from eyas.target.quantised_checkpoint import scheme_of
 from eyas.target.stored_tensors import StoredTensors
 from eyas.target.tokenizer import load_tokenizer
-
-_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +71,7 @@ class TargetParts:
             # Layers of a large target may lie on several devices.
             embedding_VD=target.embedding().to(target.device),
             head=head_of(target),
-            norm=_last_norm(decoder),
+            norm=last_norm(decoder),
             fingerprint=fingerprint(target.model),
             device=target.device,
         )
@@ -113,7 +112,7 @@ class TargetParts:
             weight_VD, bias_V = _head_tensors(stored, names, head, scheme, config, source)
             weight_VD = embedding_VD if weight_VD is None else weight_VD.to(where, kind)
             _require_shape(weight_VD, (facts.vocab_size, facts.hidden_size), "head", source)
-            norm = _last_norm(decoder)
+            norm = last_norm(decoder)
             if norm is not None:
                 own = prefix + names[norm].removeprefix(f"{names[decoder]}.")
                 norm = _filled(norm, stored, own, where, kind)
@@ -146,11 +145,6 @@ def _without_memory(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(plain)  # type: ignore[no-untyped-call]
     return cast(PreTrainedModel, model)
-
-
-def _last_norm(decoder: nn.Module) -> nn.Module | None:
-    found = (getattr(decoder, name, None) for name in _NORM_NAMES)
-    return next((norm for norm in found if isinstance(norm, nn.Module)), None)
 
 
 def _head_tensors(

@@ -59,6 +59,11 @@ def read_start(settings: DrafterSettings, facts: TargetFacts) -> StartingPoint:
     """Read `settings.init_from`; refuse what does not fit, which needs nothing of the target but its facts."""
     assert settings.init_from is not None
     checkpoint = read_checkpoint(settings.init_from)
+    if checkpoint.config.eagle1:
+        raise UserError(
+            f"drafter.init_from is {settings.init_from}, an EAGLE-1 drafter, and eyas trains EAGLE-3 drafters, whose "
+            "layers are of other shapes; leave drafter.init_from out"
+        )
     layer_ids = _agreed_layers(checkpoint.config, settings, facts)
     _require_fit(checkpoint.config, settings, facts)
     return StartingPoint(checkpoint=checkpoint, layer_ids=layer_ids)

@@ -104,7 +104,8 @@ def first_layer(drafter: Drafter) -> FirstLayer:
     if len(drafter.layers) > 1:
         raise NotEagleError(f"it has {len(drafter.layers)} layers")
     layer = drafter.layers[0]
-    assert isinstance(layer, FirstLayer)
+    if not isinstance(layer, FirstLayer):
+        raise NotEagleError("it is an EAGLE-1 drafter, for which there is no fused pass")
     return layer
 
 

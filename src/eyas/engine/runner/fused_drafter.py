@@ -47,7 +47,7 @@ def fused_drafter(drafter: Drafter) -> Drafts:
     """The fused pass of a drafter where it has one and the trial bears it out, else the drafter itself."""
     if drafter.fc.weight.is_cuda:
         return _by_kernels(drafter)
-    elementwise = elementwise_for(drafter.norm.weight)
+    elementwise = elementwise_for(drafter.norm_weight)
     if elementwise is None or drafter.embed_tokens is None or len(drafter.layers) > 1:
         return drafter
     packed = isinstance(drafter.embed_tokens, QuantisedEmbedding)
