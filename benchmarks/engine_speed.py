@@ -12,6 +12,9 @@ read no prompt: speculation speeds up only those, and prompts that are long besi
     auto       with the drafter, as deep as the controller finds right
     depth N    with the drafter, always N deep
     tree DxWxB with the drafter, always trees of depth D, width W and at most B tokens
+    suffix     without a drafter, with suffix drafts (--suffix), from each request's own text: the answers of the round
+               before would be there otherwise
+    both       with the drafter and with suffix drafts, whichever pays
     random     with a drafter of random weights, on auto: the worst that can happen
     generate   transformers' own generate, batches of as many prompts, padded on the left
 """
@@ -36,6 +39,7 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.drafter import Tree
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.loading import load_drafter_for, load_target
 from eyas.sampling import Sampling
@@ -77,6 +81,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--depth", type=int, action="append", default=[])
     parser.add_argument("--tree", action="append", default=[], help="DEPTHxWIDTHxBUDGET, such as 3x2x6")
+    parser.add_argument("--suffix", action="store_true", help="measure suffix drafts too, alone and beside the drafter")
     parser.add_argument("--random", action="store_true", help="measure a random drafter too")
     parser.add_argument("--generate", action="store_true", help="measure transformers.generate too")
     parser.add_argument("--users", type=int, action="append")
@@ -87,8 +92,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="auto", help="auto, none, int8, int4 or gguf; on a CPU")
     parser.add_argument("--unpacked", action="store_true", help="on a CPU, use torch's own linears")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count what this thread computes instead of what passes meanwhile: for a busy machine, with one thread",
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.cpu_time:
+        torch.set_num_threads(1)
 
     options = {"dtype": arguments.dtype, "device": arguments.device}
     if arguments.unpacked:
@@ -122,23 +134,35 @@ Mode = Callable[[Sequence[tuple[int, ...]]], Run]
 
 
 def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[str, Mode]:
-    def engine(drafter: Drafter | None, speculation: Speculation, tree: Tree | None = None) -> Mode:
+    clock = time.thread_time if arguments.cpu_time else time.perf_counter
+
+    def engine(
+        drafter: Drafter | None,
+        speculation: Speculation,
+        tree: Tree | None = None,
+        suffix: SuffixConfig | None = None,
+    ) -> Mode:
         # One engine for all rounds, as a server would be; the prefix cache would make later rounds easier.
-        made = Engine(target, drafter, config=EngineConfig(max_num_seqs=users, max_model_len=2048, tree=tree))
+        config = EngineConfig(max_num_seqs=users, max_model_len=2048, tree=tree, suffix=suffix)
+        made = Engine(target, drafter, config=config, clock=clock)
         made.capture_graphs()
 
         def answer(prompts: Sequence[tuple[int, ...]]) -> Run:
             made.block_manager.forget()
-            return run_requests(made, requests_of(target, prompts, arguments.max_tokens, speculation))
+            return run_requests(made, requests_of(target, prompts, arguments.max_tokens, speculation), clock)
 
         return answer
 
     def drafter(*, random: bool = False) -> Drafter:
         return read_drafter(arguments.drafter, target, random=random, packed=not arguments.unpacked)
 
-    modes = {"plain": engine(None, OFF)}
+    modes, own_text = {"plain": engine(None, OFF)}, SuffixConfig(max_cached_requests=0)
+    if arguments.suffix:
+        modes["suffix"] = engine(None, Speculation(), suffix=own_text)
     if arguments.drafter is not None:
         modes["auto"] = engine(drafter(), Speculation())
+        if arguments.suffix:
+            modes["both"] = engine(drafter(), Speculation(), suffix=own_text)
         for depth in arguments.depth:
             modes[f"depth {depth}"] = engine(drafter(), Speculation(mode="fixed", depth=depth))
         for text in arguments.tree:
@@ -189,7 +213,7 @@ def requests_of(
     ]
 
 
-def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
+def run_requests(engine: Engine, requests: Sequence[Request], clock: Callable[[], float] = time.perf_counter) -> Run:
     """Answer all requests together, with a watch on every step."""
     stats = engine.stats
     before = (stats.accepted, stats.drafts, stats.tokens, stats.passes)
@@ -199,9 +223,9 @@ def run_requests(engine: Engine, requests: Sequence[Request]) -> Run:
         scheduler = engine.scheduler
         joins = scheduler.waiting > 0 and len(scheduler.running) < engine.config.max_num_seqs
         reads = joins or any(seq.pending > 1 for seq in scheduler.running)
-        started = time.perf_counter()
+        started = clock()
         pieces = engine.step()
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         total += seconds
         for piece in pieces:
             answers[piece.key] += piece.tokens

@@ -16,6 +16,7 @@ import argparse
 import ast
 import json
 import re
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -45,7 +46,7 @@ def make_records(each: int, seed: int) -> list[dict[str, Any]]:
     """So many questions of each category."""
     draw = Random(seed)
     made: list[dict[str, Any]] = []
-    functions, sections = _functions(), _sections()
+    functions, sections = list(_functions()), _sections()
     draw.shuffle(functions)
     for source, name in functions[:each]:
         made.append(_record("rewrite", [_rewrite(source, name)]))
@@ -65,6 +66,7 @@ def _record(category: str, turns: list[str]) -> dict[str, Any]:
     return {"question_id": 0, "category": category, "turns": turns}
 
 
+@cache
 def _functions() -> list[tuple[str, str]]:
     """Functions of the package, with their names."""
     found = []

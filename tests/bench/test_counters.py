@@ -49,11 +49,22 @@ def test_our_own_page_is_read() -> None:
     from eyas.serve.engine_client import EngineSnapshot
     from eyas.serve.monitoring.metrics import ServerMetrics
 
-    stats = SpecDecodeStats(passes=10, tokens=20, drafts=8, drafted=24, accepted=12, accepted_at=[6, 4, 2])
+    stats = SpecDecodeStats(
+        passes=10,
+        tokens=20,
+        drafts=8,
+        drafted=24,
+        accepted=12,
+        accepted_at=[6, 4, 2],
+        suffix_drafted=9,
+        suffix_accepted=5,
+    )
     snapshot = EngineSnapshot(stats=stats, prefix_lookups=10, prefix_hits=4)
     found = read_counters(ServerMetrics("m").render(snapshot).decode())
     assert found is not None
-    assert found.draft_counts == DraftCounts(drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2))
+    assert found.draft_counts == DraftCounts(
+        drafts=8, drafted=24, accepted=12, accepted_at=(6, 4, 2), suffix_drafted=9, suffix_accepted=5
+    )
     assert (found.prefix_hits, found.prefix_queries) == (4, 10)
 
 

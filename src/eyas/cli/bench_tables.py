@@ -36,6 +36,11 @@ def print_bench(record: Record) -> None:
         )
     console.print(table)
     console.print("tokens/s with the lowest and highest repetition; times are p50 / p95; docs/bench.md has formulas")
+    for row in record["rows"]:
+        found = row["acceptance"]
+        if suffix := found.get("suffix_accepted_tokens"):
+            told = f"{row_label(row)}: {suffix:,} of {found['accepted_tokens']:,} accepted tokens were suffix drafts"
+            console.print(told, markup=False, highlight=False)
     share = max((row["client"]["cpu_share"] for row in record["rows"]), default=0.0)
     console.print(f"the client used {share:.0%} of a core at most")
     for warning in record["warnings"]:

@@ -31,7 +31,8 @@ function engine({ state, counts: { failed_steps: failed, replaced_engines: repla
 
 function drafter({ name, raised, text }, { served, counts }) {
   const question = QUESTIONS[name] ?? name;
-  if (!served.drafter) return { question, well: null, answer: "no drafter", text: "the target decodes alone" };
+  const alone = served.suffix ? "there are suffix drafts alone" : "the target decodes alone";
+  if (!served.drafter) return { question, well: null, answer: "no drafter", text: alone };
   if (raised) return { question, well: false, answer: "no", text };
   if (!counts.drafts) return { question, well: null, answer: "unknown", text: "nothing has been drafted yet" };
   return { question, well: true, answer: "yes", text: `the alarm "${name}" is quiet; ${text}` };
