@@ -106,6 +106,13 @@ def main() -> None:
     parser.add_argument("--chat-template", help="a Jinja file, for a target that has no template of its own")
     parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16, on a GPU also 64 and 256")
     parser.add_argument("--depth", type=int, default=3, help="the fixed depth")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="MODE",
+        help='leave out "depth 0", "random" or the fixed depth',
+    )
     parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help="rounds for each number of users")
     parser.add_argument("--cold", type=int, help="pairs of the first 200 steps, 0 for none; default 1, on a GPU 3")
     parser.add_argument("--least", type=int, help="prompts of a run at least; default 4, on a GPU 16")
@@ -169,14 +176,16 @@ class ZeroTax:
         name, depth = self.arguments.drafter, self.arguments.depth
         self.plain = self._new_engine(None)
         theirs, self.modes = self.modes, {PLAIN: self._mode(self.plain, OFF)}
-        self.modes["depth 0"] = self._engine(read_drafter(name, self.target), Speculation(mode="fixed", depth=0))
         drafter = read_drafter(name, self.target)
         self.auto = self._new_engine(drafter)
         self.reload = lambda: self.auto.swap_drafter(drafter)
         self.modes["auto"] = self._mode(self.auto, Speculation())
-        fixed = Speculation(mode="fixed", depth=depth)
-        self.modes[f"depth {depth}"] = self._engine(read_drafter(name, self.target), fixed)
-        self.modes["random"] = self._engine(read_drafter(name, self.target, random=True), Speculation())
+        for at in (0, depth):
+            if f"depth {at}" not in self.arguments.without:
+                fixed = Speculation(mode="fixed", depth=at)
+                self.modes[f"depth {at}"] = self._engine(read_drafter(name, self.target), fixed)
+        if "random" not in self.arguments.without:
+            self.modes["random"] = self._engine(read_drafter(name, self.target, random=True), Speculation())
         self.modes |= theirs
         # As `eyas serve` does: a collector that went through all that is loaded would hold up a step for 0.3 s.
         gc.collect()

@@ -163,17 +163,3 @@ def test_a_mediocre_drafter_is_not_called_collapsed(seed: int) -> None:
     acceptance = Acceptance(4)
     play(acceptance, [0.35] * 4, 3000, random.Random(seed))
     assert acceptance.watch.take() == []
-
-
-def test_an_answer_that_begins_to_repeat_itself_is_believed_at_once_and_one_of_many_is_not() -> None:
-    for requests, believed in ((1, True), (16, False)):
-        acceptance, chance = Acceptance(4), random.Random(0)
-        for number in range(400):
-            play(acceptance, [0.2] * 4, 1, chance, key=number % requests)
-        before, surprises = acceptance.by_depth[0], acceptance.surprises
-        for _ in range(POLICY.newest_rounds):
-            acceptance.observe(told(4, 4))
-        acceptance.refresh()
-        assert (acceptance.surprises > surprises) == believed
-        assert (acceptance.by_depth[0] > 0.9) == believed
-        assert before < 0.35

@@ -19,7 +19,7 @@ from eyas.engine.runner.drafter import DrafterRunner, Tree
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.draft import Candidates, Draft
 from eyas.engine.speculation.observations import TargetTiming
-from eyas.engine.speculation.planner import Situation
+from eyas.engine.speculation.planner import KeptPlan, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
 from eyas.engine.speculation.step_report import StepReport
@@ -118,11 +118,12 @@ def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: A
         timing = TargetTiming(tokens=tokens, context=10, seconds=1e-3 * tokens)
         controller.observe(StepReport(target=timing))
 
-    def plan(situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
+    def plan(situation: Situation, step: int, deepest: int) -> KeptPlan:
         depth = min(tree.depth, deepest)
         shape = Shape(kind="tree", depth=depth, width=tree.width, budget=tree.budget)
         # So low a rate makes every draft worth its price.
-        return Plan(by_level={0: [depth]}, drafts=tree.budget, tokens=1.0, seconds=1e3, shape=shape, gain=9.0), "trees"
+        made = Plan(by_level={0: [depth]}, drafts=tree.budget, tokens=1.0, seconds=1e3, shape=shape, gain=9.0)
+        return KeptPlan(made, "trees", made, 1, until=step + 1)
 
     controller._planner.plan = plan  # type: ignore[method-assign]
     return engine

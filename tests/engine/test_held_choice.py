@@ -98,11 +98,12 @@ def test_choices_that_stay_the_same_are_held_longer() -> None:
     controller.overlaps()
     controller.captures(SHAPES)
     controller.rehearse(LARGE.rehearsal())
-    rows, holds = [RowFacts(key, 200) for key in range(4)], list[int]()
+    rows, holds, after = [RowFacts(key, 200) for key in range(4)], list[int](), 1
     for _ in range(40):
-        choice = controller.choose(rows, after=holds[-1] if holds else 1)
-        holds.append(choice.holds)
-        depth = choice.depths[0]
+        choice = controller.choose(rows, after=after)
+        depth, after = choice.depths[0], choice.holds
+        if depth:  # now and then a plain step is timed
+            holds.append(choice.holds)
         rounds = [
             RoundOutcome(key=row.key, drafted=depth, accepted=depth, confidences=[0.9] * depth) for row in rows if depth
         ]

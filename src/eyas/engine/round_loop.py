@@ -80,6 +80,8 @@ class RoundLoop:
         self._read_on_host, self.synchronous, self._clock = read_on_host, synchronous, clock
         self._flight: StepInFlight | None = None
         self._landed_at: float | None = None
+        self._thinking = 0.0
+        """Seconds that the controller has taken since."""
         self._reports: list[StepReport] = []
         """Of steps that have landed."""
         self._by_host: set[int] = set()
@@ -201,12 +203,18 @@ class RoundLoop:
 
     def _scheduled(self) -> SchedulerOutput:
         """Rows of the next step; none where the step in flight must land before more can be planned."""
-        scheduled = self._scheduler.plan(self._proposer.draft_slots)
+        scheduled = self._scheduler.plan(self._draft_slots)
         for seq in scheduled.preempted:
             self._proposer.forget(seq.key, ended=False)
         for seq in self._proposer.take_released():
             self.runner.release(seq)
         return scheduled
+
+    def _draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+        began = self._clock()
+        slots = self._proposer.draft_slots(decoding)
+        self._thinking += self._clock() - began
+        return slots
 
     def _mask(self, waiting: LaunchedRound) -> Tensor:
         """Which tokens may come behind every position of a round [R * Q, V], now that all before it is known."""
@@ -246,19 +254,22 @@ class RoundLoop:
         if step.only_decodes and self._landed_at is not None:
             seconds = now - self._landed_at
             if step.choice is not None:
-                report.seconds = seconds
+                report.seconds, report.thinking = seconds, self._thinking
             elif step.repeated is not None and step.repeated.under_way is not None:
-                report.repeated = RepeatedStep(step.repeated.under_way, len(step.scheduled.rows), seconds)
-        self._landed_at = now
+                like, requests = step.repeated.under_way, len(step.scheduled.rows)
+                report.repeated = RepeatedStep(like, requests, seconds, thinking=self._thinking)
+        self._landed_at, self._thinking = now, 0.0
         self._reports.append(report)
 
     def _learn(self) -> None:
         """Let the controller take in what landed."""
         reports, self._reports = self._reports, []
+        began = self._clock()
         for report in reports:
             self._controller.observe(report)
         if reports:
             self._controller.think()
+        self._thinking += self._clock() - began
 
     def _commit(self, launched: LaunchedRound, report: StepReport, offers: Mapping[int, RoundOffer]) -> None:
         """Write down what requests got, and let those go whose end that was."""

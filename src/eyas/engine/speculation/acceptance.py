@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from math import ceil, comb, exp, log, sqrt
+from math import exp, log, sqrt
 from operator import mul
 
 from eyas.engine.speculation.decayed_counts import DecayedCounts
@@ -57,10 +57,10 @@ class Own:
         self.misses *= keep
         self.expected_misses *= keep
 
-    def settle(self) -> None:
+    def settle(self, tries: float = POLICY.request_tries) -> None:
         """Set the level: the log of the odds ratio, drawn towards no difference by tries that never were."""
-        better = (self.hits + POLICY.request_tries) / (self.expected_hits + POLICY.request_tries)
-        worse = (self.misses + POLICY.request_tries) / (self.expected_misses + POLICY.request_tries)
+        better = (self.hits + tries) / (self.expected_hits + tries)
+        worse = (self.misses + tries) / (self.expected_misses + tries)
         self.level = max(-POLICY.most_levels, min(POLICY.most_levels, round(log(better / worse) / POLICY.level_width)))
 
 
@@ -74,6 +74,8 @@ class Acceptance:
         self.surprises = 0
         """How often the latest rounds have contradicted the estimate."""
         self._now = 0
+        self._memory, self._request_tries = POLICY.acceptance_memory, POLICY.request_tries
+        self._surprise_errors = POLICY.surprise_errors
         self.latest: deque[float] = deque(maxlen=POLICY.latest_rounds)
         """Whether the first draft was accepted, for the latest rounds."""
         self.watch = Watch()
@@ -98,6 +100,11 @@ class Acceptance:
         self._calibration: list[tuple[float, float]] = []
         """For each bin, the chance as a linear function of confidence: evidence, and belief in the drafter's word."""
 
+    def steady(self) -> None:
+        """Believe in the long run rather than in the latest rounds: choices are few, and made for many steps."""
+        self._memory, self._request_tries = POLICY.captured_acceptance_memory, POLICY.captured_request_tries
+        self._surprise_errors = POLICY.captured_surprise_errors
+
     def observe(self, outcome: RoundOutcome, *, withheld: float | None = None) -> None:
         """Take one round.
 
@@ -114,22 +121,20 @@ class Acceptance:
         if not tries:
             return
         self._depths.add(range(tries), outcomes)
-        self._depths.fade(POLICY.acceptance_memory)
+        self._depths.fade(self._memory)
         own = self._requests.setdefault(outcome.key, Own())
         own.fade(1 - 1 / POLICY.request_memory)
         own.count(tries, sum(outcomes), sum(self.by_depth[:tries]))
         own.since = self._now
         if confidences:
             self._sure.add(map(_bin, range(len(confidences)), confidences), outcomes)
-            self._sure.fade(POLICY.acceptance_memory)
+            self._sure.fade(self._memory)
             self._offered.append(confidences)
         self.siblings.observe(ranks, outcome.candidates)
         self.rounds += 1
         self.latest.append(outcomes[0])
         if self.rounds % POLICY.change_check_every == 0 and len(self.latest) == POLICY.latest_rounds:
             self._mind_change()
-        elif len(self._requests) <= POLICY.few_requests and len(self.latest) >= POLICY.newest_rounds:
-            self._mind_sudden_change()
 
     def end_steps(self, steps: int) -> None:
         """Requests that do not draft have rested for so many more."""
@@ -138,6 +143,10 @@ class Acceptance:
     def note_probe(self) -> None:
         """The latest rounds were a probe: the past weighs less."""
         self._depths.limit(0, POLICY.probe_memory)
+
+    def note_trial(self) -> None:
+        """The latest rounds were a trial that pays."""
+        self._depths.limit(0, POLICY.trial_memory)
 
     def refresh(self) -> None:
         """Bring the estimates up to date; between two calls they stand still, which keeps rounds cheap to count."""
@@ -176,7 +185,7 @@ class Acceptance:
         if self._now > own.since + 1:
             own.fade(POLICY.resting_decay ** (self._now - own.since))
             own.since = self._now
-        own.settle()
+        own.settle(self._request_tries)
         return own.level
 
     def chances_of(self, confidences: Iterable[float], depth: int = 1) -> list[float]:
@@ -233,24 +242,12 @@ class Acceptance:
         self._requests.pop(key, None)
 
     def _mind_change(self) -> None:
-        share = sum(self.latest) / POLICY.latest_rounds
+        share = sum(self.latest) / len(self.latest)
         chance = self._depths.rate(0, POLICY.first_guess, 0.0)
-        error = sqrt(max(chance * (1 - chance), 0.02) / POLICY.latest_rounds)
-        if abs(share - chance) > POLICY.surprise_errors * error:
+        error = sqrt(max(chance * (1 - chance), 0.02) / len(self.latest))
+        if abs(share - chance) > self._surprise_errors * error:
             chance = self._believe_newest()
         self.watch.look(share, chance)
-
-    def _mind_sudden_change(self) -> None:
-        """Of few requests, the newest rounds alone: an answer that begins to repeat itself does so at once.
-
-        Of many, some are always at a turn, and the average of all would follow each of them.
-        """
-        hits, tries = sum(self._newest()), POLICY.newest_rounds
-        chance = min(max(self._depths.rate(0, POLICY.first_guess, 0.0), 0.05), 0.95)
-        at_least_as_odd = range(ceil(hits), tries + 1) if hits > chance * tries else range(int(hits) + 1)
-        by_accident = sum(comb(tries, k) * chance**k * (1 - chance) ** (tries - k) for k in at_least_as_odd)
-        if by_accident < POLICY.sudden_chance:
-            self._believe_newest()
 
     def _newest(self) -> list[float]:
         return list(self.latest)[-POLICY.newest_rounds :]

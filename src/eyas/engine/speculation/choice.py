@@ -7,6 +7,7 @@ choice carries all that its own observation needs, and any number of them may be
 from dataclasses import dataclass, field
 
 from eyas.engine.speculation.planner import Situation
+from eyas.engine.speculation.trial import DraftTrial
 from eyas.plan.shapes import Plan, Shape
 
 
@@ -25,6 +26,8 @@ class StepUnderWay:
     once: bool = False
     """Whether it is plain for its time's sake alone: speculation pays, and the next may draft again."""
     probe: bool = False
+    trial: DraftTrial | None = None
+    """What it is a part of, if it drafts although that does not seem to pay."""
     plain: float = 0.0
     """Seconds that it would have taken without drafts, if it is a probe or was observed."""
     saved: float = 0.0
@@ -55,6 +58,11 @@ class StepUnderWay:
     observed: bool = False
     repeats: int = 0
     """Steps that followed like it, without a choice of their own."""
+
+    def try_again(self, rounds: int, accepted: int, seconds: float) -> None:
+        """Such a step came to an end; if this is a trial, it counts."""
+        if self.trial is not None and rounds and self.observed:
+            self.trial.take((rounds + accepted) / rounds * self.plain - seconds, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)

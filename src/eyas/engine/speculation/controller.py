@@ -11,6 +11,7 @@ know what they would catch, the drafter's further candidates are looked at in so
                          and one in favour of chains
     plan_calibration.py  what chains and trees gave in the end, in parts of what was expected of them
     exploration.py       while nothing is drafted, how to notice that drafting would pay
+    trial.py             the same for few requests: to draft for a while, as long as it pays
     verify_budget.py     of what was drafted, what is verified
     drift.py             how deep the drafter is fit to be used at all
     step_times.py        what steps took beside what was expected of them, to be looked at
@@ -44,6 +45,7 @@ from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.speculation.step_times import WholeStepTimes
+from eyas.engine.speculation.trial import DraftTrial
 from eyas.engine.speculation.verify_budget import share_budget
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
 
@@ -86,6 +88,8 @@ class Controller:
         """The step up to which a probe under way is waited for: until it is observed nothing is known of it."""
         self._resting = False
         """Whether the drafter has collapsed, and probes have found nothing for long."""
+        self._trial: DraftTrial | None = None
+        """The one that is under way."""
         self._steps = 0
         self._plain_at = 0
         self._trees = trees
@@ -107,6 +111,7 @@ class Controller:
     def captures(self, shapes: CapturedShapes) -> None:
         """Passes have these shapes, and what is not used of one is paid all the same."""
         self.costs.shapes = shapes
+        self.acceptance.steady()
 
     def rehearse(self, rehearsal: Rehearsal) -> None:
         """Start from what passes took in a rehearsal."""
@@ -188,8 +193,10 @@ class Controller:
             return POLICY.plan_steps
         if step.plan is None:  # a probe, or a look at candidates
             return 1
+        if step.trial is not None:
+            return 1 + POLICY.timed_repeats
         if self.acceptance.rounds < POLICY.held_drafts * POLICY.plan_rounds_per_step:
-            return 1
+            return min(POLICY.held_drafts, max(1, self.acceptance.rounds // POLICY.held_rounds_per_step))
         held = POLICY.held_drafts_of_many if step.situation.rows >= POLICY.many_rows else POLICY.held_drafts
         alike = self._followed is not None and step.plan.drafts_like(self._followed)
         self._alike = self._alike + 1 if alike else 0
@@ -203,8 +210,12 @@ class Controller:
         unsure = verify.samples(tokens) < POLICY.sure_samples
         if step.once or (situation.auto and unsure):
             return 1
-        if not situation.auto or self.probes.due(self._steps):  # one that is due and was not made is too dear for now
+        if not situation.auto:
             return POLICY.plan_steps
+        if self._probe_under_way and self._in_trials(situation):
+            return POLICY.held_after_probe
+        if self.probes.due(self._steps):  # one that is due and was not made is too dear for now
+            return POLICY.plain_plan_steps if self._in_trials(situation) else POLICY.plan_steps
         return min(POLICY.plan_steps, self.probes.steps_left(self._steps))
 
     def _looks_now(self, situation: Situation) -> bool:
@@ -228,7 +239,7 @@ class Controller:
         if not trees or not isfinite(self.costs.tree(trees[0], self.costs.plain_tokens(situation.rows))):
             return None
         self._drafting += 1
-        if self._looks >= POLICY.candidates_first + self._drafting // POLICY.captured_looks_every:
+        if self._looks >= POLICY.captured_looks_first + self._drafting // POLICY.captured_looks_every:
             return None
         self._looks += 1
         return trees[0]
@@ -240,7 +251,10 @@ class Controller:
             return {}, CHAIN, "no request leaves its depth to the controller"
         if not self.costs.verify_of(situation.rows).tells_any:
             return {}, CHAIN, "plain: not enough steps have been timed yet"
-        plan, reason = self._planner.plan(situation, self._steps, self.drift.deepest)
+        planned = self._planner.plan(situation, self._steps, self.drift.deepest)
+        plan, reason = planned.plan, planned.reason
+        if not plan.by_level and planned.drafts is not None and self._tries(step, planned.drafts):
+            return self._follow(step, planned.drafts, f"a trial: {reason}")
         if not plan.by_level:
             self._plain_at = self._steps
             depths, why = dict[int, int](), ""
@@ -250,16 +264,46 @@ class Controller:
         if self._doubts_plain(situation, plan):
             self._plain_at, step.once = self._steps, True
             return {}, CHAIN, "plain: to time a step without drafts again"
+        self._end_trial()
         self.probes.rest()
-        step.rate = plan.rate
-        keys = [row.key for row in situation.auto]
         look = self._captured_look(situation, plan)
         if look is not None:
+            step.rate = plan.rate
             why = f"{look.width} candidates of every draft, {look.depth} deep: to see what trees would catch"
-            return dict.fromkeys(keys, look.depth), look, why
-        step.plan = plan
-        depths = dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True))
-        return depths, plan.shape, reason
+            return {row.key: look.depth for row in situation.auto}, look, why
+        return self._follow(step, plan, reason)
+
+    def _follow(self, step: StepUnderWay, plan: Plan, reason: str) -> tuple[dict[int, int], Shape, str]:
+        keys = [row.key for row in step.situation.auto]
+        step.plan, step.rate = plan, plan.rate
+        return dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True)), plan.shape, reason
+
+    def _in_trials(self, situation: Situation) -> bool:
+        """Whether trials tell if drafting pays, and probes when to begin one."""
+        return self.costs.shapes is not None and situation.rows <= POLICY.trial_requests
+
+    def _tries(self, step: StepUnderWay, drafts: Plan) -> bool:
+        """Whether this step drafts by a plan that does not seem to pay: a trial goes on, or begins."""
+        situation = step.situation
+        if not self._in_trials(situation) or any(situation.fixed.values()) or not isfinite(drafts.seconds):
+            return False
+        plain = situation.rows * drafts.gain / drafts.rate
+        if self._trial is not None and self._trial.lost > POLICY.trial_most_loss * plain:
+            self._end_trial()
+            return False
+        if self._trial is None:
+            loss = max(POLICY.trial_most_loss * plain, POLICY.trial_rounds * (1 - drafts.gain) * drafts.seconds)
+            hopeful = self.probes.streak >= POLICY.trial_streak or self.probes.affords(loss, plain)
+            if self._probe_under_way or not hopeful or not self.probes.due(self._steps):
+                return False
+            self._trial = DraftTrial(plain=plain)
+        step.trial = self._trial
+        return True
+
+    def _end_trial(self) -> None:
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            self.probes.end_trial(self._steps, trial)
 
     def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
         """Whether what speculation is compared with should be timed again."""
@@ -413,9 +457,10 @@ class Controller:
             step.rounds += len(rounds)
             step.accepted += report.accepted
         if report.seconds is not None and step is not None:
-            self._observe_step(step, report.seconds)
+            self._observe_step(step, report.seconds, report.thinking)
         if report.repeated is not None:
             self._observe_repeated(report.repeated)
+            report.repeated.step.try_again(len(rounds), report.accepted, report.repeated.seconds)
         for key in report.ended:
             self.forget(key)
         if step is not None:
@@ -452,10 +497,12 @@ class Controller:
             withheld = chance if at == verified else None
         self._take_in(partial(self.acceptance.observe, outcome, withheld=withheld))
 
-    def _observe_step(self, step: StepUnderWay, seconds: float) -> None:
+    def _observe_step(self, step: StepUnderWay, seconds: float, thinking: float) -> None:
         if step.timed:
             rows, step.passes = step.situation.rows, step.seconds
-            self.costs.observe_step(rows, seconds, passes=step.passes, depth=step.depth, trees=step.trees)
+            self.costs.observe_step(
+                rows, seconds, passes=step.passes, depth=step.depth, trees=step.trees, thinking=thinking
+            )
             step.whole = self.costs.step(rows, step.expected, depth=step.depth, trees=step.trees)
             self._times.observe(rows, seconds, step.whole, depth=step.depth, trees=step.trees)
             self._take_time(step, max(0.0, seconds - step.seconds), step.whole - step.expected)
@@ -464,8 +511,10 @@ class Controller:
         """The host's time of steps that were not chosen for: of those that were, there are too few."""
         step = repeated.step
         if step.passes:
-            requests, seconds = repeated.requests, repeated.seconds
-            self.costs.observe_step(requests, seconds, passes=step.passes, depth=step.depth, trees=step.trees)
+            requests, seconds, thinking = repeated.requests, repeated.seconds, repeated.thinking
+            self.costs.observe_step(
+                requests, seconds, passes=step.passes, depth=step.depth, trees=step.trees, thinking=thinking
+            )
             self._times.observe(requests, seconds, step.whole, depth=step.depth, trees=step.trees)
 
     def forget(self, key: int) -> None:
@@ -484,7 +533,7 @@ class Controller:
     def report(self) -> dict[str, Any]:
         """The state of things, for logs and for people."""
         verify, first, further = self.costs.verify, self.costs.first_draft, self.costs.further_draft
-        chosen = max(1, self._depths.total())
+        alone, chosen = self.costs.verify_alone, max(1, self._depths.total())
         return {
             "reason": self._reason,
             "acceptance_by_depth": [round(chance, 4) for chance in self.acceptance.by_depth],
@@ -492,6 +541,7 @@ class Controller:
             "collapsed": self.acceptance.watch.collapsed,
             "drift": self.drift.report().as_json(),
             "target_seconds_by_tokens": {count: verify.at(count) for count in verify.known},
+            "target_seconds_of_one_request_by_tokens": {count: alone.at(count) for count in alone.known},
             "target_seconds_per_context_token": verify.per_context_token,
             "first_draft_seconds_by_tokens": {count: first.at(count) for count in first.known},
             "further_draft_seconds_by_tokens": {count: further.at(count) for count in further.known},
@@ -541,7 +591,7 @@ class Controller:
     def _book(self, step: StepUnderWay, repeats: int) -> None:
         """Book steps that ran like one that was observed."""
         self.probes.total += repeats * step.seconds
-        if repeats and step.saved:
+        if repeats and step.saved and step.trial is None:
             self.probes.put_aside(repeats * step.saved, step.plain)
 
     def _close(self, step: StepUnderWay) -> None:
@@ -551,11 +601,17 @@ class Controller:
             self._planner.promises.observe(step.plan, step.rounds + step.accepted, step.expected)
             step.plain = step.situation.rows * step.plan.gain / step.plan.rate
             step.saved = (step.rounds + step.accepted) / step.situation.rows * step.plain - step.seconds
-            self.probes.put_aside(step.saved, step.plain)
+            if step.trial is None:
+                self.probes.put_aside(step.saved, step.plain)
+            else:
+                step.trial.take(step.saved, step.accepted)
+                if step.trial.saved > POLICY.trial_most_loss * step.plain:
+                    self.acceptance.note_trial()
         self._book(step, step.repeats)
         if step.probe:
             self._learn()  # the next may follow at once
-            self.acceptance.note_probe()
+            if not self._in_trials(step.situation) or self.probes.misses > POLICY.hopeless_misses // 2:
+                self.acceptance.note_probe()  # else hits lead to a trial, which tells more
             self._planner.forget()
             self._probing_until = 0
             self.probes.settle(

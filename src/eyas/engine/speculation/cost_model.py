@@ -364,13 +364,19 @@ class CostModel:
         curve.below = OVERLAPPED_BELOW if self.overlapped else curve.below
         return curve
 
-    def observe_step(self, requests: int, seconds: float, *, passes: float, depth: int, trees: bool = False) -> None:
-        """Take what a step took as a whole, `passes` being the seconds of its passes; `trees` are captured ones."""
+    def observe_step(
+        self, requests: int, seconds: float, *, passes: float, depth: int, trees: bool = False, thinking: float = 0.0
+    ) -> None:
+        """Take what a step took as a whole, `passes` being the seconds of its passes; `trees` are captured ones.
+
+        `thinking` is what the controller took of them. It thinks most while it knows least: then every step would seem
+        to be the host's, and what is tried first would never be found to be cheap.
+        """
         curve = self.tree_rest if trees else self.rest_of(depth)
         if not self.overlapped:
             curve.observe(requests, max(0.0, seconds - passes))
         elif seconds > POLICY.host_bound * passes:
-            curve.observe(requests, seconds)  # the device has waited for the host
+            curve.observe(requests, seconds - thinking)  # the device has waited for the host
         elif curve.samples(requests) and (not curve.known or curve.at(requests) > passes):
             curve.observe(requests, passes)  # the host had waited, so that it takes no longer than this
 

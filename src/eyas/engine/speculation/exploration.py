@@ -9,6 +9,9 @@ A part of what drafts have saved is put by for probes, up to some plain steps, a
 drafts have paid, they soon may again: an answer leaves a passage that no drafter guesses, or begins to repeat itself.
 So as long as there is something put by, the next probe is never far.
 
+Where passes are captured and requests are few, there are trials as well (`trial.py`), on the same account: after some
+probes in a row that hit, or at once if little is expected to be lost. What one gains pays for the next.
+
 So do those of a good one where it is the cost of drafts that forbids them: once a streak of hits has changed nothing,
 another would tell nothing new, unless drafts have meanwhile become much worse than they were then.
 
@@ -19,6 +22,7 @@ probe.
 from math import ceil, inf
 
 from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.trial import DraftTrial
 
 
 class Exploration:
@@ -77,12 +81,7 @@ class Exploration:
         `chance` is what the acceptance of first drafts is now taken for.
         """
         loss = min(seconds - plain, POLICY.probe_most_loss * plain) - saved
-        paid = min(self.put_by, max(0.0, loss))
-        self.put_by -= paid
-        self.lost = max(0.0, self.lost + loss - paid)
-        self.count += 1
-        self.misses += -POLICY.probe_hit_outweighs if hit else 1
-        self.misses = min(max(0, self.misses), POLICY.hopeless_misses)
+        self._book(loss, misses=0 if hit else 1)
         longest, seldom = POLICY.probe_longest_wait, POLICY.probe_seldom
         if self.put_by > max(0.0, loss):
             longest = seldom = POLICY.probe_paid_wait
@@ -97,6 +96,26 @@ class Exploration:
         else:
             self.streak, self._wait, self._in_vain = 0, seldom, chance
         self._next = step + self._wait
+
+    def end_trial(self, step: int, trial: DraftTrial) -> None:
+        """Book a trial; all that it gained is put by for others."""
+        self._book(-trial.saved, misses=0 if trial.accepted else trial.steps)
+        if trial.saved > 0:
+            self.put_by = min(self.put_by + trial.saved, POLICY.probe_most_put_by * trial.plain)
+        longest = POLICY.probe_paid_wait if self.put_by > 0 else POLICY.probe_longest_wait
+        longer = min(longest, self._wait * POLICY.probe_wait_growth)
+        self.streak = 0
+        self._wait = POLICY.probe_shortest_wait if trial.saved > 0 else longer
+        self._next = step + self._wait
+
+    def _book(self, loss: float, *, misses: int) -> None:
+        """Take seconds off what was put by, then onto the account; no misses are a hit."""
+        paid = min(self.put_by, max(0.0, loss))
+        self.put_by -= paid
+        self.lost = max(0.0, self.lost + loss - paid)
+        self.count += 1
+        self.misses += misses or -POLICY.probe_hit_outweighs
+        self.misses = min(max(0, self.misses), POLICY.hopeless_misses)
 
     def rest(self) -> None:
         """Speculation pays again: the next time it does not, probing starts afresh."""

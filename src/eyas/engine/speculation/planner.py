@@ -49,6 +49,8 @@ class KeptPlan(NamedTuple):
 
     plan: Plan
     reason: str
+    drafts: Plan | None
+    """The best that drafts, even where that does not pay."""
     steps: int
     until: int
     """The step from which on it is made again."""
@@ -95,7 +97,7 @@ class Planner:
             step_of_trees=lambda passes, depth: costs.step(rows, passes, depth=depth, trees=True),
         )
 
-    def plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
+    def plan(self, situation: Situation, step: int, deepest: int) -> KeptPlan:
         """The best plan for such a batch that drafts no deeper, and the reason for it."""
         self._latest = situation, deepest
         return self._plan(situation, step, deepest)
@@ -105,7 +107,7 @@ class Planner:
         if self._latest is not None:
             self._plan(self._latest[0], step + 1, self._latest[1])
 
-    def _plan(self, situation: Situation, step: int, deepest: int) -> tuple[Plan, str]:
+    def _plan(self, situation: Situation, step: int, deepest: int) -> KeptPlan:
         likeness = self._likeness(situation, deepest)
         news = self._costs.news + self._acceptance.surprises
         if news > self._news or len(self._kept) >= POLICY.kept_plans:
@@ -113,15 +115,15 @@ class Planner:
             self.forget()
         kept = self._kept.get(likeness)
         if kept is not None and step < kept.until:
-            return kept.plan, kept.reason
-        plan, reason = self._make(situation, deepest)
+            return kept
+        plan, reason, drafts = self._make(situation, deepest)
         steps = POLICY.plain_plan_steps
         if plan.by_level:
             steps = max(1, min(POLICY.plan_steps, self._acceptance.rounds // POLICY.plan_rounds_per_step))
             if kept is not None and kept.steps >= POLICY.plan_steps and plan.drafts_like(kept.plan):
                 steps = min(2 * kept.steps, POLICY.settled_plan_steps)
-        self._kept[likeness] = KeptPlan(plan, reason, steps, until=step + steps)
-        return plan, reason
+        self._kept[likeness] = made = KeptPlan(plan, reason, drafts, steps, until=step + steps)
+        return made
 
     def _likeness(self, situation: Situation, deepest: int) -> tuple[int, ...]:
         """What batches have in common that one plan serves: where requests come and go, hardly two have as many."""
@@ -129,7 +131,7 @@ class Planner:
         bucket = bucket_of if shapes is None else shapes.rows_for
         return *map(bucket, counts), deepest, *situation.fixed.values()
 
-    def _make(self, situation: Situation, deepest: int) -> tuple[Plan, str]:
+    def _make(self, situation: Situation, deepest: int) -> tuple[Plan, str, Plan | None]:
         acceptance, fixed = self._acceptance, situation.fixed.values()
         acceptance.refresh()
         levels = Counter(acceptance.settle(row.key) for row in situation.auto)
@@ -160,15 +162,18 @@ class Planner:
         worth = self.promises.of_trees / self.promises.of_chains
         return tree if tree is not None and worth * tree.rate > MARGIN * plan.rate else plan
 
-    def _compared(self, plain: Plan, plan: Plan) -> tuple[Plan, str]:
-        """The better of both, and why."""
+    def _compared(self, plain: Plan, plan: Plan) -> tuple[Plan, str, Plan | None]:
+        """The better of both, and why; then that which drafts, if there is any."""
         compared = (
             f"{plan.rate:.3g} tokens/s expected against {plain.rate:.3g} plain, "
             f"{self._acceptance.by_depth[0]:.0%} of first drafts accepted"
         )
-        if plan.rate > MARGIN * plain.rate:
-            return replace(plan, gain=plan.rate / plain.rate), f"{_in_words(plan)}: {compared}"
-        return plain, f"plain, drafts would not pay: {compared}"
+        drafts = (
+            replace(plan, gain=plan.rate / plain.rate) if plan.by_level and min(plan.rate, plain.rate) > 0 else None
+        )
+        if drafts is not None and drafts.gain > MARGIN:
+            return drafts, f"{_in_words(drafts)}: {compared}", drafts
+        return plain, f"plain, drafts would not pay: {compared}", drafts
 
 
 def _chances(batch: Batch) -> list[float]:

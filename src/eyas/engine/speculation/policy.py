@@ -28,6 +28,7 @@ class DepthPolicy:
     """Of the steps that draft, one in so many looks at further candidates, and so many do to begin with: noting `ranks`
     of them instead of one takes a few percent of a step."""
     captured_looks_every: int = 128
+    captured_looks_first: int = 4
     """The same where passes are captured: a look grows a tree, which may take a third longer than the chain."""
 
     lessons_of_step: int = 16
@@ -45,6 +46,8 @@ class DepthPolicy:
     """The most steps that one serves which was made again and again and stayed the same."""
     held_drafts: int = 4
     """Steps in a row that draft by one choice where passes are captured: to choose takes the host time in every one."""
+    held_rounds_per_step: int = 8
+    """To begin with, one for every so many rounds that were seen."""
     many_rows: int = 64
     held_drafts_of_many: int = 8
     """The same for so many requests, where choosing takes longest and the average of all changes least."""
@@ -62,14 +65,19 @@ class DepthPolicy:
     recorded_rounds: float = 8.0
     """What the acceptance that a drafter's folder has recorded weighs: so many rounds of today."""
     acceptance_memory: int = 400
-    """Rounds after which an observation has faded to a third, unless they tell that something has changed."""
+    captured_acceptance_memory: int = 1500
+    """Rounds after which an observation has faded to a third, unless they tell that something has changed; the same
+    where passes are captured, choices are few and a wrong one lasts for many steps."""
     probe_memory: int = 12
     """Rounds that all which was known before a probe may weigh: probes are few, and ask how things are now."""
+    trial_memory: int = 48
+    """The same once a trial has paid."""
     decline_per_depth: float = 0.95
     """Acceptance of a depth, as a part of that of the depth before it, as long as nothing else is known."""
     request_memory: int = 32
     """Rounds of a request after which the same has happened to what they say about it."""
     request_tries: float = 5.0
+    captured_request_tries: float = 20.0
     """Tries of its own that weigh as much as the belief that a request is like the others."""
     resting_decay: float = 0.99
     """How much of a request's own evidence is left after a step in which it did not draft."""
@@ -79,11 +87,8 @@ class DepthPolicy:
     change_check_every: int = 4
     """Rounds between two looks at them."""
     surprise_errors: float = 4.0
+    captured_surprise_errors: float = 6.0
     """Standard errors between the latest rounds and the estimate that are no accident."""
-    few_requests: int = 2
-    sudden_chance: float = 5e-4
-    """Requests up to which the newest rounds alone may tell that something has changed: if so few of them, or so many,
-    would hit by accident this rarely."""
     collapsed_below: float = 0.05
     recovered_above: float = 0.25
     """Acceptance of the first draft below which a drafter is reported, and above which it is welcomed back."""
@@ -134,6 +139,16 @@ class DepthPolicy:
     """Of the time that drafts save, the part that is put by for probes, and the most of it, in plain steps."""
     probe_paid_wait: float = 12.0
     """Steps between probes at most, as long as that pays for them."""
+    trial_requests: int = 4
+    """Requests up to which there are trials, where passes are captured."""
+    trial_streak: int = 2
+    """Probes in a row that were accepted, after which one begins."""
+    held_after_probe: int = 2
+    """Then steps until there is a choice again behind a probe, since the next may follow at once."""
+    trial_most_loss: float = 4.0
+    """Plain steps that a trial may lose from where it stood best."""
+    trial_rounds: int = 8
+    """Steps that it is expected to take if it loses."""
     probe_shortest_wait: float = 4.0
     probe_longest_wait: float = 96.0
     probe_wait_growth: float = 1.5

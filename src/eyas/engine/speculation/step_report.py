@@ -17,6 +17,8 @@ class RepeatedStep:
     step: StepUnderWay
     requests: int
     seconds: float
+    thinking: float = 0.0
+    """Of these, what the controller took."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,6 +37,8 @@ class StepReport:
     seconds: float | None = None
     """Of the whole step, if it only decoded: beside its passes the host has work of its own. Where steps overlap, from
     one collected step to the next."""
+    thinking: float = 0.0
+    """Of these, what the controller took: to learn, and to choose for the next."""
     repeated: RepeatedStep | None = None
     """Instead, where it was like the step before it and only decoded."""
     ended: list[int] = field(default_factory=list)
