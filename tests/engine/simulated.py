@@ -329,7 +329,7 @@ class Engine:
                 r.made, r.pending = depth, 0
             drafting = [(r, limit) for r, limit in drafting if limit > depth]
             if drafting and self.sees and self.controller:
-                going = self.controller.continue_drafting(
+                going = self.controller.while_drafting.continue_drafting(
                     self.choice, [r.number for r, _ in drafting], [r.sure[:depth] for r, _ in drafting]
                 )
                 drafting = [each for each, goes in zip(drafting, going, strict=True) if goes]
@@ -342,7 +342,7 @@ class Engine:
             passes=depth, tokens=tokens, seconds=seen, first=(reads, seen * first / seconds)
         )
         if self.controller and self.sees:
-            kept = self.controller.keeps(
+            kept = self.controller.while_drafting.keeps(
                 self.choice, [r.number for r in everyone], [r.sure[: r.made] for r in everyone]
             )
         for r, count in zip(everyone, kept, strict=True):
@@ -380,7 +380,7 @@ class Engine:
         self.report.draft = DraftTiming(passes=shape.depth, tokens=tokens, seconds=seen, trees=True)
         if self.sees:
             drafts = [r.draft for r in growing]
-            kept = self.controller.prunes(
+            kept = self.controller.while_drafting.prunes(
                 self.choice,
                 [r.number for r in growing],
                 [draft.parents for draft in drafts],

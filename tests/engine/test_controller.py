@@ -364,14 +364,14 @@ def test_confidence_stops_hopeless_drafts() -> None:
     controller = told(Controller(), KIND_CPU, users=1, acceptance=0.9)
     choice = start(controller, 1)
     assert choice.limits == (7,)
-    assert controller.continue_drafting(choice, [0], [[0.05]]) == [False]
-    assert controller.continue_drafting(start(controller, 1), [0], [[0.98]]) == [True]
-    assert controller.keeps(start(controller, 2), [0, 1], [[0.98, 0.97], [0.03, 0.9]]) == [2, 0]
+    assert controller.while_drafting.continue_drafting(choice, [0], [[0.05]]) == [False]
+    assert controller.while_drafting.continue_drafting(start(controller, 1), [0], [[0.98]]) == [True]
+    assert controller.while_drafting.keeps(start(controller, 2), [0, 1], [[0.98, 0.97], [0.03, 0.9]]) == [2, 0]
 
 
 def test_free_verification_keeps_unlikely_drafts() -> None:
     controller = told(Controller(), replace(GPU, noise=0.0), users=2, acceptance=0.6)
-    assert controller.keeps(start(controller, 2), [0, 1], [[0.9, 0.4, 0.3], [0.3]]) == [3, 1]
+    assert controller.while_drafting.keeps(start(controller, 2), [0, 1], [[0.9, 0.4, 0.3], [0.3]]) == [3, 1]
 
 
 @pytest.mark.parametrize("users", [4, 16])

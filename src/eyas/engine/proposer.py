@@ -342,7 +342,7 @@ class Proposer:
             nonlocal first
             if first is None:
                 first = reads, self._clock() - started
-            return controller.continue_drafting(choice, keys, confidences)
+            return controller.while_drafting.continue_drafting(choice, keys, confidences)
 
         self.read(seqs)
         if shapes is None:
@@ -356,7 +356,7 @@ class Proposer:
             nodes: Sequence[Collection[int]] = [range(len(draft.tokens)) for draft in drafts]
             if self._forced_tree is None:
                 sure = [draft.confidences for draft in drafts]
-                nodes = controller.prunes(choice, keys, [draft.parents for draft in drafts], sure)
+                nodes = controller.while_drafting.prunes(choice, keys, [draft.parents for draft in drafts], sure)
             offered = {key: draft.only(kept) for key, draft, kept in zip(keys, drafts, nodes, strict=True)}
             deepest, deeper = max(shape.depth for shape in shapes), sum(shape.grown for shape in shapes)
         seconds = self._clock() - started
@@ -368,7 +368,7 @@ class Proposer:
     def _kept(self, choice: Choice, rows: Sequence[ScheduledRow], drafts: Sequence[Draft]) -> dict[int, Draft]:
         """Of each row's chain what the controller finds worth verifying."""
         keys = [row.seq.key for row in rows]
-        kept = self._controller.keeps(choice, keys, [draft.confidences for draft in drafts])
+        kept = self._controller.while_drafting.keeps(choice, keys, [draft.confidences for draft in drafts])
         return {key: draft.only(range(count)) for key, draft, count in zip(keys, drafts, kept, strict=True)}
 
     def _allowed(self, seqs: Sequence[SequenceState], offered: dict[int, Draft]) -> dict[int, Draft]:

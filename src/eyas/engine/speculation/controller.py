@@ -12,7 +12,7 @@ know what they would catch, the drafter's further candidates are looked at in so
     plan_calibration.py  what chains and trees gave in the end, in parts of what was expected of them
     exploration.py       while nothing is drafted, how to notice that drafting would pay
     trial.py             the same for few requests: to draft for a while, as long as it pays
-    verify_budget.py     of what was drafted, what is verified
+    while_drafting.py    where the host looks on: who drafts one deeper, and what is verified of it (verify_budget.py)
     drift.py             how deep the drafter is fit to be used at all
     step_times.py        what steps took beside what was expected of them, to be looked at
     policy.py            every tuned number of these
@@ -22,16 +22,14 @@ A request may take the choice away: `off` never drafts, `fixed` always drafts it
 Losslessness. No choice made here can change what is generated: a request's token is a function of the target's
 distribution and of the request's own noise, and a draft only decides in which pass it is computed. That is more than
 rejection sampling allows: there, whether draft i is submitted may depend on the drafts before it but not on the drawn
-draft i itself, or the output is biased. `continue_drafting` would keep to that rule; `keeps` and `prunes` look at draft
-i and would break it.
+draft i itself, or the output is biased. Of what while_drafting.py decides, `continue_drafting` would keep to that rule;
+`keeps` and `prunes` look at draft i and would break it.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from math import isfinite
-from operator import mul
 from typing import Any
 
 from eyas.engine.speculation.acceptance import Acceptance
@@ -46,8 +44,8 @@ from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.speculation.step_times import WholeStepTimes
 from eyas.engine.speculation.trial import DraftTrial
-from eyas.engine.speculation.verify_budget import share_budget
-from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape, best_count
+from eyas.engine.speculation.while_drafting import WhileDrafting
+from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape
 
 __all__ = ["Choice", "Controller", "RowFacts", "Shape"]
 
@@ -73,6 +71,7 @@ class Controller:
         self.drift = drift or DriftAlarm(max_depth)
         self.costs, self.probes = costs or CostModel(), Exploration()
         self.acceptance = Acceptance(max_depth, recorded)
+        self.while_drafting = WhileDrafting(self.acceptance, self.costs)
         self._planner = Planner(self.costs, self.acceptance, trees=trees)
         self.thinks_later = False
         """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
@@ -374,67 +373,6 @@ class Controller:
         rested = sum(row.pending > self.max_depth + 1 for row in rows)
         return self.costs.debt.at(rested) if self.costs.debt.tells_any else 0.0
 
-    def continue_drafting(
-        self, choice: Choice, keys: Sequence[int], confidences: Sequence[Sequence[float]]
-    ) -> list[bool]:
-        """Which of the requests still drafting should draft one deeper, given how sure the drafter was of each draft.
-
-        A further draft is worth its chance of acceptance; it costs its share of a drafter pass and of the target's.
-        """
-        step, acceptance, depth = _notes(choice), self.acceptance, len(confidences[0])
-        going = [key in step.bound and step.limits[key] > depth for key in keys]
-        worth = []
-        for place, (key, level) in enumerate(zip(keys, acceptance.levels(keys), strict=True)):
-            (chance,) = acceptance.chances_of(confidences[place][-1:], depth)
-            step.survival[key] = survival = step.survival.get(key, 1.0) * chance
-            step.made[key] = depth
-            if step.limits[key] > depth and key not in step.bound:
-                survivals = acceptance.survivals(level)
-                worth.append((survival * survivals[depth] / max(survivals[depth - 1], 1e-9), place))
-        worth.sort(reverse=True)
-        forced, tokens = sum(going), step.situation.rows + sum(step.made.values())
-
-        def seconds(count: int) -> float:
-            rows = forced + count
-            return self.costs.further(rows > 0, rows) + self.costs.verify.at(tokens + rows, step.situation.context)
-
-        for _, place in worth[: best_count([value for value, _ in worth], seconds, step.rate)]:
-            going[place] = True
-        return going
-
-    def keeps(self, choice: Choice, keys: Sequence[int], confidences: Sequence[Sequence[float]]) -> list[int]:
-        """How many of each request's drafts are worth verifying, now that all of them are made."""
-        step, chances = _notes(choice), [self.acceptance.chances_of(sure) for sure in confidences]
-        kept = [
-            len(nodes) for nodes in self._worth_verifying(step, keys, [list(accumulate(row, mul)) for row in chances])
-        ]
-        for key, first_left, row in zip(keys, kept, chances, strict=True):
-            if first_left < len(row):
-                step.withheld[key] = first_left, row[first_left]
-        return kept
-
-    def prunes(
-        self,
-        choice: Choice,
-        keys: Sequence[int],
-        parents: Sequence[Sequence[int]],
-        confidences: Sequence[Sequence[float]],
-    ) -> list[list[int]]:
-        """The same for trees, given by the parents of their nodes: which of these are worth verifying."""
-        grown = zip(parents, confidences, strict=True)
-        return self._worth_verifying(_notes(choice), keys, [self.acceptance.of_nodes(*tree) for tree in grown])
-
-    def _worth_verifying(
-        self, step: StepUnderWay, keys: Sequence[int], survivals: Sequence[Sequence[float]]
-    ) -> list[list[int]]:
-        """Of each request's drafts, given by their chances to be accepted at all, those that are worth their price."""
-        return share_budget(survivals, self.verify_price(step), bound=[key in step.bound for key in keys])
-
-    def verify_price(self, step: StepUnderWay) -> Callable[[int], float]:
-        """What it costs to verify so many drafts in a step, in tokens that the engine gives in that time."""
-        verify, situation = self.costs.verify, step.situation
-        return lambda drafts: step.rate * verify.at(situation.rows + drafts, situation.context)
-
     # --- what came of it ---------------------------------------------------------------------------------------
 
     def observe(self, report: StepReport) -> None:
@@ -622,8 +560,3 @@ class Controller:
                 hit=step.accepted > 0,
                 chance=self.acceptance.by_depth[0],
             )
-
-
-def _notes(choice: Choice) -> StepUnderWay:
-    assert choice.under_way is not None, "the controller made this choice"
-    return choice.under_way
