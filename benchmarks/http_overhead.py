@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench.client import Client
+from eyas.bench.stream import StreamedAnswer
 from eyas.remote.address import Address
 
 BAR = 0.05
@@ -46,26 +47,34 @@ def questions(users: int, each: int) -> list[list[dict[str, Any]]]:
     ]
 
 
+async def one_by_one(
+    client: Client, number: int, asked: Sequence[dict[str, Any]], max_tokens: int
+) -> list[StreamedAnswer]:
+    """A user asks one question after the other; an answer that fails ends the program."""
+    answers = []
+    for turn, message in enumerate(asked):
+        body = {
+            "messages": [message],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        answer = await client.ask("/v1/chat/completions", body, key=f"{number}", category="", turn=turn)
+        if answer.error is not None:
+            raise SystemExit(f"user {number} got {answer.error}")
+        answers.append(answer)
+    return answers
+
+
 async def by_http(url: str, arguments: argparse.Namespace) -> Round:
     """One round of clients, all of which begin at once."""
     async with Client(Address.of(url), timeout=3600) as client:
 
         async def user(number: int, asked: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-            answers = []
-            for turn, message in enumerate(asked):
-                body = {
-                    "messages": [message],
-                    "max_tokens": arguments.max_tokens,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-                answer = await client.ask("/v1/chat/completions", body, key=f"{number}", category="", turn=turn)
-                if answer.error is not None:
-                    raise SystemExit(f"user {number} got {answer.error}")
-                answers.append((answer.text, answer.tokens))
-            return answers
+            answers = await one_by_one(client, number, asked, arguments.max_tokens)
+            return [(answer.text, answer.tokens) for answer in answers]
 
         return await _timed([user(*asked) for asked in enumerate(questions(arguments.users, arguments.each))])
 
@@ -97,9 +106,9 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Both ways in turn."""
     # Only here: the process of the clients needs none of it.
     from eyas.drafter.shipped import choose_drafter
-    from eyas.engine.async_engine import AsyncEngine
     from eyas.engine.config import EngineConfig
     from eyas.engine.engine import Engine
+    from eyas.engine.output import OutputDelta, SpecDecodeStats
     from eyas.engine.request import Request
     from eyas.loading import load_another, load_pair
     from eyas.sampling import Sampling
@@ -115,10 +124,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     engine = Engine(
         target, drafter, config=EngineConfig(max_num_seqs=arguments.users, max_model_len=1024, memory=2**30)
     )
-    direct = AsyncEngine(engine)
-    engine_client = LocalEngineClient(
-        lambda: engine
-    )  # both threads know the engine; rounds take turns, so one works at a time
+    engine_client = LocalEngineClient(lambda: engine)
     slot = DrafterSlot(model=drafter, load=lambda name: load_another(target, name, cache=None))
     model_info = ModelInfo(
         name="model", target=arguments.target, drafter=drafter_name, max_model_len=1024, max_num_seqs=arguments.users
@@ -134,7 +140,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         answers = []
         for prompt in asked:
             request = Request(prompt=tuple(prompt), sampling=Sampling(), max_new_tokens=arguments.max_tokens)
-            pieces = [piece async for piece in direct.stream(request)]
+            pieces = list[OutputDelta]()
+
+            async def take(_: int, delta: OutputDelta, __: SpecDecodeStats, pieces: list[OutputDelta] = pieces) -> None:
+                pieces.append(delta)
+
+            await engine_client.generate([request], take)
             answers.append(("".join(piece.text for piece in pieces), sum(len(piece.tokens) for piece in pieces)))
         return answers
 
@@ -172,7 +183,6 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         await clients.wait()
         server.should_exit = True
         await serving
-        direct.close()
         engine_client.close()
     return {"versions": versions(), **_figures(rounds)}
 

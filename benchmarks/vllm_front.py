@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from http_overhead import questions
+from http_overhead import one_by_one, questions
 
 from eyas.bench.client import Client
 from eyas.remote.address import Address
@@ -82,33 +82,18 @@ def _processor_seconds(process: int) -> float:
 async def ask(address: Address, users: int, arguments: argparse.Namespace) -> Round:
     """One round: all users begin at once, each asks one question after the other."""
     async with Client(address, timeout=3600) as client:
-
-        async def user(number: int, asked: list[dict[str, Any]]) -> list[tuple[str, int, float]]:
-            answers = []
-            for turn, message in enumerate(asked):
-                body = {
-                    "messages": [message],
-                    "max_tokens": arguments.max_tokens,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-                answer = await client.ask("/v1/chat/completions", body, key=f"{number}", category="", turn=turn)
-                if answer.error is not None or answer.first is None:
-                    raise SystemExit(f"user {number} got {answer.error}")
-                answers.append((answer.text, answer.tokens, answer.first - answer.sent))
-            return answers
-
+        asked = enumerate(questions(users, arguments.each))
         began = time.perf_counter()
-        said = await asyncio.gather(*(user(*one) for one in enumerate(questions(users, arguments.each))))
+        said = await asyncio.gather(*(one_by_one(client, *one, arguments.max_tokens) for one in asked))
         seconds = time.perf_counter() - began
     answers = [answer for of_user in said for answer in of_user]
     return {
-        "tokens": sum(tokens for _, tokens, _ in answers),
-        "tokens_per_second": sum(tokens for _, tokens, _ in answers) / seconds,
-        "first_seconds": statistics.median(first for _, _, first in answers),
-        "texts": [text for text, _, _ in answers],
+        "tokens": sum(answer.tokens for answer in answers),
+        "tokens_per_second": sum(answer.tokens for answer in answers) / seconds,
+        "first_seconds": statistics.median(
+            answer.first - answer.sent for answer in answers if answer.first is not None
+        ),
+        "texts": [answer.text for answer in answers],
     }
 
 

@@ -111,7 +111,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="MODE",
-        help='leave out "depth 0", "random" or the fixed depth',
+        help='leave out "depth 0", the fixed depth ("depth 3") or "random"; may be given again',
     )
     parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help="rounds for each number of users")
     parser.add_argument("--cold", type=int, help="pairs of the first 200 steps, 0 for none; default 1, on a GPU 3")
@@ -132,6 +132,9 @@ def main() -> None:
     parser.add_argument("--vllm-eager", action="store_true", help="without CUDA graphs and compilation in vLLM")
     parser.add_argument("--out", type=Path, default=Path("zero-tax"), help="folder for zero-tax.json and .png")
     arguments = parser.parse_args()
+    optional = ["depth 0", f"depth {arguments.depth}", "random"]
+    if strange := set(arguments.without) - set(optional):
+        parser.error(f"--without {sorted(strange)[0]!r} is no mode that can be left out; these can: {optional}")
     usual = DEFAULTS["cuda" if arguments.device.startswith("cuda") else "cpu"]
     arguments.users = arguments.users or list(usual.users)
     for name in ("least", "per_user", "max_tokens", "cold"):

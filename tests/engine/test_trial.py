@@ -33,6 +33,8 @@ def test_what_a_trial_gains_pays_for_others_and_what_it_loses_is_owed() -> None:
     assert (probes.put_by, probes.lost) == (pytest.approx(1.0), 0.0)
     probes.end_trial(30, bad)
     assert (probes.put_by, probes.lost) == (0.0, pytest.approx(3.0))
+    probes.end_trial(40, good)
+    assert (probes.put_by, probes.lost) == (pytest.approx(2.0), 0.0), "debts come first"
 
 
 def test_a_trial_that_paid_is_soon_followed_by_another_and_one_that_lost_by_none_for_longer() -> None:
@@ -51,6 +53,13 @@ def test_steps_of_a_trial_without_a_hit_make_a_drafter_hopeless() -> None:
         bad.take(-0.5, 0)
     probes.end_trial(0, bad)
     assert probes.hopeless
+
+
+def test_a_trial_that_came_to_nothing_is_no_hit() -> None:
+    probes = Exploration()
+    probes.misses = 6
+    probes.end_trial(0, DraftTrial(plain=1.0))
+    assert probes.misses == 6
 
 
 def test_an_easy_passage_behind_a_hard_one_is_tried_and_drafted_for() -> None:

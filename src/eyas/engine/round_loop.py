@@ -213,7 +213,8 @@ class RoundLoop:
     def _draft_slots(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         began = self._clock()
         slots = self._proposer.draft_slots(decoding)
-        self._thinking += self._clock() - began
+        if self._proposer.chosen is not None:  # what every step takes is its price
+            self._thinking += self._clock() - began
         return slots
 
     def _mask(self, waiting: LaunchedRound) -> Tensor:

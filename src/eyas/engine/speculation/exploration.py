@@ -10,7 +10,7 @@ drafts have paid, they soon may again: an answer leaves a passage that no drafte
 So as long as there is something put by, the next probe is never far.
 
 Where passes are captured and requests are few, there are trials as well (`trial.py`), on the same account: after some
-probes in a row that hit, or at once if little is expected to be lost. What one gains pays for the next.
+probes in a row that hit, or when the account can bear what may be lost. What one gains pays for the next.
 
 So do those of a good one where it is the cost of drafts that forbids them: once a streak of hits has changed nothing,
 another would tell nothing new, unless drafts have meanwhile become much worse than they were then.
@@ -81,7 +81,7 @@ class Exploration:
         `chance` is what the acceptance of first drafts is now taken for.
         """
         loss = min(seconds - plain, POLICY.probe_most_loss * plain) - saved
-        self._book(loss, misses=0 if hit else 1)
+        self._book(loss, misses=1, hit=hit)
         longest, seldom = POLICY.probe_longest_wait, POLICY.probe_seldom
         if self.put_by > max(0.0, loss):
             longest = seldom = POLICY.probe_paid_wait
@@ -98,23 +98,23 @@ class Exploration:
         self._next = step + self._wait
 
     def end_trial(self, step: int, trial: DraftTrial) -> None:
-        """Book a trial; all that it gained is put by for others."""
-        self._book(-trial.saved, misses=0 if trial.accepted else trial.steps)
-        if trial.saved > 0:
-            self.put_by = min(self.put_by + trial.saved, POLICY.probe_most_put_by * trial.plain)
+        """Book a trial; what it gained beyond what was lost before is put by for others."""
+        gained = max(0.0, trial.saved - self.lost)
+        self._book(-trial.saved, misses=trial.steps, hit=trial.accepted > 0)
+        self.put_by = min(self.put_by + gained, POLICY.probe_most_put_by * trial.plain)
         longest = POLICY.probe_paid_wait if self.put_by > 0 else POLICY.probe_longest_wait
         longer = min(longest, self._wait * POLICY.probe_wait_growth)
         self.streak = 0
         self._wait = POLICY.probe_shortest_wait if trial.saved > 0 else longer
         self._next = step + self._wait
 
-    def _book(self, loss: float, *, misses: int) -> None:
-        """Take seconds off what was put by, then onto the account; no misses are a hit."""
+    def _book(self, loss: float, *, misses: int, hit: bool) -> None:
+        """Take seconds off what was put by, then onto the account."""
         paid = min(self.put_by, max(0.0, loss))
         self.put_by -= paid
         self.lost = max(0.0, self.lost + loss - paid)
         self.count += 1
-        self.misses += misses or -POLICY.probe_hit_outweighs
+        self.misses += -POLICY.probe_hit_outweighs if hit else misses
         self.misses = min(max(0, self.misses), POLICY.hopeless_misses)
 
     def rest(self) -> None:
