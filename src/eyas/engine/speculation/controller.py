@@ -213,9 +213,9 @@ class Controller:
             return POLICY.plan_steps
         if self._probe_under_way and self._in_trials(situation):
             return POLICY.held_after_probe
-        if self.probes.due(self._steps):  # one that is due and was not made is too dear for now
-            return POLICY.plain_plan_steps if self._in_trials(situation) else POLICY.plan_steps
-        return min(POLICY.plan_steps, self.probes.steps_left(self._steps))
+        longest = POLICY.plain_plan_steps if self._in_trials(situation) else POLICY.plan_steps
+        # A probe that is due and was not made is too dear for now.
+        return longest if self.probes.due(self._steps) else min(longest, self.probes.steps_left(self._steps))
 
     def _looks_now(self, situation: Situation) -> bool:
         """Whether this step, which drafts, is one of those that note further candidates."""
