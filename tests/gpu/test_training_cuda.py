@@ -16,8 +16,11 @@ from eyas.target.parts import TargetParts
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention, attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.epochs import CorpusPacks
+from eyas.train.features import ExactDistribution
 from eyas.train.init import config_for, init_drafter
+from eyas.train.loss import LOSSES, row_loss_of
 from eyas.train.recipe import DrafterSettings
+from eyas.train.scoring import compare
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
 from eyas.train.unroll import depth_weights, unroll
@@ -138,6 +141,22 @@ def losses(target: Target, state: TrainState, *, steps: int, compiled: bool) -> 
         found.append(float((mean_S * torch.tensor(depth_weights(depths, state.settings.gamma))).sum()))
         state.optimizer_step(state.gradient_norm().cpu(), 1.0)
     return found
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, {"cross_entropy": 0.1, "total_variation": 0.9}])
+def test_compiled_losses_and_gradients_are_those_of_a_cpu(loss: str | dict[str, float]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_CW, said_CW = (3 * torch.randn(70, 300, generator=generator) for _ in range(2))
+    # Some of the target's probability lies outside the draft vocabulary.
+    said = ExactDistribution(
+        logits_CW=said_CW, normaliser_C=said_CW.logsumexp(dim=-1) + 0.1, best_C=said_CW.argmax(dim=-1)
+    )
+    there = replace(said, logits_CW=said_CW.cuda(), normaliser_C=said.normaliser_C.cuda(), best_C=said.best_C.cuda())
+    ids, weight_C = torch.arange(300), torch.rand(70, generator=generator)
+    expected = compare(logits_CW, said, weight_C, ids, row_loss_of(loss))
+    found = torch.compile(compare)(logits_CW.cuda(), there, weight_C.cuda(), ids.cuda(), row_loss_of(loss))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-6)
 
 
 def train_state_in(dtype: str, target: Target, like: TrainState, *, compiled: bool) -> TrainState:

@@ -145,12 +145,15 @@ def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) 
 def _by_autograd(loss: str, log_q: Tensor, p: Tensor) -> Tensor:
     normalised = p / p.sum(dim=-1, keepdim=True)
     accepted = torch.minimum(p, log_q.exp()).sum(dim=-1)
-    return {
+    losses = {
         "cross_entropy": -(normalised * log_q).sum(dim=-1),
         "kl": (normalised * (normalised.log() - log_q)).sum(dim=-1),
         "total_variation": 1 - accepted,
         "acceptance": -accepted.log(),
-    }[loss]
+    }
+    weight = (-3 * accepted.detach()).exp()
+    losses["lk_hybrid"] = weight * losses["kl"] + (1 - weight) * losses["total_variation"]
+    return losses[loss]
 
 
 def test_float8_keeps_a_sixteenth_of_every_number_even_beside_outliers() -> None:

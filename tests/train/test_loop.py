@@ -66,14 +66,14 @@ def packs_of(corpus: Corpus, *, length: int = 100) -> CorpusPacks:
     return CorpusPacks(corpus=corpus, length=length, seed=0, device=torch.device("cpu"), padded=False)
 
 
-def train_state_of(target: Target, name: str = "drafter", **flags: bool) -> TrainState:
+def train_state_of(target: Target, name: str = "drafter", noise: float = 0.0, **flags: bool) -> TrainState:
     flags = {"norm_output": False, **flags} if flags else {}
     parts = TargetParts.of(target)
     config = config_for(
         parts, DrafterSettings(aux_layer_ids=tiny.AUX_IDS, draft_vocab_size=80, **flags), dtype="float32"
     )
     drafter = init_drafter(parts, config, torch.arange(80), seed=0)
-    return TrainState(name, drafter, TrainSettings(depths=3, lr=4e-3, weight_decay=0.01, chunk=64))
+    return TrainState(name, drafter, TrainSettings(depths=3, lr=4e-3, weight_decay=0.01, chunk=64, noise=noise))
 
 
 def loop_config_of(folder: Path, **changes: object) -> LoopConfig:
@@ -92,20 +92,28 @@ def loop_config_of(folder: Path, **changes: object) -> LoopConfig:
 
 
 def run(
-    target: Target, plan: LoopConfig, *, stop: Callable[[], bool] = lambda: False, ranks: Ranks | None = None
+    target: Target,
+    plan: LoopConfig,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    ranks: Ranks | None = None,
+    noise: float = 0.0,
 ) -> tuple[Diary, TrainState]:
-    diary, state = Diary(), train_state_of(target)
+    diary, state = Diary(), train_state_of(target, noise=noise)
     source = LiveSource(target, tiny.AUX_IDS)
     train([state], packs_of(corpus_of(24)), [], source, plan, observer=diary, stop=stop, ranks=ranks or Ranks())
     return diary, state
 
 
-def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(tiny_target: Target, tmp_path: Path) -> None:
-    whole, uninterrupted = run(tiny_target, loop_config_of(tmp_path / "whole"))
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(
+    tiny_target: Target, tmp_path: Path, noise: float
+) -> None:
+    whole, uninterrupted = run(tiny_target, loop_config_of(tmp_path / "whole"), noise=noise)
     asked = iter([False, False, True])
-    first, _ = run(tiny_target, loop_config_of(tmp_path / "parts"), stop=lambda: next(asked))
+    first, _ = run(tiny_target, loop_config_of(tmp_path / "parts"), stop=lambda: next(asked), noise=noise)
     assert [report.step for report in first.reports] == [1, 2, 3]
-    second, resumed = run(tiny_target, loop_config_of(tmp_path / "parts"))
+    second, resumed = run(tiny_target, loop_config_of(tmp_path / "parts"), noise=noise)
     assert [report.step for report in second.reports] == [4, 5, 6]
     assert first.losses() + second.losses() == whole.losses()  # bit for bit
     for name, master in uninterrupted.master_weights.items():
@@ -308,7 +316,7 @@ torch.set_num_threads(1)
 model = LlamaForCausalLM.from_pretrained(Path(sys.argv[1]) / "target").eval().requires_grad_(False)
 target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=PreTrainedTokenizerBase())
 ranks = Ranks.join()
-diary, state = run(target, loop_config_of(Path(sys.argv[1]) / "two"), ranks=ranks)
+diary, state = run(target, loop_config_of(Path(sys.argv[1]) / "two"), ranks=ranks, noise=0.1)
 if ranks.is_main:
     (Path(sys.argv[1]) / "losses.json").write_text(json.dumps(diary.losses()))
 ranks.leave()
@@ -316,7 +324,7 @@ ranks.leave()
 
 
 def test_two_processes_learn_what_one_does(tiny_target: Target, tmp_path: Path) -> None:
-    alone, _ = run(tiny_target, loop_config_of(tmp_path / "one"))
+    alone, _ = run(tiny_target, loop_config_of(tmp_path / "one"), noise=0.1)
     tiny_target.model.save_pretrained(tmp_path / "target")
     (tmp_path / "worker.py").write_text(WORKER)
     root = Path(__file__).parent.parent

@@ -91,6 +91,23 @@ def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
         ("train.depths", 0, r"train\.depths is 0; it must be at least 1"),
         ("train.gamma", 0.0, r"train\.gamma is 0\.0; it must be above 0"),
         ("train.loss", "cross-entropy", r"train\.loss is 'cross-entropy'; did you mean 'cross_entropy'\?"),
+        (
+            "train.loss",
+            {"tv": 1.0},
+            r"train\.loss is \{'tv': 1\.0\}; it must be one of .*, or a table of their weights",
+        ),
+        (
+            "train.loss",
+            {"kl": 0},
+            r"train\.loss is \{'kl': 0\}; the weight of kl must be a number above 0, at most 1000",
+        ),
+        ("train.loss", {"kl": "much"}, r"the weight of kl must be a number"),
+        ("train.loss", {"kl": float("nan")}, r"the weight of kl must be a number"),
+        ("train.loss", {}, r"train\.loss is \{\}; it must be one of"),
+        ("train.loss", ["kl"], r"train\.loss is \['kl'\]; it must be one of"),
+        ("train.noise", -0.1, r"train\.noise is -0\.1; it must be at least 0"),
+        ("train.first_weight", 0, r"train\.first_weight is 0; it must be above 0"),
+        ("drafters.a.loss", {"kl": -1}, r"drafters\.a\.loss is \{'kl': -1\}; the weight of kl"),
         ("train.lr", 0, r"train\.lr is 0; it must be above 0"),
         ("train.lr", float("nan"), r"train\.lr is nan; it must be a finite number"),
         ("train.head_lr_scale", -0.1, r"train\.head_lr_scale is -0\.1"),
@@ -331,6 +348,18 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes | No
         path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_recipe(path)
+
+
+def test_a_mixture_of_losses_survives_printing_and_overrides(tmp_path: Path) -> None:
+    mixed = "[drafters.mixed]\nloss = { cross_entropy = 0.1, total_variation = 0.9 }\nnoise = 0.1\nseed = 2\n"
+    path = written(tmp_path, LEAST_TOML + mixed + "[drafters.plain]\nfirst_weight = 3\n")
+    recipe = load_recipe(path, ["train.loss={kl = 1, acceptance = 2}"])
+    own, plain = (drafter.train for drafter in recipe.drafter_recipes())
+    assert own.loss == {"cross_entropy": 0.1, "total_variation": 0.9}
+    assert (own.noise, own.seed, own.first_weight) == (0.1, 2, 1.0)
+    assert plain.loss == {"kl": 1.0, "acceptance": 2.0}
+    assert (plain.noise, plain.seed, plain.first_weight) == (0.0, 0, 3.0)
+    assert load_recipe(written(tmp_path, to_toml(recipe))) == recipe
 
 
 def test_losses_are_those_that_training_knows() -> None:

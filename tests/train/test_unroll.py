@@ -12,7 +12,7 @@ from eyas.drafter.model import Drafter
 from eyas.train.attention import DenseUnrollAttention, merge_own_slot, split_gradient
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.loss import LOSSES
+from eyas.train.loss import LOSSES, row_loss_of
 from eyas.train.scoring import Scores, score
 from eyas.train.unroll import depth_weights, unroll
 from oracle.dense import EagleDraft
@@ -28,7 +28,7 @@ def scored(
     features: Features,
     *,
     depths: int,
-    loss: str = "cross_entropy",
+    loss: str | dict[str, float] = "cross_entropy",
     chunk: int = 1000,
     activation_checkpointing: bool = False,
     weights: list[float] | None = None,
@@ -50,7 +50,7 @@ def scored(
         features.teachers(kept),
         target_ids_W=kept,
         weights=weights,
-        row_loss=LOSSES[loss],
+        row_loss=row_loss_of(loss),
         chunk=chunk,
     )
 
@@ -166,8 +166,11 @@ def test_a_prediction_counts_where_all_it_reads_and_predicts_is_the_answer() -> 
     assert rows(batch_of([5], mask=[1] * 5), 0) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str) -> None:
+MIXTURE = {"cross_entropy": 0.1, "total_variation": 0.9}
+
+
+@pytest.mark.parametrize("loss", [*LOSSES, MIXTURE])
+def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str | dict[str, float]) -> None:
     drafter, batch = drafter_of(**EAGLE_31, num_hidden_layers=2), batch_of([LENGTH, 5])
     features = features_of(batch)
     results = []
@@ -192,13 +195,13 @@ def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str) -> N
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_of_a_loss_is_its_gradient(loss: str) -> None:
+@pytest.mark.parametrize("loss", [*LOSSES, MIXTURE, {"lk_hybrid": 2.0, "kl": 0.5}])
+def test_the_gradient_of_a_loss_is_its_gradient(loss: str | dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(6, 12, generator=generator, dtype=torch.float64).requires_grad_()
     # Some probability lies outside the draft vocabulary.
     p = torch.randn(6, 15, generator=generator, dtype=torch.float64).softmax(dim=-1)[:, :12]
-    value, gradient = LOSSES[loss](scores.log_softmax(dim=-1), p)
+    value, gradient = row_loss_of(loss)(scores.log_softmax(dim=-1), p)
     (expected,) = torch.autograd.grad(value.sum(), scores)
     torch.testing.assert_close(gradient.detach(), expected)
 
@@ -213,10 +216,32 @@ def test_losses_are_what_they_are_called() -> None:
         "total_variation": distance,
         "acceptance": -(1 - distance).log(),
     }
+    weight = (-3 * (1 - distance)).exp()
+    expected["lk_hybrid"] = weight * expected["kl"] + (1 - weight) * distance
+    assert expected.keys() == LOSSES.keys()
     for name, value in expected.items():
         torch.testing.assert_close(LOSSES[name](q.log(), p)[0], value)
         if name != "cross_entropy":
             torch.testing.assert_close(LOSSES[name](p.log(), p)[0], torch.zeros(5), atol=1e-6, rtol=0)
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_losses_and_gradients() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(5, 12, generator=generator).softmax(dim=-1) for _ in range(2))
+    found = row_loss_of(MIXTURE)(q.log(), p)
+    parts = [LOSSES[name](q.log(), p) for name in MIXTURE]
+    for ours, one, other in zip(found, *parts, strict=True):
+        torch.testing.assert_close(ours, 0.1 * one + 0.9 * other)
+
+
+def test_the_hybrid_follows_the_divergence_where_nothing_meets_and_the_distance_where_all_does() -> None:
+    apart, near = torch.tensor([[8.0, 0.0, 0.0]]), torch.tensor([[0.0, 0.1, 0.0]])
+    p = torch.tensor([[0.0, 0.0, 20.0]]).softmax(dim=-1), torch.zeros(1, 3).softmax(dim=-1)
+    for scores, target, leader, factor in ((apart, p[0], "kl", 1.0), (near, p[1], "total_variation", 1 - np.exp(-3))):
+        log_q = scores.log_softmax(dim=-1)
+        torch.testing.assert_close(
+            LOSSES["lk_hybrid"](log_q, target)[1], factor * LOSSES[leader](log_q, target)[1], rtol=0.1, atol=0.01
+        )
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss() -> None:
@@ -243,6 +268,11 @@ def test_depth_weights_sum_to_one() -> None:
     assert sum(depth_weights(7, 0.8)) == pytest.approx(1)
     assert depth_weights(3, 1.0) == pytest.approx([1 / 3] * 3)
     assert depth_weights(2, 0.5) == pytest.approx([2 / 3, 1 / 3])
+
+
+def test_a_weight_on_the_first_depth_leaves_the_others_as_they_are_to_each_other() -> None:
+    assert depth_weights(3, 0.5, first=3.0) == pytest.approx([3 / 3.75, 0.5 / 3.75, 0.25 / 3.75])
+    assert depth_weights(1, 0.5, first=3.0) == [1.0]
 
 
 def test_feedback_is_not_detached() -> None:

@@ -2,8 +2,8 @@
 
 Several drafters may learn side by side from the same batches: the target runs once for all of them, and the comparison
 between them is fair. Packs are a function of seed and epoch, so a run that is taken up at step n sees what it would
-have seen; nothing random happens elsewhere. Where a run ends after so much time, the main process's clock counts for
-all, and the learning rate follows it.
+have seen; noise on states is a function of seed and pack (noise.py), and nothing random happens elsewhere. Where a run
+ends after so much time, the main process's clock counts for all, and the learning rate follows it.
 
 Shapes: S depths.
 """
@@ -30,7 +30,6 @@ from eyas.train.features import FeatureSource, FetchingSource, InterruptedWaitEr
 from eyas.train.ranks import Ranks
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.state import TrainState
-from eyas.train.unroll import depth_weights
 
 logger = logging.getLogger(__name__)
 
@@ -181,10 +180,12 @@ def train(
                     observer.saved(done, save(done))
                 ranks.barrier()
                 break
-            for number, batch in enumerate(batches, start=1):
+            for number, batch in enumerate(batches):
                 features = source(batch)
+                pack = step * config.packs_per_step + ranks.rank + number * ranks.world
+                last_among = ranks if number + 1 == len(batches) else None
                 for state in states:
-                    state.backward(batch, features, counts, last_among=ranks if number == len(batches) else None)
+                    state.backward(batch, features, counts, pack=pack, last_among=last_among)
             norms = _gradient_norms(states, ranks)
             first = step == start
             if first:
@@ -329,9 +330,8 @@ class _MetricsWindow:
         drafters = {}
         for state in self._states:
             loss_S, hit_S, overlap_S = (self._sums[state.name].cpu() / self._counts[state.name].clamp(min=1)).tolist()
-            weights = depth_weights(state.settings.depths, state.settings.gamma)
             drafters[state.name] = DrafterMetrics(
-                loss=sum(w * x for w, x in zip(weights, loss_S, strict=True)),
+                loss=sum(w * x for w, x in zip(state.depth_weights, loss_S, strict=True)),
                 accuracy=tuple(hit_S),
                 overlap=tuple(overlap_S),
                 gradient_norm=self._norms[state.name],

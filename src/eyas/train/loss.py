@@ -14,6 +14,9 @@ from torch import Tensor
 
 from eyas.train.recipe import LossName
 
+LK_DECAY = 3.0
+"""How fast the hybrid goes over from divergence to acceptance: the best of those that its authors tried."""
+
 RowLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """From the drafter's log-probabilities and p to the loss of each row [C] and its gradient by the scores [C, W]."""
 
@@ -43,12 +46,41 @@ def negative_log_acceptance(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Ten
     return -accepted_C.log(), -gradient_CW / accepted_C[:, None]
 
 
+def lk_hybrid(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
+    """w KL + (1 - w) TV, with w = exp(-3 a) and a the acceptance of the row (LK loss, arXiv 2602.23881).
+
+    Total variation is what counts, but its gradient fades where p and q hardly meet: there the divergence leads. The
+    weight is a number, nothing is learnt through it.
+    """
+    (divergence_C, towards_CW), (distance_C, away_CW) = kl_divergence(log_q_CW, p_CW), total_variation(log_q_CW, p_CW)
+    weight_C = torch.exp(-LK_DECAY * (1 - distance_C.detach()))
+    gradient_CW = weight_C[:, None] * towards_CW + (1 - weight_C[:, None]) * away_CW
+    return weight_C * divergence_C + (1 - weight_C) * distance_C, gradient_CW
+
+
 LOSSES: Mapping[LossName, RowLoss] = {
     "cross_entropy": cross_entropy,
     "kl": kl_divergence,
     "total_variation": total_variation,
     "acceptance": negative_log_acceptance,
+    "lk_hybrid": lk_hybrid,
 }
+
+
+def row_loss_of(loss: LossName | Mapping[LossName, float]) -> RowLoss:
+    """The loss of that name, or a sum of several by their weights."""
+    if isinstance(loss, str):
+        return LOSSES[loss]
+    parts = [(LOSSES[name], weight) for name, weight in loss.items()]
+
+    def mixture(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:
+        loss_C, gradient_CW = log_q_CW.new_zeros(len(log_q_CW)), torch.zeros_like(log_q_CW)
+        for row_loss, weight in parts:
+            own_C, own_CW = row_loss(log_q_CW, p_CW)
+            loss_C, gradient_CW = loss_C + weight * own_C, gradient_CW + weight * own_CW
+        return loss_C, gradient_CW
+
+    return mixture
 
 
 def _acceptance(log_q_CW: Tensor, p_CW: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from eyas.target.chat_template import ChatFormat
 
 ModelType = Literal["llama", "qwen3", "deepseek_v2"]
-LossName = Literal["cross_entropy", "kl", "total_variation", "acceptance"]
+LossName = Literal["cross_entropy", "kl", "total_variation", "acceptance", "lk_hybrid"]
 ScheduleName = Literal["cosine", "wsd"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 MIN_JOIN_LENGTH = 2048
@@ -49,6 +49,7 @@ ONLY_DRAFTER = "drafter"
 """The name of the drafter of a recipe without [drafters.*]."""
 
 _TAKEN_NAMES = ("best", "checkpoints", "encoded", "state", "tensorboard")
+_MOST_WEIGHT = 1000.0
 _LENGTHS = ("steps", "minutes", "epochs")
 """Keys of [train] that say how long a run is; one of them does."""
 _RENAMED = {"checkpoint": "activation_checkpointing"}
@@ -66,6 +67,20 @@ def _size_or_auto(value: object) -> int | str | None:
     if value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31):
         return value
     raise ValueError(f'it must be a whole number from 1, "{AUTO}" or "{NONE}"')
+
+
+def _loss(value: object) -> object:
+    """The name of a loss, or weights by name."""
+    known = get_args(LossName)
+    weights = list(value.items()) if isinstance(value, Mapping) and value else [(value, 1.0)]
+    for name, weight in weights:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ValueError(f"{hint}it must be one of {', '.join(known)}, or a table of their weights")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight <= _MOST_WEIGHT:
+            raise ValueError(f"the weight of {name} must be a number above 0, at most {_MOST_WEIGHT:g}")
+    return {name: float(weight) for name, weight in weights} if isinstance(value, Mapping) else value
 
 
 def _different(names: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
@@ -288,7 +303,12 @@ class Hyperparameters(_Table):
     """How many tokens ahead the drafter is unrolled."""
     gamma: _PositiveShare = 0.8
     """Weight of a depth relative to the one before it."""
-    loss: LossName = "cross_entropy"
+    first_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
+    """Weight of the first depth, times what gamma gives it: above 1, more is learnt about the first draft."""
+    loss: Annotated[LossName | dict[LossName, float], PlainValidator(_loss)] = "cross_entropy"
+    """The name of a loss, or a table of weights for several: { cross_entropy = 0.1, total_variation = 0.9 }."""
+    noise: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Noise on the target's states while training, in parts of the RMS of each state; 0: none."""
     lr: _PositiveShare = 1e-3
     """Peak learning rate."""
     head_lr_scale: Annotated[float, Field(ge=0, le=100)] = 0.3
@@ -298,6 +318,8 @@ class Hyperparameters(_Table):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.0
     clip: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the gradient."""
+    seed: _Seed = 0
+    """Of the drafter's first weights and of the noise on states."""
 
 
 class TrainSettings(Hyperparameters):
@@ -326,8 +348,6 @@ class TrainSettings(Hyperparameters):
     """Of the drafter's computation; its weights are always kept in float32. auto: bfloat16 on CUDA."""
     chunk: _Count = 4096
     """Rows whose scores over the vocabulary are held at once."""
-    seed: _Seed = 0
-    """Of the drafter's first weights."""
     log_every: _Count = 10
     eval_every: _CountOrZero = 0
     """Steps between evaluations; 0: only at the end."""

@@ -389,7 +389,7 @@ def _train_states(
             )
             chosen = settings.model_copy(update={"draft_vocab_size": len(kept)})
             config = config_for(target, chosen, dtype=dtype)
-            drafter = init_drafter(target, config, torch.from_numpy(kept), seed=recipe.train.seed)
+            drafter = init_drafter(target, config, torch.from_numpy(kept), seed=drafter_recipe.train.seed)
         config = drafter.config
         if fresh:  # a run that is taken up has its weights from the checkpoint
             start = _settle_start(drafter, drafter_recipe, read_text, ranks)

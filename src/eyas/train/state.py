@@ -16,7 +16,8 @@ from eyas.drafter.model import Drafter
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
 from eyas.train.forward_loss import forward_loss
-from eyas.train.loss import LOSSES
+from eyas.train.loss import row_loss_of
+from eyas.train.noise import with_noise
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import TrainSettings
 from eyas.train.reduction import GradientReduction
@@ -41,7 +42,8 @@ class TrainState:
         for name_of, p in self._working.items():
             p.register_post_accumulate_grad_hook(partial(self._take_gradient, name_of))  # type: ignore[no-untyped-call]
         self.optimizer = torch.optim.AdamW(self._groups(), betas=settings.betas, eps=settings.eps, foreach=True)
-        self._row_loss = LOSSES[settings.loss]
+        self._row_loss = row_loss_of(settings.loss)
+        self.depth_weights = depth_weights(settings.depths, settings.gamma, settings.first_weight)
         if settings.compile:
             # Every depth and drafter has a graph of its own; the default of 8 is for accidents.
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
@@ -50,17 +52,23 @@ class TrainState:
         self.metrics_3S = self._zero_metrics()
 
     def backward(
-        self, batch: TrainingBatch, features: Features, counts: Sequence[int], *, last_among: Ranks | None = None
+        self,
+        batch: TrainingBatch,
+        features: Features,
+        counts: Sequence[int],
+        *,
+        pack: int = 0,
+        last_among: Ranks | None = None,
     ) -> None:
         """Add one batch to the gradient; `counts` are the predictions of the whole step at each depth.
 
+        `pack` is its number in the run, which with the seed decides the noise on its states.
         With the step's last batch the gradients of the processes `last_among` are summed, as soon as each is whole;
         `wait_for_sum` says when they are.
         """
-        weights = [
-            weight / max(1, count)
-            for weight, count in zip(depth_weights(self.settings.depths, self.settings.gamma), counts, strict=False)
-        ]
+        weights = [weight / max(1, count) for weight, count in zip(self.depth_weights, counts, strict=False)]
+        if self.settings.noise:
+            features = with_noise(features, self._layer_ids(features), self.settings.noise, (self.settings.seed, pack))
         scores = self._forward_loss(batch, features, weights)
         if last_among is not None and last_among.world > 1:
             self._reduction = GradientReduction(list(self.master_weights.values()), last_among)
@@ -101,7 +109,7 @@ class TrainState:
             batch,
             features,
             target_ids_W=self.target_ids_W,
-            layer_ids=self.drafter.config.aux_layer_ids or features.aux_layer_ids,
+            layer_ids=self._layer_ids(features),
             weights=weights,
             row_loss=self._row_loss,
             chunk=settings.chunk,
@@ -110,6 +118,10 @@ class TrainState:
             passes=self._passes,
             compare=self._compare,
         )
+
+    def _layer_ids(self, features: Features) -> tuple[int, ...]:
+        """The layers whose states the drafter reads."""
+        return self.drafter.config.aux_layer_ids or features.aux_layer_ids
 
     def gradients(self) -> list[Tensor]:
         """Gradients of the master weights, in a fixed order; zeros where nothing was learnt."""

@@ -128,7 +128,7 @@ def _rows(x_ND: Tensor, *indices: Tensor) -> tuple[Tensor, ...]:
     return rows
 
 
-def depth_weights(depths: int, gamma: float) -> list[float]:
-    """gamma ** depth, normalised to sum to one so that the loss does not grow with the number of depths."""
-    raw = [gamma**depth for depth in range(depths)]
+def depth_weights(depths: int, gamma: float, first: float = 1.0) -> list[float]:
+    """gamma ** depth, the first times `first`, normalised to sum to one: the loss does not grow with the depths."""
+    raw = [gamma**depth * (1.0 if depth else first) for depth in range(depths)]
     return [weight / sum(raw) for weight in raw]
