@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 import eyas
 from chat_tokenizer import CHATML, chat_tokenizer
 from eyas.cli.stop import StopRequest, children_of
-from eyas.cli.train import _Screen
+from eyas.cli.train import TrainScreen
 from eyas.drafter.checkpoint import load_drafter
 from eyas.kernels.linear.quantised_linear import load_quantised
 from eyas.train.recipe import load_recipe
@@ -314,7 +314,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
 ) -> None:
     record = json.dumps({"held_out": {"old": {"acceptance_length": 1.7}}})
 
-    def trained(*_: Any, observers: list[_Screen], resuming: bool, cache: Path, **__: Any) -> TrainResult:
+    def trained(*_: Any, observers: list[TrainScreen], resuming: bool, cache: Path, **__: Any) -> TrainResult:
         assert resuming
         assert cache == tmp_path
         for observer in observers:
@@ -356,7 +356,7 @@ def test_progress_goes_to_stderr_and_results_to_stdout(
 def test_on_a_terminal_a_table_is_drawn(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with _Screen(shown=True) as screen:
+    with TrainScreen(shown=True) as screen:
         screen.estimated(1, counts_of("old"))
         screen.progressed(metrics_at(2, "old"))
         screen.saved(2, Path("place"))

@@ -395,8 +395,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **opti
     def encoded(files: Sequence[Path], settings: object, **_: object) -> tuple[Corpus, FitCounts]:
         return corpus_of(120), FitCounts(kept=120)
 
-    monkeypatch.setattr("eyas.train.run.encode_corpus", encoded)
-    monkeypatch.setattr("eyas.train.run.fingerprint_tokenizer", lambda *_: "letters")  # it knows no vocabulary
+    monkeypatch.setattr("eyas.train.run_data.encode_corpus", encoded)
+    monkeypatch.setattr("eyas.train.run_data.fingerprint_tokenizer", lambda *_: "letters")  # it knows no vocabulary
     monkeypatch.setattr(Target, "stop_ids", lambda self: frozenset({1}))
     diary = Diary()
     return run(recipe, TargetParts.of(target), opened_source(target), observers=[diary], **options), diary

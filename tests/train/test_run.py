@@ -334,7 +334,7 @@ def test_what_the_recipe_alone_shows_is_refused_before_anything_is_read(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("encoding begins")
 
-    monkeypatch.setattr("eyas.train.run.encode_corpus", never)
+    monkeypatch.setattr("eyas.train.run_data.encode_corpus", never)
 
     def refused(message: str, processes: int = 1, **changes: dict[str, Any]) -> None:
         changed = {name: {**tables.get(name, {}), **changes.get(name, {})} for name in {*tables, *changes}}

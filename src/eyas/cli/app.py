@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from eyas.cli.adapt import adapt
 from eyas.cli.bench import app as bench_app
 from eyas.cli.check import check
 from eyas.cli.convert import convert
@@ -40,6 +41,7 @@ for _function, _name in (
     (convert, None),
     (fetch, None),
     (train, None),
+    (adapt, None),
     (evaluate, "eval"),
     (doctor, None),
 ):

@@ -139,9 +139,9 @@ def doctor(
             target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
         )
     arguments["quantization"] = loaded.quantization
-    chat_prompts = _chat_prompts(conversations, loaded, config, limit)
+    asked = chat_prompts(conversations, loaded, config, limit)
     candidates = [load_candidate(source, name, loaded) for name, source in names.items()]
-    examination = Examination(loaded, candidates, chat_prompts, config, filler=text)
+    examination = Examination(loaded, candidates, asked, config, filler=text)
     try:
         with ProgressDisplay() as progress:
             examination.run(lambda name, done, total: progress.update(name, done, total or None))
@@ -209,9 +209,10 @@ def _filler(file: Path | None, conversations: "Sequence[Conversation]") -> str:
     return text
 
 
-def _chat_prompts(
+def chat_prompts(
     conversations: "Sequence[Conversation]", target: "Target", config: "ExaminationConfig", limit: int
 ) -> "list[ExaminationPrompt]":
+    """The first questions of the conversations, as many as `limit`, that leave room for an answer."""
     from eyas.data.encode_prompt import encode_prompt
     from eyas.doctor.examination import ExaminationPrompt
     from eyas.doctor.transcripts import Asked

@@ -79,7 +79,7 @@ def _train(
     tick = Ticker()
     with (
         _open_target(recipe, ranks, stop, cache) as (parts, open_source, source_record),
-        _Screen(shown=ranks.is_main) as screen,
+        TrainScreen(shown=ranks.is_main) as screen,
     ):
         outcome = run(
             recipe,
@@ -128,7 +128,7 @@ def _open_target(
     if not recipe.features.servers:
         from eyas.train.sources.live import LiveSource
 
-        target = _load_target(recipe, ranks, cache)
+        target = load_training_target(recipe, ranks, cache)
         yield TargetParts.of(target), functools.partial(LiveSource, target, chunk=recipe.train.chunk), dict
         return
     from eyas.train.preflight import layers_read
@@ -137,7 +137,7 @@ def _open_target(
     parts = TargetParts.load(
         recipe.target.source,
         dtype=recipe.target.dtype,
-        device=_device(recipe.target.device),
+        device=choose_training_device(recipe.target.device),
         cache=cache,
         chat_format=recipe.target.chat_format(),
     )
@@ -149,12 +149,12 @@ def _open_target(
         yield parts, open_source, open_source.record
 
 
-def _load_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Target":
+def load_training_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Target":
     """Load the target, where weights pass through the host's memory one process of a machine after the other."""
     from eyas.loading import load_target
     from eyas.target.model import Target, loads_onto_device
 
-    device = _device(recipe.target.device)
+    device = choose_training_device(recipe.target.device)
 
     def load() -> Target:
         if recipe.target.quantization != "none":
@@ -188,7 +188,7 @@ def _load_target(recipe: "Recipe", ranks: "Ranks", cache: Path | None) -> "Targe
     return loaded
 
 
-class _Screen:
+class TrainScreen:
     """A table that is drawn over where there is a terminal, and lines where there is none."""
 
     def __init__(self, *, shown: bool) -> None:
@@ -196,7 +196,7 @@ class _Screen:
         self._live: Live | None = None
         self._lengths: dict[str, str] = {}
 
-    def __enter__(self) -> "_Screen":
+    def __enter__(self) -> "TrainScreen":
         if self._shown and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
@@ -250,7 +250,8 @@ def _join_ranks() -> "Ranks":
     return ranks
 
 
-def _device(asked: str) -> str:
+def choose_training_device(asked: str) -> str:
+    """The device of this process, where a recipe says auto: its own GPU, or the CPU."""
     import torch
 
     if asked != "auto":

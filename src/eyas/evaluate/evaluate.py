@@ -18,18 +18,15 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from eyas.data.conversations import Message
 from eyas.drafter.model import Drafter
 from eyas.evaluate.prompts import Prompt, Questions
 from eyas.target.model import Target
 from eyas.train.corpus.corpus import Corpus
-from eyas.train.epochs import CorpusPacks
+from eyas.train.corpus_hits import hits_of_corpus
 from eyas.train.estimate import RoundCounts, walk_rounds
-from eyas.train.forward_loss import forward_loss
 from eyas.train.journal import counts_as_json
-from eyas.train.loss import LOSSES
 from eyas.train.sources.live import LiveSource
 
 LONGEST_PERIOD = 64
@@ -170,7 +167,6 @@ def corpus_of(group: Group) -> Corpus:
     return Corpus.build(ids, mask, lengths)
 
 
-@torch.no_grad()
 def estimate_corpus(
     drafters: Mapping[str, Drafter],
     target: Target,
@@ -180,31 +176,22 @@ def estimate_corpus(
     pack_length: int,
     chunk: int = 4096,
 ) -> dict[str, dict[int, RoundCounts]]:
-    """Walk the rounds of every drafter at every depth through the answers of a corpus.
-
-    The target runs once for all drafters and each drafter is unrolled once, to the deepest depth: the first k depths
-    of that are what drafting k tokens does. Documents longer than `pack_length` get a pack of their own.
-    """
+    """Walk the rounds of every drafter at every depth through the answers of a corpus."""
     layer_ids = {name: drafter.config.layers_read(target.facts) for name, drafter in drafters.items()}
     source = LiveSource(target, sorted({k for ids in layer_ids.values() for k in ids}), chunk=chunk)
-    # Made once: the source keeps the target's head over each of them.
-    kept = {name: drafter.vocab().target_ids_W for name, drafter in drafters.items()}
     counts = {name: {k: RoundCounts(rounds=0, accepted_at=(0,) * k) for k in depths} for name in drafters}
-    length = max(pack_length, corpus.longest)
-    batches = CorpusPacks(corpus=corpus, length=length, seed=0, device=target.device, padded=False)
-    for batch in (planned.build() for planned in batches.epoch(0)):
-        features = source(batch)
-        for name, drafter in drafters.items():
-            hit_SM = forward_loss(
-                drafter,
-                batch,
-                features,
-                target_ids_W=kept[name],
-                layer_ids=layer_ids[name],
-                weights=[1.0] * max(depths),
-                row_loss=LOSSES["total_variation"],
-                chunk=chunk,
-            ).hit_SM.cpu()
+    found = hits_of_corpus(
+        drafters,
+        layer_ids,
+        source,
+        corpus,
+        depths=max(depths),
+        pack_length=pack_length,
+        chunk=chunk,
+        device=target.device,
+    )
+    for batch, hits in found:
+        for name, hit_SM in hits.items():
             for k in depths:
                 counts[name][k] += walk_rounds(batch, hit_SM[:k])
     return counts

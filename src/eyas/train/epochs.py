@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from eyas.train.batch import TrainingBatch
-from eyas.train.corpus.corpus import Corpus, Pack, packs
+from eyas.train.corpus.corpus import Corpus, Pack, Replay, packs
 from eyas.train.loop import PlannedBatch
 
 
@@ -24,6 +24,8 @@ class CorpusPacks:
     join_length: int = 0
     first_document: int = 0
     """Number of the corpus's first document among all documents of the run: held-out ones come behind the others."""
+    replay: Replay | None = None
+    """Which documents are only mixed in; None: none."""
 
     def epoch(self, number: int) -> Sequence[PlannedBatch]:
         """All packs of one epoch, in order."""
@@ -34,6 +36,7 @@ class CorpusPacks:
             epoch=number,
             join_share=self.join_share,
             join_length=self.join_length,
+            replay=self.replay,
         )
         return [
             PlannedBatch(name=self._name(number, place, pack), build=lambda pack=pack: self._build(pack))  # type: ignore[misc]

@@ -8,6 +8,7 @@ tokens it drafted.
 Shapes: S depths, M teacher rows (batch.py).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,16 +51,20 @@ def acceptance_file(counts: RoundCounts) -> dict[str, str]:
 
 def walk_rounds(batch: TrainingBatch, hit_SM: Tensor) -> RoundCounts:
     """Walk every answer of a batch, given the hits of each depth."""
+    nothing = RoundCounts(rounds=0, accepted_at=(0,) * len(hit_SM))
+    return sum((counts for _, counts in walk_answers(batch, hit_SM)), start=nothing)
+
+
+def walk_answers(batch: TrainingBatch, hit_SM: Tensor) -> Iterator[tuple[int, RoundCounts]]:
+    """The same answer by answer, each with its first teacher row."""
     depths, rows = hit_SM.shape
     hits = hit_SM.tolist()
     run_M = batch.run_lengths
     # Rows of one answer stand one behind the other; where a run does not go on, another answer begins.
     begins_M = np.concatenate([[True], run_M[1:] != run_M[:-1] + 1]) if rows else np.zeros(0, dtype=bool)
     borders = [*np.nonzero(begins_M)[0].tolist(), rows]
-    accepted_at = [0] * depths
-    rounds = 0
     for first, end in pairwise(borders):
-        row = first
+        row, rounds, accepted_at = first, 0, [0] * depths
         while row < end:
             # A round that starts here drafts row + k at depth k; an answer may end before the round does.
             accepted = 0
@@ -68,4 +73,4 @@ def walk_rounds(batch: TrainingBatch, hit_SM: Tensor) -> RoundCounts:
                 accepted += 1
             rounds += 1
             row += accepted + 1
-    return RoundCounts(rounds=rounds, accepted_at=tuple(accepted_at))
+        yield first, RoundCounts(rounds=rounds, accepted_at=tuple(accepted_at))

@@ -323,10 +323,12 @@ class _MetricsWindow:
         now = time.perf_counter()
         (since, tokens, before), self._last = self._last, (now, self.tokens, step)
         seconds = max(1e-9, now - since)
+        ends = []
         if self._length.minutes is not None:
-            left = max(0.0, 60 * self._length.minutes - trained)
-        else:
-            left = seconds / max(1, step - before) * ((self._length.steps or 0) - step)
+            ends.append(max(0.0, 60 * self._length.minutes - trained))
+        if self._length.steps is not None:
+            ends.append(seconds / max(1, step - before) * (self._length.steps - step))
+        left = min(ends)
         drafters = {}
         for state in self._states:
             loss_S, hit_S, overlap_S = (self._sums[state.name].cpu() / self._counts[state.name].clamp(min=1)).tolist()

@@ -29,9 +29,12 @@ def check_run(recipe: Recipe, facts: TargetFacts, *, processes: int = 1, resumin
     _check_folder(recipe, resuming=resuming)
     _check_lengths(recipe, facts)
     layer_ids = layers_read(recipe, facts)
-    for file in expand_files([*recipe.data.files, *([recipe.data.held_out] if recipe.data.held_out else [])]):
+    data = recipe.data
+    for file in expand_files([*data.files, *data.replay, *filter(None, [data.held_out])]):
         if not file.exists():
-            raise UserError(f"cannot read {file}: No such file or directory; check data.files and data.held_out")
+            raise UserError(
+                f"cannot read {file}: No such file or directory; check data.files, data.held_out and data.replay"
+            )
     if recipe.features.source == "cache":
         _check_cache(recipe, facts, layer_ids)
     if recipe.features.servers:

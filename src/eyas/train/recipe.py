@@ -207,6 +207,12 @@ class DataSettings(_Table):
     """A file or folder of conversations to evaluate on; none: a share of `files` is set aside."""
     held_out_share: _ShareBelowOne = 0.01
     """Share of the documents that is set aside when there is no `held_out` file; 0: none."""
+    held_out_newest: bool = False
+    """Set the last conversations of the files aside, which are the newest of a log, instead of any."""
+    replay: Annotated[tuple[_Text, ...], _LIST] = ()
+    """Files of other conversations that are mixed in, so that what they teach is not forgotten."""
+    replay_share: _ShareBelowOne = 0.25
+    """Share of the tokens of an epoch that is of `replay`; others of its conversations in every epoch."""
     max_length: _Tokens = 2048
     """Tokens of a conversation at most; longer ones are cut at turns."""
     pack_length: _Tokens = 4096
@@ -320,6 +326,9 @@ class Hyperparameters(_Table):
     """Largest norm of the gradient."""
     seed: _Seed = 0
     """Of the drafter's first weights and of the noise on states."""
+    anchor: _ShareBelowOne = 0.0
+    """Share of the way back to the weights of `drafter.init_from` that every step goes, times the learning rate's share
+    of its peak: weight decay towards what the drafter was, so that it forgets less."""
 
 
 class TrainSettings(Hyperparameters):
@@ -339,6 +348,8 @@ class TrainSettings(Hyperparameters):
     """Minutes of training; what comes before it (loading, encoding, compiling) is not counted."""
     epochs: Annotated[Annotated[float, Field(gt=0, le=1e6)] | None, _MAY_BE_NONE] = None
     """Passes over the data."""
+    max_minutes: Annotated[Annotated[float, Field(gt=0, le=1e6)] | None, _MAY_BE_NONE] = None
+    """Minutes after which a run of `steps` or `epochs` ends all the same; the rate falls towards the nearer end."""
     packs_per_step: _Count = 1
     """Packs that a step sums gradients over."""
     compile: bool = False
@@ -370,6 +381,11 @@ class TrainSettings(Hyperparameters):
             raise UserError(
                 f"the recipe has {' and '.join(said)}, but only one of them can say how long the run is; remove the "
                 f'others, or set them to "{NONE}"'
+            )
+        if self.minutes is not None and self.max_minutes is not None:
+            raise UserError(
+                f"the recipe has train.minutes {self.minutes:g} and train.max_minutes {self.max_minutes:g}; the first "
+                "says how long the run is already, so remove the other"
             )
         if self.schedule == "wsd" and self.warmup + self.decay > 1:
             raise UserError(
@@ -427,6 +443,12 @@ class Recipe(_Table):
                 f"target.{key} says how the target runs here, but features.servers run it; leave it out and tell the "
                 "servers"
             )
+        for drafter in self.drafter_recipes():
+            if drafter.train.anchor and drafter.drafter.init_from is None:
+                raise UserError(
+                    f"train.anchor of {drafter.name} is {drafter.train.anchor:g} but it starts from scratch, and "
+                    "random weights are nothing to stay near; set drafter.init_from, or train.anchor to 0"
+                )
         if self.features.source == "cache" and self.data.join_share:
             raise UserError(
                 f"data.join_share is {self.data.join_share} and joined documents see each other, which a cache of "

@@ -8,7 +8,6 @@ folder/log.jsonl, training.png, record.json, recipe.toml
 """
 
 import functools
-import hashlib
 import json
 import logging
 import time
@@ -20,8 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from eyas.data.author_check import AuthorCheck
-from eyas.data.files import expand_files
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.drafter.recorded_acceptance import FILE, read_acceptance
@@ -29,12 +26,10 @@ from eyas.errors import UserError
 from eyas.target.parts import TargetParts
 from eyas.train import resume
 from eyas.train.attention import require_attention
-from eyas.train.batch import TrainingBatch, teaching_rows
+from eyas.train.batch import TrainingBatch
 from eyas.train.best import BestDrafters
-from eyas.train.corpus.cache import load_or_encode
-from eyas.train.corpus.corpus import Corpus, concatenate, split
-from eyas.train.corpus.encoding import EncodingProgress, EncodingSettings, encode_corpus, fingerprint_tokenizer
-from eyas.train.corpus.packing import FitCounts
+from eyas.train.corpus.corpus import Corpus, concatenate
+from eyas.train.corpus.encoding import EncodingProgress
 from eyas.train.corpus.vocabulary import choose_vocabulary
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts, acceptance_file
@@ -47,6 +42,7 @@ from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import DrafterRecipe, Recipe, to_toml
 from eyas.train.resume import ResumePoint
+from eyas.train.run_data import fingerprint_corpus, read_data
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.cache import CacheKey, CacheSource, fingerprint_vocabulary
 from eyas.train.sources.cache_writer import CacheWriter
@@ -66,7 +62,7 @@ _MAY_CHANGE_ON_RESUME = {
     "features": {"folder", "servers", "states_folder", "ahead_gb", "in_flight"},
     "train": {"log_every", "eval_every", "eval_packs", "save_every", "compile", "activation_checkpointing"}
     # A run may become longer: its schedule is then another from there on, which is said.
-    | {"steps", "minutes", "epochs"},
+    | {"steps", "minutes", "epochs", "max_minutes"},
     "output": {"folder", "trackers"},
 }
 
@@ -133,7 +129,8 @@ def run(
     newest = resume.newest(checkpoints)
     check_run(recipe, target.facts, processes=ranks.world, resuming=resuming)
     require_attention(recipe.data.pack_length, getattr(torch, _precision(recipe, target)), target.device)
-    corpus, held_out, data_record = _read_data(recipe, target, on_encoded, cache, ranks)
+    data = read_data(recipe, target, on_encoded=on_encoded, cache=cache, ranks=ranks)
+    corpus, held_out, data_record = data.corpus, data.held_out, data.record
     packs = CorpusPacks(
         corpus=corpus,
         length=recipe.data.pack_length,
@@ -142,6 +139,7 @@ def run(
         padded=recipe.train.compile,
         join_share=recipe.data.join_share,
         join_length=recipe.data.join_length,
+        replay=data.replay,
     )
     states, vocabulary_record, start_record = _train_states(
         recipe, target, open_source, packs, ranks, fresh=newest is None
@@ -150,7 +148,7 @@ def run(
     source = _feature_source(recipe, target, open_source, states, corpus, held_out, stop=stop, ranks=ranks)
     held_out_packs: Sequence[PlannedBatch] = []
     if held_out is not None:
-        others = replace(packs, corpus=held_out, join_share=0.0, first_document=len(corpus))
+        others = replace(packs, corpus=held_out, join_share=0.0, first_document=len(corpus), replay=None)
         held_out_packs = others.epoch(0)[: recipe.train.eval_packs]
     config = _loop_config(recipe, data_record["fingerprint"], len(packs.epoch(0)), folder)
     logger.info(
@@ -263,7 +261,7 @@ def _feature_source(
     everything = corpus if held_out is None else concatenate([corpus, held_out])
     key = CacheKey(
         target=target.facts.source,
-        corpus=_fingerprint(everything),
+        corpus=fingerprint_corpus(everything),
         vocabulary=_one_vocabulary(states),
         aux_layer_ids=layer_ids,
         top_k=min(settings.top_k, len(states[0].target_ids_W)),
@@ -297,84 +295,13 @@ def _one_vocabulary(states: Sequence[TrainState]) -> str:
     return fingerprint_vocabulary(first.target_ids_W)
 
 
-def _read_data(
-    recipe: Recipe,
-    target: TargetParts,
-    on_encoded: Callable[[EncodingProgress], None] | None,
-    cache: Path | None,
-    ranks: Ranks,
-) -> tuple[Corpus, Corpus | None, dict[str, Any]]:
-    data, settings = recipe.data, EncodingSettings.of(recipe, cache=cache)
-    tokenizer = fingerprint_tokenizer(target.tokenizer, target.stop_ids)
-    check = AuthorCheck.of(target, allow_others=data.allow_other_authors)
-    key = {**settings.as_json(), "tokenizer": tokenizer, "max_bad_share": data.max_bad_share}
-    key |= {"author": check.fingerprint, "allow_other_authors": check.allow_others}
-
-    def read(files: Sequence[str], name: str) -> tuple[Corpus, dict[str, Any]]:
-        paths = expand_files(files)
-
-        def encode() -> tuple[Corpus, FitCounts]:
-            logger.info(f"encoding {', '.join(files)}")
-            return encode_corpus(
-                paths,
-                settings,
-                workers=data.workers,
-                max_bad_share=data.max_bad_share,
-                check=check,
-                on_progress=on_encoded,
-            )
-
-        place = Path(recipe.output.folder) / "encoded" / f"{name}.safetensors"
-        if not ranks.is_main:  # the leader encodes, the others find it done
-            ranks.barrier()
-        corpus, counts = load_or_encode(place, paths, key, encode)
-        if ranks.is_main:
-            ranks.barrier()
-        return corpus, {"files": list(files), **counts}
-
-    corpus, record = read(data.files, "train")
-    if ranks.is_main and (bad := record["bad"]["records"]):
-        logger.warning(f"{bad:,} of {record['bad']['read']:,} records are bad and skipped:")
-        for reason, count in record["bad"]["by_reason"].items():
-            logger.warning(f"  {count:,} x {reason}, as {record['bad']['examples'][reason][0]}")
-    held_out: Corpus | None = None
-    held_out_record: dict[str, Any] = {}
-    if data.held_out is not None:
-        held_out, held_out_record = read([data.held_out], "held-out")
-    elif data.held_out_share:
-        corpus, held_out = split(corpus, data.held_out_share, data.seed)
-    if not len(teaching_rows(corpus.mask, corpus.positions)):
-        raise UserError(
-            f"the answers of {corpus.conversations} conversations have one token each, or none, and a draft is of the "
-            "second; give longer answers"
-        )
-    logger.info(
-        f"{corpus.conversations:,} conversations, {corpus.tokens:,} tokens, {corpus.trainable:,} of them trained on; "
-        f"{record['cut']:,} cut at turns, {record['too_long']:,} too long, {record['unanswered']:,} unanswered; "
-        f"{0 if held_out is None else held_out.conversations:,} held out"
-    )
-    if record["unwritten"]:
-        logger.warning(
-            f"{record['unwritten']:,} answers call tools that the chat template does not write, and are left out; "
-            "answers that the target gives itself (eyas data answer) keep what it said"
-        )
-    record |= {
-        "conversations": corpus.conversations,
-        "rows": len(corpus),
-        "tokens": corpus.tokens,
-        "trained_on": corpus.trainable,
-    }
-    record |= {"fingerprint": _fingerprint(corpus), "held_out": held_out_record}
-    return corpus, held_out, record
-
-
 def _train_states(
     recipe: Recipe, target: TargetParts, open_source: OpenSource, packs: CorpusPacks, ranks: Ranks, *, fresh: bool
 ) -> tuple[list[TrainState], dict[str, Any], dict[str, Any]]:
     """The drafters, their vocabularies and, where the run is `fresh`, how they begin."""
     corpus = packs.corpus
     some = min(packs.length, max(START_TOKENS, packs.corpus.longest))
-    read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0), open_source)
+    read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0, replay=None), open_source)
     dtype = _precision(recipe, target)
     states, record, starts = [], {}, {}
     for drafter_recipe in recipe.drafter_recipes():
@@ -479,7 +406,7 @@ def _loop_config(recipe: Recipe, fingerprint: str, packs_in_epoch: int, folder: 
         if key not in _MAY_CHANGE_ON_RESUME.get(table, ())
     }
     return LoopConfig(
-        length=RunLength(steps=steps, minutes=settings.minutes),
+        length=RunLength(steps=steps, minutes=settings.minutes or settings.max_minutes),
         packs_per_step=settings.packs_per_step,
         schedule=LearningRateSchedule(
             name=settings.schedule, warmup=settings.warmup, decay=settings.decay, final=settings.final_lr
@@ -491,11 +418,3 @@ def _loop_config(recipe: Recipe, fingerprint: str, packs_in_epoch: int, folder: 
         folder=folder,
         same={**same, "the data": fingerprint},
     )
-
-
-def _fingerprint(corpus: Corpus) -> str:
-    """Tells one corpus from another."""
-    digest = hashlib.sha256()
-    for array in (corpus.ids, corpus.mask, corpus.offsets):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    return digest.hexdigest()[:16]

@@ -1,7 +1,7 @@
 """How long a run is, and the learning rate over it as a share of its peak.
 
-A run is as long as so many steps, or as so much time. Time is counted in milliseconds, and a schedule over
-milliseconds is the same function as one over steps.
+A run is as long as so many steps, or as so much time, or as whichever of both is over first. Time is counted in
+milliseconds, and a schedule over milliseconds is the same function as one over steps.
 """
 
 import math
@@ -12,22 +12,25 @@ from eyas.train.recipe import ScheduleName
 
 @dataclass(frozen=True, kw_only=True)
 class RunLength:
-    """Where a run ends: exactly one of both is set."""
+    """Where a run ends: at one of both, or at the first of them."""
 
     steps: int | None = None
     minutes: float | None = None
     """Of training; loading, encoding and compiling come before it."""
 
     def __post_init__(self) -> None:
-        assert (self.steps is None) != (self.minutes is None)
+        assert self.steps is not None or self.minutes is not None
 
     def position(self, step: int, seconds: float) -> tuple[int, int]:
-        """Where a run stands that begins `step` and has trained for `seconds`, and of how much."""
-        if self.steps is not None:
+        """Where a run stands that begins `step` and has trained for `seconds`, and of how much: by the nearer end."""
+        if self.minutes is None:
+            assert self.steps is not None
             return step, self.steps
-        assert self.minutes is not None
         end = round(self.minutes * 60_000)
-        return min(end, round(seconds * 1000)), end
+        by_time = min(end, round(seconds * 1000)), end
+        if self.steps is not None and step * end >= by_time[0] * self.steps:
+            return step, self.steps
+        return by_time
 
     def reached(self, step: int, seconds: float) -> bool:
         """Whether a run ends that has done `step` steps in `seconds`."""
@@ -35,9 +38,9 @@ class RunLength:
         return position >= end
 
     def __str__(self) -> str:
-        if self.steps is not None:
-            return f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
-        return f"{self.minutes:g} minute{'' if self.minutes == 1 else 's'}"
+        steps = None if self.steps is None else f"{self.steps:,} step{'' if self.steps == 1 else 's'}"
+        minutes = None if self.minutes is None else f"{self.minutes:g} minute{'' if self.minutes == 1 else 's'}"
+        return " or ".join(end for end in (steps, minutes) if end is not None)
 
 
 @dataclass(frozen=True, kw_only=True)

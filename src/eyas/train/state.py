@@ -38,6 +38,8 @@ class TrainState:
             name: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
             for name, p in self._working.items()
         }
+        # What `load_state_dict` takes up later is not where the run started.
+        self._start = [w.detach().clone() for w in self.master_weights.values()] if settings.anchor else []
         self._reduction: GradientReduction | None = None
         for name_of, p in self._working.items():
             p.register_post_accumulate_grad_hook(partial(self._take_gradient, name_of))  # type: ignore[no-untyped-call]
@@ -142,6 +144,9 @@ class TrainState:
             group["lr"] = group["peak"] * scale
         torch._foreach_mul_(self.gradients(), (self.settings.clip / (norm + 1e-12)).clamp(max=1.0))
         self.optimizer.step()
+        if self._start:
+            masters = [master.data for master in self.master_weights.values()]
+            torch._foreach_lerp_(masters, self._start, self.settings.anchor * scale)
         self.zero_grad()
         self._round_working_copy()
 

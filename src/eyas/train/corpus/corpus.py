@@ -108,8 +108,8 @@ def concatenate(corpora: Sequence[Corpus]) -> Corpus:
     )
 
 
-def split(corpus: Corpus, share: float, seed: int) -> tuple[Corpus, Corpus]:
-    """Set a random share of the conversations aside: what remains for training, and what is held out.
+def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False) -> tuple[Corpus, Corpus]:
+    """Set a random share of the conversations aside, or the last ones: what remains for training, and what is held out.
 
     All documents of a conversation stay on one side: they repeat each other's text.
     """
@@ -125,20 +125,47 @@ def split(corpus: Corpus, share: float, seed: int) -> tuple[Corpus, Corpus]:
         )
     aside = min(max(1, round(share * count)), count - 1)
     held = np.zeros(count, dtype=np.bool_)
-    held[np.random.default_rng(seed).permutation(count)[:aside]] = True
+    held[np.arange(count - aside, count) if newest else np.random.default_rng(seed).permutation(count)[:aside]] = True
     return corpus.take(np.flatnonzero(~held[place])), corpus.take(np.flatnonzero(held[place]))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Documents of a corpus that are only mixed in: those from `first` on, for `share` of an epoch's tokens."""
+
+    first: int
+    share: float
+
+    def documents(self, corpus: Corpus, chance: np.random.Generator) -> NDArray[np.int64]:
+        """All documents before `first`, and as many behind it, drawn anew, as make up the share; over again if few."""
+        tokens = self.share / (1 - self.share) * int(corpus.offsets[self.first])
+        lengths, drawn, used = corpus.lengths, list[int](), 0
+        while used < tokens:
+            for index in (self.first + chance.permutation(len(corpus) - self.first)).tolist():
+                if used >= tokens:
+                    break
+                drawn.append(index)
+                used += int(lengths[index])
+        return np.concatenate([np.arange(self.first), np.array(drawn, dtype=np.int64)])
+
+
 def packs(
-    corpus: Corpus, *, length: int, seed: int, epoch: int, join_share: float = 0.0, join_length: int = 0
+    corpus: Corpus,
+    *,
+    length: int,
+    seed: int,
+    epoch: int,
+    join_share: float = 0.0,
+    join_length: int = 0,
+    replay: Replay | None = None,
 ) -> list[Pack]:
-    """Every document once, in packs of at most `length` tokens, in an order of the epoch's own.
+    """Every document once, in packs of at most `length` tokens, in an order of the epoch's own; of `replay` some.
 
     Documents that make up `join_share` of the tokens are joined into long ones, up to `join_length` tokens: a drafter
     that never saw long contexts drafts badly in them. How long each becomes is drawn evenly from `MIN_JOIN_LENGTH` up.
     """
     chance = np.random.default_rng([seed, epoch])
-    order = chance.permutation(len(corpus)).tolist()
+    order = chance.permutation(len(corpus) if replay is None else replay.documents(corpus, chance)).tolist()
     sizes = corpus.lengths.tolist()
     documents: list[tuple[int, ...]] = []
     if join_share:
@@ -149,7 +176,8 @@ def packs(
                 f"data.join_length {join_length} is not between {MIN_JOIN_LENGTH} and the pack's {length} tokens; "
                 "change it or data.pack_length"
             )
-        documents, order = _joined(order, sizes, join_share * corpus.tokens, join_length, chance)
+        tokens = sum(sizes[index] for index in order)
+        documents, order = _joined(order, sizes, join_share * tokens, join_length, chance)
     documents += [(index,) for index in order]
     documents = [documents[place] for place in chance.permutation(len(documents)).tolist()]
     packed = list(pack((sum(sizes[index] for index in document) for document in documents), length=length))

@@ -1,0 +1,104 @@
+"""The recipe of an adaptation: an ordinary one, so that whoever wants it otherwise changes it and runs `eyas train`.
+
+What is particular: it starts from a drafter and keeps that drafter's shape, holds out the newest conversations, is
+bounded in passes and in time, and stays near its start (`train.anchor`) and, where there are other conversations,
+mixes them in (`data.replay`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from eyas.drafter.config import DrafterConfig
+from eyas.errors import UserError
+from eyas.train.recipe import Recipe, read_recipe
+from eyas.train.toml import apply_override, parse_override
+
+LR = 3e-4
+ANCHOR = 0.01
+EPOCHS = 4.0
+MINUTES = 3.0
+DEPTHS = 7
+REPLAY_SHARE = 0.25
+HELD_OUT_SHARE = 0.1
+LEAST_HELD_OUT = 16
+"""Conversations that are held out at least: of fewer, the interval would say little."""
+LEAST_ANSWERED = 2 * LEAST_HELD_OUT
+PACK_ON_CPU, PACK_ELSEWHERE = 2048, 8192
+LONGEST_ON_CPU, LONGEST_ELSEWHERE = 2048, 4096
+CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptationSettings:
+    """What an adaptation is told."""
+
+    drafter: str
+    """The one to start from."""
+    answers: Sequence[str]
+    """Files of conversations, oldest first."""
+    replay: Sequence[str] = ()
+    replay_share: float = REPLAY_SHARE
+    held_out_share: float = HELD_OUT_SHARE
+    lr: float = LR
+    anchor: float = ANCHOR
+    epochs: float = EPOCHS
+    minutes: float = MINUTES
+    target: Mapping[str, Any] = field(default_factory=dict)
+    """[target] of the recipe."""
+    folder: str
+    overrides: Sequence[str] = ()
+    """`table.key=value` over all of it."""
+
+
+def share_held_out(settings: AdaptationSettings, answered: int) -> float:
+    """The share of so many conversations that is set aside: what was asked for, and enough to judge by."""
+    if answered < LEAST_ANSWERED:
+        raise UserError(
+            f"there are {answered} conversations in {', '.join(settings.answers)}, and to adapt to them and to judge "
+            f"that takes {LEAST_ANSWERED} at least, better a thousand; collect more"
+        )
+    return max(settings.held_out_share, LEAST_HELD_OUT / answered)
+
+
+def adaptation_recipe(
+    settings: AdaptationSettings, config: DrafterConfig, *, answered: int, context: int | None, on_cpu: bool
+) -> Recipe:
+    """The recipe for a drafter of this config, a target of this context, and so many conversations."""
+    longest = min(LONGEST_ON_CPU if on_cpu else LONGEST_ELSEWHERE, context or LONGEST_ELSEWHERE)
+    tables: dict[str, Any] = {
+        "target": dict(settings.target),
+        "data": {
+            "files": list(settings.answers),
+            "held_out_share": share_held_out(settings, answered),
+            "held_out_newest": True,
+            "replay": list(settings.replay),
+            "replay_share": settings.replay_share,
+            "max_length": longest,
+            "pack_length": max(longest, PACK_ON_CPU if on_cpu else PACK_ELSEWHERE),
+        },
+        "drafter": {
+            "init_from": settings.drafter,
+            # Flags that the drafter has not would turn it into another one.
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+        },
+        "train": {
+            "lr": settings.lr,
+            "anchor": settings.anchor,
+            "depths": DEPTHS,
+            "gamma": 0.9,
+            "epochs": settings.epochs,
+            "max_minutes": settings.minutes,
+            "warmup": 0.1,
+            "chunk": CHUNK_ON_CPU if on_cpu else CHUNK_ELSEWHERE,
+            "log_every": 5 if on_cpu else 20,
+            "eval_packs": 1,
+        },
+        "output": {"folder": settings.folder},
+    }
+    for override in settings.overrides:
+        apply_override(tables, *parse_override(override))
+    return read_recipe(tables)
