@@ -1,11 +1,13 @@
 """The estimate walks rounds as decoding does: on the target's own greedy text the two are equal, round by round."""
 
+import numpy as np
+import pytest
 import torch
 
 import tiny
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
-from eyas.train.estimate import RoundCounts, walk_rounds
+from eyas.train.estimate import RoundCounts, expect_rounds, walk_rounds
 from eyas.train.forward_loss import forward_loss
 from eyas.train.loss import LOSSES
 from eyas.train.sources.live import LiveSource
@@ -42,6 +44,37 @@ def test_rounds_stay_within_an_answer() -> None:
 def test_counts_add_up() -> None:
     one, two = RoundCounts(rounds=1, accepted_at=(1, 0)), RoundCounts(rounds=2, accepted_at=(2, 1))
     assert one + two == RoundCounts(rounds=3, accepted_at=(3, 1))
+
+
+MASK = [0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1]
+
+
+def test_where_every_draft_is_certain_expected_rounds_are_those_walked() -> None:
+    batch = batch_of([len(MASK)], mask=MASK)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        hit_SM = torch.rand(3, len(batch.row_M), generator=generator) < 0.6
+        expected, walked = expect_rounds(batch, hit_SM.float()), walk_rounds(batch, hit_SM)
+        assert expected.rounds_A.sum() == walked.rounds
+        assert tuple(expected.accepted_AS.sum(axis=0)) == walked.accepted_at
+        assert expected.acceptance_length == pytest.approx(walked.acceptance_length)
+        assert expected.rounds_A.shape == (3,)
+
+
+def test_expected_rounds_are_the_mean_of_rounds_that_are_tossed() -> None:
+    batch = batch_of([len(MASK)], mask=MASK)
+    generator = torch.Generator().manual_seed(0)
+    chance_SM = torch.rand(3, len(batch.row_M), generator=generator)
+    tossed = [walk_rounds(batch, torch.rand(chance_SM.shape, generator=generator) < chance_SM) for _ in range(4000)]
+    expected = expect_rounds(batch, chance_SM)
+    assert expected.rounds_A.sum() == pytest.approx(np.mean([t.rounds for t in tossed]), rel=0.02)
+    assert expected.accepted_AS.sum(axis=0) == pytest.approx(np.mean([t.accepted_at for t in tossed], axis=0), rel=0.05)
+
+
+def test_a_batch_that_teaches_nothing_has_no_rounds() -> None:
+    batch = batch_of([4], mask=[0] * 4)
+    assert walk_rounds(batch, torch.zeros(2, 0, dtype=torch.bool)).rounds == 0
+    assert expect_rounds(batch, torch.zeros(2, 0)).acceptance_length == 1.0
 
 
 def test_the_estimate_equals_decoding_on_the_targets_own_text(tiny_target: Target, tiny_drafter: Drafter) -> None:

@@ -122,6 +122,29 @@ def test_two_drafters_side_by_side_come_out_as_servers_load_them(
     assert {line["step"] for line in read_log(folder / "log.jsonl") if "held_out" in line} == {2, 4}
 
 
+def test_variants_side_by_side_start_where_and_learn_how_each_says(
+    tables: Tables, target: Target, tmp_path: Path
+) -> None:
+    start = ran(tables, target).drafters["drafter"]
+    tables["output"] = {"folder": str(tmp_path / "variants")}
+    warm = {"init_from": str(start), "lr": 1e-6}
+    tables["drafters"] = {
+        "same": {},
+        "other": {"seed": 1},
+        "warm": warm,
+        "mixed": {**warm, "loss": {"cross_entropy": 0.1, "total_variation": 0.9}},
+        "noisy": {**warm, "noise": 0.2},
+        "first": {**warm, "first_weight": 5.0},
+    }
+    outcome = ran(tables, target)
+    began = load_drafter(str(start)).fc.weight
+    moved = {name: load_drafter(str(place)).fc.weight - began for name, place in outcome.drafters.items()}
+    assert not moved.pop("same").any(), "it learns what it learnt alone"
+    assert float(moved.pop("other").abs().max()) > 1e-3
+    assert [name for name, own in moved.items() if not 0 < float(own.abs().max()) < 1e-4] == []
+    assert [name for name, own in moved.items() if name != "warm" and torch.equal(own, moved["warm"])] == []
+
+
 def test_a_run_taken_up_again_ends_where_an_uninterrupted_one_does(
     tables: Tables, target: Target, tmp_path: Path
 ) -> None:
