@@ -206,15 +206,15 @@ def test_a_target_without_a_drafter_is_planned_with_the_usual_one(llama: str) ->
     assert "my-drafter" in record["commands"][0]
 
 
-def test_calibration_on_measured_rows_predicts_the_others_within_15_percent(tmp_path: Path) -> None:
+def test_calibration_on_measured_rows_predicts_the_others_within_10_percent(tmp_path: Path) -> None:
     """Spec-Bench prompts on two cores of a processor: docs/plan.md shows the same table."""
     measured = Path(__file__).parent.parent.parent / "docs" / "plan-cpu.json"
     out, page = tmp_path / "plan.json", tmp_path / "plan.html"
     _, record = run(*CPU, "--measured", str(measured), "--out", str(out), "--page", str(page))
     found = record["calibration"]
     assert len(found["steps"]) == 8
-    assert found["worst_speedup_error"] < 0.15
-    assert found["worst_error"] < 0.15
+    assert found["worst_speedup_error"] < 0.1
+    assert found["worst_error"] < 0.1
     assert json.loads(out.read_text()) == record
     drawn = page.read_text()
     assert f"{found['worst_speedup_error']:.1%} off at worst" in drawn

@@ -38,6 +38,9 @@ def test_steps_of_all_users_are_counted_and_nothing_is_left_behind(users: int, d
         assert 1 <= found["length"] <= depth + 1
         assert found["length"] == pytest.approx(1 + sum(found["accepted"]), abs=0.02)
         assert found["accepted"] == sorted(found["accepted"], reverse=True)
+        first, further = found["draft_seconds"]
+        assert first > 0
+        assert (further > 0) == (depth > 1)
     else:
         assert times.tokens == users * len(times.seconds)
     assert not list(engine.step())
@@ -47,10 +50,9 @@ def test_steps_of_all_users_are_counted_and_nothing_is_left_behind(users: int, d
 def test_a_plan_is_calibrated_on_this_machine(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_calibrate, "SECONDS", 1.0)
     monkeypatch.setattr(plan_calibrate, "ROUNDS", 1)
-    monkeypatch.setattr(plan_calibrate, "USERS", (1, 2))
-    monkeypatch.setattr(plan_calibrate, "DEPTHS", (0, 2))
+    monkeypatch.setattr(plan_calibrate, "DEPTHS", {1: (0, 2), 2: (0, 2)})
     out = tmp_path / "measured.json"
-    outcome = run("plan", "--calibrate", out, "--quantization", "float32", "--users", 1, "--json")
+    outcome = run("plan", "--calibrate", out, "--quantization", "float32", "--users", 1, "--depth", 2, "--json")
     assert outcome.code == 0, outcome
     written = json.loads(out.read_text())
     assert (written["target"], written["drafter"], written["quantisation"]) == (
@@ -61,9 +63,17 @@ def test_a_plan_is_calibrated_on_this_machine(tmp_path: Path, run: Run, monkeypa
     assert [(step["users"], step["depth"]) for step in written["steps"]] == [(1, 0), (1, 2), (2, 0), (2, 2)]
     record = json.loads(outcome.out)
     assert record["card"]["device"] == "cpu"
-    assert len(record["calibration"]["steps"]) == 4
+    found = record["calibration"]
+    assert len(found["steps"]) == 4
+    assert [tokens for tokens, _ in found["factors"]["verify"]] == [1, 2, 3, 6]
+    told = {(one["users"], one["depth"]): way for one, way in zip(record["expected"], found["told"], strict=True)}
+    assert (told[1, 0], told[1, 1], told[1, 2], told[4, 2]) == ("measured", "interpolated", "measured", "extrapolated")
+    assert "as measured" in record["formulas"]["step"]
     again = run("plan", "--gpu", "cpu", "--memory", 24, "--bandwidth", 20, "--tflops", 0.1, "--measured", out, "--json")
     assert again.code == 0, again
+    assert set(json.loads(again.out)["calibration"]["told"]) == {"fitted"}, (
+        "float32 was measured, not the file as it is"
+    )
     assert read_measured(out).halved is written["halved"]
 
 

@@ -138,7 +138,7 @@ def plan(
     """
     from eyas.cli.plan_tables import print_forecast
     from eyas.cli.plan_training import read_tokens
-    from eyas.plan.calibrate import CheckedStep, calibration, check, choose_overlap
+    from eyas.plan.calibrate import MachineCalibration, find_calibration
     from eyas.plan.cards import CARDS, find_card
     from eyas.plan.commands import UNTRAINED, command_notes, eyas_command, vllm_command
     from eyas.plan.decoder import read_decoder
@@ -203,28 +203,19 @@ def plan(
         measured = calibrate
     bench = None if measured is None else read_measured(measured)
 
-    factors: tuple[float, ...] = (1.0,) * 4
-    checked: list[CheckedStep] = []
-    overlap: float | None = None
+    def pair_in(kind: "Quantisation") -> Pair:
+        return Pair(decoder=decoder, drafter=shape, quantisation=kind, kv_cache_dtype=kept, cards=tensor_parallel_size)
+
+    found: MachineCalibration | None = None
     if bench is not None:
-        pair = Pair(
-            decoder=decoder,
-            drafter=shape,
-            quantisation=stored,
-            kv_cache_dtype=kept,
-            cards=tensor_parallel_size,
-        )
-        if bench.target is not None:
-            pair = _measured_pair(bench, card.device)
-        start = choose_overlap(pair, speed_of(card, pair.quantisation, cards=pair.cards), bench.steps)
-        factors, checked = calibration(pair, start, bench.steps), check(pair, start, bench.steps)
-        overlap = start.overlap
         if bench.halved and stored.name == "float32":
             stored = replace(stored, halved=True)
+        pair = pair_in(stored) if bench.target is None else _measured_pair(bench, card.device)
+        found = find_calibration(pair, speed_of(card, pair.quantisation, cards=pair.cards), bench.steps)
 
     def speed(kind: "Quantisation") -> Speed:
-        found = speed_of(card, kind, cards=tensor_parallel_size).scaled(factors)
-        return found if overlap is None else replace(found, overlap=overlap)
+        start = speed_of(card, kind, cards=tensor_parallel_size)
+        return start if found is None else found.apply(start, pair_in(kind))
 
     deployment = Deployment(
         decoder=decoder,
@@ -247,8 +238,8 @@ def plan(
     own = [eyas_command(forecast, target, model)] if tensor_parallel_size == 1 else []
     record["commands"] = [*own, vllm_command(forecast, target, model)]
     record["notes"] = command_notes(forecast, target) + _more_cards(forecast)
-    if bench is not None:
-        record["calibration"] = calibration_of(str(measured), checked)
+    if found is not None:
+        record["calibration"] = calibration_of(str(measured), found, forecast)
     if out is not None:
         _write(out, "--out", json.dumps(record, indent=1))
     if page is not None:

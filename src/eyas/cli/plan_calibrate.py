@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
@@ -16,11 +16,22 @@ from eyas.errors import UserError
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
     from eyas.engine.output import OutputDelta
+    from eyas.engine.speculation.observations import DraftTiming
     from eyas.plan.cards import Card
     from eyas.target.model import Target
 
-USERS, DEPTHS = (1, 4, 16), (0, 1, 3, 5)
-SECONDS = 45.0
+DEPTHS: Mapping[int, Sequence[int]] = {
+    1: (0, 1, 2, 3, 5, 7),
+    2: (0, 1, 2, 3, 5),
+    3: (0,),
+    4: (0, 1, 2, 3, 5),
+    5: (0,),
+    8: (0, 1, 2, 3, 5),
+    16: (0, 1, 2, 3, 5, 7),
+}
+"""By users. Most numbers of tokens are verified for several numbers of users, so that each can be told from another; up
+to 8, where kernels change, only 7 is left out."""
+SECONDS = 40.0
 """Of all measured steps together; loading and reading prompts come on top."""
 ROUNDS, LEAST_STEPS = 3, 3
 ANSWER = 512
@@ -64,9 +75,13 @@ def calibrate(target: str, drafter: str | None, out: Path, *, quantisation: str 
         quantization="none" if plain else quantisation or "auto",
     )
     length = min(1024, loaded.facts.max_position_embeddings or 1024)
-    engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=max(USERS), max_model_len=length))
-    depths = DEPTHS if model is not None else (0,)
-    rows = [StepTimes(users=users, depth=depth) for users in USERS for depth in depths]
+    engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=max(DEPTHS), max_model_len=length))
+    rows = [
+        StepTimes(users=users, depth=depth)
+        for users, depths in DEPTHS.items()
+        for depth in depths
+        if model is not None or not depth
+    ]
     turns = [row for _ in range(ROUNDS) for row in rows]  # in turn, so that a slow minute slows all of them
     with ProgressDisplay() as display:
         for place, row in enumerate(turns):
@@ -94,10 +109,20 @@ class StepTimes:
     drafts: int = 0
     accepted: list[int] = field(default_factory=list)
     """In how many drafts the token of each depth was accepted, depth 1 first."""
+    first_drafts: list[float] = field(default_factory=list)
+    """Seconds of the drafter's first pass, where they are known."""
+    further_drafts: list[float] = field(default_factory=list)
+    """Of all its others."""
 
-    def add(self, seconds: float, pieces: "Sequence[OutputDelta]", context: float) -> None:
+    def add(
+        self, seconds: float, pieces: "Sequence[OutputDelta]", context: float, draft: "DraftTiming | None" = None
+    ) -> None:
         """Count a step that gave every user something."""
         self.seconds.append(seconds)
+        if draft is not None:
+            first = draft.seconds if draft.first is None else draft.first[1]
+            self.first_drafts.append(first)
+            self.further_drafts.append(draft.seconds - first)
         self.looked_back += context
         self.accepted = self.accepted or [0] * self.depth
         for piece in pieces:
@@ -110,7 +135,11 @@ class StepTimes:
         """As `--measured` reads it; half of the steps took longer than the time it says."""
         steps = len(self.seconds)
         length = self.tokens / steps / self.users
-        drafted = {"accepted": [count / self.drafts for count in self.accepted]} if self.drafts else {}
+        drafted: dict[str, list[float]] = {}
+        if self.drafts:
+            drafted["accepted"] = [count / self.drafts for count in self.accepted]
+        if self.first_drafts:
+            drafted["draft_seconds"] = [median(self.first_drafts), median(self.further_drafts)]
         return {
             "users": self.users,
             "depth": self.depth,
@@ -148,7 +177,8 @@ def measure(engine: "Engine", times: StepTimes, *, seconds: float) -> None:
         # A step that reads somebody's prompt, or ends an answer, is not one of decoding alone.
         if ready and not ended and len(pieces) == times.users:
             passed, spent = passed + 1, spent + took
-            times.add(took, pieces, sum(begun.values()) / times.users)
+            report = engine.last_report
+            times.add(took, pieces, sum(begun.values()) / times.users, None if report is None else report.draft)
         for piece in pieces:
             begun[piece.key] = begun.get(piece.key, lengths[piece.key]) + len(piece.tokens)
         for key in ended:

@@ -136,7 +136,7 @@ def _advice(record: Record) -> Iterator[str]:
 
 
 def _errors(found: Record) -> str:
-    told = "each measured step predicted from the others: "
+    told = "each measured step told from the others: "
     told += f"{found['mean_error']:.1%} off, {found['worst_error']:.1%} at worst"
     if found["mean_speedup_error"] is not None:
         told += f"; speedups {found['mean_speedup_error']:.1%}, {found['worst_speedup_error']:.1%} at worst"

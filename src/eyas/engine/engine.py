@@ -107,6 +107,8 @@ class Engine:
         self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
         self.rounds: RoundLoop | None = None
+        self.last_report: StepReport | None = None
+        """What the last step told the controller; None where rounds run on a device."""
         """Steps whose rounds live on the device; None where the host takes part in each."""
         self._captures_ahead = False
         """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
@@ -473,6 +475,7 @@ class Engine:
             if self._is_timed(scheduled.rows):
                 report.seconds = self._clock() - began
             self.controller.observe(report)
+            self.last_report = report
             self.proposer.catch_up(scheduled.rows)
         self._outputs.process()
         return self._outputs.take()

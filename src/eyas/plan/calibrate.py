@@ -1,25 +1,28 @@
-"""The roofline's four constants fitted to steps that were measured, and how far off that is.
+"""The roofline's four constants fitted to steps that were measured, what they leave over, and how far off that is.
 
 What is fitted are the logarithms of four factors, one for each constant, and what is made small are the squares of
 log(predicted / measured): a factor stays positive, and steps of all lengths count alike. Factors are drawn towards 1 by
 a little: with few rows, or rows that tell two constants badly apart, they stay near where they were.
 
-The error that is told is of rows left out: each measured step is predicted by a fit to all the others. How well moving
-and computing overlap (p of `roofline.py`) is chosen by that error, where there are rows enough.
+What a measured pass then takes in parts of what the constants say is kept by its tokens (`pass_factors.py`), so that
+steps are told as they were measured, and those in between lie between them. How long drafting took is known where it
+was timed; otherwise it is what the constants say, and the rest of a step is the target's.
+
+The error that is told is of rows left out: each measured step is predicted from all the others. How well moving and
+computing overlap (p of `roofline.py`) is chosen by the error of the constants alone, where there are rows enough.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 
 from eyas.errors import UserError
+from eyas.plan.least_squares import least_squares
+from eyas.plan.pass_factors import PassFactors, mean_factors
 from eyas.plan.roofline import Pair, Speed, Work
 
 PRIOR = 0.002
 """What the constants one starts from weigh, in measured rows."""
-ROUNDS, LONGEST_STRIDE = 40, 1.0
-"""Of the fit, and how far a logarithm may go in one of them."""
-
 
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 ENOUGH = 8
@@ -38,19 +41,51 @@ class MeasuredStep:
     seconds: float
     context: float
     """Tokens that a user's newest one looks back to, on average."""
+    draft_seconds: tuple[float, float] | None = None
+    """Of the drafter's first pass and of all others together; None where they were not timed."""
+
+    @property
+    def verified(self) -> int:
+        """Tokens of the target's pass."""
+        return self.users + round(self.users * self.depth)
 
     @property
     def tokens_per_second(self) -> float:
         """Of all users together."""
         return self.users * self.length / self.seconds
 
-    def works(self, pair: Pair) -> tuple[Work, Work]:
-        """What such a step does: the target's pass and the drafter's."""
-        drafts, reads = round(self.users * self.depth), round(self.users * (self.depth + self.length - 1))
-        return (
-            pair.verify(rows=self.users, tokens=self.users + drafts, context=self.context),
-            pair.draft(rows=self.users, passes=self.depth, tokens=reads, context=self.context),
+    def work(self, pair: Pair) -> "StepWork":
+        """What such a step does."""
+        verify = pair.verify(rows=self.users, tokens=self.verified, context=self.context)
+        first, passes = round(self.users * self.length), max(0.0, self.depth - 1)
+        return StepWork(
+            step=self,
+            verify=verify,
+            first_draft=pair.draft(rows=self.users, passes=min(1, self.depth), tokens=first, context=self.context),
+            drafts=pair.draft(
+                rows=self.users, passes=self.depth, tokens=first + round(self.users * passes), context=self.context
+            ),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """A measured step with what a pair does in it."""
+
+    step: MeasuredStep
+    verify: Work
+    first_draft: Work
+    drafts: Work
+    """All of them."""
+
+    def parts(self, speed: Speed) -> tuple[float, float, float]:
+        """Seconds of the target's pass, of the drafter's first one and of those behind it."""
+        verify = speed.verify_seconds(self.verify, tokens=self.step.verified)
+        return verify, *speed.draft_seconds(self.first_draft, self.drafts, rows=self.step.users)
+
+    def seconds(self, speed: Speed) -> float:
+        """Of the step."""
+        return sum(self.parts(speed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,98 +111,116 @@ class CheckedStep:
         return self.predicted_speedup / self.speedup - 1
 
 
-def calibrate(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> Speed:
-    """The constants that the steps speak for."""
-    return start.scaled(calibration(pair, start, steps))
+@dataclass(frozen=True, kw_only=True)
+class MachineCalibration:
+    """What measured steps of a pair say of a machine."""
+
+    pair: Pair
+    constants: tuple[float, ...]
+    """How many times slower than before each is, in the order of `Speed.parts`."""
+    overlap: float
+    factors: PassFactors
+    """Of this very pair."""
+    checked: tuple[CheckedStep, ...]
+
+    def apply(self, start: Speed, pair: Pair) -> Speed:
+        """For a pair: constants are the machine's, what they leave over is the measured pair's alone."""
+        fitted = replace(start.scaled(self.constants), overlap=self.overlap)
+        return replace(fitted, factors=self.factors) if pair == self.pair else fitted
 
 
-def calibration(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> tuple[float, ...]:
-    """How many times slower than it started from each constant is, in the order of `Speed.parts`."""
-    if not steps:
+def find_calibration(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> MachineCalibration:
+    """All that the steps of a bench say."""
+    works = [step.work(pair) for step in steps]
+    start = choose_overlap(start, works)
+    constants = calibration(start, works)
+    return MachineCalibration(
+        pair=pair,
+        constants=constants,
+        overlap=start.overlap,
+        factors=pass_factors(start.scaled(constants), works),
+        checked=tuple(check(start, works)),
+    )
+
+
+def calibrate(start: Speed, works: Sequence[StepWork], near: Sequence[float] = ()) -> Speed:
+    """The constants that the steps speak for, and what they leave over."""
+    fitted = start.scaled(calibration(start, works, near))
+    return replace(fitted, factors=pass_factors(fitted, works))
+
+
+def pass_factors(fitted: Speed, works: Sequence[StepWork]) -> PassFactors:
+    """What the passes of these steps took in parts of what the constants say."""
+    verified, first, further = list[tuple[int, float]](), list[tuple[int, float]](), list[tuple[int, float]]()
+    for work in works:
+        step, (verify, *drafting) = work.step, work.parts(fitted)
+        took = step.draft_seconds
+        rest = step.seconds - sum(took or drafting)
+        if rest > 0:
+            verified.append((step.verified, rest / verify))
+        if took is not None and drafting[0]:
+            first.append((step.users, took[0] / drafting[0]))
+        if took is not None and took[1] and drafting[1]:
+            further.append((step.users, took[1] / drafting[1]))
+    return PassFactors(
+        verify=mean_factors(verified), first_draft=mean_factors(first), further_drafts=mean_factors(further)
+    )
+
+
+def calibration(start: Speed, works: Sequence[StepWork], near: Sequence[float] = ()) -> tuple[float, ...]:
+    """How many times slower than it started from each constant is, in the order of `Speed.parts`.
+
+    The search begins at `near`, if it is known where to look: all but one of the steps say much what all do.
+    """
+    if not works:
         raise UserError("there is no measured step to calibrate with; measure plain decoding and at least one depth")
-    works = [step.works(pair) for step in steps]
 
     def off(logs: Sequence[float]) -> list[float]:
         speed = start.scaled([exp(x) for x in logs])
-        told = [log(speed.seconds(*work) / step.seconds) for work, step in zip(works, steps, strict=True)]
+        told = [log(speed.seconds(work.verify, work.drafts) / work.step.seconds) for work in works]
         return [*told, *(sqrt(PRIOR) * x for x in logs)]
 
-    return tuple(exp(x) for x in _least_squares(off, [0.0] * len(start.parts)))
+    return tuple(exp(x) for x in least_squares(off, [log(factor) for factor in near or (1.0,) * len(start.parts)]))
 
 
-def choose_overlap(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> Speed:
+def choose_overlap(start: Speed, works: Sequence[StepWork]) -> Speed:
     """The same constants with the overlap that predicts rows left out best."""
-    if len(steps) < ENOUGH:
+    if len(works) < ENOUGH:
         return start
 
     def error(speed: Speed) -> float:
-        told = 0.0
-        for step in steps:
-            fitted = calibrate(pair, speed, [other for other in steps if other is not step])
-            told += log(fitted.seconds(*step.works(pair)) / step.seconds) ** 2
+        told, near = 0.0, calibration(speed, works)
+        for work in works:
+            fitted = speed.scaled(calibration(speed, _without(works, work), near))
+            told += log(fitted.seconds(work.verify, work.drafts) / work.step.seconds) ** 2
         return told
 
     return min((replace(start, overlap=overlap) for overlap in OVERLAPS), key=error)
 
 
-def check(pair: Pair, start: Speed, steps: Sequence[MeasuredStep]) -> list[CheckedStep]:
-    """Every step predicted by a fit to all the others; speedups with the plain step of as many users left out too."""
-    plain = {step.users: step for step in steps if step.depth == 0}
-    checked = []
-    for step in steps:
-        baseline = plain.get(step.users)
-        others = [other for other in steps if other is not step]
-        speed = calibrate(pair, start, others) if others else start
-        predicted = speed.seconds(*step.works(pair))
+def check(start: Speed, works: Sequence[StepWork]) -> list[CheckedStep]:
+    """Every step predicted from all the others; speedups with the plain step of as many users left out too.
+
+    That of the fewest users is kept: what the smallest pass takes, which has kernels of its own, follows from nothing.
+    """
+    plain = {work.step.users: work for work in works if work.step.depth == 0}
+    fewest, near, checked = min(plain, default=0), calibration(start, works), []
+    for work in works:
+        step, baseline, others = work.step, plain.get(work.step.users), _without(works, work)
+        speed = calibrate(start, others, near) if others else start
+        predicted = work.seconds(speed)
         measured_gain = predicted_gain = None
         if step.depth and baseline is not None:
-            blind = [other for other in others if other is not baseline]
-            blind_speed = calibrate(pair, start, blind) if blind else start
-            seconds = [blind_speed.seconds(*one.works(pair)) for one in (baseline, step)]
-            measured_gain = step.tokens_per_second / baseline.tokens_per_second
-            predicted_gain = step.length / baseline.length * seconds[0] / seconds[1]
+            if step.users != fewest:
+                others = _without(others, baseline)
+                speed = calibrate(start, others, near) if others else start
+            measured_gain = step.tokens_per_second / baseline.step.tokens_per_second
+            predicted_gain = step.length / baseline.step.length * baseline.seconds(speed) / work.seconds(speed)
         checked.append(
             CheckedStep(step=step, predicted_seconds=predicted, speedup=measured_gain, predicted_speedup=predicted_gain)
         )
     return checked
 
 
-def _least_squares(off: Callable[[Sequence[float]], list[float]], at: list[float]) -> list[float]:
-    """Where the squares of `off` sum up to least, by Levenberg and Marquardt's method."""
-    now, damping, nudge = off(at), 1e-3, 1e-5
-    for _ in range(ROUNDS):
-        slopes = [
-            [(there - here) / nudge for there, here in zip(off(_moved(at, place, nudge)), now, strict=True)]
-            for place in range(len(at))
-        ]
-        equations = [
-            [_dot(mine, other) + (damping if i == j else 0.0) for j, other in enumerate(slopes)] + [-_dot(mine, now)]
-            for i, mine in enumerate(slopes)
-        ]
-        strides = [min(max(x, -LONGEST_STRIDE), LONGEST_STRIDE) for x in _solve(equations)]
-        tried = [x + stride for x, stride in zip(at, strides, strict=True)]
-        there = off(tried)
-        if _dot(there, there) < _dot(now, now):
-            at, now, damping = tried, there, damping / 3
-        else:
-            damping *= 5
-    return at
-
-
-def _moved(at: Sequence[float], place: int, by: float) -> list[float]:
-    return [x + by if i == place else x for i, x in enumerate(at)]
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))
-
-
-def _solve(equations: list[list[float]]) -> list[float]:
-    """By elimination; the prior keeps every pivot above zero."""
-    size = len(equations)
-    for pivot in range(size):
-        for other in range(size):
-            if other != pivot:
-                factor = equations[other][pivot] / equations[pivot][pivot]
-                equations[other] = [a - factor * b for a, b in zip(equations[other], equations[pivot], strict=True)]
-    return [equations[i][size] / equations[i][i] for i in range(size)]
+def _without(works: Sequence[StepWork], left_out: StepWork) -> list[StepWork]:
+    return [work for work in works if work is not left_out]

@@ -84,10 +84,11 @@ def _speeds(forecast: Forecast) -> dict[str, str]:
     """What a step takes and gives."""
     deployment, best = forecast.deployment, forecast.best
     pair, speed, users, half = deployment.pair, deployment.speed, deployment.users, deployment.context / 2
+    factors = speed.factors
     prompt = pair.prefill(deployment.context // 2, deployment.room.max_num_batched_tokens)
     total = Work(**{part.name: sum(getattr(work, part.name) for work in prompt) for part in fields(Work)})
     said = {
-        "step": _step(pair.verify(rows=users, tokens=users, context=half), speed),
+        "step": _step(pair.verify(rows=users, tokens=users, context=half), speed, factors.verify.at(users)),
         "tokens_per_second": f"{users} users x {best.length:.4g} tokens / {best.step_seconds * 1e3:.4g} ms",
         "prompt_seconds": f"{len(prompt)} passes over chunks of {deployment.room.max_num_batched_tokens:,} tokens, "
         f"together {_step(total, speed)}",
@@ -101,9 +102,14 @@ def _speeds(forecast: Forecast) -> dict[str, str]:
         plain = next(one for one in forecast.table if (one.users, one.depth) == (users, 0))
         said["length"] = " + ".join(["1", *(f"{share:.4f}" for share in gained)])
         said["drafting_step"] = (
-            f"{users} x {1 + depth} tokens verified: {_step(verify, speed)}; and {depth} passes of the drafter: "
-            f"{_step(draft, speed)}"
+            f"{users} x {1 + depth} tokens verified: {_step(verify, speed, factors.verify.at(users * (1 + depth)))}; "
+            f"and {depth} passes of the drafter: {_step(draft, speed)}"
         )
+        if factors.first_draft.points:
+            first, further = factors.first_draft.at(users), factors.further_drafts.at(users)
+            said["drafting_step"] += (
+                f", times {first:.3g} of the first of them and {further:.3g} of the others, measured"
+            )
         said["speedup"] = f"{best.tokens_per_second:,.2f} / {plain.tokens_per_second:,.2f} tokens/s"
     return said
 
@@ -115,7 +121,7 @@ def _kept(forecast: Forecast) -> str:
     return f"2 x {-(-decoder.kv_heads // cards)} heads x {decoder.head_dim}"
 
 
-def _step(work: Work, speed: Speed) -> str:
+def _step(work: Work, speed: Speed, factor: float = 1.0) -> str:
     moving, computing = work.bytes * speed.byte, work.flops * speed.flop
     moved = f"{work.bytes / 1e9:,.2f} GB / {1e-9 / speed.byte:,.0f} GB/s ({moving * 1e3:,.2f} ms)"
     computed = f"{work.flops / 1e12:,.3g} T operations / {1e-12 / speed.flop:,.3g} TFLOPS ({computing * 1e3:,.2f} ms)"
@@ -130,4 +136,4 @@ def _step(work: Work, speed: Speed) -> str:
             f" + {work.sums:g} sums x {speed.sum_ * 1e6:,.0f} us + {work.summed / 1e6:,.1f} MB summed at "
             f"{1e-9 / speed.summed_byte:,.0f} GB/s"
         )
-    return text
+    return text if factor == 1.0 else f"({text}) x {factor:.3g} as measured"

@@ -8,7 +8,8 @@ server under a fixed number of users. And steps as such, for figures from anywhe
 
 Tokens per second are of all users together while they decode, prompts aside; length is tokens per round; context is
 what a user's newest token looks back to, on average. `accepted`, shares of rounds by position, may stand in a step, and
-`halved` beside the steps: that the processor keeps bfloat16 matrices as they are and multiplies them as float32.
+`draft_seconds`, what the drafter's first pass took and what all its others did; `halved` beside the steps: that the
+processor keeps bfloat16 matrices as they are and multiplies them as float32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,21 @@ def _step(row: Any, where: str) -> MeasuredStep:
         length=length,
         seconds=users * length / rate,
         context=_number(row, "context", where, 0),
+        draft_seconds=_draft_seconds(row.get("draft_seconds"), users * length / rate, where),
     )
+
+
+def _draft_seconds(found: Any, step: float, where: str) -> tuple[float, float] | None:
+    """Of the first pass and of the others; a step takes longer than its drafts."""
+    if found is None:
+        return None
+    numbers = isinstance(found, list) and all(type(x) in (int, float) and x >= 0 for x in found)
+    if not numbers or len(found) != 2 or not found[0] > 0 or not sum(found) < step:
+        raise UserError(
+            f"{where} has draft_seconds {found!r}; seconds of the drafter's first pass and of all others are needed, "
+            f"less than the {step:.4g} of the step"
+        )
+    return float(found[0]), float(found[1])
 
 
 def _of_bench(raw: Json, where: str) -> Measurements:

@@ -1,10 +1,9 @@
 """A forecast as JSON."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from eyas.plan.calibrate import CheckedStep
+from eyas.plan.calibrate import MachineCalibration
 from eyas.plan.depth_table import depth_table
 from eyas.plan.forecast import Deployment, Forecast
 from eyas.plan.formulas import formulas
@@ -87,12 +86,21 @@ def constants(speed: Speed) -> dict[str, float]:
     }
 
 
-def calibration_of(source: str, checked: Sequence[CheckedStep]) -> dict[str, Any]:
-    """What was measured beside what a fit to the other rows says of it."""
+def calibration_of(source: str, found: MachineCalibration, forecast: Forecast) -> dict[str, Any]:
+    """What was measured beside what the other rows say of it, and what the forecast has of it.
+
+    `told` says of each row of `expected` where its step comes from: this number of users and depth was measured, it
+    lies between measured ones or beyond them, or the constants alone tell it, since another pair was measured.
+    """
+    checked, factors = found.checked, found.factors
+    used = forecast.deployment.speed.factors == factors
     errors = [abs(one.error) for one in checked]
     gains = [abs(one.speedup_error) for one in checked if one.speedup_error is not None]
     return {
         "source": source,
+        "fitted": {"constants": list(found.constants), "overlap": found.overlap},
+        "factors": {name: [list(point) for point in kind["points"]] for name, kind in asdict(factors).items()},
+        "told": [_told(found, one.users, one.depth) if used else "fitted" for one in forecast.table],
         "steps": [
             {
                 **asdict(one.step),
@@ -109,6 +117,17 @@ def calibration_of(source: str, checked: Sequence[CheckedStep]) -> dict[str, Any
         "mean_speedup_error": sum(gains) / len(gains) if gains else None,
         "worst_speedup_error": max(gains) if gains else None,
     }
+
+
+def _told(found: MachineCalibration, users: int, depth: int) -> str:
+    """Of a step of the pair that was measured."""
+    if any((one.step.users, one.step.depth) == (users, depth) for one in found.checked):
+        return "measured"
+    counts = [(users * (1 + depth), found.factors.verify.points)]
+    if depth:
+        counts += [(users, found.factors.first_draft.points), (users, found.factors.further_drafts.points)]
+    between = all(not points or points[0][0] <= count <= points[-1][0] for count, points in counts)
+    return "interpolated" if between else "extrapolated"
 
 
 def _bits(deployment: Deployment) -> float:

@@ -22,6 +22,7 @@ from eyas.plan.cards import Card
 from eyas.plan.decoder import Decoder
 from eyas.plan.footprint import DrafterShape, drafter_bits, drafter_token
 from eyas.plan.kv_cache_dtype import KVCacheKind, kv_element
+from eyas.plan.pass_factors import AS_FITTED, PassFactors
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.shapes import Prices
 
@@ -76,6 +77,8 @@ class Speed:
     sum_: float = 0.0
     """Of a sum over all cards, however small."""
     summed_byte: float = 0.0
+    factors: PassFactors = AS_FITTED
+    """What decoding takes in parts of what the constants say, where this very pair was measured."""
 
     @property
     def parts(self) -> tuple[float, float, float, float]:
@@ -83,13 +86,23 @@ class Speed:
         return self.byte, self.flop, self.layer, self.pass_
 
     def seconds(self, *works: Work) -> float:
-        """Of works that follow each other."""
+        """Of works that follow each other, by the constants alone."""
         power, total = self.overlap, 0.0
         for work in works:
             both: float = ((self.byte * work.bytes) ** power + (self.flop * work.flops) ** power) ** (1 / power)
             total += both + self.layer * work.layers + self.pass_ * work.passes
             total += self.sum_ * work.sums + self.summed_byte * work.summed
         return total
+
+    def verify_seconds(self, work: Work, *, tokens: int) -> float:
+        """Of a target's pass over so many tokens, as far as it was measured."""
+        return self.factors.verify.at(tokens) * self.seconds(work)
+
+    def draft_seconds(self, first: Work, drafts: Work, *, rows: int) -> tuple[float, float]:
+        """Of the drafter's first pass for so many rows and of those behind it, given its work and that of them all."""
+        begun = self.seconds(first)
+        further = self.seconds(drafts) - begun
+        return self.factors.first_draft.at(rows) * begun, self.factors.further_drafts.at(rows) * further
 
     def scaled(self, factors: Sequence[float]) -> "Speed":
         """Each constant larger by a factor."""
@@ -211,10 +224,14 @@ class Pair:
 
     def prices(self, speed: Speed, *, rows: int, context: float, reads: float) -> Prices:
         """Seconds of the parts of a step, for a batch of rows that look back so far each."""
-        return Prices(
-            verify=lambda drafts: speed.seconds(self.verify(rows=rows, tokens=rows + drafts, context=context)),
-            draft=lambda passes, first, further: speed.seconds(
-                self.draft(rows=rows, passes=passes, tokens=first + further, context=context)
-            ),
-            reads=reads,
-        )
+
+        def draft(passes: int, first: float, further: float) -> float:
+            begun = self.draft(rows=rows, passes=min(1, passes), tokens=first, context=context)
+            drafts = self.draft(rows=rows, passes=passes, tokens=first + further, context=context)
+            return sum(speed.draft_seconds(begun, drafts, rows=rows))
+
+        def verify(drafts: int) -> float:
+            tokens = rows + drafts
+            return speed.verify_seconds(self.verify(rows=rows, tokens=tokens, context=context), tokens=tokens)
+
+        return Prices(verify=verify, draft=draft, reads=reads)
