@@ -64,7 +64,7 @@ def main() -> None:
         {"variant": name, "depth": depth, "on": kind, **change.as_json()}
         for name in adaptations
         for depth in depths
-        for kind, change in _changes(decoded, drafters["before"], drafters[name], depth).items()
+        for kind, change in changes_of(decoded, drafters["before"], drafters[name], depth).items()
     ]
     record = {
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
@@ -141,7 +141,7 @@ def _decoded(
     return record
 
 
-def _changes(record: dict[str, Any], before: str, after: str, depth: int) -> dict[str, AcceptanceChange]:
+def changes_of(record: dict[str, Any], before: str, after: str, depth: int) -> dict[str, AcceptanceChange]:
     """On the traffic and on all else, with and without answers that loop."""
     (group,) = record["groups"]
     kinds = {one["key"]: "traffic" if one["category"] == TRAFFIC else "general" for one in group["asked"]}

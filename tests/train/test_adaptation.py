@@ -195,3 +195,9 @@ def test_enough_is_held_out_to_judge_by_and_too_little_is_refused(tmp_path: Path
         assert round(recipe.data.held_out_share * answered) == held_out
     with pytest.raises(UserError, match=r"31 conversations in answers\.jsonl.*32 at least"):
         adaptation_recipe(settings_of(tmp_path), config, answered=31, context=512, on_cpu=True)
+
+
+def test_one_drafter_is_adapted_at_a_time(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, overrides=["drafters.fast.lr=0.1"])
+    with pytest.raises(UserError, match=r"drafters\.fast is set, but one drafter is adapted at a time"):
+        adaptation_recipe(settings, tiny.drafter_config(), answered=50, context=512, on_cpu=True)

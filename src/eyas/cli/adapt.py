@@ -275,10 +275,11 @@ class _Adaptation:
         from eyas.drafter.checkpoint import build_drafter, read_checkpoint
         from eyas.train.adaptation.judge import compare, walk_conversations
         from eyas.train.adaptation.outcome import REPLAY, TRAFFIC
+        from eyas.train.run import precision_of
         from eyas.train.run_data import read_data
 
         on_cpu = parts.device.type == "cpu"
-        dtype = torch.float32 if on_cpu else torch.bfloat16
+        dtype = getattr(torch, precision_of(self.recipe, parts))
         assert self.recipe.drafter.init_from is not None
         drafters = {}
         for name, checkpoint in (("before", read_checkpoint(self.recipe.drafter.init_from)), ("after", candidate)):

@@ -128,7 +128,7 @@ def run(
     checkpoints = folder / "checkpoints"
     newest = resume.newest(checkpoints)
     check_run(recipe, target.facts, processes=ranks.world, resuming=resuming)
-    require_attention(recipe.data.pack_length, getattr(torch, _precision(recipe, target)), target.device)
+    require_attention(recipe.data.pack_length, getattr(torch, precision_of(recipe, target)), target.device)
     data = read_data(recipe, target, on_encoded=on_encoded, cache=cache, ranks=ranks)
     corpus, held_out, data_record = data.corpus, data.held_out, data.record
     packs = CorpusPacks(
@@ -302,7 +302,7 @@ def _train_states(
     corpus = packs.corpus
     some = min(packs.length, max(START_TOKENS, packs.corpus.longest))
     read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0, replay=None), open_source)
-    dtype = _precision(recipe, target)
+    dtype = precision_of(recipe, target)
     states, record, starts = [], {}, {}
     for drafter_recipe in recipe.drafter_recipes():
         settings = drafter_recipe.drafter
@@ -388,7 +388,8 @@ def _text_reader(packs: CorpusPacks, open_source: OpenSource) -> ReadText:
     return lambda aux_layer_ids: read(tuple(aux_layer_ids))
 
 
-def _precision(recipe: Recipe, target: TargetParts) -> str:
+def precision_of(recipe: Recipe, target: TargetParts) -> str:
+    """What drafters are computed in."""
     if recipe.train.precision != "auto":
         return recipe.train.precision
     return "bfloat16" if target.device.type == "cuda" else "float32"

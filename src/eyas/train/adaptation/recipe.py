@@ -101,4 +101,10 @@ def adaptation_recipe(
     }
     for override in settings.overrides:
         apply_override(tables, *parse_override(override))
-    return read_recipe(tables)
+    recipe = read_recipe(tables)
+    if recipe.drafters:
+        raise UserError(
+            f"drafters.{next(iter(recipe.drafters))} is set, but one drafter is adapted at a time; leave it out, or "
+            "print the recipe with --dry-run, add to it and run it with `eyas train`"
+        )
+    return recipe
