@@ -142,8 +142,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             request = Request(prompt=tuple(prompt), sampling=Sampling(), max_new_tokens=arguments.max_tokens)
             pieces = list[OutputDelta]()
 
-            async def take(_: int, delta: OutputDelta, __: SpecDecodeStats, pieces: list[OutputDelta] = pieces) -> None:
-                pieces.append(delta)
+            async def take(
+                _: int, deltas: Sequence[OutputDelta], __: SpecDecodeStats, pieces: list[OutputDelta] = pieces
+            ) -> None:
+                pieces.extend(deltas)
 
             await engine_client.generate([request], take)
             answers.append(("".join(piece.text for piece in pieces), sum(len(piece.tokens) for piece in pieces)))

@@ -78,6 +78,46 @@ def test_every_caller_gets_its_own_pieces_to_the_end() -> None:
         assert pieces[-1].finished is FinishReason.LENGTH
 
 
+def test_what_steps_gave_while_nobody_looked_comes_together_and_in_order() -> None:
+    fake = FakeEngine()
+
+    async def main() -> list[list[OutputDelta]]:
+        with streaming(fake) as engine:
+            batches = engine.batches(request(40))
+            together = [await anext(batches)]
+            while fake.busy:  # the loop does not run meanwhile, as if it wrote to others
+                time.sleep(0.001)
+            return [*together, *[deltas async for deltas in batches]]
+
+    together = asyncio.run(main())
+    assert sum(map(len, together)) == 40
+    assert len(together) <= 3
+    assert [delta.finished for deltas in together for delta in deltas].index(FinishReason.LENGTH) == 39
+
+
+def test_pieces_of_steps_before_one_that_failed_are_still_told() -> None:
+    fake = FakeEngine()
+
+    async def main() -> int:
+        told = 0
+        with streaming(fake) as engine:
+            try:
+                async for deltas in engine.batches(request(1000)):
+                    told += len(deltas)
+                    while fake.steps < 5:
+                        time.sleep(0.001)
+                    fake.broken = True
+                    while engine.failure is None:
+                        time.sleep(0.001)
+            except EngineError:
+                return told
+        raise AssertionError("a failed engine ends its streams")
+
+    told = asyncio.run(main())
+    assert told >= 4
+    assert told == fake.steps - 1  # only the last step failed
+
+
 def test_leaving_a_stream_cancels_its_request() -> None:
     fake = FakeEngine()
 

@@ -44,7 +44,7 @@ def script(client: Any, text: str, *, finished: FinishReason = FinishReason.STOP
                 depths=(0,) * len(piece),
                 finished=finished if number == len(pieces) else None,
             )
-            await on_output(0, delta, SpecDecodeStats())
+            await on_output(0, [delta], SpecDecodeStats())
 
     client.application.context.engine_client.generate = generate
 

@@ -141,7 +141,7 @@ def script(client: Any, text: str, marks: dict[str, int]) -> None:
         for number, (ids, said) in enumerate(pieces, 1):
             finished = FinishReason.STOP if number == len(pieces) else None
             piece = OutputDelta(key=0, tokens=tuple(ids), texts=tuple(said), depths=(0,) * len(ids), finished=finished)
-            await on_output(0, piece, SpecDecodeStats())
+            await on_output(0, [piece], SpecDecodeStats())
 
     client.application.context.engine_client.generate = generate
 

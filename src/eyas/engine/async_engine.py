@@ -1,16 +1,21 @@
 """Many callers, one engine: a thread that steps, and streams of pieces for asyncio.
 
-Only the thread touches the engine; callers hand it requests and cancellations between steps. A stream that is left,
-for whatever reason, cancels its request. If a step fails, all streams end with that error and later ones are refused
-with it: what a broken step left behind is not to be trusted. Unless the owner knows how to `mend` that: it is asked, on
-the thread, for an engine to go on with and for the requests that were lost, and only those end.
+Only the thread touches the engine; callers hand it requests and cancellations between steps. What a step gave crosses
+over to asyncio in one go for all streams, and one that was not looked at for some steps gets what they gave together:
+threads of Python take turns, and with a crossing for every piece the engine would wait for its turn as often.
+
+A stream that is left, for whatever reason, cancels its request. If a step fails, all streams end with that error and
+later ones are refused with it: what a broken step left behind is not to be trusted. Unless the owner knows how to
+`mend` that: it is asked, on the thread, for an engine to go on with and for the requests that were lost, and only those
+end.
 """
 
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import TypeVar, cast
 
@@ -28,6 +33,32 @@ class EngineError(RuntimeError):
     """A request ended because the engine did, not by its own fault."""
 
 
+class _Mailbox:
+    """What came for one stream and was not taken yet. Only its loop touches it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._events: list[Event] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, event: Event) -> None:
+        """Add what came."""
+        self._events.append(event)
+        self._arrived.set()
+
+    async def take(self) -> list[Event]:
+        """All that came since the last time, as soon as there is something."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        events, self._events = self._events, []
+        return events
+
+
+def _deliver(mail: Sequence[tuple[_Mailbox, Event]]) -> None:
+    for mailbox, event in mail:
+        mailbox.put(event)
+
+
 class AsyncEngine:
     """An engine on a thread of its own. Use it as a context manager, or call `close`."""
 
@@ -35,7 +66,7 @@ class AsyncEngine:
         self.engine = engine
         self._mend = mend
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sinks: dict[int, Callable[[Event], None]] = {}
+        self._mailboxes: dict[int, _Mailbox] = {}
         self._failure: BaseException | None = None
         self._owes = False
         self._closed = False
@@ -51,29 +82,32 @@ class AsyncEngine:
         self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
     ) -> AsyncGenerator[OutputDelta, None]:
         """The pieces of one request until its end. `taken_on` is called on the engine's thread, with the key."""
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event] = asyncio.Queue()
-        keys: list[int] = []  # the thread writes and reads it; a caller may leave before knowing its key
+        async with aclosing(self.batches(request, taken_on=taken_on)) as batches:
+            async for deltas in batches:
+                for delta in deltas:
+                    yield delta
 
-        def sink(event: Event) -> None:
-            # A loop that has ended has no one who waits; that must not end the thread, which serves others.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(events.put_nowait, event)
+    async def batches(
+        self, request: Request, *, taken_on: Callable[[Engine, int], None] | None = None
+    ) -> AsyncGenerator[list[OutputDelta], None]:
+        """The same, pieces together that came since the last ones were taken."""
+        mailbox = _Mailbox()
+        keys: list[int] = []  # the thread writes and reads it; a caller may leave before knowing its key
 
         def submit() -> None:
             try:
                 self._require_sound()
                 keys.append(self.engine.submit(request))
-                self._sinks[keys[0]] = sink
+                self._mailboxes[keys[0]] = mailbox
                 if taken_on is not None:
                     taken_on(self.engine, keys[0])
             except Exception as error:
-                sink(error)
+                self._send([(mailbox, error)])
 
         def leave() -> None:
             # In an engine that replaced the one it was taken on by, the same key is somebody else's.
-            if keys and self._sinks.get(keys[0]) is sink:
-                del self._sinks[keys[0]]
+            if keys and self._mailboxes.get(keys[0]) is mailbox:
+                del self._mailboxes[keys[0]]
                 self.engine.cancel(keys[0])
 
         if self._closed:
@@ -81,11 +115,15 @@ class AsyncEngine:
         self._orders.put(submit)
         try:
             while True:
-                event = await events.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if event.finished is not None:
+                deltas = list[OutputDelta]()
+                for event in await mailbox.take():
+                    if isinstance(event, BaseException):
+                        if deltas:
+                            yield deltas
+                        raise event
+                    deltas.append(event)
+                yield deltas
+                if deltas[-1].finished is not None:
                     return
         finally:
             self._orders.put(leave)
@@ -156,10 +194,22 @@ class AsyncEngine:
         except BaseException as error:
             self._recover(error)
             return
+        mail = list[tuple[_Mailbox, Event]]()
         for piece in pieces:
-            sink = self._sinks.get(piece.key) if piece.finished is None else self._sinks.pop(piece.key, None)
-            if sink is not None:
-                sink(piece)
+            boxes = self._mailboxes
+            mailbox = boxes.get(piece.key) if piece.finished is None else boxes.pop(piece.key, None)
+            if mailbox is not None:
+                mail.append((mailbox, piece))
+        self._send(mail)
+
+    def _send(self, mail: Sequence[tuple[_Mailbox, Event]]) -> None:
+        by_loop = defaultdict[asyncio.AbstractEventLoop, list[tuple[_Mailbox, Event]]](list)
+        for mailbox, event in mail:
+            by_loop[mailbox.loop].append((mailbox, event))
+        for loop, events in by_loop.items():
+            # A loop that has ended has no one who waits; that must not end the thread, which serves others.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_deliver, events)
 
     def _recover(self, error: BaseException) -> None:
         try:
@@ -176,16 +226,18 @@ class AsyncEngine:
     def _give_up(self, failure: BaseException) -> None:
         """End all streams and serve no more."""
         self._failure = failure
-        for key in self._sinks:
+        for key in self._mailboxes:
             with suppress(Exception):  # an engine that failed may fail at this too
                 self.engine.cancel(key)
         self._end(failure, None)
 
     def _end(self, error: BaseException, lost: Collection[int] | None) -> None:
         """Tell the streams of lost requests, or all, why there is no more."""
-        for key in list(self._sinks) if lost is None else lost:
-            sink = self._sinks.pop(key, None)
-            if sink is not None:
+        mail = list[tuple[_Mailbox, Event]]()
+        for key in list(self._mailboxes) if lost is None else lost:
+            mailbox = self._mailboxes.pop(key, None)
+            if mailbox is not None:
                 failure = EngineError(f"the engine stopped: {error}")
                 failure.__cause__ = error
-                sink(failure)
+                mail.append((mailbox, failure))
+        self._send(mail)

@@ -16,8 +16,9 @@ from eyas.engine.request import Request
 from eyas.engine.speculation.drift import DriftReport
 from eyas.target.text import TargetText
 
-OnOutput = Callable[[int, OutputDelta, SpecDecodeStats], Awaitable[None]]
-"""Takes the index of a request, its newest output, and its speculation counts so far."""
+OnOutput = Callable[[int, Sequence[OutputDelta], SpecDecodeStats], Awaitable[None]]
+"""Takes the index of a request, its newest outputs, and its speculation counts so far. There are several outputs where
+the engine gave more before the last ones were taken."""
 SNAPSHOT_SECONDS = 2.0
 """How long to wait for the engine before the previous snapshot is used."""
 NOTICES = 8

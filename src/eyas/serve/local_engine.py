@@ -75,9 +75,9 @@ class LocalEngineClient:
             stats_by_key.append(engine.stats_of(key))
             self._log_events(engine)
 
-        async with aclosing(self._async_engine.stream(request, taken_on=taken_on)) as deltas:
-            async for delta in deltas:
-                await on_output(index, delta, stats_by_key[0])
+        async with aclosing(self._async_engine.batches(request, taken_on=taken_on)) as batches:
+            async for deltas in batches:
+                await on_output(index, deltas, stats_by_key[0])
 
     def _log_events(self, engine: Engine) -> None:
         for event in engine.controller.events():

@@ -34,20 +34,33 @@ class ChoiceOutput:
     """Tells reasoning and tool calls from content; None if all is content."""
     reasoning_fields: tuple[str, ...] = ()
     """The fields of a message that hold reasoning; none if the server has no reasoning parser."""
+    newest: Sequence[OutputDelta] = ()
+    """The deltas that came last, which make one event of a stream."""
     parsed: ParsedDelta = field(default_factory=ParsedDelta)
-    """Content, reasoning and tool calls of the newest delta."""
+    """Content, reasoning and tool calls of these."""
+    tokens: int = 0
+    """Their number so far, stop token included."""
 
-    def append(self, delta: OutputDelta, token_text: TokenText) -> None:
-        """Add the newest output."""
-        self.deltas.append(delta)
-        self.parsed = ParsedDelta(content=delta.text)
-        if self.parser is not None:
-            markers = self.parser.markers
-            texts = [
-                (mark if (mark := token_text.special(token)) in markers else "") + text
-                for token, text in zip(delta.tokens, delta.texts, strict=True)
-            ]
-            self.parsed = self.parser.feed(texts, last=delta.finished is not None)
+    def append(self, deltas: Sequence[OutputDelta], token_text: TokenText) -> None:
+        """Add the newest outputs."""
+        self.newest = deltas
+        self.deltas += deltas
+        self.tokens += sum(len(delta.tokens) for delta in deltas)
+        if self.parser is None:
+            self.parsed = ParsedDelta(content="".join(delta.text for delta in deltas))
+            return
+        markers = self.parser.markers
+        texts = [
+            (mark if (mark := token_text.special(token)) in markers else "") + text
+            for delta in deltas
+            for token, text in zip(delta.tokens, delta.texts, strict=True)
+        ]
+        self.parsed = self.parser.feed(texts, last=deltas[-1].finished is not None)
+
+    @property
+    def first(self) -> bool:
+        """Whether nothing came before the newest deltas."""
+        return len(self.deltas) == len(self.newest)
 
     @property
     def finish_reason(self) -> str | None:
@@ -74,7 +87,7 @@ class ChoiceOutput:
 
     @property
     def delta_message(self) -> dict[str, Any]:
-        """The newest output as the delta of a chat chunk."""
+        """The newest outputs as the delta of a chat chunk."""
         reasoning = self.parsed.reasoning
         message: dict[str, Any] = dict.fromkeys(self.reasoning_fields, reasoning) if reasoning else {}
         if self.parsed.content:
@@ -87,11 +100,6 @@ class ChoiceOutput:
                 for call in self.parsed.calls
             ]
         return message
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, stop token included."""
-        return sum(len(delta.tokens) for delta in self.deltas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +137,7 @@ class ResponseFormatter(Protocol):
         """The response of a request that does not stream."""
 
     def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
-        """The events of the newest output of a choice."""
+        """The events of the newest outputs of a choice."""
 
     def end(self, choices: Sequence[ChoiceOutput]) -> Iterator[dict[str, Any]]:
         """The last events of a stream."""
@@ -151,8 +159,8 @@ class CompletionFormatter:
         return full_response(self._meta, choices, self._token_text)
 
     def delta(self, index: int, choice: ChoiceOutput) -> Iterator[dict[str, Any]]:
-        """The chunks of the newest output of a choice."""
-        if len(choice.deltas) == 1:
+        """The chunks of the newest outputs of a choice."""
+        if choice.first:
             first = first_chunk(self._meta, index, choice.deltas[0], self._token_text)
             if first is not None:
                 yield self._counted(first, 0)
@@ -208,23 +216,23 @@ def first_chunk(meta: ResponseMeta, index: int, first: OutputDelta, token_text: 
 
 
 def stream_chunk(meta: ResponseMeta, index: int, choice: ChoiceOutput, token_text: TokenText) -> dict[str, Any] | None:
-    """The chunk of the newest output; None if there is nothing to send."""
-    delta = choice.deltas[-1]
-    logprobs = None
-    if delta.logprobs is not None:
-        before = len(meta.extras.echo_text(index)) + sum(len(earlier.text) for earlier in choice.deltas[:-1])
-        logprobs = _logprobs(meta, [delta], token_text, before)
+    """The chunk of the newest outputs; None if there is nothing to send."""
+    newest, logprobs = choice.newest, None
+    if newest[0].logprobs is not None:
+        earlier = choice.deltas[: -len(newest)]
+        before = len(meta.extras.echo_text(index)) + sum(len(delta.text) for delta in earlier)
+        logprobs = _logprobs(meta, newest, token_text, before)
     message = choice.delta_message
     quiet = logprobs is None and not meta.details and not meta.extras.return_token_ids
-    if not message and delta.finished is None and quiet:
+    if not message and newest[-1].finished is None and quiet:
         return None  # held back: part of a character, a possible stop string, marker or tool call
     body: dict[str, Any] = {"index": index}
-    body |= {"delta": message} if meta.kind == "chat" else {"text": delta.text}
+    body |= {"delta": message} if meta.kind == "chat" else {"text": "".join(delta.text for delta in newest)}
     body["logprobs"] = logprobs
     body["finish_reason"] = choice.finish_reason
-    body |= meta.extras.choice(meta.kind, index, [delta], token_text, first=len(choice.deltas) == 1)
+    body |= meta.extras.choice(meta.kind, index, newest, token_text, first=choice.first)
     if meta.details:
-        body["speculative"] = _token_details([delta]) | speculative_usage([choice.stats])
+        body["speculative"] = _token_details(newest) | speculative_usage([choice.stats])
     return meta.envelope(choices=[body], chunk=True)
 
 

@@ -49,12 +49,13 @@ class ResponsesFormatter:
         return self._response(choice, items)
 
     def delta(self, _: int, choice: ChoiceOutput) -> Iterator[Event]:
-        """The events of the newest output."""
+        """The events of the newest outputs."""
         if not self._sequence:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._base)
         parsed = choice.parsed
-        self._unsent += self._logprobs(choice.deltas[-1].logprobs)
+        for delta in choice.newest:
+            self._unsent += self._logprobs(delta.logprobs)
         if parsed.reasoning:
             self._unsent = []
             yield from self._text("reasoning", parsed.reasoning, [])

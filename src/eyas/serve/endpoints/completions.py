@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,13 +152,13 @@ class Endpoint:
     ) -> None:
         token_text = self._context.token_text
 
-        async def on_output(index: int, delta: OutputDelta, stats: SpecDecodeStats) -> None:
+        async def on_output(index: int, deltas: Sequence[OutputDelta], stats: SpecDecodeStats) -> None:
             choice = trace.choices[index]
-            delta = delta if engine_requests.answers else without_answer(delta)
+            deltas = deltas if engine_requests.answers else [without_answer(delta) for delta in deltas]
             choice.stats = stats
-            choice.append(delta, token_text)
-            self._observe_latency(trace, index, delta)
-            if delta.finished is FinishReason.ERROR:
+            choice.append(deltas, token_text)
+            self._observe_latency(trace, index, deltas)
+            if deltas[-1].finished is FinishReason.ERROR:
                 message = "the grammar became too complex during generation; simplify it"
                 raise ApiError(400, message, code="grammar_too_complex")
             if not body.stream:
@@ -176,16 +176,16 @@ class Endpoint:
             await writer.event(event)
         await writer.end()
 
-    def _observe_latency(self, trace: RequestTrace, index: int, delta: OutputDelta) -> None:
+    def _observe_latency(self, trace: RequestTrace, index: int, deltas: Sequence[OutputDelta]) -> None:
         """Record time to first token and inter-token latency."""
         now, metrics = time.monotonic(), self._context.metrics
         if trace.first_token is None:
             trace.first_token = now - trace.started
             metrics.time_to_first_token.observe(trace.first_token)
-        before = trace.last_token.get(index)
-        if before is not None and delta.tokens:
-            for _ in delta.tokens:
-                metrics.inter_token_latency.observe((now - before) / len(delta.tokens))
+        before, tokens = trace.last_token.get(index), sum(len(delta.tokens) for delta in deltas)
+        if before is not None:
+            for _ in range(tokens):
+                metrics.inter_token_latency.observe((now - before) / tokens)
         trace.last_token[index] = now
 
     def _num_spec_tokens(self, engine_requests: EngineRequests) -> int | None:

@@ -151,7 +151,7 @@ class VLLMEngineClient:
                     for choice in event["choices"]:
                         delta = answer.add(choice, event.get("prompt_logprobs"))
                         if delta is not None:
-                            await on_output(index, delta, answer.stats)
+                            await on_output(index, [delta], answer.stats)
                     if event.get("usage"):
                         answer.count(event)
                         break
@@ -160,7 +160,7 @@ class VLLMEngineClient:
                         break
             if answer.ended is None:
                 raise EngineError("vLLM closed the connection before the answer was complete")
-            await on_output(index, answer.ended, answer.stats)
+            await on_output(index, [answer.ended], answer.stats)
         finally:
             answer.close()
 
