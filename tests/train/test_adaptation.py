@@ -188,6 +188,14 @@ def test_the_recipe_of_an_adaptation_keeps_the_drafters_flags_and_is_an_ordinary
     assert load_recipe(tmp_path / "recipe.toml") == recipe
 
 
+def test_a_step_on_a_cpu_is_no_longer_than_the_answers_need(tmp_path: Path) -> None:
+    for longest, length in ((None, 2048), (100, 512), (700, 700), (5000, 2048)):
+        recipe = adaptation_recipe(
+            settings_of(tmp_path), tiny.drafter_config(), answered=99, context=8192, on_cpu=True, longest=longest
+        )
+        assert (recipe.data.max_length, recipe.data.pack_length) == (length, length)
+
+
 def test_enough_is_held_out_to_judge_by_and_too_little_is_refused(tmp_path: Path) -> None:
     config = tiny.drafter_config()
     for answered, held_out in ((2000, 200), (80, 16), (32, 16)):

@@ -4,7 +4,7 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,11 +28,11 @@ from eyas.cli.options import (
 from eyas.cli.stop import StopRequest
 
 if TYPE_CHECKING:
+    from eyas.data.conversations import Conversation
     from eyas.drafter.checkpoint import Checkpoint
     from eyas.target.model import Target
     from eyas.target.parts import TargetParts
     from eyas.train.adaptation.judge import AcceptanceChange
-    from eyas.train.adaptation.recipe import AdaptationSettings
     from eyas.train.features import OpenSource
     from eyas.train.recipe import Recipe
     from eyas.train.run import TrainResult
@@ -74,7 +74,7 @@ def adapt(
     epochs: Annotated[
         float, typer.Option(help="Passes over the answers at most.", min=0.01, max=1e6, rich_help_panel=TRAINING)
     ] = 4.0,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-9, max=1.0, rich_help_panel=TRAINING)] = 3e-4,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.", min=1e-9, max=1.0, rich_help_panel=TRAINING)] = 1e-4,
     anchor: Annotated[
         float,
         typer.Option(
@@ -171,10 +171,12 @@ def adapt(
         folder=str(out / "training"),
         overrides=overrides or (),
     )
+    conversations = [one for one in _conversations(settings.answers) if one.answered]
     recipe = adaptation_recipe(
         settings,
         read_config(drafter),
-        answered=_answered(settings),
+        answered=len(conversations),
+        longest=_longest([*conversations, *_conversations(settings.replay)]),
         context=facts.max_position_embeddings,
         on_cpu=chosen_device == "cpu",
     )
@@ -388,16 +390,22 @@ class _Adaptation:
         typer.echo(f"with vLLM: {shlex.join(['vllm', 'serve', target, '--speculative-config', config])}")
 
 
-def _conversations(files: Any) -> list[Any]:
+def _conversations(files: Sequence[str]) -> "list[Conversation]":
     """All that can be read, in order."""
     from eyas.data.bad_records import BadRecords
     from eyas.data.files import ConversationReader, expand_files
 
-    return list(ConversationReader(expand_files(list(files)), BadRecords()))
+    return list(ConversationReader(expand_files(files), BadRecords()))
 
 
-def _answered(settings: "AdaptationSettings") -> int:
-    return sum(1 for conversation in _conversations(settings.answers) if conversation.answered)
+def _longest(conversations: "Sequence[Conversation]") -> int | None:
+    """Tokens of the longest, where all of them came with their tokens."""
+    if not all(conversation.samples for conversation in conversations):
+        return None
+    return max(
+        (len(one.prompt_ids) + len(one.answer_ids) for conversation in conversations for one in conversation.samples),
+        default=None,
+    )
 
 
 def _device(asked: str) -> str:

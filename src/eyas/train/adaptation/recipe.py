@@ -14,7 +14,8 @@ from eyas.errors import UserError
 from eyas.train.recipe import Recipe, read_recipe
 from eyas.train.toml import apply_override, parse_override
 
-LR = 3e-4
+LR = 1e-4
+"""Of 1e-4, 3e-4 and 1e-3 the one that forgets nothing and gains nearly as much (docs/training.md)."""
 ANCHOR = 0.01
 EPOCHS = 4.0
 MINUTES = 3.0
@@ -24,7 +25,9 @@ HELD_OUT_SHARE = 0.1
 LEAST_HELD_OUT = 16
 """Conversations that are held out at least: of fewer, the interval would say little."""
 LEAST_ANSWERED = 2 * LEAST_HELD_OUT
-PACK_ON_CPU, PACK_ELSEWHERE = 2048, 8192
+LEAST_ON_CPU = 512
+"""Tokens of a pack on a CPU, where a pack is a step and takes a second for some tens of tokens."""
+PACK_ELSEWHERE = 8192
 LONGEST_ON_CPU, LONGEST_ELSEWHERE = 2048, 4096
 CHUNK_ON_CPU, CHUNK_ELSEWHERE = 512, 4096
 
@@ -62,10 +65,21 @@ def share_held_out(settings: AdaptationSettings, answered: int) -> float:
 
 
 def adaptation_recipe(
-    settings: AdaptationSettings, config: DrafterConfig, *, answered: int, context: int | None, on_cpu: bool
+    settings: AdaptationSettings,
+    config: DrafterConfig,
+    *,
+    answered: int,
+    context: int | None,
+    on_cpu: bool,
+    longest: int | None = None,
 ) -> Recipe:
-    """The recipe for a drafter of this config, a target of this context, and so many conversations."""
-    longest = min(LONGEST_ON_CPU if on_cpu else LONGEST_ELSEWHERE, context or LONGEST_ELSEWHERE)
+    """The recipe for a drafter of this config, a target of this context, and so many conversations.
+
+    `longest` has as many tokens as any of them, if that is known: on a CPU, packs are then no longer than need be.
+    """
+    most = min(LONGEST_ON_CPU if on_cpu else LONGEST_ELSEWHERE, context or LONGEST_ELSEWHERE)
+    if on_cpu and longest is not None:
+        most = min(most, max(LEAST_ON_CPU, longest))
     tables: dict[str, Any] = {
         "target": dict(settings.target),
         "data": {
@@ -74,8 +88,8 @@ def adaptation_recipe(
             "held_out_newest": True,
             "replay": list(settings.replay),
             "replay_share": settings.replay_share,
-            "max_length": longest,
-            "pack_length": max(longest, PACK_ON_CPU if on_cpu else PACK_ELSEWHERE),
+            "max_length": most,
+            "pack_length": most if on_cpu else max(most, PACK_ELSEWHERE),
         },
         "drafter": {
             "init_from": settings.drafter,
