@@ -176,7 +176,7 @@ def test_a_plan_that_stays_the_same_is_made_ever_more_rarely_until_something_cha
     costs.verify.rehearse({1: 1.0, 16: 1.1})
     for depth in (1, 3):
         costs.chain_of(depth).rehearse({1: 0.1, 4: 0.1})
-    planner, made = Planner(costs, acceptance, trees=False), []
+    planner, made = Planner(costs, acceptance, WholeStepTimes(), trees=False), []
     make = planner._make
     planner._make = lambda *asked: (made.append(step), make(*asked))[1]  # type: ignore[method-assign]
     for step in range(800):
@@ -257,6 +257,18 @@ def test_the_report_tells_what_whole_steps_took_beside_what_was_expected() -> No
     assert often
     assert all(told["seconds"] == pytest.approx(told["expected"], rel=0.15) for told in often)
     json.dumps(controller.report(), allow_nan=False)  # it goes to /status
+
+
+def test_a_price_is_corrected_by_what_steps_like_it_took_whatever_single_ones_waited_for() -> None:
+    costs, times = CostModel(), WholeStepTimes()
+    planner = Planner(costs, Acceptance(), times, trees=False)
+    situation = Situation([RowFacts(0, 100)])
+    price = planner.captured_prices(situation).step
+    before = price(1e-3, 3), price(1e-3, 5)
+    for number in range(100):
+        times.observe(1, 40e-3 if number % 10 == 0 else 0.8e-3, 1e-3, depth=3, trees=False)
+    assert 0.8 * before[0] < price(1e-3, 3) < 0.85 * before[0]
+    assert price(1e-3, 5) == before[1]
 
 
 def test_a_step_that_had_no_price_yet_stays_out_of_the_report() -> None:

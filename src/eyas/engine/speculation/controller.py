@@ -14,7 +14,7 @@ know what they would catch, the drafter's further candidates are looked at in so
     trial.py             the same for few requests: to draft for a while, as long as it pays
     while_drafting.py    where the host looks on: who drafts one deeper, and what is verified of it (verify_budget.py)
     drift.py             how deep the drafter is fit to be used at all
-    step_times.py        what steps took beside what was expected of them, to be looked at
+    step_times.py        what steps took beside what was expected of them
     policy.py            every tuned number of these
 
 A request may take the choice away: `off` never drafts, `fixed` always drafts its depth, fit or not.
@@ -72,7 +72,8 @@ class Controller:
         self.costs, self.probes = costs or CostModel(), Exploration()
         self.acceptance = Acceptance(max_depth, recorded)
         self.while_drafting = WhileDrafting(self.acceptance, self.costs)
-        self._planner = Planner(self.costs, self.acceptance, trees=trees)
+        self._times = WholeStepTimes()
+        self._planner = Planner(self.costs, self.acceptance, self._times, trees=trees)
         self.thinks_later = False
         """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
         self._lessons: list[Callable[[], None]] = []
@@ -96,7 +97,6 @@ class Controller:
         """Steps that drafted for few enough requests to consider trees, and those that looked at candidates."""
         self._in_trees = 0
         self._depths: Counter[int] = Counter()
-        self._times = WholeStepTimes()
         self._reason = "no step yet"
 
     def overlaps(self) -> None:
@@ -442,7 +442,7 @@ class Controller:
                 rows, seconds, passes=step.passes, depth=step.depth, trees=step.trees, thinking=thinking
             )
             step.whole = self.costs.step(rows, step.expected, depth=step.depth, trees=step.trees)
-            self._times.observe(rows, seconds, step.whole, depth=step.depth, trees=step.trees)
+            self._times.observe(rows, seconds - thinking, step.whole, depth=step.depth, trees=step.trees)
             self._take_time(step, max(0.0, seconds - step.seconds), step.whole - step.expected)
 
     def _observe_repeated(self, repeated: RepeatedStep) -> None:
@@ -453,7 +453,7 @@ class Controller:
             self.costs.observe_step(
                 requests, seconds, passes=step.passes, depth=step.depth, trees=step.trees, thinking=thinking
             )
-            self._times.observe(requests, seconds, step.whole, depth=step.depth, trees=step.trees)
+            self._times.observe(requests, seconds - thinking, step.whole, depth=step.depth, trees=step.trees)
 
     def forget(self, key: int) -> None:
         """Drop a request that has ended."""

@@ -16,6 +16,7 @@ from eyas.engine.speculation.captured_plan import CapturedPrices, plan_captured,
 from eyas.engine.speculation.cost_model import CostModel, bucket_of
 from eyas.engine.speculation.plan_calibration import PlanCalibration
 from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.step_times import WholeStepTimes
 from eyas.plan.shapes import MARGIN, Batch, Plan, Prices, plan_chains, plan_nothing, plan_tree
 
 
@@ -59,8 +60,8 @@ class KeptPlan(NamedTuple):
 class Planner:
     """Plans for batches, and what their parts cost."""
 
-    def __init__(self, costs: CostModel, acceptance: Acceptance, *, trees: bool) -> None:
-        self._costs, self._acceptance, self.trees = costs, acceptance, trees
+    def __init__(self, costs: CostModel, acceptance: Acceptance, times: WholeStepTimes, *, trees: bool) -> None:
+        self._costs, self._acceptance, self._times, self.trees = costs, acceptance, times, trees
         self.promises = PlanCalibration()
         self._kept: dict[tuple[int, ...], KeptPlan] = {}
         self._news = 0
@@ -87,14 +88,16 @@ class Planner:
 
     def captured_prices(self, situation: Situation) -> CapturedPrices:
         """The same where passes are captured."""
-        costs, rows, context = self._costs, situation.rows, situation.context
+        costs, times, rows, context = self._costs, self._times, situation.rows, situation.context
         verify = costs.verify_of(rows)
         return CapturedPrices(
             verify=lambda tokens: verify.at(tokens, context),
             draft=lambda depth: costs.chain(depth, costs.plain_tokens(rows)),
             grow=lambda shape: costs.tree(shape, costs.plain_tokens(rows)),
-            step=lambda passes, depth: costs.step(rows, passes, depth=depth),
-            step_of_trees=lambda passes, depth: costs.step(rows, passes, depth=depth, trees=True),
+            step=lambda passes, depth: costs.step(rows, passes, depth=depth) * times.ratio(rows, depth=depth),
+            step_of_trees=lambda passes, depth: (
+                costs.step(rows, passes, depth=depth, trees=True) * times.ratio(rows, depth=depth, trees=True)
+            ),
         )
 
     def plan(self, situation: Situation, step: int, deepest: int) -> KeptPlan:

@@ -129,6 +129,11 @@ class DepthPolicy:
     cost_flattest: float = 0.1
     """Past what was measured, tokens are taken to cost at least this part of the average of those before them."""
 
+    step_window: int = 41
+    """The latest whole steps of a kind, whose median corrects its price."""
+    step_trust: float = 8.0
+    """How many of them weigh as much as the price itself."""
+
     # --- Exploration: drafting although it does not pay.
     probe_share: float = 0.005
     """Of all time, the part that probes may lose."""
