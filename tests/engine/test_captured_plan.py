@@ -261,7 +261,7 @@ def test_the_report_tells_what_whole_steps_took_beside_what_was_expected() -> No
 
 def test_a_price_is_corrected_by_what_steps_like_it_took_whatever_single_ones_waited_for() -> None:
     costs, times = CostModel(), WholeStepTimes()
-    planner = Planner(costs, Acceptance(), times, trees=False)
+    planner = Planner(costs, Acceptance(7), times, trees=False)
     situation = Situation([RowFacts(0, 100)])
     price = planner.captured_prices(situation).step
     before = price(1e-3, 3), price(1e-3, 5)
