@@ -377,6 +377,8 @@ class _Adaptation:
         plot_adaptation(record["changes"], self.out / "adaptation.png")
 
     def _say_what_next(self, *, kept: bool) -> None:
+        from eyas.target.locate import DEFAULT_TARGET
+
         trained = Path(self.recipe.output.folder)
         typer.echo(f"record and picture: {self.out}; recipe, log and picture of the training: {trained}")
         if not kept:
@@ -387,7 +389,8 @@ class _Adaptation:
         typer.echo(f"measure it: {shlex.join(words)}")
         config = json.dumps({"model": drafter, "method": "eagle3"})
         typer.echo(f"serve it: {shlex.join(['eyas', 'serve', target, '--speculative-config', config])}")
-        typer.echo(f"with vLLM: {shlex.join(['vllm', 'serve', target, '--speculative-config', config])}")
+        if target != DEFAULT_TARGET:  # a name that only eyas knows
+            typer.echo(f"with vLLM: {shlex.join(['vllm', 'serve', target, '--speculative-config', config])}")
 
 
 def _conversations(files: Sequence[str]) -> "list[Conversation]":
