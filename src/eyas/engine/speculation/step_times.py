@@ -14,7 +14,7 @@ from eyas.engine.speculation.cost_model import bucket_of
 from eyas.engine.speculation.policy import POLICY
 
 
-class _Steps:
+class _StepsOfKind:
     """Those of a kind: sums over all, and how the latest compare."""
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class WholeStepTimes:
     """Steps that were timed as a whole."""
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple[str, int], _Steps] = {}
+        self._kinds: dict[tuple[str, int], _StepsOfKind] = {}
         """By kind and requests."""
 
     def observe(self, requests: int, seconds: float, expected: float, *, depth: int, trees: bool) -> None:
         """Take a step, unless there was no price for it yet; the controller's own time is not in it."""
         if isfinite(expected) and expected > 0:
-            self._kinds.setdefault(_kind(requests, depth, trees), _Steps()).add(seconds, expected)
+            self._kinds.setdefault(_kind(requests, depth, trees), _StepsOfKind()).add(seconds, expected)
 
     def ratio(self, requests: int, *, depth: int, trees: bool = False) -> float:
         """What such steps took of late, in parts of what was expected; 1, if there were none."""
