@@ -21,6 +21,8 @@ In `synchronous` mode every step lands at once. It is the oracle of the other: t
 Shapes: R rows, Q tokens of a row, V vocabulary.
 """
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +43,10 @@ from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.engine.verify import outcome_of_tree, sampling_metadata
 from eyas.plan.shapes import CHAIN
+
+logger = logging.getLogger(__name__)
+SLOW_LAUNCH = 0.25
+"""Seconds beyond which an operator is told: such a step captured graphs, or compiled kernels that were not met yet."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -108,7 +114,11 @@ class RoundLoop:
 
     def step(self) -> None:
         """Launch a step, if there is anything to do, and land the one before it."""
+        began, graphs = time.perf_counter(), len(self.runner.capture)
         launched = self._launch()
+        if (seconds := time.perf_counter() - began) > SLOW_LAUNCH:
+            new = len(self.runner.capture) - graphs
+            logger.warning(f"a step took the host {seconds:.2f} s to launch, all requests waited; {new} graphs are new")
         landing, self._flight = self._flight, launched
         if landing is not None:
             self._land(landing)
