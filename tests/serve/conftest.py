@@ -23,6 +23,7 @@ from eyas.sampling import Sampling
 from eyas.serve.access.policy import AccessRules
 from eyas.serve.app import Application
 from eyas.serve.endpoints.drafter_swap import DrafterSlot
+from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.local_engine import LocalEngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.protocol.request_policy import RequestPolicy
@@ -134,6 +135,7 @@ def serve(
     sampling_defaults: SamplingDefaults | None = None,
     metrics_names: Literal["eyas", "vllm", "both"] = "both",
     root_path: str = "",
+    learn_folder: LearnFolder | None = None,
 ) -> Iterator[Client]:
     """A client of a server around an engine; `load` is how it comes by other `drafters`."""
     engines: list[Engine] = []
@@ -168,9 +170,11 @@ def serve(
             page=page,
             metrics_names=metrics_names,
             root_path=root_path,
+            learn_folder=learn_folder,
             slot=slot,
         )
         yield Client(application, engines)
+        application.close()
 
 
 @pytest.fixture(scope="session")

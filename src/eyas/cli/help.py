@@ -18,6 +18,8 @@ MODEL = "Model"
 """What is loaded: target, precision, place, template."""
 SPECULATION = "Speculation"
 """What drafts, and how deep."""
+LEARNING = "Learning"
+"""What is kept of answers, and whose."""
 MEMORY = "Memory and batching"
 """How many tokens and answers there is room for."""
 SAMPLING = "Sampling"
@@ -54,6 +56,7 @@ PANELS = (
     API,
     NETWORK,
     ACCESS,
+    LEARNING,
     LIMITS,
     OPERATION,
     OUTPUT,

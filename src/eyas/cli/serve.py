@@ -9,7 +9,7 @@ import typer
 
 from eyas.cli.arguments import read_chat_format, require_models
 from eyas.cli.config_file import read_config_file
-from eyas.cli.help import ACCESS, API, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
+from eyas.cli.help import ACCESS, API, LEARNING, LIMITS, MEMORY, MODEL, NETWORK, OPERATION, SPECULATION
 from eyas.cli.libraries import import_libraries
 from eyas.cli.options import (
     Cache,
@@ -260,6 +260,27 @@ def serve(
             rich_help_panel=OPERATION,
         ),
     ] = None,
+    learn: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep finished answers of keys that opted in, in this folder, for `eyas adapt` to learn from.",
+            show_default="nothing is kept",
+            rich_help_panel=LEARNING,
+        ),
+    ] = None,
+    learn_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="EYAS_LEARN_KEY",
+            help="One of the server's keys that opted in; repeat for several, * for all.",
+            show_default="all on loopback without API keys, else none",
+            rich_help_panel=LEARNING,
+        ),
+    ] = None,
+    learn_bytes: Annotated[
+        int,
+        typer.Option(help="Most bytes that are kept; the oldest answers go.", min=2**20, rich_help_panel=LEARNING),
+    ] = 2**28,
     check: Annotated[
         bool,
         typer.Option(
@@ -280,6 +301,7 @@ def serve(
     config = read_speculative_config(speculative_config, target, with_table=engine == "vllm")
     require_models(target, config.drafter, revision=revision)
     import_libraries(lean=True)
+    from eyas.cli.serve_learning import closing_ring, learn_from, open_ring
     from eyas.freed_memory import give_back
     from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.serve.access.policy import access_rules, is_loopback
@@ -378,8 +400,9 @@ def serve(
             allowed_drafters=allowed_drafters or (),
         )
     tls, prefix = tls_context(ssl_certfile, ssl_keyfile), read_root_path(root_path)
+    access, ring = open_ring(access, host, learn, learn_key or (), learn_bytes)
     listener = listen(host, port)  # before loading: a port in use should fail at once
-    with listener, opened as served:
+    with listener, closing_ring(ring), opened as served:
         model_info = ModelInfo(
             name=served_model_name or target,
             target=target,
@@ -394,6 +417,7 @@ def serve(
         for line in banner(model_info, served.memory):
             report(line)
         report(f"device    {served.device}")
+        learn_folder = learn_from(ring, access, served, report)
         keys = access.api_keys
         if not keys and not is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")
@@ -418,9 +442,13 @@ def serve(
             page=page,
             metrics_names=metrics_names,
             root_path=prefix,
+            learn_folder=learn_folder,
             slot=served.slot,
         )
         application.context.compiler.start()
         linecache.clearcache()  # transformers reads its own source for docstrings
         give_back()  # what reading tokenizers and the first steps took
-        Server(application, tls=tls).run([listener])
+        try:
+            Server(application, tls=tls).run([listener])
+        finally:
+            application.close()

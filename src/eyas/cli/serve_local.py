@@ -44,6 +44,7 @@ def local_engine(
     from eyas.serve.endpoints.drafter_swap import DrafterSlot
     from eyas.serve.local_engine import LocalEngineClient
     from eyas.target.device import device_words
+    from eyas.target.fingerprint import fingerprint
 
     if config.drafter is not None and config.drafter_method is not None:
         config.require_method(read_config(config.drafter).method)
@@ -84,6 +85,7 @@ def local_engine(
                 "speculation": config.speculation,
                 "suffix_depth": 0 if options.suffix is None else options.suffix.deepest,
             },
+            author={"target": loaded.facts.source, "target_fingerprint": fingerprint(loaded.model)},
             memory=client.budget,
             device=f"{device_words(loaded.device, asked=device)}, {precision}",
         )

@@ -21,6 +21,8 @@ class ServedEngine:
     """The model's generation config."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelInfo` that the engine decides."""
+    author: dict[str, str] = field(default_factory=dict)
+    """Who answers, for records of answers: the target by name and, if they can be seen, by its weights."""
     memory: "BlockBudget | str"
     device: str
     """Where and in which precision it computes, for people."""

@@ -25,6 +25,7 @@ from eyas.serve.endpoints.refused import refused_routes
 from eyas.serve.endpoints.responses import ResponsesEndpoint
 from eyas.serve.endpoints.tokenize import TokenizerEndpoints
 from eyas.serve.engine_client import EngineClient
+from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.json_logging import log_event
 from eyas.serve.monitoring.metrics import CONTENT_TYPE
@@ -60,10 +61,16 @@ class Application:
         page: bool = True,
         metrics_names: MetricsNames = "both",
         root_path: str = "",
+        learn_folder: LearnFolder | None = None,
         slot: DrafterSlot,
     ) -> None:
         self.context = context = ServerContext.create(
-            engine_client, model_info, limits or ServerLimits(), policy or RequestPolicy(), metrics_names
+            engine_client,
+            model_info,
+            limits or ServerLimits(),
+            policy or RequestPolicy(),
+            metrics_names,
+            learn_folder,
         )
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
@@ -105,6 +112,11 @@ class Application:
                 Exception: _error_response,
             },
         )
+
+    def close(self) -> None:
+        """Write the answers that are still to be kept. To be called once nothing is served any more."""
+        if self.context.collector is not None:
+            self.context.collector.close()
 
     async def _models(self, _: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_card()]})

@@ -9,6 +9,8 @@ from eyas.serve.builders.request_builder import RequestBuilder
 from eyas.serve.builders.token_text import TokenText
 from eyas.serve.engine_client import EngineClient
 from eyas.serve.grammar.structured_outputs import GrammarCompiler
+from eyas.serve.learning.answer_record import AnswerRecorder
+from eyas.serve.learning.collector import AnswerCollector, LearnFolder
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.metrics import ServerMetrics
 from eyas.serve.monitoring.vllm_metrics import MetricsNames
@@ -32,6 +34,8 @@ class ServerContext:
     request_builder: RequestBuilder
     compiler: GrammarCompiler
     token_text: TokenText
+    collector: AnswerCollector | None = None
+    """Keeps answers to learn from; None: none are kept."""
     started: float = field(default_factory=time.monotonic)
     """When the server started, by the monotonic clock."""
     tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-tokenizer"))
@@ -51,6 +55,7 @@ class ServerContext:
         limits: ServerLimits,
         policy: RequestPolicy,
         metrics_names: MetricsNames = "both",
+        learn_folder: LearnFolder | None = None,
     ) -> "ServerContext":
         """Build what the endpoints need around an engine."""
         target = engine_client.target
@@ -63,6 +68,10 @@ class ServerContext:
         request_builder = RequestBuilder(target, model_info, policy)
         small_server = isinstance(target, Target) and target.device.type == "cpu"
         special_tokens = {token: text for text, token in request_builder.special_tokens.items()}
+        collector = None
+        if learn_folder is not None:
+            recorder = AnswerRecorder(target, request_builder, learn_folder.author)
+            collector = AnswerCollector(learn_folder.ring, recorder, metrics)
         return cls(
             engine_client=engine_client,
             model_info=model_info,
@@ -73,4 +82,5 @@ class ServerContext:
             request_builder=request_builder,
             compiler=GrammarCompiler(target, read_at_start=not small_server),
             token_text=TokenText(target.tokenizer, special_tokens),
+            collector=collector,
         )

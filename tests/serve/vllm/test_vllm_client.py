@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from eyas.data.files import ConversationReader, expand_files
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
+from eyas.serve.access.policy import AccessRules
 from eyas.serve.app import Application
 from eyas.serve.endpoints.drafter_swap import DrafterSlot
+from eyas.serve.learning.answer_ring import LEAST_BYTES, AnswerRing
+from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.model_info import ModelInfo
 from eyas.serve.vllm.client import VLLMEngineClient
 from fake_vllm import FakeVLLM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 DEPTH = 3
 FIXED = Speculation(mode="fixed", depth=DEPTH)
@@ -27,7 +32,14 @@ FIXED = Speculation(mode="fixed", depth=DEPTH)
 
 @contextmanager
 def served(
-    target: Any, drafter: Any, client_class: Any, depth: int | None = DEPTH, *, on_cpu: bool = False
+    target: Any,
+    drafter: Any,
+    client_class: Any,
+    depth: int | None = DEPTH,
+    *,
+    on_cpu: bool = False,
+    access: AccessRules | None = None,
+    learn_folder: LearnFolder | None = None,
 ) -> Iterator[tuple[Any, FakeVLLM]]:
     """A client of a server in front of a vLLM that is none."""
     engine = Engine(target, drafter, config=EngineConfig(max_num_seqs=4, max_model_len=256, memory=2**24))
@@ -55,7 +67,9 @@ def served(
             own_depths=False,
         )
         slot = DrafterSlot(model=None, load=lambda name: drafter, swappable=False, kept_because="vLLM cannot change it")
-        yield client_class(Application(engine_client, info, slot=slot), [engine]), fake
+        application = Application(engine_client, info, slot=slot, access=access, learn_folder=learn_folder)
+        yield client_class(application, [engine]), fake
+        application.close()
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +124,28 @@ def test_a_chat_and_its_stream_say_the_same(client: Any, vllm: Any) -> None:
     text = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
     assert text == own["choices"][0]["message"]["content"]
     assert events[-1]["usage"]["speculative"]["drafts"] > 0
+
+
+def test_answers_of_keys_that_opted_in_are_kept_with_the_tokens_of_vllm(
+    target: Any, tiny_drafter: Any, client: Any, tmp_path: Path
+) -> None:
+    ring = AnswerRing(tmp_path / "answers", LEAST_BYTES)
+    kept = LearnFolder(ring=ring, author={"target": target.facts.source})
+    access = AccessRules(api_keys=("yes", "no"), learn_keys=("yes",))
+    body = {"max_tokens": 12, "n": 2, "temperature": 1, "seed": 5, "return_token_ids": True}
+    with served(target, tiny_drafter, type(client), access=access, learn_folder=kept) as (through, _):
+        replies = {
+            key: through.post(
+                "/v1/completions", body | {"prompt": f"{key}abc"}, headers={"authorization": f"Bearer {key}"}
+            ).json
+            for key in ("no", "yes")
+        }
+    ring.close()
+    found = list(ConversationReader(expand_files([ring.folder])))
+    assert {one.messages[0]["content"] for one in found} == {"yesabc"}
+    told = [choice["token_ids"] for choice in replies["yes"]["choices"]]
+    assert sorted(list(one.samples[0].answer_ids) for one in found) == sorted(told)
+    assert len(told) == 2
 
 
 def test_how_drafting_went_is_told_as_vllm_counted_it(vllm: Any) -> None:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from eyas.serve.access.audit import refuse
 from eyas.serve.access.caller import Caller, address_of, set_caller
-from eyas.serve.access.policy import AccessRules
+from eyas.serve.access.policy import ANY, AccessRules
 from eyas.serve.api_error import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"})
@@ -24,8 +24,10 @@ class ApiKeyMiddleware:
     def __init__(self, app: ASGIApp, access: AccessRules) -> None:
         self._app = app
         self._digests = tuple(
-            [sha256(key.encode()).digest() for key in keys] for keys in (access.api_keys, access.admin_keys)
+            [sha256(key.encode()).digest() for key in keys]
+            for keys in (access.api_keys, access.admin_keys, access.learn_keys)
         )
+        self._all_learn = ANY in access.learn_keys
         self._needs_key = bool(access.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,10 +45,11 @@ class ApiKeyMiddleware:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = sha256(key.strip().encode("latin-1", "replace")).digest()
         # Digests have equal length and all are compared, so the time tells nothing about a key.
-        api, admin = (sum(compare_digest(digest, known) for known in keys) > 0 for keys in self._digests)
+        api, admin, learns = (sum(compare_digest(digest, known) for known in keys) > 0 for keys in self._digests)
         if not (api or admin) or scheme.lower() != "bearer":
-            return Caller(address=address_of(scope))
-        return Caller(address=address_of(scope), key_digest=digest.hex(), admin=admin)
+            return Caller(address=address_of(scope), learns=self._all_learn)
+        learns = learns or self._all_learn
+        return Caller(address=address_of(scope), key_digest=digest.hex(), admin=admin, learns=learns)
 
 
 def _is_open(path: str) -> bool:

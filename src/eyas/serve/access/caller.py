@@ -16,6 +16,8 @@ class Caller:
     key_digest: str | None = None
     """SHA-256 of the key in hex; None without a known key."""
     admin: bool = False
+    learns: bool = False
+    """Whether answers to it may be kept to learn from."""
 
     @property
     def fingerprint(self) -> str | None:

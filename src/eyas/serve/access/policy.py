@@ -8,7 +8,8 @@ the Origin is.
 import ipaddress
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from starlette.types import Scope
 
@@ -30,6 +31,8 @@ class AccessRules:
     """Without any, nobody needs one."""
     admin_keys: tuple[str, ...] = ()
     """Keys that may also change the server."""
+    learn_keys: tuple[str, ...] = ()
+    """Those of all keys that opted in to have their answers kept; `*` for every caller."""
     open_changes: bool = True
     """Whether a server without any keys takes changes from everyone."""
     allowed_hosts: tuple[str, ...] | None = None
@@ -103,6 +106,31 @@ def access_rules(
             origin.lower().rstrip("/") for text in allowed_origins for origin in text.replace(",", " ").split()
         ),
     )
+
+
+def with_learning(rules: AccessRules, host: str, learn_keys: Iterable[str]) -> AccessRules:
+    """The same rules for a server that keeps answers to learn from: of those keys that opted in, `*` for all.
+
+    On loopback without API keys there is one user, the operator: there everybody's are kept unless keys are named.
+    """
+    keys, known = tuple(key for key in learn_keys if key), {*rules.api_keys, *rules.admin_keys}
+    for key in keys:
+        if key != ANY and key not in known:
+            name = sha256(key.encode()).hexdigest()[:8]
+            raise UserError(
+                f"a --learn-key (its SHA-256 begins with {name}) is none of the server's keys; name it by --api-key too"
+            )
+    if not keys and rules.api_keys:
+        raise UserError(
+            f"--learn keeps answers of keys that opted in, and none of the {len(rules.api_keys)} has; name those that "
+            "have by --learn-key, or * for all"
+        )
+    if not keys and not is_loopback(host):
+        raise UserError(
+            f"--learn on {host} without --api-key would keep the answers of everybody who can reach it; give --api-key "
+            "and --learn-key, or allow it by --learn-key '*'"
+        )
+    return replace(rules, learn_keys=keys or (ANY,))
 
 
 def is_loopback(host: str) -> bool:

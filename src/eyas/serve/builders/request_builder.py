@@ -118,7 +118,7 @@ class RequestBuilder:
         """The prompt of a conversation."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tool_support.offered(body)]
         options = template_options(body, self._target, self._policy)
-        return self._target.encode_chat(self._messages(body), tools or None, options, check_text=self.require_fitting)
+        return self._target.encode_chat(self.messages(body), tools or None, options, check_text=self.require_fitting)
 
     def require_fitting(self, text: str) -> None:
         """Raise an error for a text that cannot fit, whatever its tokens are, before they are computed.
@@ -178,7 +178,7 @@ class RequestBuilder:
             return grammar  # it is a grammar of the whole answer, reasoning included
         return self.reasoning_support.after_reasoning(grammar, prompt, "tool_choice" if by_tools else "response_format")
 
-    def _messages(self, body: ChatCompletionRequest) -> list[dict[str, Any]]:
+    def messages(self, body: ChatCompletionRequest) -> list[dict[str, Any]]:
         """The messages as chat templates take them."""
         messages: list[dict[str, Any]] = []
         names: dict[str, str] = {}

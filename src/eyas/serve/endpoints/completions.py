@@ -27,6 +27,8 @@ from eyas.serve.builders.prompt_echo import without_answer
 from eyas.serve.builders.request_builder import EngineRequests, num_answers
 from eyas.serve.builders.response_builder import ChoiceOutput, CompletionFormatter, ResponseFormatter, ResponseMeta
 from eyas.serve.context import ServerContext
+from eyas.serve.learning.answer_record import FinishedAnswer
+from eyas.serve.learning.consent import may_learn
 from eyas.serve.monitoring.json_logging import log_event
 from eyas.serve.protocol.completions import GenerationRequest
 from eyas.serve.protocol.unknown_fields import ignored_header, read_known_fields
@@ -99,11 +101,14 @@ class Endpoint:
         body, writer.headers = trace.body, ignored_header(ignored)
         if body.model is not None:
             context.model_info.require(body.model)
+        learn = may_learn(body, trace.caller, collecting=context.collector is not None)
         with context.admission.admit(num_answers(body)):  # counted before any work is done for them
             engine_requests = await self._engine_requests(body, len(raw), trace)
             trace.formatter = new_formatter(self._meta(body, engine_requests, trace), body)
             context.metrics.prompt_tokens.inc(engine_requests.prompt_tokens)
             await cancel_on_disconnect(receive, self._generate(trace.formatter, body, engine_requests, writer, trace))
+        if learn:
+            self._collect(body, engine_requests, trace)
 
     async def _engine_requests(self, body: GenerationRequest, body_bytes: int, trace: RequestTrace) -> EngineRequests:
         """Compile and tokenize what the body asks for."""
@@ -175,6 +180,18 @@ class Endpoint:
         for event in formatter.end(trace.choices):
             await writer.event(event)
         await writer.end()
+
+    def _collect(self, body: GenerationRequest, engine_requests: EngineRequests, trace: RequestTrace) -> None:
+        """Hand over what was answered to the end, equal answers to one prompt once."""
+        assert self._context.collector is not None
+        if not engine_requests.answers:
+            return
+        answers = [
+            FinishedAnswer(body=body, prompt=request.prompt, choice=choice, key=trace.caller.fingerprint)
+            for request, choice in zip(engine_requests.requests, trace.choices, strict=True)
+        ]
+        for answer in {(answer.prompt, answer.tokens): answer for answer in answers}.values():
+            self._context.collector.offer(answer)
 
     def _observe_latency(self, trace: RequestTrace, index: int, deltas: Sequence[OutputDelta]) -> None:
         """Record time to first token and inter-token latency."""

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API in front of a chat completion. Nothing is stored."""
+"""/v1/responses: OpenAI's Responses API in front of a chat completion. Nothing can be fetched later."""
 
 import re
 from collections.abc import Callable

@@ -78,6 +78,18 @@ class ServerMetrics:
             "eyas_e2e_request_latency_seconds", "End-to-end request latency.", E2E_BUCKETS
         )
         self.swaps = Counter("eyas_drafter_swaps", "Drafter swaps while serving.", registry=self.registry)
+        self.learn_answers = Counter(
+            "eyas_learn_answers",
+            "Answers to learn from: collected, or dropped since they could not be written.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        for outcome in ("collected", "dropped"):
+            self.learn_answers.labels(outcome)
+        self.learn_bytes = Gauge("eyas_learn_bytes", "Bytes of answers to learn from.", registry=self.registry)
+        self.learn_paused = Gauge(
+            "eyas_learn_paused", "1 while answers to learn from cannot be written.", registry=self.registry
+        )
         self._drafter = Gauge("eyas_drafter_info", "The drafter in use.", ["drafter"], registry=self.registry)
         Gauge("eyas_model_info", "What is served.", ["model_name"], registry=self.registry).labels(model).set(1)
 

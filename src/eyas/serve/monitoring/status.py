@@ -4,6 +4,7 @@ Counts never decrease while the server runs, except for `rows_by_depth`, which a
 that polls gets rates as differences over `at_seconds`, the server's clock.
 """
 
+from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +42,7 @@ STATUS_SCHEMA: dict[str, Any] = {
         "kv_blocks",
         "counts",
         "latency",
+        "learning",
         "alarms",
         "notices",
     ],
@@ -107,6 +109,17 @@ STATUS_SCHEMA: dict[str, Any] = {
         "latency": {
             "type": "object",
             "properties": {"time_to_first_token": _HISTOGRAM, "inter_token_latency": _HISTOGRAM},
+        },
+        "learning": {
+            "type": ["object", "null"],
+            "description": "Answers that are kept to learn from; null: none are.",
+            "properties": {
+                "collected": {"type": "integer", "description": "Answers kept since the start."},
+                "dropped": {"type": "integer", "description": "Answers that could not be kept."},
+                "bytes": {"type": "integer", "description": "Of all that is kept now."},
+                "max_bytes": {"type": "integer"},
+                "paused": {"type": ["string", "null"], "description": "Why none can be kept at present."},
+            },
         },
         "alarms": {
             "type": "array",
@@ -177,6 +190,7 @@ async def status_of(context: ServerContext) -> dict[str, Any]:
             "time_to_first_token": _histogram(metrics.time_to_first_token),
             "inter_token_latency": _histogram(metrics.inter_token_latency),
         },
+        "learning": None if context.collector is None else asdict(context.collector.status),
         "alarms": _alarms(snapshot),
         "notices": [
             {"at_seconds": round(at - context.started, 3), "text": text} for at, text in reversed(snapshot.notices)

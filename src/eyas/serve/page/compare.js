@@ -31,13 +31,15 @@ async function compare(prompt) {
   const messages = [...systemMessages(), { role: "user", content: prompt }];
   const fields = requestFields();
   const common = { ...fields, messages, seed: fields.seed ?? Math.floor(Math.random() * 2 ** 31) };
-  const ways = { plain: { mode: "off" }, drafted: drafting() };
+  // A prompt that is answered six times is nothing to learn from.
+  const ways = { plain: { mode: "off", learn: false }, drafted: { ...drafting(), learn: false } };
   const runs = { plain: [], drafted: [] };
   begin();
   const others = await answersInFlight();
   tell("Reading the prompt…");
   // The second token is drafted for, so that both target and drafter have read the prompt when the clock starts.
-  let answered = await follow("plain", new Run({ ...common, max_tokens: 2, speculative: { mode: "fixed", depth: 1 } }));
+  const reading = { ...common, max_tokens: 2, speculative: { mode: "fixed", depth: 1, learn: false } };
+  let answered = await follow("plain", new Run(reading));
   for (const [step, sides] of ORDERS[order].entries()) {
     if (!answered || running.stopped) break;
     tell(`Run ${step + 1} of ${ORDERS[order].length}: ${sides.map((side) => NAMES[side]).join(" and ")}…`);

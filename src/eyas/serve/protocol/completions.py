@@ -57,6 +57,11 @@ class Speculative(WireModel):
         description="Report per choice, and in every chunk of a stream, tokens with the text that came with each and "
         "the depth it was accepted from, who proposed it, and the counts so far.",
     )
+    learn: bool | None = Field(
+        None,
+        description="Whether a server that was started with --learn may keep the answer for drafters to learn from: "
+        "false never; left out, if this key opted in, there is no cache_salt, and store is not false.",
+    )
 
 
 class StreamOptions(WireModel):
@@ -148,11 +153,13 @@ class GenerationRequest(WireModel):
     user: str | None = Field(
         None, max_length=512, description="Goes to the server's log, so that an operator can tell users apart."
     )
+    store: bool = Field(
+        False, description='Nothing can be fetched later. false keeps the answer from --learn unless "learn" is true.'
+    )
     # These ask nothing of the text: they are checked and have no effect.
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, at_most(16)
     ] = Field(None, description="Not kept.")
-    store: bool = Field(False, description="Nothing is stored, whatever it says.")
     safety_identifier: str | None = Field(None, max_length=512)
     prompt_cache_key: str | None = Field(None, max_length=512, description="The prefix cache needs no hint.")
     prompt_cache_retention: Literal["in-memory", "in_memory", "24h"] | None = None

@@ -96,7 +96,9 @@ class ResponsesRequest(WireModel):
     background: Literal[False] | None = Field(None, description="Answers come with the request.")
     stream_options: ResponsesStreamOptions | None = None
     metadata: Annotated[dict[str, str] | None, at_most(16)] = Field(None, description="Returned, not kept.")
-    store: bool | None = Field(None, description="Nothing is stored, whatever it says.")
+    store: bool | None = Field(
+        None, description='Nothing can be fetched later. false keeps the answer from --learn unless "learn" is true.'
+    )
 
 
 class _Item(BaseModel):
@@ -173,7 +175,7 @@ def chat_body(body: ResponsesRequest) -> bytes:
             message = f"{field} is a field of /v1/chat/completions; use {instead}"
             raise ApiError(400, message, field=field, code="unknown_parameter")
     chat = extra | {"messages": _messages(body)}
-    chat |= {"model": body.model, "max_completion_tokens": body.max_output_tokens}
+    chat |= {"model": body.model, "max_completion_tokens": body.max_output_tokens, "store": body.store}
     chat |= {"response_format": _response_format(body)} | _tools(body) | _logprobs(body)
     if body.reasoning is not None:
         chat["reasoning_effort"] = body.reasoning.effort
