@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = "('torch._dynamo', 'torch.distributed.tensor', 'sympy', 'scipy')"
+HEAVY = "('torch._dynamo', 'torch.distributed.tensor', 'sympy', 'scipy', 'llguidance')"
 
 
 def run(code: str) -> None:
@@ -13,7 +13,7 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_imports_neither_a_compiler_nor_distributed_tensors_and_both_are_there_for_others():
+def test_a_server_imports_no_compiler_no_distributed_tensors_and_no_grammars_and_all_are_there_for_others():
     run(f"""
 import sys, torch
 available = torch.distributed.is_available()

@@ -5,16 +5,18 @@ another too, at the same cost.
 
 JSON comes on one line, with a blank at most behind commas and colons: where any white space may come, a small model may
 find nothing but white space to say. A schema may say otherwise by llguidance's own `x-guidance`.
+
+The library is imported when it is first asked for: most servers never are, and it takes 2 MiB.
 """
 
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from llguidance import LLMatcher, LLTokenizer, grammar_from
-from llguidance._lib import LLParserLimits
+from typing import TYPE_CHECKING, Any, Literal
 
 from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 GrammarKind = Literal["json", "regex", "grammar", "choice", "lark"]
 """A JSON schema, a regular expression, Lark or GBNF, a JSON list of choices, Lark alone."""
@@ -41,13 +43,18 @@ class TokenizerData:
     n_vocab: int
     eos_token: int
 
-    def read(self) -> LLTokenizer:
+    def read(self) -> "LLTokenizer":
         """The library's own form of it. Takes about a second, and holds the interpreter's lock for that long."""
+        from llguidance import LLTokenizer
+
         return LLTokenizer(self.text, n_vocab=self.n_vocab, eos_token=self.eos_token)
 
 
-def compile_matcher(tokenizer: LLTokenizer, kind: GrammarKind, text: str) -> LLMatcher:
+def compile_matcher(tokenizer: "LLTokenizer", kind: GrammarKind, text: str) -> "LLMatcher":
     """A matcher whose first token mask is computed: that is the slowest, and may show that there is nothing to say."""
+    from llguidance import LLMatcher
+    from llguidance._lib import LLParserLimits
+
     if len(text) > MOST_CHARACTERS:
         raise UserError(f"it has {len(text):,} characters, above the {MOST_CHARACTERS:,} allowed; shorten it")
     try:
@@ -69,6 +76,8 @@ def compile_matcher(tokenizer: LLTokenizer, kind: GrammarKind, text: str) -> LLM
 
 
 def _translate(kind: GrammarKind, text: str) -> str:
+    from llguidance import LLMatcher, grammar_from
+
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text, defaults=ON_ONE_LINE)
     if kind == "regex":
@@ -84,7 +93,7 @@ def _translate(kind: GrammarKind, text: str) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
-def why_stopped(matcher: LLMatcher) -> str:
+def why_stopped(matcher: "LLMatcher") -> str:
     """Why the matcher is in an error, in a few words."""
     reason = first_line(matcher.get_error())
     if not reason or reason.startswith("NoExtension"):

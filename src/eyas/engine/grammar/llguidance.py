@@ -17,16 +17,18 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from eyas.engine.grammar.compile import GrammarKind, TokenizerData, compile_matcher, why_stopped
 from eyas.errors import UserError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 RENEW_SECONDS = 0.05
 """Of processor time: a grammar that compiles within may be compiled again while a batch waits."""
@@ -89,7 +91,12 @@ class LlGuidanceGrammar:
     """A `Grammar`; see there."""
 
     def __init__(
-        self, compile_: Callable[[], LLMatcher], tokenizer: LLTokenizer, vocab_size: int, kind: GrammarKind, text: str
+        self,
+        compile_: Callable[[], "LLMatcher"],
+        tokenizer: "LLTokenizer",
+        vocab_size: int,
+        kind: GrammarKind,
+        text: str,
     ) -> None:
         self.kind, self.text = kind, text
         """What it was compiled from, for an engine that compiles it again."""
@@ -108,7 +115,7 @@ class LlGuidanceGrammar:
         known = [token for token in stop_ids if 0 <= token < self.vocab_size]  # others can never come
         return LlGuidanceMatcher(self, self._tokenizer.eos_token, prompt_length, known)
 
-    def copy(self) -> tuple[LLMatcher, int]:
+    def copy(self) -> "tuple[LLMatcher, int]":
         """A matcher at the beginning, and how often the lexer was renewed before."""
         with self._lock:
             return self._matcher.deep_copy(), self._renewals
