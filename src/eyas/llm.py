@@ -125,9 +125,12 @@ class LLM:
         return self._engine.stats
 
     def swap_drafter(self, drafter: str | None) -> None:
-        """Go on with another drafter, or none. If it does not fit, nothing has changed."""
+        """Go on with another drafter, or none. If it does not fit, nothing has changed.
+
+        One of the same shape as the drafter before has its weights copied into place.
+        """
         self._engine.swap_drafter(
-            None if drafter is None else load_another(self._engine.target, drafter, cache=self._cache)
+            None if drafter is None else load_another(self._engine.target, drafter, cache=self._cache), in_place=True
         )
 
     def _answer(self, requests: Sequence[Request]) -> list[RequestOutput]:

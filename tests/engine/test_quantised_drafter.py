@@ -25,6 +25,7 @@ from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.loading import load_drafter_for
 from eyas.sampling import Sampling
 from eyas.target.model import Target
+from tiny import drafter_config, random_drafter
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -126,3 +127,16 @@ def test_others_are_rounded_to_blocks() -> None:
     for weight in (quantise_float8(weight_EK), quantise_int4(weight_EK), tiny):
         made, meant = as_blocks(weight), quantise(weight.dequantised(), 8)
         assert torch.equal(made.weight(), meant.weight())
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_drafter_without_a_head_of_its_own_is_packed_with_the_targets(
+    target: Target, tmp_path: Path, quantization: str
+) -> None:
+    write_checkpoint(checkpoint_of(random_drafter(drafter_config(), own_head=False)), tmp_path / "drafter")
+    drafter = load_drafter_for(replace(target, quantization=quantization), str(tmp_path / "drafter"))
+    assert drafter.lm_head is not None
+    assert (drafter.lm_head.out_features, drafter.lm_head.in_features) == tuple(target.tables()[1].shape)
+    x_ND = torch.randn(3, drafter.config.hidden_size)
+    expected = nn.functional.linear(x_ND, target.tables()[1])
+    assert torch.nn.functional.cosine_similarity(drafter.logits(x_ND), expected).min() > 0.99

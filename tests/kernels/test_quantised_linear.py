@@ -176,12 +176,17 @@ def test_zeros_and_the_smallest_numbers_are_multiplied(kernel):
     assert layer(torch.full((1, 64), 1e-40)).isfinite().all()
 
 
-def test_copies_share_the_weights_and_training_is_refused(kernel):
-    layer = QuantisedLinear.of(kernel, random_blocks(0, 16, 64))
+def test_copies_have_weights_of_their_own_and_training_is_refused(kernel):
+    layer = QuantisedLinear.of(kernel, random_blocks(0, 16, 64), torch.arange(16.0))
     model = nn.Sequential(layer)
-    copied = deepcopy(model)
-    assert copied[0].panels[0].bytes_PBX.data_ptr() == layer.panels[0].bytes_PBX.data_ptr()
-    assert list(model.state_dict()) == ["0.weight"]
+    copied, x_MK = deepcopy(model), torch.randn(2, 64)
+    before_MN = layer(x_MK)
+    for panels in layer.panels:
+        panels.bytes_PBX.zero_()
+        panels.bias_N.zero_()
+    assert torch.equal(copied(x_MK), before_MN)
+    assert not layer(x_MK).any()
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
     with torch.enable_grad(), pytest.raises(RuntimeError, match="no gradient"):
         layer(torch.ones(1, 64, requires_grad=True))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from copy import deepcopy
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +67,52 @@ def test_answers_under_way_go_on_while_drafters_change(new_server: Any, load: An
         assert [reply.json["choices"][0]["text"] for reply in replies] == [expected] * 4
         assert [reply.json["drafter"] for reply in swaps] == ["random", None, "tiny-drafter", "random"]
         assert [reply.json["mode"] for reply in swaps] == ["auto", "off", "auto", "auto"]
-        assert client.get("/v1/drafter").json == swaps[-1].json
+        assert [reply.json["in_place"] for reply in swaps] == [False] * 4
+        assert client.get("/v1/drafter").json | {"in_place": False} == swaps[-1].json
         assert client.get("/v1/models/tiny").json["speculative"]["drafter"] == "random"
         told = metrics(client)
         assert told["eyas_drafter_info,drafter=random"] == 1
         assert "eyas_drafter_info,drafter=tiny-drafter" not in told
         assert told["eyas_drafter_swaps_total"] == 4
         client.all_back()
+
+
+def test_weights_of_the_same_shape_are_copied_into_place_and_the_reply_says_so(
+    new_server: Any, tiny_drafter: Drafter
+) -> None:
+    def load(name: str) -> Drafter:
+        if name == "good/tiny-drafter":
+            return deepcopy(tiny_drafter)
+        worse = deepcopy(tiny_drafter)
+        worse.fc.weight.data.zero_()
+        return worse
+
+    fields = {"speculative": {"mode": "fixed", "depth": 3}, "max_tokens": 24, "temperature": 0}
+    with new_server(load=load, drafters=DRAFTERS) as client:
+        swap(client, "none")
+        assert swap(client, "good/tiny-drafter").json["in_place"] is False  # there was none
+
+        def ask() -> tuple[Any, int]:
+            reply = client.complete(**fields).json
+            return reply["choices"], reply["usage"]["speculative"]["accepted_tokens"]
+
+        expected, accepted = ask()
+        worse = swap(client, "random").json
+        assert (worse["in_place"], worse["drafter"]) == (True, "random")
+        choices, fewer = ask()
+        assert choices == expected
+        assert fewer < accepted
+
+        def broken() -> None:
+            raise ValueError("worn out")
+
+        client.engine.step = broken
+        client.complete().assert_refused(500, "ValueError")
+        assert len(client.engines) == 2
+        assert ask() == (expected, fewer), "an engine that is built again has the new weights"
+        assert swap(client, "good/tiny-drafter").json["in_place"] is True
+        assert ask() == (expected, accepted), "and back"
+        assert "in_place" not in client.get("/v1/drafter").json
 
 
 def test_the_servers_own_depth_comes_with_the_drafter(new_server: Any, load: Any) -> None:
@@ -205,6 +245,7 @@ def test_every_change_says_who_made_it(new_server: Any, load: Any, caplog: pytes
         "what": "drafter",
         "before": "tiny-drafter",
         "after": "random",
+        "in_place": False,
         "client": "127.0.0.1",
         "key": sha256(b"admin").hexdigest()[:8],
     }

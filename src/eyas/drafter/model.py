@@ -305,7 +305,7 @@ class Drafter(nn.Module):
             if isinstance(head_VD, QuantisedLinear):
                 self.lm_head = head_VD
             else:
-                self.lm_head = nn.Linear(1, 1, bias=False, device="meta")
+                self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
                 self.lm_head.weight = nn.Parameter(head_VD.detach(), requires_grad=False)
         return self
 

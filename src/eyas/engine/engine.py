@@ -38,8 +38,10 @@ from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_runner import RoundRunner
+from eyas.engine.runner.weight_copy import UnlikeError
 from eyas.engine.sampler import TokenLogprobs, log_probabilities
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
@@ -112,7 +114,7 @@ class Engine:
         """Steps whose rounds live on the device; None where the host takes part in each."""
         self._captures_ahead = False
         """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
-        self._take_drafter(drafter, self._new_cache())
+        self._begin_to_learn(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
         if config.rounds and target.device.type == "cuda" and has_triton():
             capture = GraphCapture(device=target.device, enabled=config.graphs)
             self.use_rounds(capture, CUDAStreamQueue(), synchronous=not config.async_scheduling)
@@ -257,25 +259,38 @@ class Engine:
         """Memory that the texts kept for suffix drafts can take."""
         return 0 if self._suffix is None else self._suffix.bytes
 
-    def swap_drafter(self, drafter: Drafter | None) -> None:
+    def swap_drafter(self, drafter: Drafter | None, *, in_place: bool = False) -> bool:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
 
-        Requests under way are kept: they wait for their turn again, and read what they have so far once more. Where
-        the engine captured ahead, it does so again, and they wait for that, too.
+        `in_place` gives leave to overwrite the drafter that served so far. Then the weights of one that differs in
+        nothing else are copied over it and all that was made of it (True comes back): no request starts again, nothing
+        is captured again, and the drafter given is not needed any longer. To go back, swap in the old weights, of
+        which the caller has kept a copy or knows where they lie.
+
+        Of requests under way the drafter has read their text with the old weights, and goes on from there: that can
+        cost them accepted drafts, never a token. What it has read is not found by later requests, who are read afresh.
+
+        Any other drafter takes the place of the old one, which stays as it is (False): requests under way wait for
+        their turn again, and read what they have so far once more. Where the engine captured ahead, it does so again,
+        and they wait for that, too.
         """
         if self.rounds is not None:
             self.rounds.land()
-        cache = self._new_cache()
         if drafter is not None:
             require_fit(drafter, self.target)
+            if in_place and self._drafting is not None and self._copy_weights(drafter, self._drafting.drafter):
+                return True
+        runner = None
+        if drafter is not None:
             cache = reserve_cache(
                 drafter,
                 blocks=self.budget.blocks,
                 block_size=self.config.block_size,
                 dtype=self.config.kv_cache_type,
             )
+            runner = self._drafter_runner(drafter, cache)
         rounds, self.rounds = self.rounds, None
-        self._take_drafter(drafter, cache)
+        self._begin_to_learn(runner)
         self.block_manager.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
         if rounds is not None:
@@ -285,13 +300,31 @@ class Engine:
             self.use_rounds(fresh, queue, synchronous=synchronous, chance=chance)
         if self._captures_ahead:
             self.capture_graphs()
+        return False
 
-    def _take_drafter(self, drafter: Drafter | None, cache: KVCache) -> None:
-        """Draft by this one from now on; of all that was learnt about another, nothing holds for it."""
-        config, runner = self.config, None
-        if drafter is not None:
-            runner = DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
-        self._begin_to_learn(runner)
+    def _copy_weights(self, drafter: Drafter, runner: DrafterRunner) -> bool:
+        """Let the drafter at work have the weights of another; whether that was possible.
+
+        What passes take is still known. Of acceptance, nothing that was learnt of other weights is believed.
+        """
+        if self.rounds is not None:
+            self.rounds.runner.queue.mark().wait()  # what follows the tokens of a step that has landed
+        try:
+            runner.take_weights(drafter, self.target.facts)
+        except UnlikeError as reason:
+            logger.info(f"the drafter is replaced, not overwritten: {reason}")
+            return False
+        self.scheduler.note_new_weights()
+        costs = self.controller.costs
+        self._begin_to_learn(runner, costs)
+        if self.rounds is not None:
+            assert costs.shapes is not None, "rounds come in captured shapes"
+            self._use_loop(self.rounds.runner, costs.shapes, synchronous=self.rounds.synchronous)
+        return True
+
+    def _drafter_runner(self, drafter: Drafter, cache: KVCache) -> DrafterRunner:
+        config = self.config
+        return DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
 
     def _begin_to_learn(self, runner: DrafterRunner | None, costs: CostModel | None = None) -> None:
         """Draft by this one, of which nothing is known, but perhaps what passes take."""
@@ -371,8 +404,13 @@ class Engine:
             chance=chance,
             offers=self._suffix is not None,
         )
-        if drafting is not None:
-            drafting.rounds = True
+        # Flat passes and trees: where they are not captured ahead, each shape would hold up a step when it is met.
+        self._use_loop(rounds, replace(rounds.shapes, flat=False, trees=()), synchronous=synchronous)
+
+    def _use_loop(self, rounds: RoundRunner, shapes: CapturedShapes, *, synchronous: bool) -> None:
+        """Let steps be such rounds, by the proposer and the controller of now; these shapes are captured."""
+        if self._drafting is not None:
+            self._drafting.rounds = True
         if isinstance(self.proposer, SuffixProposer):
             self.proposer.shapes = rounds.shapes
         self.rounds = RoundLoop(
@@ -388,8 +426,7 @@ class Engine:
         for seq in self.scheduler.requests:
             self.rounds.submit(seq)
         self.controller.runs_graphs()
-        # Flat passes and trees: where they are not captured ahead, each shape would hold up a step when it is met.
-        self.controller.captures(replace(rounds.shapes, flat=False, trees=()))
+        self.controller.captures(shapes)
         if not synchronous:
             self.controller.overlaps()
 

@@ -159,6 +159,8 @@ class SequenceState:
     """Tokens that have keys and values of the target."""
     drafter_length: int = 0
     """Tokens that have keys and values of the drafter."""
+    drafts_outdated: bool = False
+    """Whether some of those were computed by weights that the drafter had before."""
     blocks: list[int] = field(default_factory=list)
     """Where both caches keep token i: in block number i // block_size of this list."""
     slot: int | None = None

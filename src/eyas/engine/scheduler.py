@@ -319,6 +319,20 @@ class Scheduler:
         self._drafter = drafter
         while self._running:
             self._send_back()
+        self._follow_waiting()
+
+    def note_new_weights(self) -> None:
+        """The drafter has other weights: what it has read of running requests is of use to them alone. Between steps.
+
+        Requests that wait will be read from the beginning, so it follows those again that it had left alone.
+        """
+        assert not self._steps, "a step is under way"
+        self._block_manager.forget_drafts()
+        for seq in self._running:
+            seq.drafts_outdated = True
+        self._follow_waiting()
+
+    def _follow_waiting(self) -> None:
         for seq in self._waiting:
             seq.speculates = seq.request.speculation.by_drafter
 
@@ -419,6 +433,7 @@ class Scheduler:
                 self._give_back(seq.blocks, seq.slot)
         seq.blocks, seq.slot, seq.flights = [], None, []
         seq.target_length = seq.drafter_length = 0
+        seq.drafts_outdated = False
         if seq.lacks_prompt_logprobs:
             seq.prompt_logprobs.clear()  # it will read its prompt from the beginning
 
@@ -436,7 +451,7 @@ class Scheduler:
                 after=seq.blocks[index - 1] if index else None,
                 tokens=seq.tokens[end - size : end],
                 successor=seq.tokens[end],
-                drafted=end <= seq.drafter_length,
+                drafted=end <= seq.drafter_length and not seq.drafts_outdated,
                 cache_salt=seq.request.cache_salt,
             )
 

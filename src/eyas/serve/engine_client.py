@@ -87,8 +87,11 @@ class EngineClient(Protocol):
         """The engine's current state, or the previous snapshot if it takes long."""
         ...
 
-    async def swap_drafter(self, drafter: Drafter | None) -> None:
-        """Use another drafter, or none; if it is refused, nothing changes."""
+    async def swap_drafter(self, drafter: Drafter | None) -> bool:
+        """Use another drafter, or none; if it is refused, nothing changes.
+
+        Whether the drafter before has the other's weights now, and goes on in its place.
+        """
         ...
 
     def close(self) -> None:

@@ -52,9 +52,12 @@ class LocalEngineClient:
             self._last_snapshot, failed_steps=self.supervisor.failed_steps, replaced=self.supervisor.replaced
         )
 
-    async def swap_drafter(self, drafter: Drafter | None) -> None:
-        """Use another drafter, or none, from the next step on; if it is refused, nothing changes."""
-        await self._async_engine.between_steps(lambda engine: engine.swap_drafter(drafter))
+    async def swap_drafter(self, drafter: Drafter | None) -> bool:
+        """Use another drafter, or none, from the next step on; if it is refused, nothing changes.
+
+        Whether the drafter before has the other's weights now, and goes on in its place.
+        """
+        return await self._async_engine.between_steps(lambda engine: engine.swap_drafter(drafter, in_place=True))
 
     def close(self) -> None:
         """Stop after the current step; requests in flight end with an error."""

@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from eyas.drafter.config import HasLayers
 from eyas.drafter.model import DepthOutput, Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
@@ -29,6 +30,7 @@ from eyas.engine.runner.drafts import DraftsChains, remember_in
 from eyas.engine.runner.fused_drafter import fused_drafter
 from eyas.engine.runner.hidden_states import HiddenStateBuffer
 from eyas.engine.runner.tree_growth import TreeGrowth
+from eyas.engine.runner.weight_copy import copy_weights, paired, require_alike, shared_places
 from eyas.engine.sampler import SamplingMetadata, draw, draw_many
 from eyas.engine.speculation.draft import Candidates, Draft, Tree
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow, integers
@@ -66,6 +68,20 @@ class DrafterRunner:
         """What the target has read and this drafter has not."""
         self._normed_D: dict[int, Tensor] = {}
         self._feedback_D: dict[int, Tensor] = {}
+
+    def take_weights(self, drafter: Drafter, target: HasLayers) -> None:
+        """Draft with the weights of another drafter, which are copied over these: nothing moves, so whatever was
+        captured or compiled goes on. Nothing may be under way.
+
+        The other one is made ready and tried as this one was, and stays as it is. `UnlikeError`: the two differ in more
+        than weights. Whatever is raised, nothing has changed.
+        """
+        require_alike(self.model, drafter, target)
+        paired(self.model, drafter)  # compiled code would read beyond a weight that is too short
+        token_W, run = drafter.vocab().target_ids_W, fused_drafter(drafter)
+        pairs = [*paired(self.model, drafter), *paired(self.run, run), *paired(self.token_W, token_W, "d2t")]
+        copy_weights(pairs, shared_places(self.model))
+        self.model.recorded_acceptance = drafter.recorded_acceptance
 
     def patience(self, requests: int) -> int:
         """States of each of so many requests that may wait."""

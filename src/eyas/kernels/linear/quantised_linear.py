@@ -16,6 +16,7 @@ Shapes: M rows, N outputs, K inputs, B blocks, S scales of an output (B, or 2 B 
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -327,7 +328,9 @@ class QuantisedLinear(nn.Module):
         return cls(kernel, [Panels(laid_apart(kernel.pack(blocks)), blocks.format, outputs, bias_N)], inputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantisedLinear":
-        return QuantisedLinear(self.kernel, self.panels, self.in_features)  # never written: copies share them
+        # A drafter's are written when it gets other weights: a copy has its own.
+        panels = [replace(one, bytes_PBX=laid_apart(one.bytes_PBX), bias_N=deepcopy(one.bias_N)) for one in self.panels]
+        return QuantisedLinear(self.kernel, panels, self.in_features)
 
     def packed(self) -> list[Tensor]:
         """What its weights take memory for."""

@@ -75,7 +75,7 @@ class DrafterSwapEndpoint:
         context.metrics.set_drafter(context.model_info.drafter)
 
     async def handle(self, http: HttpRequest) -> Response:
-        """GET: the current drafter. POST: swap it, then the same."""
+        """GET: the current drafter. POST: swap it, then the same, and which way that went."""
         if http.method != "POST":
             return JSONResponse(self._context.model_info.speculative_card())
         if not self._slot.swappable:
@@ -89,15 +89,16 @@ class DrafterSwapEndpoint:
             raise ApiError(409, "another drafter is being loaded; try again when it is there", code="busy", retry=1)
         async with self._swap_lock:
             try:
-                await self._swap(body, caller_of(http.scope))
+                in_place = await self._swap(body, caller_of(http.scope))
             except Exception as error:
                 failure = to_api_error(error)
                 if failure.status >= 500:
                     logger.error("swapping the drafter failed", exc_info=error)
                 raise failure from error
-        return JSONResponse(self._context.model_info.speculative_card())
+        return JSONResponse(self._context.model_info.speculative_card() | {"in_place": in_place})
 
-    async def _swap(self, body: DrafterSwapRequest, caller: Caller) -> None:
+    async def _swap(self, body: DrafterSwapRequest, caller: Caller) -> bool:
+        """Whether weights were copied into the drafter that serves."""
         engine_client, model_info = self._context.engine_client, self._context.model_info
         source, model = self._slot.source(body.model), None
         if source is not None:
@@ -109,9 +110,10 @@ class DrafterSwapEndpoint:
             raise ApiError(
                 400, f"num_speculative_tokens is {depth}, but {limit}; change it", field="num_speculative_tokens"
             )
-        await engine_client.swap_drafter(model)
+        in_place = await engine_client.swap_drafter(model)
         # Nothing below can fail, so status, engine and the slot for a rebuild agree.
-        self._slot.model = model
+        if not in_place:
+            self._slot.model = model
         before, model_info.drafter = model_info.drafter, None if source is None else Path(source).name
         model_info.drafter_quantization = None if model is None else model.quantization
         model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
@@ -125,6 +127,8 @@ class DrafterSwapEndpoint:
             before=before or NO_DRAFTER,
             after=model_info.drafter or NO_DRAFTER,
             depth=depth,
+            in_place=in_place,
             client=caller.address,
             key=caller.fingerprint,
         )
+        return in_place

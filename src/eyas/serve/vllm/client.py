@@ -112,7 +112,7 @@ class VLLMEngineClient:
             notices=tuple(supervisor.notices),
         )
 
-    async def swap_drafter(self, drafter: Drafter | None) -> None:
+    async def swap_drafter(self, drafter: Drafter | None) -> bool:
         """Refuse: vLLM keeps the drafter that it was started with."""
         raise ApiError(501, "vLLM keeps the drafter that it was started with; start the server with another one")
 
