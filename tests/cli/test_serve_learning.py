@@ -27,7 +27,7 @@ ANSWERS = 36
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (["--learn-key", "a"], ["--learn-key", "--learn FOLDER"]),
+        (["--learn-key", "a"], ["--learn-key", "add --learn"]),
         (["--learn", "kept", "--api-key", "a"], ["none of the 1 has", "--learn-key"]),
         (["--learn", "kept", "--api-key", "a", "--learn-key", "b"], ["SHA-256 begins with", "--api-key"]),
         (["--learn", "kept", "--host", "0.0.0.0"], ["everybody who can reach it", "--learn-key '*'"]),

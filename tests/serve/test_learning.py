@@ -247,21 +247,24 @@ def test_a_write_that_fails_pauses_collecting_and_never_serving(
     assert "secret" not in caplog.text
 
 
+@pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING_TOKENS", 60), ("MAX_WAITING_ANSWERS", 2)])
 def test_what_waits_is_bounded_and_the_rest_is_counted(
-    new_server: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new_server: Any, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
     with learning(new_server, target, tmp_path / "answers") as client:
-        gate, append = threading.Event(), AnswerRing.append
+        reached, gate, append = threading.Event(), threading.Event(), AnswerRing.append
 
         def wait(ring: AnswerRing, line: bytes) -> bool:
+            reached.set()
             gate.wait(10)
             return append(ring, line)
 
         monkeypatch.setattr(AnswerRing, "append", wait)
-        monkeypatch.setattr(collector_module, "MAX_WAITING_TOKENS", 60)
+        monkeypatch.setattr(collector_module, bound, most)
         for number in range(6):
             reply = client.complete(prompt="a" * (number + 1), max_tokens=16, ignore_eos=True)
             assert reply.status == 200
+            assert reached.wait(10)  # one is being written, the others wait
         assert settled(client, 3)["dropped"] == 3
         gate.set()
         assert settled(client, 6)["collected"] == 3

@@ -23,7 +23,9 @@ def open_ring(
 
     if folder is None:
         if keys:
-            raise UserError("--learn-key names who opted in, but nothing is kept; add --learn FOLDER or leave it out")
+            raise UserError(
+                "--learn-key (EYAS_LEARN_KEY) names who opted in, but nothing is kept; add --learn or leave it out"
+            )
         return access, None
     return with_learning(access, host, keys), AnswerRing(folder, max_bytes)
 
@@ -43,9 +45,9 @@ def learn_from(
 
     if ring is None:
         return None
-    facts = served.client.target.facts
-    fingerprint = served.author.get("target_fingerprint")
+    facts, author = served.client.target.facts, served.author()
+    fingerprint = author.get("target_fingerprint")
     ring.require_author(AuthorCheck(source=facts.source, fingerprint=fingerprint, vocab_size=facts.vocab_size))
     whose = "everybody" if ANY in access.learn_keys else f"keys that opted in: {len(access.learn_keys)}"
     report(f"learning  finished answers are kept in {ring.folder}, {ring.max_bytes:,} bytes at most, of {whose}")
-    return LearnFolder(ring=ring, author=served.author)
+    return LearnFolder(ring=ring, author=author)

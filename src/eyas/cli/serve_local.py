@@ -85,7 +85,7 @@ def local_engine(
                 "speculation": config.speculation,
                 "suffix_depth": 0 if options.suffix is None else options.suffix.deepest,
             },
-            author={"target": loaded.facts.source, "target_fingerprint": fingerprint(loaded.model)},
+            author=lambda: {"target": loaded.facts.source, "target_fingerprint": fingerprint(loaded.model)},
             memory=client.budget,
             device=f"{device_words(loaded.device, asked=device)}, {precision}",
         )

@@ -196,7 +196,7 @@ def vllm_engine(
                 "engine": f"vLLM {version}",
                 "own_depths": False,
             },
-            author={"target": text.facts.source},
+            author=lambda: {"target": text.facts.source},
             memory=f"{snapshot.blocks:,} blocks of {snapshot.block_size} tokens in vLLM, {tokens:,} in all",
             device=f"vLLM's choice, {options.dtype}",
         )

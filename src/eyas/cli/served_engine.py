@@ -1,5 +1,6 @@
 """What `eyas serve` puts its routes in front of: an engine that is ready, and what is to be said of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ class ServedEngine:
     """The model's generation config."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Fields of `ModelInfo` that the engine decides."""
-    author: dict[str, str] = field(default_factory=dict)
-    """Who answers, for records of answers: the target by name and, if they can be seen, by its weights."""
+    author: Callable[[], dict[str, str]]
+    """Tells who answers, for records of answers: the target by name and, if they can be seen, by its weights."""
     memory: "BlockBudget | str"
     device: str
     """Where and in which precision it computes, for people."""

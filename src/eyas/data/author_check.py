@@ -6,10 +6,13 @@ server answered.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
-from eyas.target.parts import TargetParts
+
+if TYPE_CHECKING:
+    from eyas.target.parts import TargetParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,7 @@ class AuthorCheck:
     allow_others: bool = False
 
     @classmethod
-    def of(cls, target: TargetParts, *, allow_others: bool = False) -> "AuthorCheck":
+    def of(cls, target: "TargetParts", *, allow_others: bool = False) -> "AuthorCheck":
         """The check for a target."""
         return cls(
             source=target.facts.source,

@@ -20,6 +20,8 @@ from eyas.serve.monitoring.metrics import ServerMetrics
 logger = logging.getLogger(__name__)
 MAX_WAITING_TOKENS = 2**20
 """Of prompts and answers that wait to be written."""
+MAX_WAITING_ANSWERS = 512
+"""Each holds its request's body, which may be far longer than its prompt."""
 RETRY_SECONDS = 30.0
 CLOSE_SECONDS = 30.0
 """For what still waits at the end; more than a disk that works needs."""
@@ -84,7 +86,7 @@ class AnswerCollector:
         """Keep an answer, if there is room for it to wait."""
         size = _size(answer)
         with self._lock:
-            fits = self._waiting_tokens + size <= MAX_WAITING_TOKENS
+            fits = self._waiting_tokens + size <= MAX_WAITING_TOKENS and self._waiting.qsize() < MAX_WAITING_ANSWERS
             self._waiting_tokens += size if fits else 0
         if fits:
             self._waiting.put(answer)
