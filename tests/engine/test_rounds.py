@@ -32,7 +32,10 @@ from eyas.engine.runner import round_runner
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.speculation import captured_plan
+from eyas.engine.speculation.choice import Choice
+from eyas.engine.speculation.controller import RowFacts
 from eyas.errors import UserError
+from eyas.plan.shapes import CAPTURED_TREE_ROWS
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
@@ -519,6 +522,36 @@ def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     assert sum(answer.stats.accepted for answer in ours) > 0
     assert len(graphs_of(engine)) == ahead
     assert Engine(target, config=options()).capture_graphs() == 0, "without a GPU there is nothing to capture"
+
+
+def test_a_choice_that_is_held_is_not_kept_for_more_requests_than_its_passes_were_captured_for(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+) -> None:
+    engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=5))
+    ahead = engine.capture_graphs()
+    assert engine.rounds is not None
+    tree, choose, grown = engine.rounds.runner.shapes.trees[0], engine.controller.choose, list[int]()
+
+    def choose_trees(rows: Sequence[RowFacts], *, after: int = 1) -> Choice:
+        choice = choose(rows, after=after)
+        if len(rows) > CAPTURED_TREE_ROWS:
+            return choice
+        grown.append(len(rows))
+        return replace(choice, depths=(tree.depth,) * len(rows), shape=tree, holds=100, rests=False, budget=None)
+
+    engine.controller.choose = choose_trees  # type: ignore[method-assign]
+    asked = [request(prompt, max_new_tokens=30, speculation=Speculation()) for prompt in prompts[:5]]
+    keys = [engine.submit(one) for one in asked[:CAPTURED_TREE_ROWS]]
+    answers: dict[int, list[int]] = {key: [] for key in keys}
+    while engine.busy:
+        for delta in engine.step():
+            answers.setdefault(delta.key, []).extend(delta.tokens)
+        if CAPTURED_TREE_ROWS in grown and len(keys) == CAPTURED_TREE_ROWS:
+            keys.append(engine.submit(asked[-1]))
+    assert len(keys) == 5, "the fifth came while trees of four were held"
+    plainly = tokens_of(run(Engine(target, config=options()), asked))
+    assert [tuple(answers[key]) for key in keys] == [tuple(tokens) for tokens in plainly]
+    assert len(graphs_of(engine)) == ahead
 
 
 def test_steps_of_very_many_rows_are_captured_ahead_for_shallow_drafts(target: Target, tiny_drafter: Drafter) -> None:

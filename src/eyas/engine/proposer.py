@@ -293,11 +293,23 @@ class Proposer:
         new = [seq for seq in decoding if seq.key not in self._slots]
         if self._choice is not None and self._choice.rests:
             return not any(seq.speculates for seq in new)
-        if any(seq.request.speculation.depth for seq in new):
+        if any(seq.request.speculation.depth for seq in new) or not self._has_passes(len(decoding)):
             return False
         if self._drafting:
             self._slots |= {seq.key: self._usual_slots if _is_on_auto(seq) else 0 for seq in new}
         return True
+
+    def _has_passes(self, rows: int) -> bool:
+        """Whether the choice in force can be kept for so many: trees, and deep drafts, have passes for few of them.
+
+        Else others would be captured now, which takes most of a second in which nobody is answered.
+        """
+        choice, shapes = self._choice, self._controller.costs.shapes
+        if choice is None or shapes is None or not self._drafting:
+            return True
+        if shapes.rows_for(rows) <= shapes.rows_for(len(choice.depths)):
+            return True
+        return shapes.have(rows, choice.shape, max(choice.depths))
 
     @property
     def budget(self) -> int | None:

@@ -64,6 +64,12 @@ class CapturedShapes:
             return []
         return [shape for shape in self.trees if bucket * (1 + shape.budget) <= self.most_tokens]
 
+    def have(self, rows: int, shape: Shape, depth: int) -> bool:
+        """Whether there are passes in which so many requests draft like that."""
+        if shape.kind == "tree":
+            return shape in self.trees_for(rows)
+        return depth <= max(self.depths_for(rows), default=0)
+
     def flat_tokens(self, rows: int, depth: int) -> list[int]:
         """Tokens of the flat passes for so many requests and drafts, all of them fewer than padded."""
         bucket = self.rows_for(rows)
