@@ -8,6 +8,7 @@ import pytest
 
 from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, SequenceState, Speculation
+from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
 from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.policy import POLICY
@@ -25,6 +26,7 @@ class Chooser:
         self.depth, self.holds = depth, holds
         self.asked: list[tuple[list[int], int]] = []
         self.drift = SimpleNamespace(firing=False)
+        self.costs = SimpleNamespace(shapes=None)
         self.surprised = False
 
     def choose(self, rows: Sequence[RowFacts], *, after: int) -> Choice:
@@ -159,3 +161,14 @@ def test_where_depths_are_fixed_and_captured_there_is_little_to_choose() -> None
     controller = Controller()
     controller.captures(SHAPES)
     assert controller.choose([RowFacts(0, 9, "fixed", 3)]).holds == POLICY.plan_steps
+
+
+def test_a_choice_is_kept_for_more_requests_only_where_there_are_passes_for_as_many() -> None:
+    chooser = Chooser(depth=7, holds=9)
+    chooser.costs.shapes = CapturedShapes(rows=(4, 64, 96), depths=(1, 3, 7), most_tokens=4096)
+    proposer = made(chooser)
+    proposer.draft_slots(seqs(*range(64)))
+    proposer.draft_slots(seqs(*range(60)))
+    assert len(chooser.asked) == 1, "fewer are no matter"
+    proposer.draft_slots(seqs(*range(66)))
+    assert len(chooser.asked) == 2, "for more than 64 there are shallow drafts alone"
