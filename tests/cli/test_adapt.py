@@ -1,7 +1,9 @@
 """`eyas adapt`: a better drafter takes the old one's place, another one does not, and both are told."""
 
+import inspect
 import json
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from transformers import LlamaForCausalLM
 
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
+from eyas.cli.adapt import adapt
 from eyas.cli.stop import StopRequest
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
+from eyas.train.adaptation.outcome import MAX_LOSS
+from eyas.train.adaptation.recipe import AdaptationSettings
 from eyas.train.recipe import load_recipe
 
 Run = Callable[..., Any]
@@ -123,3 +128,11 @@ def test_a_dry_run_prints_the_recipe(folder: Path, tmp_path: Path, run: Run) -> 
     (tmp_path / "recipe.toml").write_text(outcome.out)
     assert load_recipe(tmp_path / "recipe.toml").train.anchor == 0.125
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_has_the_defaults_of_the_library() -> None:
+    command = {name: one.default for name, one in inspect.signature(adapt).parameters.items()}
+    library = {one.name: one.default for one in fields(AdaptationSettings) if one.default is not MISSING}
+    named = ("replay_share", "held_out_share", "lr", "anchor", "epochs", "minutes")
+    assert {name: command[name] for name in named} == {name: library[name] for name in named}
+    assert command["max_loss"] == MAX_LOSS
