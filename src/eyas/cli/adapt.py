@@ -292,9 +292,8 @@ class _Adaptation:
         for name, corpus in ((TRAFFIC, data.held_out), (REPLAY, data.replay_held_out)):
             if corpus is None:
                 continue
-            own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
-            last = np.unique(own)[-(JUDGED_ON_CPU if on_cpu else JUDGED_ELSEWHERE) :]
-            corpus = corpus.take(np.flatnonzero(np.isin(own, last)))
+            last = np.unique(corpus.owners)[-(JUDGED_ON_CPU if on_cpu else JUDGED_ELSEWHERE) :]
+            corpus = corpus.take(np.flatnonzero(np.isin(corpus.owners, last)))
             report(f"judging old and new drafter on {corpus.conversations} held-out conversations ({name})")
             walked = walk_conversations(
                 drafters,

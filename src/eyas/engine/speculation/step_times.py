@@ -20,18 +20,23 @@ class _StepsOfKind:
     def __init__(self) -> None:
         self.count, self.seconds, self.expected = 0, 0.0, 0.0
         self._latest = deque[float](maxlen=POLICY.step_window)
+        self._ratio: float | None = None
+        """Kept until there is another step: a plan asks for the price of every shape."""
 
     def add(self, seconds: float, expected: float) -> None:
         self.count += 1
         self.seconds += seconds
         self.expected += expected
         self._latest.append(seconds / expected)
+        self._ratio = None
 
     @property
     def ratio(self) -> float:
         """The median, since some steps wait for something else; drawn to 1 while there are few."""
-        seen = len(self._latest) / (len(self._latest) + POLICY.step_trust)
-        return 1 + seen * (median(self._latest) - 1)
+        if self._ratio is None:
+            seen = len(self._latest) / (len(self._latest) + POLICY.step_trust)
+            self._ratio = 1 + seen * (median(self._latest) - 1)
+        return self._ratio
 
 
 class WholeStepTimes:

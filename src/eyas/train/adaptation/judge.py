@@ -63,8 +63,7 @@ def walk_conversations(
     """Walk the rounds of every drafter through a corpus: counts [P, C] of each conversation."""
     layer_ids = {name: drafter.config.layers_read(facts) for name, drafter in drafters.items()}
     source = open_source(sorted({k for ids in layer_ids.values() for k in ids}), compiled=False)
-    own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
-    conversations, place = np.unique(own, return_inverse=True)
+    conversations, place = np.unique(corpus.owners, return_inverse=True)
     found = {name: np.zeros((len(conversations), 1 + depth), dtype=np.int64) for name in drafters}
     packs = hits_of_corpus(
         drafters, layer_ids, source, corpus, depths=depth, pack_length=pack_length, chunk=chunk, device=device

@@ -34,7 +34,7 @@ def load_or_encode(
     corpus, counts = encode()
     counted = counts.as_json()
     metadata = {"key": key, "counts": json.dumps(counted)}
-    own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
+    own = corpus.owners
     tensors = {"ids": corpus.ids, "mask": corpus.mask, "offsets": corpus.offsets, "conversation": own}
     with new_file(place) as staging:
         try:

@@ -70,9 +70,14 @@ class Corpus:
         return len(self.ids)
 
     @property
+    def owners(self) -> NDArray[np.int64]:
+        """The conversation of each document."""
+        return np.arange(len(self)) if self.conversation is None else self.conversation
+
+    @property
     def conversations(self) -> int:
         """Conversations that the documents are of."""
-        return len(self) if self.conversation is None else len(np.unique(self.conversation))
+        return len(np.unique(self.owners))
 
     @property
     def trainable(self) -> int:
@@ -97,7 +102,7 @@ def concatenate(corpora: Sequence[Corpus]) -> Corpus:
     """Corpora one behind the other; conversations of two of them are never the same."""
     first, conversations = 0, []
     for corpus in corpora:
-        own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
+        own = corpus.owners
         conversations.append(first + own)
         first += int(own.max(initial=-1)) + 1
     return Corpus.build(
@@ -115,7 +120,7 @@ def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False) -> t
     """
     if not 0 < share < 1:
         raise UserError(f"the held-out share {share} is not between 0 and 1; set data.held_out_share to 0.01, say")
-    own = np.arange(len(corpus)) if corpus.conversation is None else corpus.conversation
+    own = corpus.owners
     conversations, place = np.unique(own, return_inverse=True)
     count = len(conversations)
     if count < 2:
