@@ -4,7 +4,8 @@
 #
 #     recipes/smollm2/variants.sh PROMPTS FOLDER [options of eyas train, such as --set train.minutes=3]
 #
-# Of PROMPTS, every HOLD_OUT-th is held out and LIMIT of the others are answered, greedily and at temperature 0.8.
+# Of PROMPTS, every HOLD_OUT-th is held out and LIMIT of the others are answered, greedily and at temperature 0.8. With
+# HELD_OUT=FILE those of FILE are held out instead: prompts that the shipped drafter did not learn from either.
 # ONLY=answers ends behind the answers.
 set -eu
 prompts=$1 folder=$2
@@ -25,8 +26,13 @@ answer() {
 now() { date +%s; }
 
 mkdir -p "$folder"
-awk -v n="$hold_out" -v limit="$limit" 'NR % n && kept < limit { print; kept++ }' "$prompts" > "$folder/prompts.jsonl"
-awk -v n="$hold_out" '!(NR % n)' "$prompts" > "$folder/held-out.jsonl"
+if [ -n "${HELD_OUT:-}" ]; then
+    head -n "$limit" "$prompts" > "$folder/prompts.jsonl"
+    cp "$HELD_OUT" "$folder/held-out.jsonl"
+else
+    awk -v n="$hold_out" -v limit="$limit" 'NR % n && kept++ < limit' "$prompts" > "$folder/prompts.jsonl"
+    awk -v n="$hold_out" '!(NR % n)' "$prompts" > "$folder/held-out.jsonl"
+fi
 began=$(now)
 answer "$folder/prompts.jsonl" "$folder/answers-greedy.jsonl" "--temperature 0"
 answer "$folder/prompts.jsonl" "$folder/answers-sampled.jsonl" "--temperature 0.8 --seed 1"

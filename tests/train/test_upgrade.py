@@ -49,7 +49,12 @@ def taken_up(target: Target, folder: Path, *, louder: float = 1.0, **choice: Any
         return batch, replace(features, aux_TX=aux_TX)
 
     return init_from_checkpoint(
-        TargetParts.of(target), DrafterSettings(init_from=str(folder), **choice), dtype="float32", read_text=read_text
+        TargetParts.of(target),
+        DrafterSettings(init_from=str(folder), **choice),
+        dtype="float32",
+        seed=5,
+        read_text=read_text,
+        choose_vocabulary=lambda size: torch.arange(size or 96),
     )
 
 
@@ -217,9 +222,9 @@ def _without_none(tables: dict[str, Any]) -> dict[str, Any]:
         ({}, {"aux_layer_ids": (1, 2, 4)}, r"aux_layer_ids is \[1, 2, 4\].*layers \[1, 2, 3\].*leave"),
         ({"aux_layer_ids": (1, 2, 9)}, {}, r"reads layer 9 but tiny has 4"),
         ({"aux_layer_ids": None, "num_aux_hidden_states": 2}, {"aux_layer_ids": (1, 2, 3)}, r"reads 2 target states"),
-        ({}, {"draft_vocab_size": 80}, r"drafter\.draft_vocab_size is 80 but .* has 96"),
-        ({}, {"intermediate_size": 64}, r"drafter\.intermediate_size is 64 but .* has 128"),
-        ({}, {"layers": 2}, r"drafter\.layers is 2 but .* has 1"),
+        ({}, {"intermediate_size": 64}, r"drafter\.intermediate_size is 64 but .* has 128, and .* grow, not shrink"),
+        ({"num_hidden_layers": 3}, {"layers": 2}, r"drafter\.layers is 2 but .* has 3, and .* grow, not shrink"),
+        ({}, {"model_type": "qwen3"}, r"drafter\.model_type is qwen3 but .* has llama"),
         ({"vocab_size": 90, "draft_vocab_size": 90}, {}, r"90 tokens in its vocabulary but tiny has 96"),
         ({"target_hidden_size": 32}, {}, r"32 channels but tiny has 64"),
     ],

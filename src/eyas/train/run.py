@@ -303,17 +303,23 @@ def _train_states(
     some = min(packs.length, max(START_TOKENS, packs.corpus.longest))
     read_text = _text_reader(replace(packs, length=some, padded=False, join_share=0.0, replay=None), open_source)
     dtype = precision_of(recipe, target)
+    choose = functools.partial(choose_vocabulary, corpus, vocab_size=target.facts.vocab_size, always=target.stop_ids)
     states, record, starts = [], {}, {}
     for drafter_recipe in recipe.drafter_recipes():
         settings = drafter_recipe.drafter
         if settings.init_from is not None:
-            drafter = init_from_checkpoint(target, settings, dtype=dtype, read_text=read_text)
+            drafter = init_from_checkpoint(
+                target,
+                settings,
+                dtype=dtype,
+                seed=drafter_recipe.train.seed,
+                read_text=read_text,
+                choose_vocabulary=lambda size: torch.from_numpy(choose(size)[0]),
+            )
             kept = drafter.vocab().target_ids_W.cpu().numpy()
             coverage = float(np.isin(corpus.ids[corpus.mask], kept).mean())
         else:
-            kept, coverage = choose_vocabulary(
-                corpus, settings.draft_vocab_size, target.facts.vocab_size, always=target.stop_ids
-            )
+            kept, coverage = choose(settings.draft_vocab_size)
             chosen = settings.model_copy(update={"draft_vocab_size": len(kept)})
             config = config_for(target, chosen, dtype=dtype)
             drafter = init_drafter(target, config, torch.from_numpy(kept), seed=drafter_recipe.train.seed)

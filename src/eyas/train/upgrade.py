@@ -1,8 +1,9 @@
 """Training that starts from a drafter that exists, and EAGLE-3 turned into EAGLE-3.1 on the way.
 
-The shape and the draft vocabulary are the checkpoint's; a recipe that says otherwise is refused. What the recipe may
-add are the two flags of EAGLE-3.1. Each changes the function; as much of it as can be is folded into the weights, so
-that training starts from a drafter that works (the contract's names; u are the weights of a norm):
+Shape and draft vocabulary are the checkpoint's where the recipe says nothing. It may ask for more layers, a wider MLP
+or another draft vocabulary (`growth.py`), and for the flags of EAGLE-3.1. Each flag changes the function; as much of
+it as can be is folded into the weights, so that training starts from a drafter that works (the contract's names; u are
+the weights of a norm):
 
 `fc_norm`: fc reads RMS(x_i) * u_i in place of x_i. With u_i = the typical RMS of x_i over real text, the same for every
 channel, a typical token's input is what it was; what changes is that tokens with unusually large states look like
@@ -41,8 +42,11 @@ from eyas.target.parts import TargetParts
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.recipe import AUTO, DrafterSettings
+from eyas.train.growth import grown, with_vocabulary
+from eyas.train.recipe import DrafterSettings
 
+ChooseVocabulary = Callable[[int | None], Tensor]
+"""The target ids, ascending, of a draft vocabulary of that size; None: all of them."""
 ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Features]]
 """A batch of real text as the target sees it, with its states behind the layers that are asked for."""
 
@@ -69,8 +73,16 @@ def read_start(settings: DrafterSettings, facts: TargetFacts) -> StartingPoint:
     return StartingPoint(checkpoint=checkpoint, layer_ids=layer_ids)
 
 
-def init_from_checkpoint(target: TargetParts, settings: DrafterSettings, *, dtype: str, read_text: ReadText) -> Drafter:
-    """The drafter of `settings.init_from` with the flags of `settings`, ready to train on the target's device."""
+def init_from_checkpoint(
+    target: TargetParts,
+    settings: DrafterSettings,
+    *,
+    dtype: str,
+    seed: int,
+    read_text: ReadText,
+    choose_vocabulary: ChooseVocabulary,
+) -> Drafter:
+    """The drafter of `settings.init_from` with flags and sizes of `settings`, ready to train on the target's device."""
     start = read_start(settings, target.facts)
     checkpoint = start.checkpoint
     tensors = {name: t.float() if t.is_floating_point() else t for name, t in checkpoint.tensors.items()}
@@ -82,6 +94,15 @@ def init_from_checkpoint(target: TargetParts, settings: DrafterSettings, *, dtyp
     )
     if settings.fc_norm > checkpoint.config.fc_norm or settings.norm_output > checkpoint.config.norm_output:
         checkpoint = _upgraded(checkpoint, settings, target, read_text)
+    checkpoint = grown(
+        checkpoint,
+        layers=max(settings.layers, checkpoint.config.num_hidden_layers),
+        intermediate_size=settings.intermediate_size or checkpoint.config.intermediate_size,
+        seed=seed,
+    )
+    size = settings.draft_vocab_size
+    if not isinstance(size, str) and (size or target.facts.vocab_size) != checkpoint.config.draft_vocab_size:
+        checkpoint = with_vocabulary(checkpoint, choose_vocabulary(size), target)
     drafter = _built(checkpoint, target)
     for name, parameter in drafter.named_parameters():  # embeddings are never trained, its own or the target's
         parameter.requires_grad_(not name.startswith("embed_tokens."))
@@ -168,23 +189,22 @@ def _require_fit(config: DrafterConfig, settings: DrafterSettings, facts: Target
                 f"{source} drafts for a target with {theirs} {name} but {facts.source} has {ours}; "
                 "correct target.source or drafter.init_from"
             )
-    for key, asked, has in (
-        (
-            "draft_vocab_size",
-            None if settings.draft_vocab_size == AUTO else settings.draft_vocab_size or config.vocab_size,
-            config.draft_vocab_size,
-        ),
+    for key, least, has in (
         ("intermediate_size", settings.intermediate_size, config.intermediate_size),
         # One layer is what a recipe says that says nothing.
         ("layers", None if settings.layers == 1 else settings.layers, config.num_hidden_layers),
-        # So are llama's.
-        ("model_type", None if settings.model_type == "llama" else settings.model_type, kind_of(config).name),
     ):
-        if asked is not None and asked != has:
+        if least is not None and least < has:
             raise UserError(
-                f"drafter.{key} is {asked} but {source} has {has}; leave drafter.{key} out, set it to {has} or start "
-                "from scratch without drafter.init_from"
+                f"drafter.{key} is {least} but {source} has {has}, and a drafter can grow, not shrink; leave "
+                f"drafter.{key} out, set it to {has} or more, or start from scratch without drafter.init_from"
             )
+    kind = kind_of(config).name
+    if settings.model_type not in ("llama", kind):  # llama's is what a recipe says that says nothing
+        raise UserError(
+            f"drafter.model_type is {settings.model_type} but {source} has {kind}; leave drafter.model_type out, set "
+            f"it to {kind} or start from scratch without drafter.init_from"
+        )
     for key in ("fc_norm", "norm_output"):
         if getattr(config, key) and not getattr(settings, key):
             raise UserError(

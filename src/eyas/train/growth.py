@@ -1,0 +1,76 @@
+"""A drafter that starts as a smaller one does: more layers, a wider MLP, other draft tokens.
+
+What is new says nothing at first. Added channels of an MLP have gates of their own and a way out of zeros; an added
+layer has zeros behind its attention and behind its MLP, so its residual passes through. Scores are those of the
+checkpoint, to the last bits of a sum, and gradients reach the zeros from the first step on. So shapes can be compared
+without training each from scratch, and a drafter that has learnt for hours need not start over to become larger.
+
+The head keeps its rows for tokens that stay in the draft vocabulary. Rows of new tokens are the target's, as long on
+average as those that stay are (what the target has for the same tokens is the measure).
+
+Shapes: D drafter state, V target vocabulary, W draft vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from eyas.drafter.checkpoint import Checkpoint
+from eyas.drafter.model import Drafter
+from eyas.drafter.vocab import DraftVocab, membership_from_target_ids, offsets_from_target_ids
+from eyas.target.parts import TargetParts
+from eyas.train.init import last_norm
+
+
+def grown(checkpoint: Checkpoint, *, layers: int, intermediate_size: int, seed: int) -> Checkpoint:
+    """The checkpoint with so many layers, at least its own, of MLPs so wide; weights are drawn by `seed`."""
+    config = replace(checkpoint.config, num_hidden_layers=layers, intermediate_size=intermediate_size)
+    if config == checkpoint.config:
+        return checkpoint
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        newborn = Drafter(config, own_embedding=False, own_head=False).state_dict()
+    tensors = dict(checkpoint.tensors)
+    for name, new in newborn.items():
+        old = tensors.get(name)
+        if old is not None and old.shape == new.shape:
+            continue
+        if name.rpartition(".")[0].endswith(("down_proj", "o_proj")):
+            new = torch.zeros_like(new)
+        if old is not None:
+            new[tuple(slice(size) for size in old.shape)] = old
+        tensors[name] = new
+    return replace(checkpoint, config=config, tensors=tensors)
+
+
+def with_vocabulary(checkpoint: Checkpoint, target_ids_W: Tensor, target: TargetParts) -> Checkpoint:
+    """The checkpoint, which has a head of its own, proposing these target ids (ascending)."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    head_WD = tensors["lm_head.weight"]
+    vocab_size = config.vocab_size
+    had_W = (
+        DraftVocab.from_offsets(tensors["d2t"], vocab_size).target_ids_W if config.pruned else torch.arange(vocab_size)
+    )
+    new_WD = target.head.weight_VD[target_ids_W.to(target.device)].float().cpu()
+    if config.norm_output and (norm_D := last_norm(target)) is not None:
+        new_WD = new_WD * norm_D.cpu()  # its own norm is fed back, so the target's belongs into the head
+    row_V = torch.full((vocab_size,), -1)
+    row_V[had_W] = torch.arange(len(had_W))
+    row_W = row_V[target_ids_W]
+    stays_W = row_W >= 0
+    kept_WD = head_WD[row_W[stays_W]]
+    new_WD *= _length(kept_WD) / _length(new_WD[stays_W])
+    new_WD[stays_W] = kept_WD
+    tensors["lm_head.weight"] = new_WD
+    config = replace(config, draft_vocab_size=len(target_ids_W))
+    for name in ("d2t", "t2d"):
+        tensors.pop(name, None)
+    if config.pruned:
+        tensors["d2t"] = offsets_from_target_ids(target_ids_W)
+        tensors["t2d"] = membership_from_target_ids(target_ids_W, vocab_size)
+    return replace(checkpoint, config=config, tensors=tensors)
+
+
+def _length(rows_WD: Tensor) -> float:
+    return float(rows_WD.norm(dim=1).mean())
