@@ -133,6 +133,46 @@ def test_a_dry_run_prints_the_recipe(folder: Path, tmp_path: Path, run: Run) -> 
 def test_the_command_has_the_defaults_of_the_library() -> None:
     command = {name: one.default for name, one in inspect.signature(adapt).parameters.items()}
     library = {one.name: one.default for one in fields(AdaptationSettings) if one.default is not MISSING}
-    named = ("replay_share", "held_out_share", "lr", "anchor", "epochs", "minutes")
+    named = ("replay_share", "held_out_share", "lr", "anchor", "epochs", "minutes", "device_share")
     assert {name: command[name] for name in named} == {name: library[name] for name in named}
     assert command["max_loss"] == MAX_LOSS
+
+
+def test_an_adaptation_keeps_to_its_share_of_the_device_and_says_so(
+    folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    given = ["--lr", 1e-2, "--epochs", 1, "--device-share", 0.5, "--json"]
+    outcome = run(*words(folder, tmp_path / "adapted", *given))
+    assert outcome.code in (0, 1), outcome
+    assert asked == [max(1, torch.get_num_threads() // 2)]
+    record = json.loads(outcome.out)
+    share, seconds = record["device_share"], record["seconds"]
+    assert (share["asked"], share["threads"]) == (0.5, torch.get_num_threads())
+    assert 0.3 < share["taken"] < 0.6, "half of it, and part of what was done last"
+    assert share["worked_seconds"] == pytest.approx(share["taken"] * share["seconds"], abs=0.2)
+    assert seconds["total"] == pytest.approx(share["seconds"], abs=2)
+    assert seconds["training"] < share["worked_seconds"], "minutes of training are of work"
+
+
+def test_answers_are_encoded_and_read_as_tokens_once(
+    folder: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from eyas.train import run_data
+
+    places: list[Path] = []
+    real = run_data.load_or_encode
+
+    def counted(place: Path, *given: Any) -> Any:
+        places.append(place)
+        return real(place, *given)
+
+    monkeypatch.setattr(run_data, "load_or_encode", counted)
+    outcome = run(
+        *words(
+            folder, tmp_path / "adapted", *FAST, "--no-doctor", "--replay", folder / "general.jsonl", "--max-loss", 1
+        )
+    )
+    assert outcome.code == 0, outcome
+    assert [place.name for place in places] == ["train.safetensors", "replay.safetensors"]

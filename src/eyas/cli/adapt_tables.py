@@ -38,4 +38,6 @@ def print_adaptation(record: Mapping[str, Any]) -> None:
         f"{answered:,} conversations, {record['steps']:,} steps in {seconds['training'] / 60:.1f} "
         f"minutes of training; {seconds['total'] / 60:.1f} minutes in all"
     )
+    if (share := record["device_share"])["asked"] < 1:
+        console.print(f"{share['taken']:.1%} of the device's time, of {share['asked']:.1%} that it was allowed")
     console.print(record["verdict"], style="bold")

@@ -306,7 +306,7 @@ class _MetricsWindow:
     def __init__(self, states: Sequence[TrainState], start: int, length: RunLength) -> None:
         self._states, self._length = states, length
         self.tokens = 0
-        self._last = (time.perf_counter(), 0, start)
+        self._last = (time.perf_counter(), 0, start, 0.0)
         self._clear()
 
     def _clear(self) -> None:
@@ -321,11 +321,13 @@ class _MetricsWindow:
 
     def metrics(self, step: int, trained: float, share: float, *, first: bool) -> TrainMetrics:
         now = time.perf_counter()
-        (since, tokens, before), self._last = self._last, (now, self.tokens, step)
+        (since, tokens, before, earlier), self._last = self._last, (now, self.tokens, step, trained)
         seconds = max(1e-9, now - since)
         ends = []
         if self._length.minutes is not None:
-            ends.append(max(0.0, 60 * self._length.minutes - trained))
+            # A run that keeps to a share of its device takes longer than it trains.
+            longer = seconds / max(1e-9, trained - earlier)
+            ends.append(longer * max(0.0, 60 * self._length.minutes - trained))
         if self._length.steps is not None:
             ends.append(seconds / max(1, step - before) * (self._length.steps - step))
         left = min(ends)

@@ -42,7 +42,7 @@ from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import DrafterRecipe, Recipe, to_toml
 from eyas.train.resume import ResumePoint
-from eyas.train.run_data import fingerprint_corpus, read_data
+from eyas.train.run_data import RunData, fingerprint_corpus, read_data
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.cache import CacheKey, CacheSource, fingerprint_vocabulary
 from eyas.train.sources.cache_writer import CacheWriter
@@ -76,6 +76,8 @@ class TrainResult:
     finished: bool
     drafters: dict[str, Path]
     """Where the finished drafters are; empty while the run is not at its end."""
+    data: RunData | None = None
+    """What was trained on and held out, for whoever judges by it."""
 
 
 class Observers:
@@ -117,11 +119,12 @@ def run(
     on_encoded: Callable[[EncodingProgress], None] | None = None,
     cache: Path | None = None,
     source_record: Callable[[], dict[str, Any]] = dict,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> TrainResult:
     """Train what the recipe asks for.
 
     `open_source` opens what computes states, where they are not in a cache yet, and `source_record` is what the record
-    says of it; `cache` is where the target was found, if not in the user's.
+    says of it; `cache` is where the target was found, if not in the user's. `clock` gives seconds of training.
     """
     started = time.time()
     folder = Path(recipe.output.folder)
@@ -173,6 +176,7 @@ def run(
         ranks=ranks,
         stop=stop,
         on_first_step=on_first_step,
+        clock=clock,
     )
     finished: dict[str, Path] = {}
     if ranks.is_main:
@@ -206,7 +210,7 @@ def run(
             },
         )
     ranks.barrier()
-    return TrainResult(step=reached.step, length=config.length, finished=reached.finished, drafters=finished)
+    return TrainResult(step=reached.step, length=config.length, finished=reached.finished, drafters=finished, data=data)
 
 
 def _of_epochs(recipe: Recipe) -> str:

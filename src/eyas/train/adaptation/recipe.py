@@ -19,6 +19,7 @@ LR = 1e-4
 ANCHOR = 0.01
 EPOCHS = 4.0
 MINUTES = 3.0
+DEVICE_SHARE = 1.0
 DEPTHS = 7
 REPLAY_SHARE = 0.25
 HELD_OUT_SHARE = 0.1
@@ -47,6 +48,8 @@ class AdaptationSettings:
     anchor: float = ANCHOR
     epochs: float = EPOCHS
     minutes: float = MINUTES
+    device_share: float = DEVICE_SHARE
+    """Of the device's time; where it is not all, one process encodes conversations and not one for each core."""
     target: Mapping[str, Any] = field(default_factory=dict)
     """[target] of the recipe."""
     folder: str
@@ -90,6 +93,7 @@ def adaptation_recipe(
             "replay_share": settings.replay_share,
             "max_length": most,
             "pack_length": most if on_cpu else max(most, PACK_ELSEWHERE),
+            "workers": 0 if settings.device_share == 1 else 1,
         },
         "drafter": {
             "init_from": settings.drafter,
