@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ import pytest
 
 from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.serve.transport.server import Server, listen, url_of
+from serve.conftest import OPTIONS, serve
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -653,3 +656,41 @@ def test_a_dashboard_that_is_opened_late_shows_the_hour(browser: Browser, new_se
             tiles = dict(browser.run("return [...document.querySelectorAll('#tiles > div')].map(d => [...d.children].slice(0, 2).map(c => c.textContent))"))  # fmt: skip  # noqa: E501
             assert tiles["Errors"] == "1"
             assert tiles["To first token"].endswith("s")
+
+
+def test_the_plot_of_acceptance_marks_when_another_drafter_came_to_work(browser: Browser, new_server: Any) -> None:
+    with new_server() as client:
+        context, history = client.application.context, client.application.history
+        object.__setattr__(context, "started", context.started - 600)
+        asyncio.run(history.sample())
+        client.complete(max_tokens=20, speculative={"mode": "fixed", "depth": 3})
+        context.drafter_changes.note("tiny-learnt-0001")
+        context.drafter_changes.note("tiny", "rollback")
+        with running(client) as url:
+            browser.open(url + "#dashboard")
+            browser.wait("return document.querySelectorAll('#plots figure .mark').length === 2")
+            titles = browser.run("return [...document.querySelectorAll('#plots .mark title')].map(t => t.textContent)")
+            assert titles == ["now tiny-learnt-0001", "back to tiny"]
+            place = "[...document.querySelectorAll('#plots figure')].find(f => f.querySelector('.mark'))"
+            assert browser.run(f"return {place}.querySelector('h3').textContent") == "Acceptance length"
+            assert "now tiny-learnt-0001" in browser.run(f"return {place}.querySelector('svg').ariaLabel")
+            browser.run(f"{place}.querySelector('details').open = true")
+            browser.wait(f"return {place}.querySelector('tbody').textContent.includes('back to tiny')")
+            assert browser.run(f"return [...{place}.querySelectorAll('th')].at(-1).textContent") == "drafter"
+
+
+def test_both_sides_are_compared_where_there_are_suffix_drafts_alone(browser: Browser, target: Any) -> None:
+    options = replace(OPTIONS, suffix=SuffixConfig(max_spec_factor=4.0))
+    with serve(target, None, options=options) as client, running(client) as url:
+        browser.open(url + "#compare")
+        browser.wait("return !document.getElementById('compare-run').disabled")
+        assert browser.run("return document.querySelector('#speculation option[value=fixed]').disabled")
+        browser.set("compare-prompt", "abcdefgabcdefgabcdefg")
+        browser.set("max-tokens", 30)
+        browser.one("#compare-run").click()
+        browser.wait("return !document.getElementById('compare-run').hidden")
+        assert browser.text("#verdict").startswith("✓ Same text"), browser.text("#verdict")
+    with serve(target, None) as client, running(client) as url:
+        browser.open(url + "#compare")
+        browser.wait("return document.getElementById('compare-run').disabled")
+        assert "Nobody drafts on this server" in browser.text("#verdict")

@@ -7,6 +7,7 @@ import logging
 import threading
 from copy import deepcopy
 from hashlib import sha256
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -74,6 +75,11 @@ def test_answers_under_way_go_on_while_drafters_change(new_server: Any, load: An
         assert told["eyas_drafter_info,drafter=random"] == 1
         assert "eyas_drafter_info,drafter=tiny-drafter" not in told
         assert told["eyas_drafter_swaps_total"] == 4
+        changes = client.get("/status").json["drafter_changes"]
+        assert [(one["kind"], one["drafter"]) for one in changes] == [
+            ("swap", name) for name in ("random", None, "tiny-drafter", "random")
+        ]
+        assert all(0 <= one["at_seconds"] <= two["at_seconds"] for one, two in pairwise(changes))
         client.all_back()
 
 

@@ -14,6 +14,7 @@ from eyas.engine.speculation.observations import RoundOutcome
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.step_report import StepReport
 from eyas.serve.model_info import ServerLimits
+from eyas.serve.monitoring.drafter_changes import MOST, DrafterChanges
 from eyas.serve.monitoring.status_history import SAMPLE_SECONDS, SAMPLES
 from eyas.serve.transport.server import Server
 
@@ -204,6 +205,21 @@ def test_a_server_samples_while_it_runs_and_stops_with_it(new_server: Any) -> No
     with new_server() as client:
         asyncio.run(run(client))
         assert len(client.get("/status/history").json["samples"]) == 1
+
+
+def test_changes_of_drafters_are_told_with_their_times_and_bounded() -> None:
+    now = iter(range(1000, 2000))
+    changes = DrafterChanges(clock=lambda: next(now))
+    changes.note("learnt-1")
+    changes.note(None, "rollback")
+    told = [
+        {"at_seconds": 10, "kind": "swap", "drafter": "learnt-1"},
+        {"at_seconds": 11, "kind": "rollback", "drafter": None},
+    ]
+    assert changes.as_json(started=990) == told
+    for _ in range(2 * MOST):
+        changes.note("other")
+    assert len(changes.as_json(0)) == MOST
 
 
 def test_the_history_needs_the_key(new_server: Any) -> None:

@@ -12,6 +12,7 @@ from eyas.serve.grammar.structured_outputs import GrammarCompiler
 from eyas.serve.learning.answer_record import AnswerRecorder
 from eyas.serve.learning.collector import AnswerCollector, LearnFolder
 from eyas.serve.model_info import ModelInfo, ServerLimits
+from eyas.serve.monitoring.drafter_changes import DrafterChanges
 from eyas.serve.monitoring.metrics import ServerMetrics
 from eyas.serve.monitoring.vllm_metrics import MetricsNames
 from eyas.serve.protocol.request_policy import RequestPolicy
@@ -36,6 +37,8 @@ class ServerContext:
     token_text: TokenText
     collector: AnswerCollector | None = None
     """Keeps answers to learn from; None: none are kept."""
+    drafter_changes: DrafterChanges = field(default_factory=DrafterChanges)
+    """Where all who swap drafters note it."""
     started: float = field(default_factory=time.monotonic)
     """When the server started, by the monotonic clock."""
     tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-tokenizer"))

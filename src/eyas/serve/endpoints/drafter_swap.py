@@ -119,6 +119,7 @@ class DrafterSwapEndpoint:
         model_info.speculation = Speculation() if depth is None else Speculation(mode="fixed", depth=depth)
         self._context.metrics.set_drafter(model_info.drafter)
         self._context.metrics.swaps.inc()
+        self._context.drafter_changes.note(model_info.drafter)
         log_event(
             logger,
             "change",

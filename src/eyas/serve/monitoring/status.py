@@ -43,6 +43,7 @@ STATUS_SCHEMA: dict[str, Any] = {
         "counts",
         "latency",
         "learning",
+        "drafter_changes",
         "alarms",
         "notices",
     ],
@@ -121,6 +122,19 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "paused": {"type": ["string", "null"], "description": "Why none can be kept at present."},
             },
         },
+        "drafter_changes": {
+            "type": "array",
+            "description": "Drafters that came to work since the start, the oldest first; the latest of them.",
+            "items": {
+                "type": "object",
+                "required": ["at_seconds", "kind", "drafter"],
+                "properties": {
+                    "at_seconds": {"type": "number"},
+                    "kind": {"enum": ["swap", "rollback"], "description": "rollback: the new one was worse."},
+                    "drafter": {"type": ["string", "null"]},
+                },
+            },
+        },
         "alarms": {
             "type": "array",
             "items": {
@@ -191,6 +205,7 @@ async def status_of(context: ServerContext) -> dict[str, Any]:
             "inter_token_latency": _histogram(metrics.inter_token_latency),
         },
         "learning": None if context.collector is None else asdict(context.collector.status),
+        "drafter_changes": context.drafter_changes.as_json(context.started),
         "alarms": _alarms(snapshot),
         "notices": [
             {"at_seconds": round(at - context.started, 3), "text": text} for at, text in reversed(snapshot.notices)

@@ -49,7 +49,7 @@ function adapt({ served, version }) {
   document.title = `${served.model} · eyas`;
   document.body.dataset.model = served.model;
   adaptTo(served);
-  allowCompare(served.max_depth > 0);
+  allowCompare(served);
 }
 
 function show(view) {

@@ -24,6 +24,7 @@ const HINTS = {
     "side runs twice; the prompt is read once before, untimed.",
 };
 
+let firstDraft = { mode: "auto" }; // how the second token of an answer is surely drafted for, if there is a drafter
 let running = null; // {runs, stopped}: all runs begun so far, and whether to begin no more
 
 async function compare(prompt) {
@@ -38,7 +39,7 @@ async function compare(prompt) {
   const others = await answersInFlight();
   tell("Reading the prompt…");
   // The second token is drafted for, so that both target and drafter have read the prompt when the clock starts.
-  const reading = { ...common, max_tokens: 2, speculative: { mode: "fixed", depth: 1, learn: false } };
+  const reading = { ...common, max_tokens: 2, speculative: { ...firstDraft, learn: false } };
   let answered = await follow("plain", new Run(reading));
   for (const [step, sides] of ORDERS[order].entries()) {
     if (!answered || running.stopped) break;
@@ -149,8 +150,12 @@ export function setUpCompare() {
   explain();
 }
 
-/** Without a drafter there is nothing to compare. */
-export function allowCompare(possible) {
-  byId("compare-run").disabled = !possible;
-  if (!possible) tell("This server has no drafter, so there is nothing to compare.");
+/** Where nobody drafts, or where it is the same for all requests, there is nothing to compare. */
+export function allowCompare(served) {
+  const drafts = served.max_depth > 0 || served.suffix;
+  firstDraft = served.max_depth > 0 ? { mode: "fixed", depth: 1 } : { mode: "auto" };
+  const why = !drafts ? "Nobody drafts on this server" : served.per_request ? "" : "This server drafts alike for all requests";
+  const button = byId("compare-run");
+  if (why || button.disabled) tell(why && `${why}, so there is nothing to compare.`);
+  button.disabled = Boolean(why);
 }

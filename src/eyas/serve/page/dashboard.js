@@ -30,7 +30,7 @@ export class Dashboard {
   }
 }
 
-function showOverTime({ figure, title, names, read, least, most, natural, digits }, history, span) {
+function showOverTime({ figure, title, names, read, marks: moments, least, most, natural, digits }, history, span) {
   const [unit, size] = span > IN_SECONDS ? ["minutes", 60] : ["seconds", 1];
   const series = read(history, span).map((points, i) => ({
     name: names[i],
@@ -38,13 +38,17 @@ function showOverTime({ figure, title, names, read, least, most, natural, digits
   }));
   const now = series.map((one) => `${one.name} ${fixed(one.points.at(-1)?.y, digits)}`).join(", ");
   const across = `${unit} before now`;
-  const label = `${title} over the last ${span / size} ${unit}; now ${now}`;
-  const chart = lines({ series, x: [-span / size, 0], across, least, most, natural, label });
-  const rows = series[0].points.map((point, i) => [
-    fixed(point.x, size === 1 ? 0 : 1),
+  const ago = (x) => fixed(x, size === 1 ? 0 : 1);
+  const marks = (moments?.(history) ?? []).filter(({ x }) => x >= -span).map(({ x, name }) => ({ x: x / size, name }));
+  const told = marks.map(({ x, name }) => `; at ${ago(x)}: ${name}`).join("");
+  const label = `${title} over the last ${span / size} ${unit}; now ${now}${told}`;
+  const chart = lines({ series, x: [-span / size, 0], across, least, most, natural, label, marks });
+  const rows = series[0].points.map((point, i, all) => [
+    ago(point.x),
     ...series.map((one) => fixed(one.points[i].y, digits)),
+    ...(moments ? [marks.filter(({ x }) => x <= point.x && x > (all[i - 1]?.x ?? -Infinity)).map(({ name }) => name).join(", ")] : []),
   ]);
-  figure.show(chart, [across, ...names], rows.reverse());
+  figure.show(chart, [across, ...names, ...(moments ? ["drafter"] : [])], rows.reverse());
 }
 
 function showByDepth({ figure, title, most, first = 1, lately, always }, latest, recent) {

@@ -8,6 +8,7 @@ const LEFT = 46;
 const RIGHT = 12;
 const TOP = 12;
 const BOTTOM = 34;
+const SHOWN = 30; // characters of a mark's name; all of it is its title
 
 /** Round numbers from below `low` to above `high`; natural ones where nothing is in between. */
 export function ticks(low, high, { about = 4, natural = false } = {}) {
@@ -18,8 +19,9 @@ export function ticks(low, high, { about = 4, natural = false } = {}) {
   return Array.from({ length: last - first + 1 }, (_, i) => (first + i) * step);
 }
 
-/** Lines over time. `series` have a name and points {x, y}; the second is dashed and has no ground. */
-export function lines({ series, x, across, least = 0, most = 1, natural = false, format = plain, label }) {
+/** Lines over time. `series` have a name and points {x, y}; the second is dashed and has no ground. `marks` {x, name}
+    are moments of which something is to be said. */
+export function lines({ series, x, across, least = 0, most = 1, natural = false, format = plain, label, marks = [] }) {
   const values = series.flatMap((one) => one.points.map((point) => point.y)).filter((y) => y !== null);
   const up = upScale(least, Math.max(most, ...values), natural);
   const right = (value) => LEFT + ((value - x[0]) / (x[1] - x[0])) * (WIDTH - LEFT - RIGHT);
@@ -27,6 +29,7 @@ export function lines({ series, x, across, least = 0, most = 1, natural = false,
   for (const tick of ticks(x[0], x[1], { about: 5 })) {
     if (tick >= x[0] && tick <= x[1]) picture.append(text("tick", right(tick), HEIGHT - BOTTOM + 15, "middle", plain(tick)));
   }
+  picture.append(...marks.map((mark, i) => moment(mark, right(mark.x), i)));
   series.forEach((one, i) => {
     for (const run of runs(one.points)) {
       const path = run.map((point) => `${right(point.x).toFixed(1)},${up.at(point.y).toFixed(1)}`).join(" ");
@@ -60,6 +63,19 @@ export function bars({ groups, across, most = null, format = plain, label }) {
     picture.append(text("tick", LEFT + (place + 0.5) * room, HEIGHT - BOTTOM + 15, "middle", group.name));
   });
   return picture;
+}
+
+/** A line from top to bottom with its name beside it, on the side that has room; neighbours' names are below each other. */
+function moment({ name }, x, i) {
+  const left = x > (WIDTH + LEFT) / 2;
+  const shown = name.length > SHOWN ? `${name.slice(0, SHOWN - 1)}…` : name;
+  return drawn(
+    "g",
+    { class: "mark" },
+    drawn("title", {}, name),
+    drawn("line", { x1: x, y1: TOP, x2: x, y2: HEIGHT - BOTTOM }),
+    text("mark-name", left ? x - 4 : x + 4, TOP + 9 + 13 * (i % 3), left ? "end" : "start", shown),
+  );
 }
 
 export const plain = (value) => String(Number(value.toPrecision(4)));

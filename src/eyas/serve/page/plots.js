@@ -7,6 +7,14 @@ const perMinute = (counts) => (flow) => (flow.seconds > 0 ? (60 * errorsOf(flow.
 const quantiles = (of) => (history, span) =>
   [0.5, 0.95].map((share) => history.flow((flow) => quantile(flow[of], share), span));
 
+/** Moments (seconds before now) from which another drafter was at work. */
+function drafterChanges({ latest }) {
+  return latest.drafter_changes.map(({ at_seconds: at, kind, drafter }) => ({
+    x: at - latest.at_seconds,
+    name: `${kind === "rollback" ? "back to" : "now"} ${drafter ?? "no drafter"}`,
+  }));
+}
+
 export const OVER_TIME = [
   {
     title: "Throughput",
@@ -45,7 +53,9 @@ export const OVER_TIME = [
   },
   {
     title: "Acceptance length",
-    caption: "Tokens per verified draft, the target's own included: 1 means that nothing is accepted.",
+    caption:
+      "Tokens per verified draft, the target's own included: 1 means that nothing is accepted. Marks: another drafter came to work.",
+    marks: drafterChanges,
     names: ["tokens per draft"],
     read: (history, span) => [history.flow(acceptanceLength, span)],
     least: 1,

@@ -54,8 +54,10 @@ export function systemMessages() {
 export function adaptTo(served) {
   byId("max-tokens").max = served.max_model_len;
   byId("depth").max = Math.max(1, served.max_depth);
-  for (const option of byId("speculation").options) option.disabled = served.max_depth === 0 && option.value !== "off";
-  if (served.max_depth === 0) byId("speculation").value = "off";
+  // Suffix drafts alone have no depth that is worth fixing: how much there is to copy decides it.
+  const possible = { off: true, auto: served.max_depth > 0 || served.suffix, fixed: served.max_depth > 0 };
+  for (const option of byId("speculation").options) option.disabled = !possible[option.value];
+  if (!possible[byId("speculation").value]) byId("speculation").value = possible.auto ? "auto" : "off";
   byId("scale").replaceChildren(...scale(Math.max(1, served.max_depth)));
   refresh();
 }
