@@ -5,10 +5,11 @@ layer has zeros behind its attention and behind its MLP, so its residual passes 
 checkpoint, to the last bits of a sum, and gradients reach the zeros from the first step on. So shapes can be compared
 without training each from scratch, and a drafter that has learnt for hours need not start over to become larger.
 
-The head keeps its rows for tokens that stay in the draft vocabulary. Rows of new tokens are the target's, as long on
-average as those that stay are (what the target has for the same tokens is the measure).
+The head keeps its rows for tokens that stay in the draft vocabulary. Rows of new tokens are made of the target's by the
+linear map that comes nearest to turning the target's rows of those that stay into the drafter's (least squares): a
+trained head has moved away from the target's, and rows as the target has them would shout all others down.
 
-Shapes: D drafter state, V target vocabulary, W draft vocabulary.
+Shapes: D drafter state, E target state, V target vocabulary, W draft vocabulary.
 """
 
 from dataclasses import replace
@@ -20,7 +21,6 @@ from eyas.drafter.checkpoint import Checkpoint
 from eyas.drafter.model import Drafter
 from eyas.drafter.vocab import DraftVocab, membership_from_target_ids, offsets_from_target_ids
 from eyas.target.parts import TargetParts
-from eyas.train.init import last_norm
 
 
 def grown(checkpoint: Checkpoint, *, layers: int, intermediate_size: int, seed: int) -> Checkpoint:
@@ -52,16 +52,16 @@ def with_vocabulary(checkpoint: Checkpoint, target_ids_W: Tensor, target: Target
     had_W = (
         DraftVocab.from_offsets(tensors["d2t"], vocab_size).target_ids_W if config.pruned else torch.arange(vocab_size)
     )
-    new_WD = target.head.weight_VD[target_ids_W.to(target.device)].float().cpu()
-    if config.norm_output and (norm_D := last_norm(target)) is not None:
-        new_WD = new_WD * norm_D.cpu()  # its own norm is fed back, so the target's belongs into the head
     row_V = torch.full((vocab_size,), -1)
     row_V[had_W] = torch.arange(len(had_W))
     row_W = row_V[target_ids_W]
     stays_W = row_W >= 0
-    kept_WD = head_WD[row_W[stays_W]]
-    new_WD *= _length(kept_WD) / _length(new_WD[stays_W])
-    new_WD[stays_W] = kept_WD
+    new_WD = head_WD.new_empty(len(target_ids_W), head_WD.shape[1])
+    new_WD[stays_W] = head_WD[row_W[stays_W]]
+    if not bool(stays_W.all()):
+        theirs_VE = target.head.weight_VD.detach().double().cpu()
+        map_ED = torch.linalg.lstsq(theirs_VE[had_W], head_WD.double(), driver="gelsd").solution
+        new_WD[~stays_W] = (theirs_VE[target_ids_W[~stays_W]] @ map_ED).to(new_WD)
     tensors["lm_head.weight"] = new_WD
     config = replace(config, draft_vocab_size=len(target_ids_W))
     for name in ("d2t", "t2d"):
@@ -70,7 +70,3 @@ def with_vocabulary(checkpoint: Checkpoint, target_ids_W: Tensor, target: Target
         tensors["d2t"] = offsets_from_target_ids(target_ids_W)
         tensors["t2d"] = membership_from_target_ids(target_ids_W, vocab_size)
     return replace(checkpoint, config=config, tensors=tensors)
-
-
-def _length(rows_WD: Tensor) -> float:
-    return float(rows_WD.norm(dim=1).mean())

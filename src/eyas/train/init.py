@@ -105,7 +105,7 @@ def init_drafter(target: TargetParts, config: DrafterConfig, target_ids_W: Tenso
 def _start_from_target(drafter: Drafter, target: TargetParts, target_ids_W: Tensor) -> None:
     assert drafter.lm_head is not None
     drafter.lm_head.weight.copy_(target.head.weight_VD.cpu()[target_ids_W.cpu()] * target.head.scale)
-    if (norm_D := last_norm(target)) is not None:
+    if (norm_D := _last_norm(target)) is not None:
         drafter.norm.weight.copy_(norm_D)
     # A normed state that says nothing yet gives scores of this spread. Certain of noise, a drafter would first have to
     # unlearn that: it starts modest, with the target's norm made smaller.
@@ -126,7 +126,7 @@ def set_vocabulary(drafter: Drafter, target_ids_W: Tensor) -> None:
         drafter.t2d.copy_(membership_from_target_ids(target_ids_W, drafter.config.vocab_size))
 
 
-def last_norm(target: TargetParts) -> Tensor | None:
+def _last_norm(target: TargetParts) -> Tensor | None:
     """The scale of the target's last norm; architectures disagree on how they store it, not on what it does."""
     norm = target.norm
     if norm is None or isinstance(norm, nn.LayerNorm):
