@@ -120,7 +120,8 @@ def _adapted(
         _eyas(f"adapt {words}".strip(), seconds, "adapt", arguments.drafter, answers, *given, allowed=(0, 1))
     record = json.loads((folder / "record.json").read_text())
     drafter = folder / "drafter" if record["kept"] else folder / "training" / "drafter"
-    told = {name: record[name] for name in ("kept", "verdict", "doctor", "steps", "seconds", "changes", "from")}
+    names = ("kept", "verdict", "doctor", "steps", "seconds", "changes", "from", "versions")
+    told = {name: record[name] for name in names}
     return str(drafter), told
 
 
@@ -184,7 +185,8 @@ def _print(record: dict[str, Any], adaptations: dict[str, Any]) -> None:
         spent = told["seconds"]
         print(
             f"{name}: kept {told['kept']}; {told['steps']} steps, {spent['training'] / 60:.2f} minutes of training, "
-            f"{spent['total'] / 60:.2f} in all; doctor: {told['doctor'].get('text', told['doctor'])}"
+            f"{spent['total'] / 60:.2f} in all on {told['versions']['device']}; "
+            f"doctor: {told['doctor'].get('text', told['doctor'])}"
         )
     print(", ".join(f"{name} {value:.0f} s" for name, value in record["seconds"].items()))
 

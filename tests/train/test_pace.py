@@ -80,6 +80,15 @@ def test_work_includes_what_the_device_was_given_and_has_not_done() -> None:
     assert sum(time.slept) == pytest.approx(3 * 2.02)
 
 
+def test_what_was_done_before_there_was_a_pace_has_its_rest_too() -> None:
+    time = Time()
+    pace = Pace(0.25, before=3.0, clock=time, sleep=time.sleep)
+    time.works(1.0)
+    pace.rest()
+    assert sum(time.slept) == pytest.approx(3 * 4.0)
+    assert pace.taken == pytest.approx(0.25)
+
+
 def test_a_run_that_is_to_stop_does_not_wait_for_the_end_of_its_rest() -> None:
     time = Time()
     pace = Pace(0.01, clock=time, sleep=time.sleep, hurry=lambda: len(time.slept) >= 2)

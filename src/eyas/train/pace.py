@@ -31,17 +31,21 @@ class Pace:
         self,
         share: float = 1.0,
         *,
+        before: float = 0.0,
         synchronize: Callable[[], None] = lambda: None,
         hurry: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`synchronize` waits for the device; where `hurry` says that a run is to save and end, it does not rest."""
+        """`before` are seconds of work that come first and have had no rest yet; `synchronize` waits for the device.
+
+        Where `hurry` says that a run is to save and end, it does not rest.
+        """
         if not 0 < share <= 1:
             raise UserError(f"the share of the device is {share:g}, and must be above 0 and at most 1; 1 takes it all")
         self.share = share
         self._synchronize, self._hurry, self._clock, self._sleep = synchronize, hurry, clock, sleep
-        self._began = self._since = clock()
+        self._began = self._since = clock() - before
         self._worked = 0.0
 
     def rest(self) -> None:
