@@ -14,6 +14,7 @@ from chat_tokenizer import letter_tokenizer
 from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
 from engine.test_auto_trees import engine_with_trees
 from engine.test_engine import OFF, at_depth, options
+from engine.test_suffix_drafts import extend_every_chain
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
@@ -171,6 +172,19 @@ def test_suffix_drafts_give_the_same_answer(
     alone = [Engine(letters).generate([one])[0].tokens for one in asked[:: len(ways)]]
     assert [answer.tokens for answer in answers[:: len(ways)]] == alone
     assert sum(answer.stats.suffix_accepted for answer in answers) > 0
+
+
+def test_chains_that_the_text_continues_give_the_same_answer(
+    letters: Target, tiny_drafter: Drafter, guidance: LlGuidance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(letters, guidance.json_schema(SHORT), (Speculation(),))
+    engine = Engine(letters, tiny_drafter, config=replace(options(), suffix=SuffixConfig(max_spec_factor=4.0)))
+    continued = extend_every_chain(monkeypatch, engine)
+    for _ in range(2):  # the second time the answers are there to be drafted
+        answers = engine.generate(asked)
+        check_json(answers, {"a", "b"}, ways=1)
+    assert [answer.tokens for answer in answers] == [Engine(letters).generate([one])[0].tokens for one in asked]
+    assert continued
 
 
 def test_trees_give_the_same_answer(letters: Target, tiny_drafter: Drafter, guidance: LlGuidance) -> None:

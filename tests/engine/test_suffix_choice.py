@@ -90,6 +90,27 @@ def test_of_tokens_behind_the_first_wrong_one_nothing_is_learnt() -> None:
     assert acceptance.chances(9, offer(3, 2)) == after
 
 
+def test_what_follows_a_chain_that_went_another_way_is_judged_by_its_like() -> None:
+    """A drafter is asked where the text promises little: what is found behind its drafts is right less often."""
+    acceptance = SuffixAcceptance()
+    behind = replace(offer(1, 8), behind=True)
+    for _ in range(40):
+        acceptance.observe(1, offer(1, 8), [0])
+        acceptance.observe(2, behind, [7])
+    acceptance.forget(1)
+    acceptance.forget(2)
+    assert acceptance.chances(3, offer(1, 8))[0] > 0.9
+    assert acceptance.chances(3, behind)[0] < 0.2
+    assert behind.cut(1).behind
+
+
+def test_an_offer_agrees_with_a_chain_as_far_as_both_go() -> None:
+    assert offer(3).agrees((0, 1))
+    assert offer(1).agrees((0, 9, 9))
+    assert not offer(3).agrees((0, 9))
+    assert not offer(3).agrees(())
+
+
 # --- the choice --------------------------------------------------------------------------------------------------
 
 

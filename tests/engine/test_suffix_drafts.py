@@ -1,16 +1,19 @@
 """Suffix drafts change when a token is computed, never which it is; nobody's text is drafted for anybody else."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from engine.round_engines import make_moody
 from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.engine.speculation.suffix_choice import SuffixChoice
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -72,6 +75,65 @@ def test_answers_with_suffix_drafts_are_those_without(
     if speculation is FORCED:
         assert engine.stats.suffix_drafted > 0
         assert engine.stats.suffix_accepted > 0
+
+
+def extend_every_chain(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[int, int]]:
+    """From now on the drafter drafts for all, and whatever the text has behind its chains is verified.
+
+    Gives, while the engine runs, the drafts of each continued chain: of the drafter and of the text.
+    """
+    source, continued = random.Random(6), list[tuple[int, int]]()
+    make_moody(engine, lambda: source.choice([1, 2, 4]))
+    monkeypatch.setattr(SuffixChoice, "take", lambda *_, **__: {})
+    monkeypatch.setattr(SuffixChoice, "extend", lambda _self, _batch, _drafts, survivals, _rate: len(survivals))
+    propose = engine.proposer.propose
+
+    def watched(rows: Any, report: Any) -> Any:
+        drafts = propose(rows, report)
+        continued.extend((draft.by_drafter, draft.by_suffix) for draft in drafts.values() if draft.by_suffix)
+        return drafts
+
+    monkeypatch.setattr(engine.proposer, "propose", watched)
+    return continued
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_answers_are_the_same_where_the_text_continues_a_drafters_chain(
+    target: Target,
+    tiny_drafter: Drafter,
+    quoting: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = [request(prompt, max_new_tokens=40, speculation=OFF, **changes) for prompt in quoting]
+    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
+    engine = Engine(target, tiny_drafter, config=with_suffix())
+    continued = extend_every_chain(monkeypatch, engine)
+    answers = run(engine, [replace(one, speculation=AUTO) for one in wanted])
+    assert [(a.tokens, a.text, a.finished) for a in answers] == [(a.tokens, a.text, a.finished) for a in expected]
+    assert continued
+    assert all(by_drafter and by_suffix for by_drafter, by_suffix in continued)
+    assert engine.stats.suffix_accepted > 0
+
+
+def test_preemption_does_not_show_where_the_text_continues_a_drafters_chain(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [request(prompt, max_new_tokens=50, speculation=AUTO) for prompt in quoting]
+    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
+    per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
+    engine = Engine(target, tiny_drafter, config=with_suffix(max_model_len=128, memory=60 * per_block))
+    continued = extend_every_chain(monkeypatch, engine)
+    keys, preempted = [engine.submit(one) for one in wanted], set[int]()
+    tokens: dict[int, list[int]] = {key: [] for key in keys}
+    while engine.busy:
+        for piece in engine.step():
+            tokens[piece.key] += piece.tokens
+        engine.scheduler.check()
+        preempted |= {seq.key for seq in engine.scheduler.requests if seq.preemptions}
+    assert preempted
+    assert continued
+    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
 
 
 def test_preempted_requests_keep_their_text_and_their_answers(

@@ -2,8 +2,9 @@
 
 Text that occurred before goes on as it did before, or not. How often it does depends on how much of the text before
 matches, and on how many of the earlier occurrences went on alike. So drafts are told apart by both, and by where they
-were found, in the request's own text or in earlier answers; what counts is how often drafts of a kind were right. Of
-requests it is learnt how much better or worse they fare, as for the drafter (`acceptance.py`): some copy, some do not.
+were found: in the request's own text, in earlier answers, or behind a drafter's chain, which was drafted because
+nothing better was found before it. What counts is how often drafts of a kind were right. Of requests it is learnt how
+much better or worse they fare, as for the drafter (`acceptance.py`): some copy, some do not.
 
 A draft that nobody verified is judged all the same: the target's token at its place is known a step later. So there is
 nothing to explore: looking on costs no pass.
@@ -31,11 +32,18 @@ class SuffixOffer:
     """Occurrences that went on with each token, of those that had gone on with all before it."""
     shared: bool = False
     """Whether they come from earlier answers, not from the request's own text."""
+    behind: bool = False
+    """Whether they follow a drafter's chain that went another way than what was found without it."""
 
     def cut(self, count: int) -> "SuffixOffer":
         """The first of them."""
         first = slice(0, count)
-        return SuffixOffer(self.tokens[first], self.match, self.votes[first], self.voters[first], self.shared)
+        votes, voters = self.votes[first], self.voters[first]
+        return SuffixOffer(self.tokens[first], self.match, votes, voters, self.shared, self.behind)
+
+    def agrees(self, chain: Sequence[int]) -> bool:
+        """Whether a drafter's chain goes the same way, as far as both go."""
+        return bool(chain) and all(own == drafted for own, drafted in zip(self.tokens, chain, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +71,7 @@ class SuffixAcceptance:
 
     def __init__(self) -> None:
         self._matches, self._shares = len(POLICY.suffix_matches), len(POLICY.suffix_shares) + 2
-        self._counts = DecayedCounts(2 * self._matches * self._shares)
+        self._counts = DecayedCounts(3 * self._matches * self._shares)
         self._requests: dict[int, Own] = {}
         self.rounds = 0
 
@@ -114,9 +122,9 @@ class SuffixAcceptance:
 
     def _cells(self, offer: SuffixOffer) -> list[int]:
         """Of each token its kind. What matches grows by every token that is accepted."""
-        cells = []
+        kind, cells = 2 if offer.behind else int(offer.shared), []
         for depth, (votes, voters) in enumerate(zip(offer.votes, offer.voters, strict=True)):
             match = max(0, bisect_right(POLICY.suffix_matches, offer.match + depth) - 1)
             share = bisect_right(POLICY.suffix_shares, votes / voters) + (votes == voters > 1)
-            cells.append((offer.shared * self._matches + match) * self._shares + share)
+            cells.append((kind * self._matches + match) * self._shares + share)
         return cells

@@ -41,19 +41,21 @@ class SuffixDrafts:
         """Memory that all indexes can take."""
         return self.answers.bytes + sum(text.index.bytes for text in self._texts.values())
 
-    def offer(self, seq: SequenceState, most: int, ahead: Sequence[int] = ()) -> SuffixOffer | None:
+    def offer(
+        self, seq: SequenceState, most: int, ahead: Sequence[int] = (), *, agreed: bool = False
+    ) -> SuffixOffer | None:
         """The most promising continuation behind a request's tokens, or behind tokens that may come next; None: none.
 
-        Of at most so many tokens.
+        Of at most so many tokens. What may come next is `agreed` where it is what the text itself leads to.
         """
         text, config = self._follow(seq), self.config
         context = [*seq.tokens[-config.max_tree_depth :], *ahead][-config.max_tree_depth :]
         most = min(most, config.deepest)
         own = text.index.propose(context, most, ahead=len(ahead))
         shared = self.answers.propose(seq.request.cache_salt, context, most)
-        best, promised = None, 0.0
+        best, promised, behind = None, 0.0, bool(ahead) and not agreed
         for found in (own, shared):
-            offer = None if found is None else self._within(found, shared=found is shared)
+            offer = None if found is None else self._within(found, shared=found is shared, behind=behind)
             if offer is not None and (promise := sum(self.acceptance.survivals(seq.key, offer))) > promised:
                 best, promised = offer, promise
         return best
@@ -78,12 +80,12 @@ class SuffixDrafts:
             text.taken = len(seq.tokens)
         return text
 
-    def _within(self, found: Continuation, *, shared: bool) -> SuffixOffer | None:
+    def _within(self, found: Continuation, *, shared: bool, behind: bool) -> SuffixOffer | None:
         """A continuation as far as the limits allow."""
         config = self.config
         most = min(len(found.tokens), max(1, int(config.max_spec_factor * found.match)))
         count = 0
         while count < most and found.votes[count] >= config.min_token_prob * found.voters[count]:
             count += 1
-        offer = SuffixOffer(found.tokens, found.match, found.votes, found.voters, shared)
+        offer = SuffixOffer(found.tokens, found.match, found.votes, found.voters, shared, behind)
         return offer.cut(count) if count else None

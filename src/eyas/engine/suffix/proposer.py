@@ -292,10 +292,17 @@ class SuffixProposer:
         if not draft.tokens or not draft.is_chain:
             return draft
         room = min(room, seq.limit - len(seq.tokens) - 1 - len(draft.tokens))
-        offer = self.drafts.offer(seq, room, draft.tokens) if room > 0 else None
+        found = self._offers.get(seq.key)
+        agreed = found is not None and found.agrees(draft.tokens)
+        offer = self.drafts.offer(seq, room, draft.tokens, agreed=agreed) if room > 0 else None
         if offer is None:
             return draft
-        reached = prod(self._controller.acceptance.chances_of(draft.confidences))
+        sure = self._controller.acceptance.chances_of(draft.confidences)
+        if found is not None and agreed:
+            # Two that know nothing of each other say the same: it is wrong only if both are.
+            also = [*self.drafts.acceptance.chances(seq.key, found), *[0.0] * len(sure)]
+            sure = [1 - (1 - one) * (1 - other) for one, other in zip(sure, also, strict=False)]
+        reached = prod(sure)
         chances = self.drafts.acceptance.chances(seq.key, offer)
         survivals = [survival * reached for survival in accumulate(chances, mul)]
         count = self._choice.extend(self._batch, made, survivals, self._rate())
