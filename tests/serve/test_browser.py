@@ -674,6 +674,8 @@ def test_the_plot_of_acceptance_marks_when_another_drafter_came_to_work(browser:
             place = "[...document.querySelectorAll('#plots figure')].find(f => f.querySelector('.mark'))"
             assert browser.run(f"return {place}.querySelector('h3').textContent") == "Acceptance length"
             assert "now tiny-learnt-0001" in browser.run(f"return {place}.querySelector('svg').ariaLabel")
+            listed = browser.run(f"return [...{place}.querySelectorAll('.marks li')].map(l => l.textContent)")
+            assert [words.split(",")[0] for words in listed] == titles
             browser.run(f"{place}.querySelector('details').open = true")
             browser.wait(f"return {place}.querySelector('tbody').textContent.includes('back to tiny')")
             assert browser.run(f"return [...{place}.querySelectorAll('th')].at(-1).textContent") == "drafter"

@@ -48,7 +48,8 @@ function showOverTime({ figure, title, names, read, marks: moments, least, most,
     ...series.map((one) => fixed(one.points[i].y, digits)),
     ...(moments ? [marks.filter(({ x }) => x <= point.x && x > (all[i - 1]?.x ?? -Infinity)).map(({ name }) => name).join(", ")] : []),
   ]);
-  figure.show(chart, [across, ...names, ...(moments ? ["drafter"] : [])], rows.reverse());
+  const meanings = marks.map(({ x, name }) => `${name}, ${ago(-x)} ${unit} ago`);
+  figure.show(chart, [across, ...names, ...(moments ? ["drafter"] : [])], rows.reverse(), meanings);
 }
 
 function showByDepth({ figure, title, most, first = 1, lately, always }, latest, recent) {

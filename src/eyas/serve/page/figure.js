@@ -2,6 +2,8 @@
 
 import { element } from "./dom.js";
 
+const TOLD = 6; // marks whose meaning is told below a chart; all of them are in its table
+
 export class Figure {
   constructor(title, caption, names, key) {
     this.chart = element("div", { class: "chart" });
@@ -11,6 +13,7 @@ export class Figure {
     if (names.length > 1) {
       names.forEach((name, i) => legend.append(element("span", {}, element("i", { class: `key ${key} c${i}` }), name)));
     }
+    this.marks = element("ol", { class: "marks soft" });
     const table = element("table", {}, element("caption", { class: "hidden" }, title), this.head, this.rows);
     const frame = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${title}, numbers` }, table);
     this.numbers = element("details", {}, element("summary", {}, "Numbers"), frame);
@@ -20,14 +23,16 @@ export class Figure {
       element("h3", {}, title),
       this.chart,
       legend,
+      this.marks,
       element("figcaption", { class: "soft" }, caption),
       this.numbers,
     );
   }
 
-  /** Show a chart, and its numbers as rows of texts below columns. */
-  show(chart, columns, rows) {
+  /** Show a chart, its numbers as rows of texts below columns, and what its marks mean: the latest ones, as numbered. */
+  show(chart, columns, rows, marks = []) {
     this.chart.replaceChildren(chart);
+    this.marks.replaceChildren(...marks.map((words, i) => element("li", { value: String(i + 1) }, words)).slice(-TOLD));
     if (!this.numbers.open && this.rows.childElementCount) return this.later(columns, rows);
     return this.fill(columns, rows);
   }

@@ -8,7 +8,6 @@ const LEFT = 46;
 const RIGHT = 12;
 const TOP = 12;
 const BOTTOM = 34;
-const SHOWN = 30; // characters of a mark's name; all of it is its title
 
 /** Round numbers from below `low` to above `high`; natural ones where nothing is in between. */
 export function ticks(low, high, { about = 4, natural = false } = {}) {
@@ -20,7 +19,7 @@ export function ticks(low, high, { about = 4, natural = false } = {}) {
 }
 
 /** Lines over time. `series` have a name and points {x, y}; the second is dashed and has no ground. `marks` {x, name}
-    are moments of which something is to be said. */
+    are moments of which something is to be said; they are numbered. */
 export function lines({ series, x, across, least = 0, most = 1, natural = false, format = plain, label, marks = [] }) {
   const values = series.flatMap((one) => one.points.map((point) => point.y)).filter((y) => y !== null);
   const up = upScale(least, Math.max(most, ...values), natural);
@@ -65,16 +64,14 @@ export function bars({ groups, across, most = null, format = plain, label }) {
   return picture;
 }
 
-/** A line from top to bottom with its name beside it, on the side that has room; neighbours' names are below each other. */
+/** A line from top to bottom with its number above; what it means is its title. */
 function moment({ name }, x, i) {
-  const left = x > (WIDTH + LEFT) / 2;
-  const shown = name.length > SHOWN ? `${name.slice(0, SHOWN - 1)}…` : name;
   return drawn(
     "g",
     { class: "mark" },
     drawn("title", {}, name),
     drawn("line", { x1: x, y1: TOP, x2: x, y2: HEIGHT - BOTTOM }),
-    text("mark-name", left ? x - 4 : x + 4, TOP + 9 + 13 * (i % 3), left ? "end" : "start", shown),
+    text("mark-name", x, TOP - 3, "middle", String(i + 1)),
   );
 }
 

@@ -54,7 +54,7 @@ export const OVER_TIME = [
   {
     title: "Acceptance length",
     caption:
-      "Tokens per verified draft, the target's own included: 1 means that nothing is accepted. Marks: another drafter came to work.",
+      "Tokens per verified draft, the target's own included: 1 means that nothing is accepted. Numbered lines: another drafter came to work.",
     marks: drafterChanges,
     names: ["tokens per draft"],
     read: (history, span) => [history.flow(acceptanceLength, span)],
