@@ -89,6 +89,20 @@ def test_what_was_done_before_there_was_a_pace_has_its_rest_too() -> None:
     assert pace.taken == pytest.approx(0.25)
 
 
+def test_the_clock_of_work_stands_still_in_a_rest() -> None:
+    time, told = Time(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        told.append(pace.seconds_worked())
+        time.sleep(seconds)
+
+    pace = Pace(0.5, clock=time, sleep=sleep)
+    time.works(1.0)
+    pace.rest()
+    assert len(told) == 4
+    assert set(told) == {1.0}
+
+
 def test_a_run_that_is_to_stop_does_not_wait_for_the_end_of_its_rest() -> None:
     time = Time()
     pace = Pace(0.01, clock=time, sleep=time.sleep, hurry=lambda: len(time.slept) >= 2)

@@ -7,7 +7,7 @@ time since the last rest.
 
 Law: in any window of time, work takes F of it at most, and (1 - F) of one piece, which is what lies between two rests.
 A rest that lasted too long is not made up for. The clock is monotonic, so setting the time of day changes nothing; a
-process that was stopped in the middle of a piece (by a signal, with its machine) rests for `LONGEST_PIECE` at most.
+process that was stopped in the middle of a piece (by a signal, with its machine) counts it as `LONGEST_PIECE` at most.
 """
 
 import time
@@ -45,16 +45,17 @@ class Pace:
             raise UserError(f"the share of the device is {share:g}, and must be above 0 and at most 1; 1 takes it all")
         self.share = share
         self._synchronize, self._hurry, self._clock, self._sleep = synchronize, hurry, clock, sleep
-        self._began = self._since = clock() - before
+        self._began = clock() - before
+        self._since: float | None = self._began  # None while resting
         self._worked = 0.0
 
     def rest(self) -> None:
         """Between two pieces of work."""
-        if self.share == 1 or self._clock() - self._since < SHORTEST_PIECE:
+        if self.share == 1 or self._piece() < SHORTEST_PIECE:
             return
         self._synchronize()
         piece = self._piece()
-        self._worked += piece
+        self._worked, self._since = self._worked + piece, None
         until = self._clock() + piece * (1 - self.share) / self.share
         while (left := until - self._clock()) > 0 and not self._hurry():
             self._sleep(min(left, LONGEST_SLEEP))
@@ -80,7 +81,7 @@ class Pace:
 
     def _piece(self) -> float:
         """Seconds since the last rest, as far as they count."""
-        gone = self._clock() - self._since
+        gone = 0.0 if self._since is None else self._clock() - self._since
         return gone if self.share == 1 else min(gone, LONGEST_PIECE)
 
 
