@@ -113,7 +113,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from eyas.loading import load_another, load_pair
     from eyas.sampling import Sampling
     from eyas.serve.app import Application
-    from eyas.serve.endpoints.drafter_swap import DrafterSlot
+    from eyas.serve.drafter_swaps import DrafterSlot
     from eyas.serve.local_engine import LocalEngineClient
     from eyas.serve.model_info import ModelInfo
     from eyas.serve.transport.server import Server, listen, url_of

@@ -22,7 +22,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.access.policy import AccessRules
 from eyas.serve.app import Application
-from eyas.serve.endpoints.drafter_swap import DrafterSlot
+from eyas.serve.drafter_swaps import DrafterSlot
 from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.local_engine import LocalEngineClient
 from eyas.serve.model_info import ModelInfo, ServerLimits
@@ -136,10 +136,11 @@ def serve(
     metrics_names: Literal["eyas", "vllm", "both"] = "both",
     root_path: str = "",
     learn_folder: LearnFolder | None = None,
+    source: str | None = None,
 ) -> Iterator[Client]:
     """A client of a server around an engine; `load` is how it comes by other `drafters`."""
     engines: list[Engine] = []
-    slot = DrafterSlot(model=drafter, load=load or load_drafter, allowed=drafters, swappable=swappable)
+    slot = DrafterSlot(model=drafter, source=source, load=load or load_drafter, allowed=drafters, swappable=swappable)
 
     def build() -> Engine:
         engines.append(Engine(target, slot.model, config=options))
@@ -216,6 +217,6 @@ def new_server(target: Target, tiny_drafter: Drafter) -> Serve:
     """Begin another server, with limits of its own."""
 
     def begin(**arguments: Any) -> Any:
-        return serve(arguments.pop("target", target), tiny_drafter, **arguments)
+        return serve(arguments.pop("target", target), arguments.pop("drafter", tiny_drafter), **arguments)
 
     return begin

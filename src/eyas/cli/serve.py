@@ -35,6 +35,8 @@ UnknownFieldsOption = Literal["refuse", "report"]
 SchedulingPolicyOption = Literal["fcfs", "priority"]
 MAX_DEPTH = 7
 """The deepest that the controller and requests may draft, unless `num_speculative_tokens` is larger."""
+LEARN_ANSWERS, LEARN_INTERVAL = 500, 1800.0
+"""Those of `LearnerSettings`, which is imported late."""
 
 
 def serve(
@@ -281,6 +283,42 @@ def serve(
         int,
         typer.Option(help="Most bytes that are kept; the oldest answers go.", min=2**20, rich_help_panel=LEARNING),
     ] = 2**28,
+    learn_share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the device's time in which the server adapts its drafter to what is kept, and swaps in what "
+            "is better; 0: it only keeps.",
+            min=0.0,
+            max=1.0,
+            rich_help_panel=LEARNING,
+        ),
+    ] = 0.0,
+    learn_answers: Annotated[
+        int, typer.Option(help="New answers that begin an adaptation.", rich_help_panel=LEARNING)
+    ] = LEARN_ANSWERS,
+    learn_interval: Annotated[
+        float, typer.Option(help="Least seconds between two adaptations.", min=0.0, rich_help_panel=LEARNING)
+    ] = LEARN_INTERVAL,
+    learn_device: Annotated[
+        str | None,
+        typer.Option(
+            help="Where adaptations run: cpu, cuda:1, ...", show_default="as --device", rich_help_panel=LEARNING
+        ),
+    ] = None,
+    learn_options: Annotated[
+        str,
+        typer.Option(
+            help="More options of `eyas adapt`: '--minutes 5 --replay general.jsonl'.", rich_help_panel=LEARNING
+        ),
+    ] = "",
+    learn_resume: Annotated[
+        bool,
+        typer.Option(
+            "--learn-resume/--no-learn-resume",
+            help="Start with the last good drafter that was learnt in the folder, or with the one that is named.",
+            rich_help_panel=LEARNING,
+        ),
+    ] = True,
     check: Annotated[
         bool,
         typer.Option(
@@ -301,7 +339,7 @@ def serve(
     config = read_speculative_config(speculative_config, target, with_table=engine == "vllm")
     require_models(target, config.drafter, revision=revision)
     import_libraries(lean=True)
-    from eyas.cli.serve_learning import closing_ring, learn_from, open_ring
+    from eyas.cli.serve_learning import adapt_options, closing_ring, learn_from, learner_settings, open_ring
     from eyas.freed_memory import give_back
     from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
     from eyas.serve.access.policy import access_rules, is_loopback
@@ -329,6 +367,27 @@ def serve(
     )
     chat_format = read_chat_format(
         chat_template, default_chat_template_kwargs, raw=raw, kwargs_option="--default-chat-template-kwargs"
+    )
+    learner = learner_settings(
+        learn_share,
+        folder=learn,
+        engine=engine,
+        drafter=config.drafter,
+        revision=revision,
+        answers=learn_answers,
+        interval=learn_interval,
+        resume=learn_resume,
+        options=adapt_options(
+            target,
+            dtype=dtype,
+            quantization=quantization,
+            device=device,
+            learn_device=learn_device,
+            chat_template=chat_template,
+            raw=raw,
+            cache=cache,
+            more=learn_options,
+        ),
     )
     if engine == "vllm":
         from eyas.cli.serve_vllm import read_table, vllm_engine, vllm_options
@@ -417,7 +476,7 @@ def serve(
         for line in banner(model_info, served.memory):
             report(line)
         report(f"device    {served.device}")
-        learn_folder = learn_from(ring, access, served, report)
+        learn_folder = learn_from(ring, access, served, learner, report)
         keys = access.api_keys
         if not keys and not is_loopback(host):
             report(f"warning   {host} can be reached by others and there is no --api-key: anyone may use this server")

@@ -41,7 +41,7 @@ def local_engine(
     from eyas.drafter.checkpoint import read_config
     from eyas.engine.engine import Engine
     from eyas.loading import load_another, load_pair
-    from eyas.serve.endpoints.drafter_swap import DrafterSlot
+    from eyas.serve.drafter_swaps import DrafterSlot
     from eyas.serve.local_engine import LocalEngineClient
     from eyas.target.device import device_words
     from eyas.target.fingerprint import fingerprint
@@ -60,6 +60,7 @@ def local_engine(
     )
     slot = DrafterSlot(
         model=model,
+        source=config.drafter,
         load=lambda name: load_another(loaded, name, cache=cache),
         swappable=drafter_swap,
         allowed=[*([] if config.drafter is None else [config.drafter]), *allowed_drafters],

@@ -145,7 +145,7 @@ def vllm_engine(
 ) -> Iterator[ServedEngine]:
     """Run vLLM for the length of the block; `installed` is an interpreter and the version of vLLM that it has."""
     from eyas.engine.request import Speculation
-    from eyas.serve.endpoints.drafter_swap import DrafterSlot
+    from eyas.serve.drafter_swaps import DrafterSlot
     from eyas.serve.vllm.client import VLLMEngineClient
     from eyas.serve.vllm.process import VLLMProcess, require_started
     from eyas.serve.vllm.version import CPU_BUILD

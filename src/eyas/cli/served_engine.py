@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from eyas.plan.memory import BlockBudget
-    from eyas.serve.endpoints.drafter_swap import DrafterSlot
+    from eyas.serve.drafter_swaps import DrafterSlot
     from eyas.serve.engine_client import EngineClient
 
 

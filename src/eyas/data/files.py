@@ -27,6 +27,8 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".zst", ".zstd")
 """Behind one of `SUFFIXES`; what lies in a folder is found by these names."""
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json"}
+KEPT_ANSWERS = f"answers-{'[0-9]' * 8}.jsonl"
+"""Files of a server that keeps its answers."""
 CHUNK = 1 << 20
 """Characters that are decoded at a time where records are not lines."""
 
@@ -144,6 +146,8 @@ def _in_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file():
         listed = _json_file(folder / "state.json").get("_data_files") or []
         return [folder / file["filename"] for file in listed]
+    if kept := sorted(folder.glob(KEPT_ANSWERS)):  # of `eyas serve --learn`, which has other things in there too
+        return kept
     by_split = {}
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)

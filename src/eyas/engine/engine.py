@@ -259,13 +259,15 @@ class Engine:
         """Memory that the texts kept for suffix drafts can take."""
         return 0 if self._suffix is None else self._suffix.bytes
 
-    def swap_drafter(self, drafter: Drafter | None, *, in_place: bool = False) -> bool:
+    def swap_drafter(self, drafter: Drafter | None, *, in_place: bool = False, or_refuse: bool = False) -> bool:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
 
         `in_place` gives leave to overwrite the drafter that served so far. Then the weights of one that differs in
         nothing else are copied over it and all that was made of it (True comes back): no request starts again, nothing
         is captured again, and the drafter given is not needed any longer. To go back, swap in the old weights, of
         which the caller has kept a copy or knows where they lie.
+
+        With `or_refuse` that is the only way: a drafter of another shape is refused.
 
         Of requests under way the drafter has read their text with the old weights, and goes on from there: that can
         cost them accepted drafts, never a token. What it has read is not found by later requests, who are read afresh.
@@ -278,8 +280,15 @@ class Engine:
             self.rounds.land()
         if drafter is not None:
             require_fit(drafter, self.target)
-            if in_place and self._drafting is not None and self._copy_weights(drafter, self._drafting.drafter):
-                return True
+            if in_place and self._drafting is not None:
+                reason = self._copy_weights(drafter, self._drafting.drafter)
+                if reason is None:
+                    return True
+                if or_refuse:
+                    raise UserError(f"the drafter cannot take the place of the one at work: {reason}; use one like it")
+                logger.info(f"the drafter is replaced, not overwritten: {reason}")
+        if or_refuse:
+            raise UserError("there is no drafter whose place another could take; swap it without or_refuse")
         runner = None
         if drafter is not None:
             cache = reserve_cache(
@@ -302,8 +311,8 @@ class Engine:
             self.capture_graphs()
         return False
 
-    def _copy_weights(self, drafter: Drafter, runner: DrafterRunner) -> bool:
-        """Let the drafter at work have the weights of another; whether that was possible.
+    def _copy_weights(self, drafter: Drafter, runner: DrafterRunner) -> str | None:
+        """Let the drafter at work have the weights of another; why not, if that is not possible.
 
         What passes take is still known. Of acceptance, nothing that was learnt of other weights is believed.
         """
@@ -312,15 +321,14 @@ class Engine:
         try:
             runner.take_weights(drafter, self.target.facts)
         except UnlikeError as reason:
-            logger.info(f"the drafter is replaced, not overwritten: {reason}")
-            return False
+            return str(reason)
         self.scheduler.note_new_weights()
         costs = self.controller.costs
         self._begin_to_learn(runner, costs)
         if self.rounds is not None:
             assert costs.shapes is not None, "rounds come in captured shapes"
             self._use_loop(self.rounds.runner, costs.shapes, synchronous=self.rounds.synchronous)
-        return True
+        return None
 
     def _drafter_runner(self, drafter: Drafter, cache: KVCache) -> DrafterRunner:
         config = self.config

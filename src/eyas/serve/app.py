@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,19 +14,23 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from eyas import __version__
+from eyas.errors import UserError
 from eyas.serve.access.audit import AuditMiddleware, mark_recorded, note_refusal
 from eyas.serve.access.auth import ApiKeyMiddleware
 from eyas.serve.access.host_check import HostMiddleware
 from eyas.serve.access.policy import AccessRules
 from eyas.serve.api_error import ApiError, to_api_error
 from eyas.serve.context import ServerContext
+from eyas.serve.drafter_swaps import DrafterSlot, DrafterSwaps
 from eyas.serve.endpoints.completions import Endpoint
-from eyas.serve.endpoints.drafter_swap import DrafterSlot, DrafterSwapEndpoint
+from eyas.serve.endpoints.drafter_swap import DrafterSwapEndpoint
 from eyas.serve.endpoints.refused import refused_routes
 from eyas.serve.endpoints.responses import ResponsesEndpoint
 from eyas.serve.endpoints.tokenize import TokenizerEndpoints
 from eyas.serve.engine_client import EngineClient
 from eyas.serve.learning.collector import LearnFolder
+from eyas.serve.learning.learner import LearnerSettings
+from eyas.serve.learning.loop import LearningLoop
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.json_logging import log_event
 from eyas.serve.monitoring.metrics import CONTENT_TYPE
@@ -64,7 +69,7 @@ class Application:
         learn_folder: LearnFolder | None = None,
         slot: DrafterSlot,
     ) -> None:
-        self.context = context = ServerContext.create(
+        context = ServerContext.create(
             engine_client,
             model_info,
             limits or ServerLimits(),
@@ -72,12 +77,16 @@ class Application:
             metrics_names,
             learn_folder,
         )
+        swaps = DrafterSwaps(engine_client, model_info, context.metrics, context.drafter_changes, slot)
+        if learn_folder is not None and learn_folder.learner is not None:
+            context = replace(context, learning_loop=_learning_loop(learn_folder, learn_folder.learner, context, swaps))
+        self.context = context
         chat = Endpoint("chat", ChatCompletionRequest, context.request_builder.chat, context)
         completion = Endpoint("text", CompletionRequest, context.request_builder.completion, context)
         self._root_path = root_path
         self.history = StatusHistory(context)
         access = access or AccessRules()
-        drafter_swap = DrafterSwapEndpoint(context, slot, access)
+        drafter_swap = DrafterSwapEndpoint(context, swaps, access)
         tokenizer = TokenizerEndpoints(context)
         routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -114,7 +123,12 @@ class Application:
         )
 
     def close(self) -> None:
-        """Write the answers that are still to be kept. To be called once nothing is served any more."""
+        """End an adaptation that is under way, and write the answers that are still to be kept.
+
+        To be called once nothing is served any more.
+        """
+        if self.context.learning_loop is not None:
+            self.context.learning_loop.close()
         if self.context.collector is not None:
             self.context.collector.close()
 
@@ -175,6 +189,25 @@ class Application:
             "kv_cache_dtype": model_info.kv_cache_dtype,
             "speculative": model_info.speculative_card(),
         }
+
+
+def _learning_loop(
+    folder: LearnFolder, settings: LearnerSettings, context: ServerContext, swaps: DrafterSwaps
+) -> LearningLoop:
+    collector, name = context.collector, context.model_info.drafter
+    assert collector is not None
+    if name is None or swaps.slot.source is None:
+        raise UserError("--learn-share adapts a drafter, and there is none; name one by --speculative-config")
+    return LearningLoop(
+        settings,
+        folder.ring.folder,
+        fingerprint=folder.author["target_fingerprint"],
+        collector=collector,
+        swaps=swaps,
+        engine_client=context.engine_client,
+        name=name,
+        metrics=context.metrics,
+    )
 
 
 def _middleware(access: AccessRules, context: ServerContext, routes: Sequence[Route]) -> list[Middleware]:

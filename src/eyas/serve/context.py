@@ -11,6 +11,7 @@ from eyas.serve.engine_client import EngineClient
 from eyas.serve.grammar.structured_outputs import GrammarCompiler
 from eyas.serve.learning.answer_record import AnswerRecorder
 from eyas.serve.learning.collector import AnswerCollector, LearnFolder
+from eyas.serve.learning.loop import LearningLoop
 from eyas.serve.model_info import ModelInfo, ServerLimits
 from eyas.serve.monitoring.drafter_changes import DrafterChanges
 from eyas.serve.monitoring.metrics import ServerMetrics
@@ -39,6 +40,8 @@ class ServerContext:
     """Keeps answers to learn from; None: none are kept."""
     drafter_changes: DrafterChanges = field(default_factory=DrafterChanges)
     """Where all who swap drafters note it."""
+    learning_loop: LearningLoop | None = None
+    """Adapts the drafter to them; None: they are only kept."""
     started: float = field(default_factory=time.monotonic)
     """When the server started, by the monotonic clock."""
     tokenizer_thread: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "eyas-tokenizer"))

@@ -87,10 +87,11 @@ class EngineClient(Protocol):
         """The engine's current state, or the previous snapshot if it takes long."""
         ...
 
-    async def swap_drafter(self, drafter: Drafter | None) -> bool:
+    async def swap_drafter(self, drafter: Drafter | None, *, only_in_place: bool = False) -> bool:
         """Use another drafter, or none; if it is refused, nothing changes.
 
-        Whether the drafter before has the other's weights now, and goes on in its place.
+        Whether the drafter before has the other's weights now, and goes on in its place; with `only_in_place` one of
+        another shape is refused.
         """
         ...
 

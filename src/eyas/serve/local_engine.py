@@ -52,12 +52,15 @@ class LocalEngineClient:
             self._last_snapshot, failed_steps=self.supervisor.failed_steps, replaced=self.supervisor.replaced
         )
 
-    async def swap_drafter(self, drafter: Drafter | None) -> bool:
+    async def swap_drafter(self, drafter: Drafter | None, *, only_in_place: bool = False) -> bool:
         """Use another drafter, or none, from the next step on; if it is refused, nothing changes.
 
-        Whether the drafter before has the other's weights now, and goes on in its place.
+        Whether the drafter before has the other's weights now, and goes on in its place; with `only_in_place` one of
+        another shape is refused.
         """
-        return await self._async_engine.between_steps(lambda engine: engine.swap_drafter(drafter, in_place=True))
+        return await self._async_engine.between_steps(
+            lambda engine: engine.swap_drafter(drafter, in_place=True, or_refuse=only_in_place)
+        )
 
     def close(self) -> None:
         """Stop after the current step; requests in flight end with an error."""

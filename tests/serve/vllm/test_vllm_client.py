@@ -15,7 +15,7 @@ from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 from eyas.serve.access.policy import AccessRules
 from eyas.serve.app import Application
-from eyas.serve.endpoints.drafter_swap import DrafterSlot
+from eyas.serve.drafter_swaps import DrafterSlot
 from eyas.serve.learning.answer_ring import LEAST_BYTES, AnswerRing
 from eyas.serve.learning.collector import LearnFolder
 from eyas.serve.model_info import ModelInfo

@@ -90,6 +90,9 @@ class Endpoint:
                 self._context.metrics.errors.labels(failure.status).inc()
             await writer.fail(failure, trace.formatter and trace.formatter.failed(failure))
         finally:
+            if self._context.learning_loop is not None:
+                for index in range(len(trace.choices)):
+                    self._context.learning_loop.rounds.end((trace.request_id, index))
             self._log_request(scope, trace, writer)
 
     async def _answer(self, http: HttpRequest, receive: Receive, writer: ResponseWriter, trace: RequestTrace) -> None:
@@ -155,13 +158,15 @@ class Endpoint:
         writer: ResponseWriter,
         trace: RequestTrace,
     ) -> None:
-        token_text = self._context.token_text
+        token_text, learning_loop = self._context.token_text, self._context.learning_loop
 
         async def on_output(index: int, deltas: Sequence[OutputDelta], stats: SpecDecodeStats) -> None:
             choice = trace.choices[index]
             deltas = deltas if engine_requests.answers else [without_answer(delta) for delta in deltas]
             choice.stats = stats
             choice.append(deltas, token_text)
+            if learning_loop is not None:
+                learning_loop.rounds.observe((trace.request_id, index), deltas)
             self._observe_latency(trace, index, deltas)
             if deltas[-1].finished is FinishReason.ERROR:
                 message = "the grammar became too complex during generation; simplify it"

@@ -13,6 +13,7 @@ import os
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -26,6 +27,25 @@ FILES = 16
 LEAST_BYTES = 2**20
 _NAME = re.compile(r"answers-(\d{8,})\.jsonl")
 _CHUNK = 2**16
+
+
+class RingFile(NamedTuple):
+    """A file of answers; of those of a folder, higher numbers are newer."""
+
+    number: int
+    path: Path
+    size: int
+
+
+def ring_files(folder: Path) -> list[RingFile]:
+    """The files of a folder of answers, the oldest first; for whoever reads beside the process that writes."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                if (match := _NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                    found.append(RingFile(int(match[1]), Path(entry.path), entry.stat().st_size))
+    return sorted(found)
 
 
 class AnswerRing:
@@ -110,13 +130,7 @@ class AnswerRing:
 
     def _files(self) -> list[tuple[Path, int]]:
         """Oldest first, each with its size."""
-        found = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    if (match := _NAME.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
-                        found.append((int(match[1]), Path(entry.path), entry.stat().st_size))
-        return [(path, size) for _, path, size in sorted(found)]
+        return [(file.path, file.size) for file in ring_files(self.folder)]
 
     def _mend(self) -> None:
         """Take off what a kill left: a begun file without its name, and the part of a line at the end of one."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from eyas.errors import UserError
 from eyas.serve.learning.answer_record import AnswerRecorder, FinishedAnswer
 from eyas.serve.learning.answer_ring import AnswerRing
+from eyas.serve.learning.learner import LearnerSettings
 from eyas.serve.monitoring.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class LearnFolder:
     ring: AnswerRing
     author: Mapping[str, str]
     """The target by name and, if they can be seen, by its weights; in every record."""
+    learner: LearnerSettings | None = None
+    """How the server adapts its drafter to the answers; None: it only keeps them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,6 +90,22 @@ class ServerMetrics:
         self.learn_paused = Gauge(
             "eyas_learn_paused", "1 while answers to learn from cannot be written.", registry=self.registry
         )
+        self.learn_attempts = Counter(
+            "eyas_learn_attempts",
+            "Adaptations of the learner: better, not_better, failed, or refused though better.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.learn_swaps = Counter(
+            "eyas_learn_swaps", "Changes of drafter by the learner: swap or rollback.", ["kind"], registry=self.registry
+        )
+        self.learn_new_answers = Gauge(
+            "eyas_learn_new_answers", "Answers that no adaptation has learnt from.", registry=self.registry
+        )
+        self.learn_running = Gauge("eyas_learn_running", "1 while an adaptation runs.", registry=self.registry)
+        self.learn_drafter = Gauge(
+            "eyas_learn_drafter", "The learnt drafter at work; 0: the one of the start.", registry=self.registry
+        )
         self._drafter = Gauge("eyas_drafter_info", "The drafter in use.", ["drafter"], registry=self.registry)
         Gauge("eyas_model_info", "What is served.", ["model_name"], registry=self.registry).labels(model).set(1)
 

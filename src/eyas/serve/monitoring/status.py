@@ -14,6 +14,7 @@ from eyas import __version__
 from eyas.serve.builders.response_builder import speculative_counts
 from eyas.serve.context import ServerContext
 from eyas.serve.engine_client import EngineSnapshot
+from eyas.serve.learning.status_schema import LEARNER_SCHEMA, SWAPS_SCHEMA
 from eyas.serve.model_info import ModelInfo
 
 DRIFTS = "raised while the drafter's state or acceptance degrades with depth: requests on auto then draft less deep"
@@ -120,6 +121,8 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "bytes": {"type": "integer", "description": "Of all that is kept now."},
                 "max_bytes": {"type": "integer"},
                 "paused": {"type": ["string", "null"], "description": "Why none can be kept at present."},
+                "learner": LEARNER_SCHEMA,
+                "swaps": SWAPS_SCHEMA,
             },
         },
         "drafter_changes": {
@@ -204,12 +207,22 @@ async def status_of(context: ServerContext) -> dict[str, Any]:
             "time_to_first_token": _histogram(metrics.time_to_first_token),
             "inter_token_latency": _histogram(metrics.inter_token_latency),
         },
-        "learning": None if context.collector is None else asdict(context.collector.status),
         "drafter_changes": context.drafter_changes.as_json(context.started),
+        "learning": _learning(context),
         "alarms": _alarms(snapshot),
         "notices": [
             {"at_seconds": round(at - context.started, 3), "text": text} for at, text in reversed(snapshot.notices)
         ],
+    }
+
+
+def _learning(context: ServerContext) -> dict[str, Any] | None:
+    if context.collector is None:
+        return None
+    loop = context.learning_loop
+    return asdict(context.collector.status) | {
+        "learner": None if loop is None else loop.status(),
+        "swaps": [] if loop is None else [event.as_json(context.started) for event in loop.swap_events],
     }
 
 

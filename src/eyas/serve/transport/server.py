@@ -77,6 +77,8 @@ class Server(uvicorn.Server):
         """Accept connections."""
         self.servers = [Listener(listening, self._accept) for listening in sockets or ()]  # type: ignore[misc]
         self.sampling = asyncio.create_task(self._history.run())
+        loop = self._context.learning_loop
+        self.learning = None if loop is None else asyncio.create_task(loop.run())
         self.started = True
 
     def _accept(self, accepted: socket.socket, address: str) -> None:
@@ -126,6 +128,8 @@ class Server(uvicorn.Server):
         admission, engine_client = self._context.admission, self._context.engine_client
         admission.drain()
         self.sampling.cancel()
+        if self.learning is not None:
+            self.learning.cancel()
         logger.info(f"stopping: {admission.in_flight} answers under way have {self._drain_seconds:g} s")
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._drain_seconds, lambda: loop.run_in_executor(None, engine_client.close))

@@ -112,7 +112,7 @@ class VLLMEngineClient:
             notices=tuple(supervisor.notices),
         )
 
-    async def swap_drafter(self, drafter: Drafter | None) -> bool:
+    async def swap_drafter(self, drafter: Drafter | None, *, only_in_place: bool = False) -> bool:
         """Refuse: vLLM keeps the drafter that it was started with."""
         raise ApiError(501, "vLLM keeps the drafter that it was started with; start the server with another one")
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from eyas.errors import UserError
-from eyas.serve.vllm import keeper
-from eyas.serve.vllm.keeper import end_session
+from eyas.serve import keeper
+from eyas.serve.keeper import end_session
 
 STOP_SECONDS = 15.0
 """For vLLM to end by itself."""

@@ -1,0 +1,158 @@
+"""A server that learns by itself from one kind of traffic: what its drafter gains, when, and that no answer changes.
+
+    python benchmarks/learning_loop.py --out runs/loop --answers 200 --share 0.5 --options "--minutes 2"
+
+Tickets of `adaptation_traffic.py` are asked of `eyas serve --learn --learn-share`, some at a time, until a drafter was
+swapped in and its watch is over, or the time is up. A few of them are asked again after every change of drafter, at
+temperature 0: the answers must be the same. What the server said of itself is in OUT/status.jsonl, one line every few
+seconds, and the outcome in OUT/loop.json.
+"""
+
+import argparse
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from adaptation_traffic import make_requests
+
+Json = dict[str, Any]
+PROBES = 8
+STATUS_SECONDS = 5.0
+
+
+def main() -> None:
+    """Serve, ask and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--answers", type=int, default=200, help="new answers that begin an adaptation")
+    parser.add_argument("--share", type=float, default=0.5, help="of the device's time")
+    parser.add_argument("--interval", type=float, default=0.0, help="seconds between two adaptations")
+    parser.add_argument("--options", default="", help="more options of `eyas adapt`")
+    parser.add_argument("--serve", action="append", default=[], help="one more word of the server's command line")
+    parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument("--swaps", type=int, default=1, help="changes of drafter to wait for")
+    parser.add_argument("--minutes", type=float, default=60.0, help="until it ends at the latest")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    asyncio.run(_Run(arguments).run())
+
+
+class _Run:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.began = time.monotonic()
+        self.tickets = make_requests(5000, seed=0)
+        self.probes = make_requests(PROBES, seed=1)
+        self.asked = 0
+        self.ended = False
+        self.rows: list[Json] = []
+
+    async def run(self) -> None:
+        given = self.arguments
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        words = [sys.executable, "-m", "eyas", "serve", given.target, "--port", str(port)]
+        words += ["--learn", str(given.out / "kept"), "--learn-share", str(given.share)]
+        words += ["--learn-answers", str(given.answers), "--learn-interval", str(given.interval)]
+        words += [f"--learn-options={given.options}", *given.serve]
+        with (given.out / "server.log").open("ab") as log:
+            server = subprocess.Popen(words, stdout=log, stderr=log)
+        try:
+            async with aiohttp.ClientSession() as self.http:
+                await self._until_ready(server)
+                status = await self._ask()
+        finally:
+            server.terminate()
+            server.wait()
+        same = all(row["texts"] == self.rows[0]["texts"] for row in self.rows)
+        told = {name: row for name, row in status["learning"].items() if name in ("learner", "swaps", "collected")}
+        probes = [{name: value for name, value in row.items() if name != "texts"} for row in self.rows]
+        record = {"answers_equal": same, "probes": probes, **told}
+        (given.out / "loop.json").write_text(json.dumps(record, indent=1))
+        print(json.dumps(record, indent=1))
+
+    async def _until_ready(self, server: "subprocess.Popen[bytes]") -> None:
+        while True:
+            if server.poll() is not None:
+                raise SystemExit(f"the server ended with code {server.returncode}; see {self.arguments.out}/server.log")
+            with suppress(aiohttp.ClientError):
+                await self._status()
+                return
+            await asyncio.sleep(0.5)
+
+    async def _ask(self) -> Json:
+        """Ask until there is nothing to wait for; the last status."""
+        await self._probe("start", 0)
+        users = [asyncio.create_task(self._user()) for _ in range(self.arguments.users)]
+        try:
+            await self._watch()
+            return await self._status()
+        finally:
+            self.ended = True
+            await asyncio.gather(*users, return_exceptions=True)
+
+    async def _user(self) -> None:
+        while not self.ended:
+            self.asked += 1
+            await self._answer(self.tickets[self.asked], {})
+
+    async def _watch(self) -> None:
+        """Follow the server until what was waited for has come."""
+        swaps = 0
+        with (self.arguments.out / "status.jsonl").open("w") as file:
+            while time.monotonic() - self.began < 60 * self.arguments.minutes:
+                status = await self._status()
+                learning = status["learning"]
+                row = {"at": time.monotonic() - self.began, "learning": learning, "counts": status["counts"]}
+                print(json.dumps(row), file=file, flush=True)
+                while swaps < len(learning["swaps"]):
+                    swaps += 1
+                    await self._probe(learning["swaps"][swaps - 1]["kind"], learning["swaps"][swaps - 1]["drafter"])
+                if swaps >= self.arguments.swaps and learning["learner"]["state"] != "watching":
+                    return
+                await asyncio.sleep(STATUS_SECONDS)
+
+    async def _probe(self, why: str, drafter: int) -> None:
+        """Fixed tickets, three deep, not learnt from: their texts and how much of them was drafted right."""
+        texts, accepted, drafts = [], 0, 0
+        for ticket in self.probes:
+            fields = {"speculative": {"mode": "fixed", "depth": 3, "method": "eagle3", "learn": False}}
+            reply = await self._answer(ticket, fields)
+            texts.append(reply["choices"][0]["message"]["content"])
+            accepted += reply["usage"]["speculative"]["accepted_tokens"]
+            drafts += reply["usage"]["speculative"]["drafts"]
+        length = round(1 + accepted / max(1, drafts), 3)
+        at = round(time.monotonic() - self.began, 1)
+        self.rows.append({"at": at, "why": why, "drafter": drafter, "acceptance_length": length, "texts": texts})
+        print(f"{at:.0f} s: {why}, drafter {drafter}: {length} tokens per verification on {PROBES} tickets", flush=True)
+
+    async def _answer(self, ticket: Json, fields: Json) -> Json:
+        body = {"messages": ticket["messages"], "max_tokens": self.arguments.max_tokens, "temperature": 0, **fields}
+        async with self.http.post(f"{self.url}/v1/chat/completions", json=body, timeout=600) as reply:
+            told: Json = await reply.json()
+            assert reply.status == 200, told
+            return told
+
+    async def _status(self) -> Json:
+        async with self.http.get(f"{self.url}/status") as reply:
+            told: Json = await reply.json()
+            return told
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""One adaptation after the other, each from start to verdict, in FOLDER/adaptation. What follows is not decided here.
+
+An attempt gets a copy of the newest answers and runs `eyas adapt` on it, from the drafter in service, on the stated
+share of the device's time. It ends with a drafter that is better, with one that is not, or with a failure: killed, out
+of disk, a record that cannot be read. Then the copies of answers are deleted.
+
+FOLDER/learner.json has how far answers were learnt from, so that a server that starts again knows how many are new.
+"""
+
+import json
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from eyas.atomic import new_file
+from eyas.errors import UserError
+from eyas.serve.learning.adaptation_process import AdaptationProcess
+from eyas.serve.learning.adaptation_record import AdaptationRecord
+from eyas.serve.learning.answer_snapshot import RingEnd, copy_newest, count_behind, end_of
+from eyas.serve.learning.shelf import read_record
+
+logger = logging.getLogger(__name__)
+MOST_ANSWERS = 4000
+"""The newest that one adaptation learns from and is judged by."""
+LEAST_ANSWERS = 64
+"""Of fewer, an interval says little: `eyas adapt` holds out 16 at least."""
+MOST_SECONDS = 6 * 3600.0
+"""An adaptation that takes longer hangs, or its share of the device is too small to be of use."""
+DRAFTER = "drafter"
+
+AttemptOutcome = Literal["better", "not_better", "failed"]
+Command = Callable[[str, Path, Path], Sequence[str]]
+"""The command line of an adaptation: of a drafter, to the answers in a file, into a folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerSettings:
+    """When the server adapts its drafter, and at what price."""
+
+    share: float
+    """Of the device's time."""
+    options: Sequence[str] = ()
+    """More of `eyas adapt`: the target, its precision, the device, and what the operator adds."""
+    answers: int = 500
+    """New answers that an adaptation waits for."""
+    interval: float = 1800.0
+    """Seconds between two adaptations at least."""
+    resume: bool = True
+    """Whether a server that starts takes up the last good drafter of its folder."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UserError(f"--learn-share is {self.share:g}; give a share of the device's time above 0, at most 1")
+        if self.answers < LEAST_ANSWERS:
+            raise UserError(f"--learn-answers is {self.answers}; an adaptation takes {LEAST_ANSWERS} at least")
+        if not self.interval >= 0:
+            raise UserError(f"--learn-interval is {self.interval:g}; give seconds, 0 or more")
+
+    def command(self, drafter: str, answers: Path, out: Path) -> list[str]:
+        """The command line of an adaptation."""
+        given = ["--out", str(out), "--device-share", f"{self.share:g}", "--no-doctor", *self.options]
+        return [sys.executable, "-m", "eyas", "adapt", drafter, str(answers), *given]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptResult:
+    """How an attempt ended."""
+
+    outcome: AttemptOutcome
+    reason: str
+    """In words that every user may read."""
+    seconds: float
+    answers: int
+    record: AdaptationRecord | None = None
+    made: Path | None = None
+    """The folder of the new drafter, if it is better."""
+
+
+class Learner:
+    """Makes attempts, one at a time. Its methods may wait for the disk; call them off the event loop."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fingerprint: str,
+        command: Command,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`fingerprint` is the target's."""
+        self._folder, self._fingerprint, self._command, self._clock = folder, fingerprint, command, clock
+        self._out, self._notes = folder / "adaptation", folder / "learner.json"
+        self._process: AdaptationProcess | None = None
+        self._answers = 0
+        self._taken_until = RingEnd()
+        shutil.rmtree(self._out, ignore_errors=True)  # what a kill left holds answers
+
+    @property
+    def running(self) -> bool:
+        """Whether an attempt is under way."""
+        return self._process is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the attempt under way."""
+        return None if self._process is None else self._process.pid
+
+    def count_new(self) -> int:
+        """Answers in the folder that no attempt has learnt from."""
+        try:
+            number, offset = read_record(self._notes)["learnt_until"]
+            return count_behind(self._folder, RingEnd(int(number), int(offset)))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning(f"{self._notes} cannot be read ({type(error).__name__}); all answers count as new")
+        return count_behind(self._folder, RingEnd())
+
+    def start(self, drafter: str) -> None:
+        """Begin an attempt from this drafter; UserError or OSError if it cannot be begun, and all is as before."""
+        assert self._process is None, "one attempt at a time"
+        try:
+            shutil.rmtree(self._out, ignore_errors=True)
+            self._out.mkdir(mode=0o700)
+            answers = self._out / "answers.jsonl"
+            self._taken_until = end_of(self._folder)
+            counts = copy_newest(self._folder, answers, most=MOST_ANSWERS, fingerprint=self._fingerprint)
+            if counts.others:
+                logger.warning(f"{counts.others} answers of another target, or not to be read, are not learnt from")
+            if counts.answers < LEAST_ANSWERS:
+                raise UserError(
+                    f"of the target that is served there are {counts.answers} answers, and an adaptation takes "
+                    f"{LEAST_ANSWERS} at least; collect more"
+                )
+            self._answers = counts.answers
+            command = self._command(drafter, answers, self._out / "adapted")
+            self._process = AdaptationProcess(command, self._folder / "learner.log", self._clock)
+        except BaseException:
+            shutil.rmtree(self._out, ignore_errors=True)
+            raise
+
+    def poll(self) -> AttemptResult | None:
+        """How the attempt ended; None while it is under way. What it made is there until `clear`."""
+        process = self._process
+        assert process is not None
+        code, seconds = process.poll(), process.seconds
+        if code is None and seconds <= MOST_SECONDS:
+            return None
+        self._process = None
+        if code is None:
+            process.stop()
+            return self._failed(f"it took more than {MOST_SECONDS / 3600:g} hours", process, seconds)
+        if code < 0:
+            return self._failed(f"it was killed by signal {-code}", process, seconds)
+        if code > 1:
+            return self._failed(f"it ended with code {code}", process, seconds)
+        made = self._out / "adapted" / DRAFTER
+        try:
+            record = AdaptationRecord.read(self._out / "adapted")
+        except (OSError, ValueError) as error:
+            what = error.strerror if isinstance(error, OSError) else "it is not what eyas adapt writes"
+            return self._failed(f"its record cannot be read ({what})", process, seconds)
+        if record.kept != (code == 0) or record.kept != made.is_dir():
+            return self._failed("its record and its exit code contradict each other", process, seconds)
+        return AttemptResult(
+            outcome="better" if record.kept else "not_better",
+            reason=record.verdict,
+            seconds=seconds,
+            answers=self._answers,
+            record=record,
+            made=made if record.kept else None,
+        )
+
+    def note_learnt(self) -> None:
+        """The answers that the attempt took are not new any more. A disk that is full costs the note."""
+        try:
+            with new_file(self._notes) as staging:
+                staging.write_text(json.dumps({"learnt_until": self._taken_until}), encoding="utf-8")
+        except UserError as error:
+            logger.warning(f"how far answers were learnt from could not be written down: {error}")
+
+    def clear(self) -> None:
+        """Delete what the last attempt left, the copies of answers above all."""
+        shutil.rmtree(self._out, ignore_errors=True)
+
+    def stop(self) -> None:
+        """End an attempt that is under way; the server stops, or its drafter was changed."""
+        if self._process is not None:
+            process, self._process = self._process, None
+            with suppress(OSError):
+                process.stop()
+        self.clear()
+
+    def _failed(self, reason: str, process: AdaptationProcess, seconds: float) -> AttemptResult:
+        """Its own last words go to the log alone: every user may read /status, and they may name folders."""
+        logger.warning(f"an adaptation failed: {reason}; its last words: {process.last_line()}")
+        return AttemptResult(outcome="failed", reason=reason, seconds=seconds, answers=self._answers)

@@ -1,0 +1,432 @@
+"""The server learns by itself: when to adapt the drafter, when to serve with the new one, when to go back.
+
+    collect   until enough answers are new, or the drift alarm asks for an adaptation (fewer do then)
+    adapt     `eyas adapt` beside the server, on its share of the device (`learner.py`); its gate judges on the newest
+              answers, which were held out
+    swap      if it is better beyond the interval, made from the drafter in service, for the target in service, and of
+              the same shape: weights are copied into place between two steps. It gets a number and a place (`shelf.py`)
+    watch     real acceptance behind the swap against that before it (`watch.py`). Worse beyond the interval, or an
+              alarm that was silent before: the drafter before it is swapped back, and this one is never taken up again
+
+No answer can change by any of it (docs/lossless.md). Whatever fails costs the attempt: the reason is in the log and in
+/status, the next one waits longer, and serving goes on. Times between attempts are of the monotonic clock.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from eyas.errors import UserError
+from eyas.serve.drafter_swaps import DrafterSwaps
+from eyas.serve.engine_client import EngineClient, EngineSnapshot
+from eyas.serve.learning.adaptation_record import TRAFFIC
+from eyas.serve.learning.collector import AnswerCollector
+from eyas.serve.learning.learner import AttemptResult, Learner, LearnerSettings
+from eyas.serve.learning.round_tally import RoundLog
+from eyas.serve.learning.shelf import DrafterShelf, ServiceStory, fingerprint_drafter
+from eyas.serve.learning.watch import LAST_LOOK, LengthEstimate, LookResult, SwapWatch, lengths_of
+from eyas.serve.monitoring.drafter_changes import ChangeKind
+from eyas.serve.monitoring.metrics import ServerMetrics
+
+logger = logging.getLogger(__name__)
+TICK_SECONDS = 1.0
+ALARM_ANSWERS = 64
+"""New answers that an adaptation takes which the drift alarm asks for."""
+BASELINE_REQUESTS = 16
+"""Requests of the drafter before that a swap waits for: the new one is held against them."""
+MOST_BASELINE = 256
+"""The latest of them that count. As answers become known to the suffix index it takes the easy places, and the drafter
+is left with harder ones: what was long ago is no measure."""
+MOST_BACKOFF = 6
+"""Doublings of the interval behind failures in a row."""
+EVENTS = 64
+"""Swaps that /status tells of."""
+
+
+@dataclass(kw_only=True)
+class SwapEvent:
+    """A change of drafters by the loop."""
+
+    at: float
+    """By the monotonic clock."""
+    kind: ChangeKind
+    drafter: int
+    """The one that came to work; 0 is the one that the server was started with."""
+    reason: str
+    before: float | None = None
+    after: float | None = None
+    """Acceptance lengths before and after, as deep as both are known."""
+
+    def as_json(self, started: float) -> dict[str, Any]:
+        """For /status, with times since the start."""
+        told = asdict(self)
+        return {"at_seconds": round(told.pop("at") - started, 3), **told}
+
+
+class LearningLoop:
+    """Runs as a task of the event loop beside the server; `close` it at the end."""
+
+    def __init__(
+        self,
+        settings: LearnerSettings,
+        folder: Path,
+        *,
+        fingerprint: str,
+        collector: AnswerCollector,
+        swaps: DrafterSwaps,
+        engine_client: EngineClient,
+        name: str,
+        metrics: ServerMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`fingerprint` is the target's, and `name` that of the drafter that the server starts with."""
+        self._settings, self._fingerprint, self._name, self._clock = settings, fingerprint, name, clock
+        self._collector, self._swaps, self._engine, self._metrics = collector, swaps, engine_client, metrics
+        self._shelf = DrafterShelf(folder / "drafters")
+        self._learner = Learner(folder, fingerprint=fingerprint, command=settings.command, clock=clock)
+        self.rounds = RoundLog()
+        """What requests tell of the drafter at work."""
+        self.swap_events: deque[SwapEvent] = deque(maxlen=EVENTS)
+        self._root_source = self._source = swaps.slot.source
+        self._root = ""
+        self._service: ServiceStory | None = None
+        """The learnt drafter at work; None: the one that the server was started with, or that an operator chose."""
+        self._watch: SwapWatch | None = None
+        self._swapped_at = 0.0
+        self._raised_before: frozenset[str] = frozenset()
+        self._candidate: AttemptResult | None = None
+        self._unlearnt = self._learner.count_new()
+        self._collected_before = self._collected_at_start = 0
+        self._asked_by = "answers"
+        self._not_before = clock()
+        self._attempts = self._failures = 0
+        self._last: dict[str, Any] | None = None
+        metrics.learn_new_answers.set_function(lambda: self.new_answers)
+        metrics.learn_running.set_function(lambda: self._learner.running)
+        metrics.learn_drafter.set_function(lambda: self._number)
+
+    # --- what is told ------------------------------------------------------------------------------------------
+
+    @property
+    def new_answers(self) -> int:
+        """Answers that no adaptation has learnt from."""
+        return self._unlearnt + self._collector.status.collected - self._collected_before
+
+    @property
+    def _number(self) -> int:
+        return 0 if self._service is None else self._service.number
+
+    @property
+    def state(self) -> str:
+        """What it does at present, in a word."""
+        if self._source is None:
+            return "no_drafter"
+        if self._watch is not None:
+            return "watching"
+        if self._candidate is not None:
+            return "ready"
+        if self._learner.running:
+            return "adapting"
+        return "backing_off" if self._failures and self._clock() < self._not_before else "collecting"
+
+    def status(self) -> dict[str, Any]:
+        """For /status, which every key may read: no folders, no texts."""
+        story, watch = self._service, self._watch
+        return {
+            "state": self.state,
+            "share": self._settings.share,
+            "new_answers": self.new_answers,
+            "needed_answers": self._settings.answers,
+            "not_before_seconds": round(max(0.0, self._not_before - self._clock()), 1),
+            "attempts": self._attempts,
+            "failures": self._failures,
+            "last": self._last,
+            "drafter": {"number": self._number}
+            | ({} if story is None else story.model_dump(include={"parent", "swapped_at", "state", "reason", "watch"})),
+            "watch": None
+            if watch is None
+            else {"passes": self.rounds.passes, "next_look": watch.next_look, "last_look": LAST_LOOK},
+        }
+
+    # --- the loop ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Learn until cancelled."""
+        await self.take_up()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            try:
+                await self.tick()
+            except Exception as error:
+                logger.error("a bug in eyas ended an attempt to learn; serving goes on", exc_info=error)
+                await asyncio.to_thread(self._learner.stop)
+                self._candidate = None
+                self._fail("a bug in eyas; see the log")
+
+    def close(self) -> None:
+        """End an adaptation that is under way. To be called when the task does not run any more."""
+        self._learner.stop()
+
+    async def take_up(self) -> None:
+        """Go on with the last good drafter of the folder, if there is one, and with the watch over it."""
+        if self._root_source is None:
+            return
+        try:
+            self._root = await asyncio.to_thread(fingerprint_drafter, self._root_source)
+            found = await asyncio.to_thread(
+                self._shelf.last_good, root=self._root, target_fingerprint=self._fingerprint
+            )
+            if found is None:
+                return
+            if not self._settings.resume:
+                logger.warning(f"drafter {found.number} was learnt here before and is left aside (--no-learn-resume)")
+                return
+            await self._put_to_work(found, only_in_place=True)
+        except (UserError, OSError) as error:
+            logger.warning(f"the last good drafter cannot be taken up, and {self._name} serves: {error}")
+            return
+        logger.warning(f"drafter {found.number}, learnt from this folder's answers, is taken up ({found.state})")
+        if found.state == "watching" and found.before:
+            self._begin_watch([LengthEstimate.from_json(one) for one in found.before])
+
+    async def tick(self) -> None:
+        """Do what is due."""
+        snapshot = await self._engine.snapshot()
+        if self._swaps.busy:
+            return
+        if self._swaps.slot.source != self._source:
+            await self._follow_operator()
+        if self._watch is not None:
+            await self._keep_watch(self._watch, snapshot)
+        elif self._candidate is not None:
+            await self._swap_in(self._candidate, snapshot)
+        elif self._learner.running:
+            await self._await_attempt()
+        elif self._is_due(snapshot):
+            await self._begin_attempt()
+
+    def _is_due(self, snapshot: EngineSnapshot) -> bool:
+        if self._source is None or self._clock() < self._not_before:
+            return False
+        if self.new_answers >= self._settings.answers:
+            self._asked_by = "answers"
+            return True
+        self._asked_by = "alarm"
+        return bool(_raised(snapshot)) and self.new_answers >= ALARM_ANSWERS
+
+    # --- adapt -------------------------------------------------------------------------------------------------
+
+    async def _begin_attempt(self) -> None:
+        assert self._source is not None
+        self._attempts += 1
+        self._collected_at_start = self._collector.status.collected
+        asked = f"{self.new_answers} new answers" if self._asked_by == "answers" else "the drift alarm asks for it"
+        try:
+            await asyncio.to_thread(self._learner.start, self._source)
+        except (OSError, UserError) as error:
+            logger.warning(f"an adaptation could not begin: {error}")
+            words = error.strerror if isinstance(error, OSError) else None
+            self._settle_attempt("failed", words or "it could not begin; see the log")
+            return
+        logger.warning(f"adaptation {self._attempts} begins: {asked}; drafter {self._number} is in service")
+
+    async def _await_attempt(self) -> None:
+        result = await asyncio.to_thread(self._learner.poll)
+        if result is None:
+            return
+        objection = None
+        if result.outcome == "better":
+            assert result.record is not None
+            assert result.made is not None
+            assert self._source is not None
+            try:
+                start = await asyncio.to_thread(fingerprint_drafter, self._source)
+                objection = await asyncio.to_thread(
+                    result.record.objection, result.made, start=start, target=self._fingerprint
+                )
+            except (OSError, UserError) as error:
+                logger.warning(f"what an adaptation made cannot be read: {error}")
+                objection = "what it made cannot be read"
+        if objection is not None:
+            self._settle_attempt("refused", objection, result)
+        else:
+            self._settle_attempt(result.outcome, result.reason, result)
+        if result.outcome == "better" and objection is None:
+            self._candidate = result
+        else:
+            await asyncio.to_thread(self._learner.clear)
+        if result.outcome == "not_better":
+            await self._note_learnt()
+
+    def _settle_attempt(self, outcome: str, reason: str, result: AttemptResult | None = None) -> None:
+        """Write down how an attempt ended, and when the next may begin."""
+        traffic = None if result is None or result.record is None else result.record.changes.get(TRAFFIC)
+        self._last = {
+            "attempt": self._attempts,
+            "asked_by": self._asked_by,
+            "outcome": outcome,
+            "reason": reason,
+            "answers": 0 if result is None else result.answers,
+            "seconds": 0.0 if result is None else round(result.seconds, 1),
+            "gate": None if traffic is None else traffic.model_dump(),
+        }
+        self._metrics.learn_attempts.labels(outcome).inc()
+        logger.warning(f"adaptation {self._attempts}: {outcome}: {reason}")
+        if outcome in ("failed", "refused"):
+            self._fail()
+        else:
+            self._failures, self._not_before = 0, self._clock() + self._settings.interval
+
+    def _fail(self, reason: str | None = None) -> None:
+        """Wait longer, the more failures there were in a row."""
+        if reason is not None and self._last is not None:
+            self._last |= {"outcome": "failed", "reason": reason}
+        self._failures += 1
+        wait = max(TICK_SECONDS, self._settings.interval) * 2 ** min(self._failures, MOST_BACKOFF)
+        self._not_before = self._clock() + wait
+
+    async def _note_learnt(self) -> None:
+        self._unlearnt, self._collected_before = 0, self._collected_at_start
+        await asyncio.to_thread(self._learner.note_learnt)
+
+    # --- swap --------------------------------------------------------------------------------------------------
+
+    async def _swap_in(self, candidate: AttemptResult, snapshot: EngineSnapshot) -> None:
+        """Put the new drafter to work, as soon as there is something that it can be held against."""
+        tallies = self.rounds.tallies
+        before = lengths_of(tallies[-MOST_BASELINE:])
+        if not before or before[0].requests < BASELINE_REQUESTS:
+            return
+        assert candidate.made is not None
+        self._candidate = None
+        story = ServiceStory(
+            number=await asyncio.to_thread(lambda: self._shelf.next_number),
+            parent=None if self._service is None else self._service.number,
+            root=self._root,
+            target_fingerprint=self._fingerprint,
+            swapped_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            state="watching",
+            before=[one.as_json() for one in before],
+        )
+        try:
+            needed = {self._number, story.number}
+            await asyncio.to_thread(self._shelf.add, candidate.made, story, needed=needed)
+        except (OSError, UserError, ValueError) as error:
+            logger.warning(f"a better drafter could not be kept and is dropped: {error}")
+            words = error.strerror if isinstance(error, OSError) else None
+            self._settle_attempt("failed", f"it could not be kept ({words or 'see the log'})", candidate)
+            return
+        finally:
+            await asyncio.to_thread(self._learner.clear)
+        raised = _raised(snapshot)
+        try:
+            await self._put_to_work(story, only_in_place=True)
+        except UserError as error:
+            await self._amend(story.model_copy(update={"state": "rejected", "reason": f"it was refused: {error}"}))
+            self._settle_attempt("refused", str(error), candidate)
+            return
+        await self._note_learnt()
+        self._begin_watch(before)
+        self._raised_before = raised
+        self._tell(SwapEvent(at=time.monotonic(), kind="swap", drafter=story.number, reason=candidate.reason))
+
+    async def _put_to_work(
+        self, drafter: ServiceStory | str | None, *, only_in_place: bool = False, kind: ChangeKind = "swap"
+    ) -> None:
+        """Serve with a drafter of the shelf, with the one that all others came from, or with none."""
+        story, source, name = None, drafter, None if drafter is None else self._name
+        if isinstance(drafter, ServiceStory):
+            story, source = drafter, str(self._shelf.place(drafter.number))
+            name = f"{self._name}-learnt-{drafter.number:04d}"
+        assert not isinstance(source, ServiceStory)
+        await self._swaps.swap(source, name=name, only_in_place=only_in_place, kind=kind)
+        self._source, self._service = source, story
+        self.rounds.begin_anew()
+
+    async def _follow_operator(self) -> None:
+        """Somebody else has changed the drafter: what was under way was about another one."""
+        logger.warning("the drafter was changed by a request; learning begins anew from it")
+        await asyncio.to_thread(self._learner.stop)
+        self._service, self._watch, self._candidate = None, None, None
+        self._source = self._root_source = source = self._swaps.slot.source
+        if source is not None:
+            self._name, self._root = Path(source).name, await asyncio.to_thread(fingerprint_drafter, source)
+        self.rounds.begin_anew()
+
+    # --- watch -------------------------------------------------------------------------------------------------
+
+    def _begin_watch(self, before: list[LengthEstimate]) -> None:
+        self._watch, self._swapped_at, self._raised_before = SwapWatch(before), time.monotonic(), frozenset()
+
+    async def _keep_watch(self, watch: SwapWatch, snapshot: EngineSnapshot) -> None:
+        """Look at real acceptance if it is time, and go back if it is worse."""
+        assert self._service is not None
+        raised = _raised(snapshot) - self._raised_before
+        if raised and snapshot.at > self._swapped_at:
+            await self._roll_back(f"the alarm {' and '.join(sorted(raised))} was raised, which was silent before")
+            return
+        if not watch.due(self.rounds.passes):
+            return
+        tallies, passes = self.rounds.tallies, self.rounds.passes
+        seen = watch.look(tallies, passes)
+        if seen is None:
+            if (words := watch.given_up(tallies, passes)) is not None:
+                await self._roll_back(words)
+            return
+        self._note_seen(seen)
+        if seen.verdict == "worse":
+            await self._roll_back(f"worse: {seen.words}")
+            return
+        story = self._service.model_copy(update={"watch": seen.as_json()})
+        if watch.over:
+            self._watch = None
+            words = "better" if seen.verdict == "better" else "not worse"
+            story = story.model_copy(update={"state": "confirmed", "reason": f"{words}: {seen.words}"})
+            logger.warning(f"drafter {story.number} is confirmed, {story.reason}")
+        self._service = story
+        await self._amend(story)
+
+    def _note_seen(self, seen: LookResult) -> None:
+        if self.swap_events and self.swap_events[-1].drafter == self._number:
+            event = self.swap_events[-1]
+            event.before, event.after = seen.before.acceptance_length, seen.after.acceptance_length
+
+    async def _roll_back(self, reason: str) -> None:
+        """Serve with the drafter before again; should it be gone, with the one of the start, or with none."""
+        rejected, watch = self._service, self._watch
+        assert rejected is not None
+        assert watch is not None
+        stories = {story.number: story for story in await asyncio.to_thread(self._shelf.stories)}
+        parent = None if rejected.parent is None else stories.get(rejected.parent)
+        for way in [parent, self._root_source, None] if parent is not None else [self._root_source, None]:
+            try:
+                await self._put_to_work(way, kind="rollback")
+                break
+            except (UserError, OSError) as error:
+                logger.error(f"a drafter to go back to cannot be loaded: {error}")
+        self._watch = None
+        self._fail()
+        seen = None if watch.last is None else watch.last.as_json()
+        await self._amend(rejected.model_copy(update={"state": "rejected", "reason": reason, "watch": seen}))
+        self._tell(SwapEvent(at=time.monotonic(), kind="rollback", drafter=self._number, reason=reason))
+        logger.warning(f"drafter {rejected.number} is rejected and never taken up again")
+
+    def _tell(self, event: SwapEvent) -> None:
+        self.swap_events.append(event)
+        self._metrics.learn_swaps.labels(event.kind).inc()
+        logger.warning(f"{event.kind}: drafter {event.drafter} serves from now on: {event.reason}")
+
+    async def _amend(self, story: ServiceStory) -> None:
+        await asyncio.to_thread(self._shelf.amend, story)
+
+
+def _raised(snapshot: EngineSnapshot) -> frozenset[str]:
+    """The alarms about the drafter."""
+    drifts = snapshot.drift is not None and snapshot.drift.firing
+    return frozenset(name for name, raised in (("drift", drifts), ("collapsed", snapshot.collapsed)) if raised)
