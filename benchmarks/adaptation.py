@@ -86,7 +86,8 @@ def _prompts(arguments: argparse.Namespace) -> dict[str, Path]:
         ("replay", arguments.replay_prompts, arguments.replay_limit),
     ):
         if given is not None:
-            records = [json.loads(line) for line in given.read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines_of = given.read_text(encoding="utf-8").split("\n")  # not at other separators, which texts may hold
+            records = [json.loads(line) for line in lines_of if line.strip()]
             step = max(1, len(records) // limit)  # spread over the file, whose kinds stand one behind the other
             lines[name] = records[::step][:limit]
     files = {name: arguments.out / f"{name}.jsonl" for name in lines}
