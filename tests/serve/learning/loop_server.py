@@ -159,8 +159,8 @@ def learning_server(
             access=keys, learn_folder=LearnFolder(ring=ring, author=author, learner=learner), **arguments
         ) as client:
             loop = client.application.context.learning_loop
-            loop._clock = loop._learner._clock = clock
-            loop._not_before = clock()
+            loop._learner._clock = loop._schedule.clock = clock
+            loop._schedule._not_before = clock()
             server = LearningServer(
                 client=client,
                 loop=loop,

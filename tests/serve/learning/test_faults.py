@@ -377,3 +377,52 @@ def test_a_parent_that_is_gone_does_not_keep_a_worse_drafter_at_work(
             assert len(await server.ask(1, speculative={"mode": "auto"})) == 1
 
         asyncio.run(main())
+
+
+def test_a_drafter_is_condemned_until_it_is_gone(
+    new_server: Any, target: Target, good: str, tiny_drafter: Drafter, tmp_path: Path
+) -> None:
+    random = write(noisy(tiny_drafter, 1.0), tmp_path / "random")
+    with learning_server(new_server, target, good, tmp_path / "kept", kept=ANSWERS) as server:
+
+        async def main() -> None:
+            server.plan(made=random)
+            await server.ask(BASELINE_REQUESTS)
+            await server.until(lambda status: status["state"] == "watching")
+            real, calls = server.loop._swaps.swap, 0
+
+            async def failing(*arguments: Any, **options: Any) -> bool:
+                nonlocal calls
+                calls += 1
+                if calls <= 4:  # two drafters to go back to, twice
+                    raise RuntimeError("out of memory")
+                return await real(*arguments, **options)
+
+            server.loop._swaps.swap = failing  # type: ignore[method-assign]
+            while calls < 2:
+                await server.ask(4)
+                await server.loop.tick()
+            assert server.loop.state == "watching"
+            await server.loop.tick()
+            await server.loop.tick()
+            assert (calls, server.loop.status()["drafter"]["number"]) == (5, 0)
+
+        asyncio.run(main())
+
+
+def test_a_server_whose_last_good_drafter_is_broken_serves_with_the_one_that_is_named(
+    new_server: Any, target: Target, weak: str, good: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=ANSWERS) as server:
+
+        async def main() -> None:
+            server.plan(made=good)
+            await server.ask(BASELINE_REQUESTS)
+            await server.until(lambda status: status["state"] == "watching")
+
+        asyncio.run(main())
+    (tmp_path / "kept" / "drafters" / "0001" / "model.safetensors").write_bytes(b"broken")
+    with learning_server(new_server, target, weak, tmp_path / "kept") as server:
+        assert server.loop.status()["drafter"] == {"number": 0}
+        assert len(asyncio.run(server.ask(1))) == 1
+    assert "cannot be taken up, and tiny-drafter serves" in caplog.text

@@ -17,7 +17,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,13 @@ from typing import Any
 from eyas.errors import UserError
 from eyas.serve.drafter_swaps import DrafterSwaps
 from eyas.serve.engine_client import EngineClient, EngineSnapshot
-from eyas.serve.learning.adaptation_record import TRAFFIC
+from eyas.serve.learning.attempt_schedule import AskedBy, AttemptSchedule
 from eyas.serve.learning.collector import AnswerCollector
 from eyas.serve.learning.learner import AttemptResult, Learner, LearnerSettings
 from eyas.serve.learning.round_tally import RoundLog
 from eyas.serve.learning.shelf import DrafterShelf, ServiceStory, fingerprint_drafter
-from eyas.serve.learning.watch import LAST_LOOK, LengthEstimate, LookResult, SwapWatch, lengths_of
+from eyas.serve.learning.swap_event import SwapEvent
+from eyas.serve.learning.watch import LAST_LOOK, LengthEstimate, SwapWatch, lengths_of
 from eyas.serve.monitoring.drafter_changes import ChangeKind
 from eyas.serve.monitoring.metrics import ServerMetrics
 
@@ -43,30 +43,8 @@ BASELINE_REQUESTS = 16
 MOST_BASELINE = 256
 """The latest of them that count. As answers become known to the suffix index it takes the easy places, and the drafter
 is left with harder ones: what was long ago is no measure."""
-MOST_BACKOFF = 6
-"""Doublings of the interval behind failures in a row."""
 EVENTS = 64
 """Swaps that /status tells of."""
-
-
-@dataclass(kw_only=True)
-class SwapEvent:
-    """A change of drafters by the loop."""
-
-    at: float
-    """By the monotonic clock."""
-    kind: ChangeKind
-    drafter: int
-    """The one that came to work; 0 is the one that the server was started with."""
-    reason: str
-    before: float | None = None
-    after: float | None = None
-    """Acceptance lengths before and after, as deep as both are known."""
-
-    def as_json(self, started: float) -> dict[str, Any]:
-        """For /status, with times since the start."""
-        told = asdict(self)
-        return {"at_seconds": round(told.pop("at") - started, 3), **told}
 
 
 class LearningLoop:
@@ -86,7 +64,7 @@ class LearningLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`fingerprint` is the target's, and `name` that of the drafter that the server starts with."""
-        self._settings, self._fingerprint, self._name, self._clock = settings, fingerprint, name, clock
+        self._settings, self._fingerprint, self._name = settings, fingerprint, name
         self._collector, self._swaps, self._engine, self._metrics = collector, swaps, engine_client, metrics
         self._shelf = DrafterShelf(folder / "drafters")
         self._learner = Learner(folder, fingerprint=fingerprint, command=settings.command, clock=clock)
@@ -98,15 +76,14 @@ class LearningLoop:
         self._service: ServiceStory | None = None
         """The learnt drafter at work; None: the one that the server was started with, or that an operator chose."""
         self._watch: SwapWatch | None = None
+        self._condemned: str | None = None
+        """Why the drafter at work is to go; until that has come about, it is tried again."""
         self._swapped_at = 0.0
         self._raised_before: frozenset[str] = frozenset()
         self._candidate: AttemptResult | None = None
         self._unlearnt = self._learner.count_new()
         self._collected_before = self._collected_at_start = 0
-        self._asked_by = "answers"
-        self._not_before = clock()
-        self._attempts = self._failures = 0
-        self._last: dict[str, Any] | None = None
+        self._schedule = AttemptSchedule(settings.interval, metrics, clock)
         metrics.learn_new_answers.set_function(lambda: self.new_answers)
         metrics.learn_running.set_function(lambda: self._learner.running)
         metrics.learn_drafter.set_function(lambda: self._number)
@@ -133,20 +110,20 @@ class LearningLoop:
             return "ready"
         if self._learner.running:
             return "adapting"
-        return "backing_off" if self._failures and self._clock() < self._not_before else "collecting"
+        return "backing_off" if self._schedule.backing_off else "collecting"
 
     def status(self) -> dict[str, Any]:
         """For /status, which every key may read: no folders, no texts."""
-        story, watch = self._service, self._watch
+        story, watch, schedule = self._service, self._watch, self._schedule
         return {
             "state": self.state,
             "share": self._settings.share,
             "new_answers": self.new_answers,
             "needed_answers": self._settings.answers,
-            "not_before_seconds": round(max(0.0, self._not_before - self._clock()), 1),
-            "attempts": self._attempts,
-            "failures": self._failures,
-            "last": self._last,
+            "not_before_seconds": round(schedule.wait, 1),
+            "attempts": schedule.attempts,
+            "failures": schedule.failures,
+            "last": schedule.last,
             "drafter": {"number": self._number}
             | ({} if story is None else story.model_dump(include={"parent", "swapped_at", "state", "reason", "watch"})),
             "watch": None
@@ -167,7 +144,7 @@ class LearningLoop:
                 logger.error("a bug in eyas ended an attempt to learn; serving goes on", exc_info=error)
                 await asyncio.to_thread(self._learner.stop)
                 self._candidate = None
-                self._fail("a bug in eyas; see the log")
+                self._schedule.settle("failed", "a bug in eyas; see the log")
 
     def close(self) -> None:
         """End an adaptation that is under way. To be called when the task does not run any more."""
@@ -187,13 +164,15 @@ class LearningLoop:
             if not self._settings.resume:
                 logger.warning(f"drafter {found.number} was learnt here before and is left aside (--no-learn-resume)")
                 return
+            before = [LengthEstimate.from_json(one) for one in found.before]
             await self._put_to_work(found, only_in_place=True)
-        except (UserError, OSError) as error:
-            logger.warning(f"the last good drafter cannot be taken up, and {self._name} serves: {error}")
+        except Exception as error:  # whatever keeps it from being loaded
+            why = error if isinstance(error, UserError | OSError) else type(error).__name__
+            logger.warning(f"the last good drafter cannot be taken up, and {self._name} serves: {why}")
             return
         logger.warning(f"drafter {found.number}, learnt from this folder's answers, is taken up ({found.state})")
-        if found.state == "watching" and found.before:
-            self._begin_watch([LengthEstimate.from_json(one) for one in found.before])
+        if found.state == "watching":
+            self._begin_watch(before)
 
     async def tick(self) -> None:
         """Do what is due."""
@@ -208,33 +187,32 @@ class LearningLoop:
             await self._swap_in(self._candidate, snapshot)
         elif self._learner.running:
             await self._await_attempt()
-        elif self._is_due(snapshot):
-            await self._begin_attempt()
+        elif (asked_by := self._asked_by(snapshot)) is not None:
+            await self._begin_attempt(asked_by)
 
-    def _is_due(self, snapshot: EngineSnapshot) -> bool:
-        if self._source is None or self._clock() < self._not_before:
-            return False
+    def _asked_by(self, snapshot: EngineSnapshot) -> AskedBy | None:
+        """What asks for an adaptation that may begin now."""
+        if self._source is None or self._schedule.wait > 0:
+            return None
         if self.new_answers >= self._settings.answers:
-            self._asked_by = "answers"
-            return True
-        self._asked_by = "alarm"
-        return bool(_raised(snapshot)) and self.new_answers >= ALARM_ANSWERS
+            return "answers"
+        return "alarm" if _raised(snapshot) and self.new_answers >= ALARM_ANSWERS else None
 
     # --- adapt -------------------------------------------------------------------------------------------------
 
-    async def _begin_attempt(self) -> None:
+    async def _begin_attempt(self, asked_by: AskedBy) -> None:
         assert self._source is not None
-        self._attempts += 1
+        number = self._schedule.begin(asked_by)
         self._collected_at_start = self._collector.status.collected
-        asked = f"{self.new_answers} new answers" if self._asked_by == "answers" else "the drift alarm asks for it"
+        asked = f"{self.new_answers} new answers" if asked_by == "answers" else "an alarm about the drafter asks for it"
         try:
             await asyncio.to_thread(self._learner.start, self._source)
         except (OSError, UserError) as error:
             logger.warning(f"an adaptation could not begin: {error}")
             words = error.strerror if isinstance(error, OSError) else None
-            self._settle_attempt("failed", words or "it could not begin; see the log")
+            self._schedule.settle("failed", words or "it could not begin; see the log")
             return
-        logger.warning(f"adaptation {self._attempts} begins: {asked}; drafter {self._number} is in service")
+        logger.warning(f"adaptation {number} begins: {asked}; drafter {self._number} is in service")
 
     async def _await_attempt(self) -> None:
         result = await asyncio.to_thread(self._learner.poll)
@@ -254,42 +232,15 @@ class LearningLoop:
                 logger.warning(f"what an adaptation made cannot be read: {error}")
                 objection = "what it made cannot be read"
         if objection is not None:
-            self._settle_attempt("refused", objection, result)
+            self._schedule.settle("refused", objection, result)
         else:
-            self._settle_attempt(result.outcome, result.reason, result)
+            self._schedule.settle(result.outcome, result.reason, result)
         if result.outcome == "better" and objection is None:
             self._candidate = result
         else:
             await asyncio.to_thread(self._learner.clear)
         if result.outcome == "not_better":
             await self._note_learnt()
-
-    def _settle_attempt(self, outcome: str, reason: str, result: AttemptResult | None = None) -> None:
-        """Write down how an attempt ended, and when the next may begin."""
-        traffic = None if result is None or result.record is None else result.record.changes.get(TRAFFIC)
-        self._last = {
-            "attempt": self._attempts,
-            "asked_by": self._asked_by,
-            "outcome": outcome,
-            "reason": reason,
-            "answers": 0 if result is None else result.answers,
-            "seconds": 0.0 if result is None else round(result.seconds, 1),
-            "gate": None if traffic is None else traffic.model_dump(),
-        }
-        self._metrics.learn_attempts.labels(outcome).inc()
-        logger.warning(f"adaptation {self._attempts}: {outcome}: {reason}")
-        if outcome in ("failed", "refused"):
-            self._fail()
-        else:
-            self._failures, self._not_before = 0, self._clock() + self._settings.interval
-
-    def _fail(self, reason: str | None = None) -> None:
-        """Wait longer, the more failures there were in a row."""
-        if reason is not None and self._last is not None:
-            self._last |= {"outcome": "failed", "reason": reason}
-        self._failures += 1
-        wait = max(TICK_SECONDS, self._settings.interval) * 2 ** min(self._failures, MOST_BACKOFF)
-        self._not_before = self._clock() + wait
 
     async def _note_learnt(self) -> None:
         self._unlearnt, self._collected_before = 0, self._collected_at_start
@@ -320,16 +271,20 @@ class LearningLoop:
         except (OSError, UserError, ValueError) as error:
             logger.warning(f"a better drafter could not be kept and is dropped: {error}")
             words = error.strerror if isinstance(error, OSError) else None
-            self._settle_attempt("failed", f"it could not be kept ({words or 'see the log'})", candidate)
+            self._schedule.settle("failed", f"it could not be kept ({words or 'see the log'})", candidate)
             return
         finally:
             await asyncio.to_thread(self._learner.clear)
         raised = _raised(snapshot)
         try:
             await self._put_to_work(story, only_in_place=True)
-        except UserError as error:
-            await self._amend(story.model_copy(update={"state": "rejected", "reason": f"it was refused: {error}"}))
-            self._settle_attempt("refused", str(error), candidate)
+        except Exception as error:  # whatever keeps it from being loaded: the old one serves on
+            words = str(error) if isinstance(error, UserError) else f"it cannot be loaded ({type(error).__name__})"
+            logger.warning(f"drafter {story.number} does not come to work: {error}")
+            if str(self._shelf.folder) in words:
+                words = "it cannot be loaded; see the log"
+            await self._amend(story.model_copy(update={"state": "rejected", "reason": words}))
+            self._schedule.settle("refused", words, candidate)
             return
         await self._note_learnt()
         self._begin_watch(before)
@@ -353,11 +308,15 @@ class LearningLoop:
         """Somebody else has changed the drafter: what was under way was about another one."""
         logger.warning("the drafter was changed by a request; learning begins anew from it")
         await asyncio.to_thread(self._learner.stop)
-        self._service, self._watch, self._candidate = None, None, None
+        self._service, self._watch, self._candidate, self._condemned = None, None, None, None
         self._source = self._root_source = source = self._swaps.slot.source
-        if source is not None:
-            self._name, self._root = Path(source).name, await asyncio.to_thread(fingerprint_drafter, source)
         self.rounds.begin_anew()
+        if source is not None:
+            self._name, self._root = Path(source).name, ""
+            try:
+                self._root = await asyncio.to_thread(fingerprint_drafter, source)
+            except (UserError, OSError) as error:
+                logger.warning(f"what is learnt from {self._name} will not be taken up at the next start: {error}")
 
     # --- watch -------------------------------------------------------------------------------------------------
 
@@ -367,6 +326,9 @@ class LearningLoop:
     async def _keep_watch(self, watch: SwapWatch, snapshot: EngineSnapshot) -> None:
         """Look at real acceptance if it is time, and go back if it is worse."""
         assert self._service is not None
+        if self._condemned is not None:
+            await self._roll_back(self._condemned)
+            return
         raised = _raised(snapshot) - self._raised_before
         if raised and snapshot.at > self._swapped_at:
             await self._roll_back(f"the alarm {' and '.join(sorted(raised))} was raised, which was silent before")
@@ -379,7 +341,8 @@ class LearningLoop:
             if (words := watch.given_up(tallies, passes)) is not None:
                 await self._roll_back(words)
             return
-        self._note_seen(seen)
+        if self.swap_events and self.swap_events[-1].drafter == self._number:
+            self.swap_events[-1].note_seen(seen)
         if seen.verdict == "worse":
             await self._roll_back(f"worse: {seen.words}")
             return
@@ -392,14 +355,9 @@ class LearningLoop:
         self._service = story
         await self._amend(story)
 
-    def _note_seen(self, seen: LookResult) -> None:
-        if self.swap_events and self.swap_events[-1].drafter == self._number:
-            event = self.swap_events[-1]
-            event.before, event.after = seen.before.acceptance_length, seen.after.acceptance_length
-
     async def _roll_back(self, reason: str) -> None:
         """Serve with the drafter before again; should it be gone, with the one of the start, or with none."""
-        rejected, watch = self._service, self._watch
+        rejected, watch, self._condemned = self._service, self._watch, reason
         assert rejected is not None
         assert watch is not None
         stories = {story.number: story for story in await asyncio.to_thread(self._shelf.stories)}
@@ -408,10 +366,12 @@ class LearningLoop:
             try:
                 await self._put_to_work(way, kind="rollback")
                 break
-            except (UserError, OSError) as error:
-                logger.error(f"a drafter to go back to cannot be loaded: {error}")
-        self._watch = None
-        self._fail()
+            except Exception as error:  # whatever it is: the next one may work
+                logger.error(f"a drafter to go back to cannot be loaded: {type(error).__name__}: {error}")
+        else:
+            return
+        self._watch = self._condemned = None
+        self._schedule.back_off()
         seen = None if watch.last is None else watch.last.as_json()
         await self._amend(rejected.model_copy(update={"state": "rejected", "reason": reason, "watch": seen}))
         self._tell(SwapEvent(at=time.monotonic(), kind="rollback", drafter=self._number, reason=reason))

@@ -113,7 +113,7 @@ class DrafterShelf:
             logger.warning(f"what became of drafter {story.number} could not be written down: {_words(error)}")
 
     def _places(self) -> list[Path]:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             found = [one for one in self.folder.iterdir() if _NAME.fullmatch(one.name) and one.is_dir()]
             return sorted(found, key=lambda one: int(one.name))
         return []
