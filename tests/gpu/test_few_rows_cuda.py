@@ -33,7 +33,12 @@ TILINGS = [(4, 1024, False), (8, 64, False), (16, 64, True), (32, 128, True)]
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize(
     ("rows", "size", "width", "biased", "adds", "fine"),
-    [(1, 576, 36, False, True, False), (3, 80, 24, True, True, True), (4, 200, 33, True, False, False)],
+    [
+        (1, 576, 36, False, True, False),
+        (3, 80, 24, True, True, True),
+        (4, 200, 33, True, False, False),
+        (11, 80, 24, True, True, False),
+    ],
 )
 def test_products_with_norm_and_gates(
     outputs: int, inputs: int, dot: bool, dtype: torch.dtype, rows: int, size: int, width: int,
@@ -42,7 +47,7 @@ def test_products_with_norm_and_gates(
     from eyas.kernels.linear.few_rows_triton import Tiling, few_linear, norm_gate_up, norm_linear
 
     torch.manual_seed(0)
-    tiling = Tiling(outputs=outputs, inputs=inputs, warps=4, stages=2, dot=dot)
+    tiling = Tiling(outputs=outputs, inputs=inputs, warps=4, stages=2, dot=dot, rows=4)
     x, more = made(rows, size, dtype=dtype), made(rows, size, dtype=dtype) if adds else None
     norm = FusedNorm(torch.rand(size, device=DEVICE).add(0.5).to(torch.float32 if fine else dtype), 1e-5)
     weight = made(2 * width, size, dtype=dtype, scale=size**-0.5)
@@ -80,7 +85,7 @@ def test_products_with_norm_and_gates(
         near(norm_gate_up(normed, None, None, weight, bias, activation, tiling=tiling), expected.double())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 8, 11, 32])
 @pytest.mark.parametrize(
     ("size", "width"), [(576, 24), (1536, 20), (4096, 20), (80, 100), (2200, 1100), (2200, 2200), (4096, 3000)]
 )

@@ -18,6 +18,7 @@ in front has ended, as no kernel writes them.
 Shapes: N rows, D inputs, E outputs, I gates.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -30,6 +31,10 @@ from eyas.kernels.elementwise_triton import gated, weighted
 
 MOST_ROWS = 4
 """Rows up to which these kernels are ahead of a general product."""
+MOST_SMALL_ROWS = 32
+"""The same where weights are small."""
+FUSED_ROWS = 4
+"""Rows up to which every program norms them again; for more, norms have a kernel of their own."""
 SMALL_BYTES = 8 << 20
 """Weights up to which a product is a matter of latency, not of bandwidth."""
 FEW_OUTPUTS = 4224
@@ -52,8 +57,8 @@ def _scale(
     x,
     y,
     n,
+    live,
     eps,
-    ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -63,7 +68,7 @@ def _scale(
     total = tl.zeros((ROWS_PADDED,), tl.float32)
     for begin in tl.static_range(0, SIZE, BLOCK):
         k = begin + tl.arange(0, BLOCK)
-        exact = _state(x, y, n, k, (n < ROWS)[:, None] & (k < SIZE)[None, :], SIZE, ADDS).to(tl.float32)
+        exact = _state(x, y, n, k, live[:, None] & (k < SIZE)[None, :], SIZE, ADDS).to(tl.float32)
         total += tl.sum(exact * exact, axis=1)
     return tl.rsqrt(total / SIZE + eps)
 
@@ -75,15 +80,15 @@ def _inputs(
     norm_weight,
     scale,
     n,
+    live,
     k,
-    ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     ADDS: tl.constexpr,
     NORMS: tl.constexpr,
     FINE: tl.constexpr,
 ):
     """What the product reads of some inputs k [rows, k]."""
-    value = _state(x, y, n, k, (n < ROWS)[:, None] & (k < SIZE)[None, :], SIZE, ADDS)
+    value = _state(x, y, n, k, live[:, None] & (k < SIZE)[None, :], SIZE, ADDS)
     if NORMS:
         by = tl.load(norm_weight + k, mask=k < SIZE, other=0.0, eviction_policy="evict_last")
         value = weighted(value, scale[:, None], by[None, :], FINE)
@@ -95,10 +100,10 @@ def _keep(
     x,
     y,
     n,
+    live,
     x_out,
     kept,
     kept_row,
-    ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
@@ -108,7 +113,7 @@ def _keep(
     if ADDS or KEEPS:
         for begin in tl.static_range(0, SIZE, BLOCK):
             k = begin + tl.arange(0, BLOCK)
-            inside = (n < ROWS)[:, None] & (k < SIZE)[None, :]
+            inside = live[:, None] & (k < SIZE)[None, :]
             value = _state(x, y, n, k, inside, SIZE, ADDS)
             if ADDS:
                 tl.store(x_out + n[:, None] * SIZE + k[None, :], value, mask=inside)
@@ -117,9 +122,9 @@ def _keep(
 
 
 @triton.jit
-def _weights(rows, e, k, left, SIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_K: tl.constexpr):
-    """A tile [e, k] of the weight; `left` rows of it there are."""
-    at = rows + e[:, None] * SIZE + k[None, :]
+def _weights(own, e, k, left, SIZE: tl.constexpr, EVEN_E: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile [e, k] of a program's own part of the weight; `left` rows of it there are."""
+    at = own + e[:, None] * SIZE + k[None, :]
     if EVEN_E and EVEN_K:
         tile = tl.load(at, eviction_policy="evict_first")
     elif EVEN_K:
@@ -150,7 +155,7 @@ def _finished(acc, bias, e, left, HAS_BIAS: tl.constexpr, DOT: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows_kernel(
     x,
     y,
@@ -161,6 +166,7 @@ def _few_rows_kernel(
     kept,
     output,
     kept_row,
+    rows,
     eps,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -181,43 +187,47 @@ def _few_rows_kernel(
     DEPENDENT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Outputs BLOCK_E of all rows. With GATES, of rows OUTPUTS of the weight and the OUTPUTS behind them."""
+    """Outputs BLOCK_E of ROWS_PADDED rows. With GATES, of rows OUTPUTS of the weight and the OUTPUTS behind them.
+
+    ROWS there are in all; where it is 0, as many as `rows` says: one program for all of these numbers.
+    """
     program = tl.program_id(0)
     EVEN_E: tl.constexpr = OUTPUTS % BLOCK_E == 0
     EVEN_K: tl.constexpr = SIZE % BLOCK_K == 0
     e = tl.arange(0, BLOCK_E)
-    n = tl.arange(0, ROWS_PADDED)
+    n = tl.program_id(1) * ROWS_PADDED + tl.arange(0, ROWS_PADDED)
+    live = n < (ROWS if ROWS else rows)
     k = tl.arange(0, BLOCK_K)
     left = OUTPUTS - program * BLOCK_E
-    rows = weight + program.to(tl.int64) * BLOCK_E * SIZE
-    up_rows = rows + tl.full((), OUTPUTS, tl.int64) * SIZE
+    own = weight + program.to(tl.int64) * BLOCK_E * SIZE
+    own_up = own + tl.full((), OUTPUTS, tl.int64) * SIZE
     if SIZE <= BLOCK_K:  # a program's whole weights, before it waits
-        tile = _weights(rows, e, k, left, SIZE, EVEN_E, EVEN_K)
+        tile = _weights(own, e, k, left, SIZE, EVEN_E, EVEN_K)
         if GATES:
-            up_tile = _weights(up_rows, e, k, left, SIZE, EVEN_E, EVEN_K)
+            up_tile = _weights(own_up, e, k, left, SIZE, EVEN_E, EVEN_K)
     begin_dependent(DEPENDENT, EARLY)
 
     scale = tl.full((ROWS_PADDED,), 1.0, tl.float32)
     if NORMS:
-        scale = _scale(x, y, n, eps, ROWS, SIZE, ROWS_PADDED, BLOCK_X, ADDS)
+        scale = _scale(x, y, n, live, eps, SIZE, ROWS_PADDED, BLOCK_X, ADDS)
     if program == 0:
-        _keep(x, y, n, x_out, kept, kept_row, ROWS, SIZE, BLOCK_X, ADDS, KEEPS)
+        _keep(x, y, n, live, x_out, kept, kept_row, SIZE, BLOCK_X, ADDS, KEEPS)
 
     acc = tl.zeros((ROWS_PADDED, BLOCK_E) if DOT else (ROWS_PADDED, BLOCK_E, BLOCK_K), tl.float32)
     up_acc = acc
     if SIZE <= BLOCK_K:
-        value = _inputs(x, y, norm_weight, scale, n, k, ROWS, SIZE, ADDS, NORMS, FINE)
+        value = _inputs(x, y, norm_weight, scale, n, live, k, SIZE, ADDS, NORMS, FINE)
         acc = _accumulated(acc, value, tile, DOT)
         if GATES:
             up_acc = _accumulated(up_acc, value, up_tile, DOT)
     else:
         for begin in tl.range(0, SIZE, BLOCK_K, num_stages=STAGES):
             at = begin + k
-            tile = _weights(rows, e, at, left, SIZE, EVEN_E, EVEN_K)
-            value = _inputs(x, y, norm_weight, scale, n, at, ROWS, SIZE, ADDS, NORMS, FINE)
+            tile = _weights(own, e, at, left, SIZE, EVEN_E, EVEN_K)
+            value = _inputs(x, y, norm_weight, scale, n, live, at, SIZE, ADDS, NORMS, FINE)
             acc = _accumulated(acc, value, tile, DOT)
             if GATES:
-                up_tile = _weights(up_rows, e, at, left, SIZE, EVEN_E, EVEN_K)
+                up_tile = _weights(own_up, e, at, left, SIZE, EVEN_E, EVEN_K)
                 up_acc = _accumulated(up_acc, value, up_tile, DOT)
 
     first = program * BLOCK_E
@@ -226,7 +236,7 @@ def _few_rows_kernel(
         up = _finished(up_acc, bias + OUTPUTS + first, e, left, HAS_BIAS, DOT).to(output.dtype.element_ty)
         result = gated(result, up, GELU)
     at = n[:, None].to(tl.int64) * OUTPUTS + first + e[None, :]
-    tl.store(output + at, result, mask=(n < ROWS)[:, None] & (e < left)[None, :])
+    tl.store(output + at, result, mask=live[:, None] & (e < left)[None, :])
 
 
 @dataclass(frozen=True)
@@ -240,6 +250,8 @@ class Tiling:
     """Steps whose weights are under way at once; 1 leaves that to other programs."""
     dot: bool = False
     """By tensor cores; otherwise by plain products."""
+    rows: int = 16
+    """Rows of a program at most; programs of other rows read the same weights."""
 
 
 def norm_linear(
@@ -316,16 +328,16 @@ def _launch(
     assert more_ND is None or (more_ND.is_contiguous() and norm is not None and x_out_ND is not None)
     assert x_out_ND is None or x_out_ND.data_ptr() != x_ND.data_ptr()
     assert kept_ND is None or kept_ND.stride(1) == 1
-    small = weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES
+    small = is_small(weight_ED)
     if tiling is None:
         tiling = tiling_for(rows, size, outputs, small=small, norms=norm is not None, gates=activation is not None)
-    padded = triton.next_power_of_2(rows)
-    _few_rows_kernel[(triton.cdiv(outputs, tiling.outputs),)](
+    padded = min(triton.next_power_of_2(rows), tiling.rows)
+    _few_rows_kernel[(triton.cdiv(outputs, tiling.outputs), triton.cdiv(rows, padded))](
         *(x_ND, x_ND if more_ND is None else more_ND, x_ND if norm is None else norm.weight, weight_ED),
         *(weight_ED if bias_E is None else bias_E, x_ND if x_out_ND is None else x_out_ND),
         *(x_ND if kept_ND is None else kept_ND, out_NE, 0 if kept_ND is None else kept_ND.stride(0)),
-        0.0 if norm is None else norm.eps,
-        ROWS=rows,
+        *(rows, 0.0 if norm is None else norm.eps),
+        ROWS=rows if rows <= FUSED_ROWS else 0,
         SIZE=size,
         OUTPUTS=outputs,
         ROWS_PADDED=padded,
@@ -348,7 +360,12 @@ def _launch(
 
 def fuses_norm(rows: int, size: int) -> bool:
     """Whether every program may norm the rows again; above that a kernel of its own for it is faster."""
-    return rows * size <= 4096
+    return rows <= FUSED_ROWS and rows * size <= 4096
+
+
+def is_small(weight_ED: Tensor) -> bool:
+    """Whether a product of few rows takes as long as it takes to begin."""
+    return weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES
 
 
 def most_rows(weight_ED: Tensor) -> int:
@@ -358,11 +375,16 @@ def most_rows(weight_ED: Tensor) -> int:
     with few outputs are split along their inputs by a general product, which costs a launch to sum them up.
     """
     outputs, size = weight_ED.shape
-    if weight_ED.numel() * weight_ED.element_size() <= SMALL_BYTES:
-        return MOST_ROWS
+    if is_small(weight_ED):
+        return MOST_SMALL_ROWS
     if size < 2048:
         return 0
     return 16 if outputs <= FEW_OUTPUTS else 8 if outputs <= 2 * FEW_OUTPUTS else MOST_ROWS
+
+
+def most_rows_of_all(weights: Iterable[Tensor]) -> int:
+    """Rows up to which a pass through all of these weights is ahead by these kernels."""
+    return MOST_SMALL_ROWS if all(is_small(weight_ED) for weight_ED in weights) else MOST_ROWS
 
 
 def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, gates: bool) -> Tiling:
@@ -372,6 +394,10 @@ def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, 
     so many weights under way that memory is busy, and about as many programs as processors hold at a time.
     """
     whole = triton.next_power_of_2(size)
+    if small and rows > FUSED_ROWS:
+        # Rows in eights, whose sums are short enough for many programs at once; weights are read again from the cache.
+        inputs = min(64 if gates else 128, max(16, whole))
+        return Tiling(outputs=32 if gates and rows > 8 else 16, inputs=inputs, warps=4, stages=5, dot=True, rows=8)
     if small and size <= 2048:
         if gates and rows > 1:
             return Tiling(outputs=16, inputs=min(256, max(16, whole)), warps=4, stages=3, dot=True)

@@ -30,7 +30,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
-from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, norm_gate_up
+from eyas.kernels.linear.few_rows_triton import FUSED_ROWS, few_linear, most_rows_of_all, norm_gate_up
 from eyas.kernels.llama.block import PhasedProduct, PlainProduct, Product
 from eyas.kernels.llama.cpu import LlamaSizes
 from eyas.kernels.llama.triton import _add_norm, _gate, _plain, _rotate
@@ -170,7 +170,8 @@ class TritonEagle:
         products = (self.fc, self.qkv, self.kv, self.output, self.gate_up, self.down)
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
-        return replace(self, few_rows=MOST_ROWS)
+        few_rows = most_rows_of_all(x.weight_ED for x in products if isinstance(x, PlainProduct))
+        return replace(self, few_rows=few_rows)
 
     def fuse(self, aux_SX: Tensor, row_N: Tensor | None = None) -> Tensor:
         """The depth-0 states [N, D] of all auxiliary states, or of some rows of them; they may be of another type."""
@@ -206,10 +207,12 @@ class TritonEagle:
             mixed_NE, x_ND = mixed_NE.index_select(0, keep_M), x_ND.index_select(0, keep_M)
         tokens, more_ND = len(mixed_NE), self._product(self.output, mixed_NE)
         if tokens <= self.few_rows:
-            before_ND, x_ND = x_ND, torch.empty_like(x_ND)
-            gated_NI = norm_gate_up(
-                *(before_ND, more_ND, self.mlp_norm, *_plain(self.gate_up), Activation.SILU), x_out_ND=x_ND
-            )
+            gates = *_plain(self.gate_up), Activation.SILU
+            if tokens <= FUSED_ROWS:
+                before_ND, x_ND = x_ND, torch.empty_like(x_ND)
+                gated_NI = norm_gate_up(before_ND, more_ND, self.mlp_norm, *gates, x_out_ND=x_ND)
+            else:
+                gated_NI = norm_gate_up(_add_norm(x_ND, more_ND, None, self.mlp_norm), None, None, *gates)
         else:
             gate_up = self._product(self.gate_up, _add_norm(x_ND, more_ND, None, self.mlp_norm))
             gated_NI = x_ND.new_empty(tokens, sizes.intermediate)

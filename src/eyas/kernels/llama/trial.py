@@ -34,7 +34,7 @@ from eyas.kernels.linear.w8a8_linear import rows_kept
 from eyas.kernels.llama.block import DecoderLayer, FusedLlama, KVLayers, NotLlamaError, in_one_call
 from eyas.kernels.llama.experts import Experts, Routes
 
-BLOCKS, BLOCK_SIZE = 5, 4
+BLOCKS, BLOCK_SIZE = 8, 4
 """What the passes of a trial are laid out for."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """How far most tokens' states may lie from the model's own behind the embedding, relative to their length; behind k
@@ -83,13 +83,13 @@ def _require_same(
 ) -> None:
     """Refuse a fused pass that is not the model's own: two chunks of one request, then three tokens beside another's.
 
-    Where short passes run by kernels of their own, one, three and four tokens follow; where decoding does, the second
-    time is decoding.
+    Where short passes run by kernels of their own, one, three, four and ten tokens follow; where decoding does, the
+    second time is decoding.
     Most of them read what an earlier pass has cached, so that layers which mix up their caches are off for most.
     All of it once more at the end of the context: what models do to far positions (other rotations, scores that
     grow) does not show at the beginning. Where a token lies and what it sees is not told by its position.
     """
-    one, other = (2, 0, 3, 4), (1,)
+    one, other = (2, 0, 3, 4, 6, 5, 7), (1,)
     passes = [
         [AttentionRow(blocks=one, base=0, count=2)],
         [AttentionRow(blocks=one, base=2, count=5)],
@@ -100,6 +100,7 @@ def _require_same(
             [AttentionRow(blocks=one, base=10, count=1)],
             [AttentionRow(blocks=one, base=11, count=2), AttentionRow(blocks=other, base=2, count=1)],
             [AttentionRow(blocks=one, base=13, count=3), AttentionRow(blocks=other, base=3, count=1)],
+            [AttentionRow(blocks=one, base=16, count=10)],
         ]
     length = max(row.base + row.count for rows in passes for row in rows)
     device, depth = fused.norm.weight.device, len(fused.blocks)

@@ -34,7 +34,14 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.dependent_launch_triton import MOST_EARLY, begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import gated, weighted
-from eyas.kernels.linear.few_rows_triton import MOST_ROWS, few_linear, fuses_norm, most_rows, norm_gate_up, norm_linear
+from eyas.kernels.linear.few_rows_triton import (
+    few_linear,
+    fuses_norm,
+    most_rows,
+    most_rows_of_all,
+    norm_gate_up,
+    norm_linear,
+)
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
 from eyas.kernels.linear.w8a8_triton import gate_quantise, largest_of, rounded, rows_for
 from eyas.kernels.llama.block import (
@@ -335,7 +342,8 @@ class TritonLlama(FusedLlama):
             return replace(self, head=FewRowsProduct(self.head))  # they have such kernels themselves
         if any(not isinstance(x, PlainProduct) or not x.weight_ED.is_contiguous() for x in products):
             return None
-        return replace(self, few_rows=MOST_ROWS, head=FewRowsProduct(self.head))
+        few_rows = most_rows_of_all(x.weight_ED for x in products if isinstance(x, PlainProduct))
+        return replace(self, few_rows=few_rows, head=FewRowsProduct(self.head))
 
     def _run_blocks(
         self,
