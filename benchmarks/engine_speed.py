@@ -40,6 +40,8 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.drafter import Tree
 from eyas.engine.suffix.config import SuffixConfig
+from eyas.errors import UserError
+from eyas.evaluate.evaluate import looping
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.loading import load_drafter_for, load_target
 from eyas.sampling import Sampling
@@ -86,6 +88,10 @@ def main() -> None:
     parser.add_argument("--generate", action="store_true", help="measure transformers.generate too")
     parser.add_argument("--users", type=int, action="append")
     parser.add_argument("--limit", type=int, default=40, help="prompts, evenly spread over the file")
+    parser.add_argument("--category", action="append", help="only prompts of this category; may be given again")
+    parser.add_argument(
+        "--without-loops", action="store_true", help="leave out prompts whose plain answers end in a loop"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -108,7 +114,11 @@ def main() -> None:
     else:
         target = load_target(arguments.target, quantization=arguments.quantization, **options)
     print(f"quantization {target.quantization}")
-    prompts = read_prompts(arguments.prompts, target, arguments.limit)
+    prompts = read_prompts(arguments.prompts, target, arguments.limit, arguments.category)
+    if arguments.without_loops:
+        asked, config = len(prompts), EngineConfig(max_num_seqs=max(arguments.users or [16]), max_model_len=2048)
+        prompts = without_loops(Engine(target, config=config), prompts, arguments.max_tokens)
+        print(f"{len(prompts)} of {asked} prompts are asked: the answers to the others end in a loop")
     record: dict[str, Any] = {"versions": versions(), "arguments": {k: str(v) for k, v in vars(arguments).items()}}
     record["rows"] = []
     for users in arguments.users or [1, 4, 16]:
@@ -176,13 +186,31 @@ def _modes(target: Target, arguments: argparse.Namespace, users: int) -> dict[st
     return modes
 
 
-def read_prompts(path: Path, target: Target, limit: int) -> list[tuple[int, ...]]:
-    """First turns of a file's conversations as a chat, so many at most, evenly spread over the file."""
-    conversations = list(read_conversations(path))
+def read_prompts(
+    path: Path, target: Target, limit: int, categories: Sequence[str] | None = None
+) -> list[tuple[int, ...]]:
+    """First turns of a file's conversations as a chat, so many at most, evenly spread over the file.
+
+    Only those of some categories, if any are given.
+    """
+    conversations = [one for one in read_conversations(path) if not categories or one.category in categories]
+    if not conversations:
+        raise UserError(f"{path} has no conversation of the categories {list(categories or ())}; give others")
     step = max(1, len(conversations) // limit)
     return [
         tuple(target.encode_chat([dict(conversation.messages[0])])) for conversation in conversations[::step][:limit]
     ]
+
+
+def without_loops(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[tuple[int, ...]]:
+    """Prompts whose plain answers do not end in a loop, which every draft foretells."""
+    stops = engine.target.stop_ids()
+    answers = engine.generate(requests_of(engine.target, prompts, max_tokens, OFF))
+    told = [[token for token in answer.tokens if token not in stops] for answer in answers]
+    kept = [prompt for prompt, tokens in zip(prompts, told, strict=True) if not looping(tokens)]
+    if not kept:
+        raise UserError(f"all {len(prompts)} answers end in a loop; give other prompts or fewer --max-tokens")
+    return kept
 
 
 def read_drafter(name: str, target: Target, *, random: bool = False, packed: bool = True) -> Drafter:

@@ -8,12 +8,31 @@ that is read, `one by one` an answer that grows, `look-up` what every step asks.
 
 import argparse
 import time
+from dataclasses import dataclass
 from random import Random
 
 from eyas.kernels import suffix_index
 from eyas.kernels.suffix_index import SuffixIndex
 
 VOCABULARY, LONGEST, MOST = 49_152, 24, 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexCost:
+    """Of one text; times are microseconds of the processor a token."""
+
+    name: str
+    tokens: int
+    bytes: int
+    at_once: float
+    one_by_one: float
+    look_up: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:>6}  {self.tokens:,} tokens: {self.bytes / 2**20:.1f} MiB, at once {self.at_once:.2f} us a "
+            f"token, one by one {self.one_by_one:.1f} us, look-up {self.look_up:.1f} us"
+        )
 
 
 def main() -> None:
@@ -28,7 +47,7 @@ def main() -> None:
     for name in ("C", "Python") if library is not None else ("Python",):
         if name == "Python":
             suffix_index.load_library = lambda: (None, "not wanted here")
-        measure(name, text, arguments.answer)
+        print(measure(name, text, arguments.answer))
 
 
 def quoting_text(tokens: int, seed: int) -> list[int]:
@@ -41,8 +60,8 @@ def quoting_text(tokens: int, seed: int) -> list[int]:
     return text[:tokens]
 
 
-def measure(name: str, text: list[int], answer: int) -> None:
-    """Print a line."""
+def measure(name: str, text: list[int], answer: int) -> IndexCost:
+    """Read a text at once but for so many tokens, which come one by one."""
     began = time.thread_time()
     index, prompt = SuffixIndex(len(text)), len(text) - answer
     index.extend(text[:prompt])
@@ -55,9 +74,13 @@ def measure(name: str, text: list[int], answer: int) -> None:
         index.propose(text[at + 1 - LONGEST : at + 1], MOST)
         one_by_one += extended - started
         look_up += time.thread_time() - extended
-    print(
-        f"{name:>6}  {len(text):,} tokens: {index.bytes / 2**20:.1f} MiB, at once {1e6 * at_once:.2f} us a token, "
-        f"one by one {1e6 * one_by_one / answer:.1f} us, look-up {1e6 * look_up / answer:.1f} us"
+    return IndexCost(
+        name=name,
+        tokens=len(text),
+        bytes=index.bytes,
+        at_once=1e6 * at_once,
+        one_by_one=1e6 * one_by_one / answer,
+        look_up=1e6 * look_up / answer,
     )
 
 

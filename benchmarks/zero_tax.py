@@ -14,16 +14,24 @@ runs are compared with it.
     auto, cold     the same, its first 200 steps after the drafter was loaded, against plain's first 200 steps
     depth 3        always three deep
     random         a drafter of random weights on auto: the worst that can happen
+    suffix         with --suffix: no drafter, suffix drafts from each request's own text
+    both           with --suffix: the drafter and suffix drafts, whichever pays; against auto as well
     vLLM           with --vllm-python: its plain decoding against ours, and its depth 3 against its own plain decoding
 
 A warm-up of every mode comes first and is not counted. Every round is printed as it comes. After each number of users
 the picture and the JSON are written to --out. --seconds ends it in time.
+
+With --suffix, what the index of a text of 100,000 tokens takes is told too. Suffix drafts alone, never below:
+
+    python benchmarks/zero_tax.py spec_bench.jsonl --suffix --users 1 --users 4 --users 16 --cold 0 \\
+        --without "depth 0" --without "depth 3" --without random --seconds 140 --device cuda --dtype bfloat16
+
+Where text repeats, `repeating.jsonl` by repeating_workloads.py, with --category rewrite --without-loops.
 """
 
 import argparse
 import gc
 import json
-import statistics
 import tempfile
 import time
 from collections import deque
@@ -32,11 +40,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
+import suffix_index
 import torch
-from engine_speed import OFF, read_drafter, read_prompts, requests_of
-from pairs import Interval, interval, turns
+from engine_speed import OFF, read_drafter, read_prompts, requests_of, without_loops
+from pairs import turns
+from ratio_table import AUTO, BOTH, PLAIN, SUFFIX, VLLM_PLAIN, Json, Outcome, draw, rows_of, table
 from vllm_process import VLLMProcess, installed, vllm_options
 
 from eyas.cli.arguments import read_chat_format
@@ -45,16 +54,16 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
-from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.loading import load_target
 from eyas.target.locate import locate
-from eyas.target.model import Target
 from eyas.train.journal import versions
 
-Json = dict[str, Any]
 Prompts = Sequence[tuple[int, ...]]
-PLAIN, VLLM_PLAIN, COLD = "plain", "vLLM plain", "auto, cold"
 COLD_STEPS = 200
+LONG_TEXT = 100_000
+"""Tokens of the text whose index is measured."""
 LEAST_PAIRS = 8
 """Fewer say little about a random drafter, which loses a few per cent at most."""
 
@@ -76,23 +85,6 @@ DEFAULTS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One run of one mode, while all users were busy."""
-
-    tokens: int
-    seconds: float
-    steps: int
-    acceptance_length: float | None = None
-    whole_speed: float
-    """Tokens per second up to the last answer's end."""
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-
 Mode = Callable[[Prompts, int], Outcome]
 """Answers prompts, so many at a time."""
 
@@ -112,6 +104,17 @@ def main() -> None:
         default=[],
         metavar="MODE",
         help='leave out "depth 0", the fixed depth ("depth 3") or "random"; may be given again',
+    )
+    parser.add_argument("--suffix", action="store_true", help="measure suffix drafts, alone and beside the drafter")
+    parser.add_argument("--category", action="append", help="only prompts of this category; may be given again")
+    parser.add_argument(
+        "--without-loops", action="store_true", help="leave out prompts whose plain answers end in a loop"
+    )
+    parser.add_argument("--quantization", default="none", help="of the target: none, or as for `eyas serve`")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="count what this thread computes instead of what passes meanwhile: for a busy machine, with one thread",
     )
     parser.add_argument("--pairs", type=int, default=LEAST_PAIRS, help="rounds for each number of users")
     parser.add_argument("--cold", type=int, help="pairs of the first 200 steps, 0 for none; default 1, on a GPU 3")
@@ -154,6 +157,8 @@ class ZeroTax:
         self.arguments, self.began = arguments, time.perf_counter()
         self.notes: list[str] = []
         self.rows: list[Json] = []
+        self.index: Json = {}
+        """Of suffix drafts: what that of a long text takes."""
         self.controllers: Json = {}
         """What auto has learnt and chosen, after each number of users."""
         if arguments.pairs < LEAST_PAIRS:
@@ -162,17 +167,24 @@ class ZeroTax:
         if self.vllm_version is None:
             self._note("vLLM is not measured: no --vllm-python is given")
         chat_format = read_chat_format(arguments.chat_template, None, raw=False)
-        self.target = Target.load(
-            arguments.target, dtype=arguments.dtype, device=arguments.device, chat_format=chat_format
+        self.clock = time.thread_time if arguments.cpu_time else time.perf_counter
+        if arguments.cpu_time:
+            torch.set_num_threads(1)
+        self.target = load_target(
+            arguments.target,
+            dtype=arguments.dtype,
+            device=arguments.device,
+            quantization=arguments.quantization,
+            chat_format=chat_format,
         )
         self.most_prompts = max(self._count(users) for users in arguments.users)
-        read = read_prompts(arguments.prompts, self.target, self.most_prompts)
+        read = read_prompts(arguments.prompts, self.target, self.most_prompts, arguments.category)
+        if arguments.without_loops:
+            read = self._without_loops(read)
         self.prompts = list(islice(cycle(read), self.most_prompts))
         self.max_model_len = max(map(len, self.prompts)) + arguments.max_tokens
         self.modes: dict[str, Mode] = {}
         self._start_vllm(stack)  # before ours, which takes a part of what is left
-        if self.target.device.type == "cpu":
-            self._say(pack_linears(self.target.model, widen=arguments.dtype == "auto").words)
         self._start_engines()
 
     def _start_engines(self) -> None:
@@ -182,7 +194,11 @@ class ZeroTax:
         drafter = read_drafter(name, self.target)
         self.auto = self._new_engine(drafter)
         self.reload = lambda: self.auto.swap_drafter(drafter)
-        self.modes["auto"] = self._mode(self.auto, Speculation())
+        self.modes[AUTO] = self._mode(self.auto, Speculation())
+        if self.arguments.suffix:
+            own_text = SuffixConfig(max_cached_requests=0)  # or the answers of the round before would be there
+            self.modes[SUFFIX] = self._mode(self._new_engine(None, own_text), Speculation())
+            self.modes[BOTH] = self._mode(self._new_engine(read_drafter(name, self.target), own_text), Speculation())
         for at in (0, depth):
             if f"depth {at}" not in self.arguments.without:
                 fixed = Speculation(mode="fixed", depth=at)
@@ -194,13 +210,22 @@ class ZeroTax:
         gc.collect()
         gc.freeze()
 
-    def _new_engine(self, drafter: Drafter | None) -> Engine:
+    def _without_loops(self, prompts: Prompts) -> Prompts:
+        engine = self._new_engine(None, max_model_len=max(map(len, prompts)) + self.arguments.max_tokens)
+        kept = without_loops(engine, prompts, self.arguments.max_tokens)
+        self._note(f"{len(kept)} of {len(prompts)} prompts are asked: the answers to the others end in a loop")
+        return kept
+
+    def _new_engine(
+        self, drafter: Drafter | None, suffix: SuffixConfig | None = None, *, max_model_len: int | None = None
+    ) -> Engine:
         config = EngineConfig(
             max_num_seqs=max(self.arguments.users),
-            max_model_len=self.max_model_len,
+            max_model_len=max_model_len or self.max_model_len,
             max_depth=max(7, self.arguments.depth),
+            suffix=suffix,
         )
-        engine = Engine(self.target, drafter, config=config)
+        engine = Engine(self.target, drafter, config=config, clock=self.clock)
         engine.capture_graphs()
         self._say("an engine is ready")
         return engine
@@ -211,7 +236,7 @@ class ZeroTax:
     def _mode(self, engine: Engine, speculation: Speculation) -> Mode:
         def answer(prompts: Prompts, users: int) -> Outcome:
             asked = requests_of(self.target, prompts, self.arguments.max_tokens, speculation)
-            return closed_loop(engine, asked, users)
+            return closed_loop(engine, asked, users, clock=self.clock)
 
         return answer
 
@@ -269,6 +294,12 @@ class ZeroTax:
             self.rows += rows_of(users, rounds, cold)
             self.controllers[str(users)] = self.auto.controller.report()
             self._write()
+        if arguments.suffix:
+            text = suffix_index.quoting_text(LONG_TEXT, seed=0)
+            cost = suffix_index.measure("index", text, answer=2000)
+            self.index = asdict(cost)
+            self._note(str(cost).strip())
+            self._write()
         print(table(self._record()), flush=True)
 
     def _rounds(self, users: int, prompts: Prompts, until: float | None) -> Iterator[dict[str, Outcome]]:
@@ -313,6 +344,7 @@ class ZeroTax:
             "notes": self.notes,
             "rows": self.rows,
             "controllers": self.controllers,
+            "index": self.index,
         }
 
     def _write(self) -> None:
@@ -329,19 +361,26 @@ class ZeroTax:
         print(f"{time.perf_counter() - self.began:5.0f} s  {words}", flush=True)
 
 
-def closed_loop(engine: Engine, requests: Sequence[Request], users: int, *, steps: int | None = None) -> Outcome:
+def closed_loop(
+    engine: Engine,
+    requests: Sequence[Request],
+    users: int,
+    *,
+    steps: int | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Outcome:
     """Answer requests, so many at a time, or as far as that many steps get."""
     engine.block_manager.forget()  # a cache of prefixes would make later rounds easier
     stats = engine.stats
     before = (stats.accepted, stats.drafts)
     waiting, under_way, tokens, done = deque(requests), set[int](), 0, 0
     busy: tuple[int, float, int] | None = None
-    started = time.perf_counter()
+    started = clock()
     while steps is None or done < steps:
         while waiting and len(under_way) < users:
             under_way.add(engine.submit(waiting.popleft()))
         if busy is None and done and len(under_way) < users:
-            busy = tokens, time.perf_counter() - started, done
+            busy = tokens, clock() - started, done
         if not under_way:
             break
         for piece in engine.step():
@@ -349,7 +388,7 @@ def closed_loop(engine: Engine, requests: Sequence[Request], users: int, *, step
             if piece.finished is not None:
                 under_way.discard(piece.key)
         done += 1
-    seconds = time.perf_counter() - started
+    seconds = clock() - started
     for key in under_way:
         engine.cancel(key)
     while engine.busy:  # what the last step left to tell
@@ -364,88 +403,6 @@ def closed_loop(engine: Engine, requests: Sequence[Request], users: int, *, step
         acceptance_length=length,
         whole_speed=tokens / seconds,
     )
-
-
-def rows_of(users: int, rounds: Sequence[dict[str, Outcome]], cold: Sequence[tuple[Outcome, Outcome]]) -> list[Json]:
-    """A row for each mode: its speed, and its ratio to plain decoding in the same round."""
-    rows = []
-    for mode in rounds[0]:
-        against = VLLM_PLAIN if mode.startswith("vLLM depth") and VLLM_PLAIN in rounds[0] else PLAIN
-        whole = VLLM_PLAIN in (mode, against)
-        pairs = [(outcomes[mode], outcomes[against]) for outcomes in rounds]
-        ratios = [a.whole_speed / b.whole_speed if whole else a.speed / b.speed for a, b in pairs]
-        rows.append(_row(users, mode, against, [outcomes[mode] for outcomes in rounds], ratios))
-    if cold:
-        ratios = [own.speed / plain.speed for own, plain in cold]
-        rows.append(_row(users, COLD, "plain, as many steps", [own for own, _ in cold], ratios))
-    order = [PLAIN, "depth 0", "auto", COLD]
-    rows.sort(key=lambda row: (row["mode"].startswith("vLLM"), order.index(row["mode"]) if row["mode"] in order else 9))
-    return rows
-
-
-def _row(users: int, mode: str, against: str, outcomes: Sequence[Outcome], ratios: Sequence[float]) -> Json:
-    return {
-        "users": users,
-        "mode": mode,
-        "against": against,
-        "tokens_per_second": statistics.median(outcome.speed for outcome in outcomes),
-        "ratio": asdict(interval(ratios)),
-        "ratios": list(ratios),
-        "acceptance_length": outcomes[-1].acceptance_length,
-        "runs": [asdict(outcome) for outcome in outcomes],
-    }
-
-
-def table(record: Json) -> str:
-    """A line for each mode, a column for each number of users; then what is missing."""
-    users = list(dict.fromkeys(row["users"] for row in record["rows"]))
-    modes = list(dict.fromkeys((row["mode"], row["against"]) for row in record["rows"]))
-    found = {(row["mode"], row["users"]): row for row in record["rows"]}
-    lines = [
-        f"\n{record['arguments']['target']} with {record['arguments']['drafter']}, {record['device']}, "
-        f"{record['dtype']}; ratios of tokens/s with 95 % intervals; {record['seconds']:.0f} s in all",
-        f"{'users':<34}" + "".join(f"{count:>24}" for count in users),
-    ]
-    speeds = [found.get((PLAIN, count)) for count in users]
-    lines.append(
-        f"{'plain, tokens/s':<34}" + "".join(f"{row['tokens_per_second'] if row else 0:>24.1f}" for row in speeds)
-    )
-    for mode, against in modes:
-        if mode == PLAIN:
-            continue
-        cells = [found.get((mode, count)) for count in users]
-        shown = "".join(f"{str(Interval(**row['ratio'])) if row else '-':>24}" for row in cells)
-        lines.append(f"{f'{mode} / {against}':<34}" + shown)
-    return "\n".join([*lines, *(f"note: {words}" for words in record["notes"])])
-
-
-def draw(record: Json, picture: Path) -> None:
-    """Ratios by number of users, with their intervals."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    users = list(dict.fromkeys(row["users"] for row in record["rows"]))
-    modes = [mode for mode in dict.fromkeys(row["mode"] for row in record["rows"]) if mode != PLAIN]
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.axhline(1.0, color="grey", lw=1)
-    for place, mode in enumerate(modes):
-        rows = [row for row in record["rows"] if row["mode"] == mode]
-        middle = [row["ratio"]["median"] for row in rows]
-        low = [m - (row["ratio"]["low"] or m) for m, row in zip(middle, rows, strict=True)]
-        high = [(row["ratio"]["high"] or m) - m for m, row in zip(middle, rows, strict=True)]
-        across = [users.index(row["users"]) + 0.06 * (place - len(modes) / 2) for row in rows]
-        axes.errorbar(
-            across, middle, yerr=[low, high], fmt="o-", ms=4, capsize=3, label=f"{mode} / {rows[0]['against']}"
-        )
-    axes.set_xticks(range(len(users)), [str(count) for count in users])
-    axes.set_xlabel("users")
-    axes.set_ylabel("tokens per second, ratio (95 % intervals)")
-    axes.set_title(f"{record['arguments']['target']}, {record['device']}, {record['dtype']}", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from random_models import random_drafter, random_target
-from zero_tax import COLD, PLAIN, VLLM_PLAIN, Outcome, closed_loop, draw, rows_of, table
+from ratio_table import BOTH, COLD, PLAIN, SUFFIX, VLLM_PLAIN, Outcome, draw, rows_of, table
+from zero_tax import closed_loop
 
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
@@ -54,6 +55,19 @@ def test_ratios_are_within_a_round_and_vllms_depth_is_against_its_own_plain(tmp_
     assert "note: no vLLM" in told
     draw(record(rows), tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
+
+
+def test_both_sources_are_told_against_plain_and_against_the_drafter_alone(tmp_path: Path) -> None:
+    round_ = {PLAIN: outcome(100), "auto": outcome(120), SUFFIX: outcome(110), BOTH: outcome(150)}
+    rows = rows_of(1, [round_], [])
+    ratios = {(row["mode"], row["against"]): row["ratio"]["median"] for row in rows}
+    assert ratios[BOTH, PLAIN] == pytest.approx(1.5)
+    assert ratios[BOTH, "auto"] == pytest.approx(1.25)
+    assert ratios[SUFFIX, PLAIN] == pytest.approx(1.1)
+    told = table(record(rows))
+    assert "both / plain" in told
+    assert "both / auto" in told
+    draw(record(rows), tmp_path / "p.png")
 
 
 def test_so_many_users_ask_at_a_time_and_depth_0_reads_along_without_drafting() -> None:

@@ -172,7 +172,7 @@ ROUNDS = CapturedShapes(rows=(1, 2, 4), depths=(1, 3, 7), most_tokens=64)
 def captured(per_token: float) -> CostModel:
     made = costs(per_token, counts=tuple(range(1, 33)))
     made.shapes = ROUNDS
-    for count in range(1, 9):
+    for count in range(1, 17):
         for _ in range(5):
             made.verify_alone.observe(count, 1.0 + per_token * (count - 1))
     return made
@@ -198,6 +198,28 @@ def test_a_round_of_suffix_drafts_must_beat_the_drafters_plan() -> None:
     assert choice.round_depth(batch, ROUNDS, survivals, 7.0) == 0
     assert choice.round_depth(batch, ROUNDS, [[]], 0.0) == 0, "what is in flight uses the offer up"
     assert choice.round_depth(DecodingBatch(rows=1, context=9), replace(ROUNDS, depths=()), survivals, 0.0) == 0
+
+
+DEEP = replace(ROUNDS, offered=(15,))
+
+
+def test_few_requests_may_have_deeper_rounds_of_suffix_drafts() -> None:
+    assert [DEEP.offered_for(rows) for rows in (1, 4)] == [[1, 3, 7, 15]] * 2
+    assert replace(DEEP, rows=(1, 8)).offered_for(5) == [1, 3, 7]
+    assert replace(DEEP, most_tokens=8).offered_for(1) == [1, 3, 7]
+    assert [DEEP.depth_for(depth) for depth in (0, 2, 7, 8, 13)] == [0, 3, 7, 15, 15]
+    sure = [[0.99**depth for depth in range(1, 16)]]
+    assert SuffixChoice(captured(0.0)).round_depth(DecodingBatch(rows=1, context=9), DEEP, sure, 0.0) == 15
+
+
+def test_a_round_goes_beyond_the_drafters_chains_where_that_pays() -> None:
+    batch, likely, unlikely = DecodingBatch(rows=1, context=9), [[0.5] * 12], [[0.01] * 12]
+    cheap, dear = SuffixChoice(captured(0.01)), SuffixChoice(captured(2.0))
+    assert cheap.round_beyond(batch, DEEP, 3, likely, 1.0) == 15
+    assert cheap.round_beyond(batch, DEEP, 3, unlikely, 1.0) == 3
+    assert dear.round_beyond(batch, DEEP, 3, likely, 1.0) == 3
+    assert cheap.round_beyond(batch, ROUNDS, 3, likely, 1.0) == 3, "there are no deeper passes"
+    assert SuffixChoice(CostModel()).round_beyond(batch, DEEP, 3, likely, 1.0) == 3, "nothing was timed"
 
 
 def test_rounds_of_unknown_cost_are_tried_a_few_times() -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from engine.late_queue import LateQueue
-from engine.round_engines import dense_where_padded, round_engine
+from engine.round_engines import dense_where_padded, make_moody, round_engine
 from engine.test_engine import OFF, at_depth, request, run
 from engine.test_suffix_drafts import AUTO, FORCED, SAMPLINGS, SUFFIX, quoting, with_suffix
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.request import SequenceState, Speculation
+from eyas.engine.speculation.captured_plan import OFFERED_ROWS
+from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.suffix_choice import SuffixChoice
 from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.target.model import Target
 
@@ -49,8 +52,8 @@ def test_what_is_counted_as_drafted_is_what_the_device_verified(
     state, verified = engine.rounds.runner.state, 0
     placing = engine.rounds.runner.graphs.placing
 
-    def place(rows: int, depth: int, *, keep: bool) -> Any:
-        captured = placing(rows, depth, keep=keep)
+    def place(rows: int, depth: int, own_depth: int) -> Any:
+        captured = placing(rows, depth, own_depth)
 
         def counting() -> None:
             nonlocal verified
@@ -79,6 +82,106 @@ def test_copying_goes_on_at_full_depth_although_the_host_is_a_step_behind(target
         lengths.append(engine.stats.tokens_per_pass)
     assert min(lengths) > 4
     assert lengths[1] > 0.8 * lengths[0]
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_rounds_of_suffix_drafts_go_deeper_than_a_drafter_may(target: Target, synchronous: bool) -> None:
+    """For few requests: fifteen deep where a drafter goes three deep, a step behind or not."""
+    prompt = (5, 9, 5, 9, 5, 9, 5, 9)
+    looping = replace(request(prompt).sampling, allowed_tokens=frozenset({5}))
+    deep = Speculation(mode="fixed", depth=15, method="suffix")
+    engine = round_engine(target, None, with_suffix(max_depth=3), synchronous=synchronous)
+    (answer,) = run(engine, [request(prompt, max_new_tokens=120, speculation=deep, sampling=looping)])
+    assert answer.tokens == (5,) * 120
+    assert engine.stats.tokens_per_pass > 8
+
+
+def test_many_requests_draft_no_deeper_than_a_drafter_may(target: Target, quoting: list[tuple[int, ...]]) -> None:
+    engine = round_engine(target, None, with_suffix(max_depth=3))
+    deep = Speculation(mode="fixed", depth=15, method="suffix")
+    for prompt in quoting[:6]:
+        engine.submit(request(prompt, max_new_tokens=40, speculation=deep))
+    most = 0
+    while engine.busy:
+        many = len(engine.scheduler.running) > OFFERED_ROWS and not engine.scheduler.waiting
+        drafted = [piece.drafted for piece in engine.step()]
+        most = max(most, *drafted) if many and len(drafted) > OFFERED_ROWS else most
+    assert most == 3
+
+
+def extend_every_round(monkeypatch: pytest.MonkeyPatch, engine: Engine, *, over_drafter: float = 100.0) -> None:
+    """From now on the drafter drafts for all, and what was looked up goes on behind its chains where it says the same.
+
+    It takes their place where it promises more than so many times what they do.
+    """
+    source = random.Random(6)
+    make_moody(engine, lambda: source.choice([1, 2, 3]))
+    monkeypatch.setattr("eyas.engine.suffix.proposer.POLICY", replace(POLICY, suffix_over_drafter=over_drafter))
+    monkeypatch.setattr(SuffixChoice, "round_depth", lambda *_: 0)
+    monkeypatch.setattr(
+        SuffixChoice,
+        "round_beyond",
+        lambda _self, batch, shapes, depth, _gains, _rate: max(shapes.offered_for(batch.rows), default=depth),
+    )
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_rounds_in_which_the_text_continues_a_drafters_chain_give_the_answers_without(
+    target: Target,
+    tiny_drafter: Drafter,
+    quoting: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = [request(prompt, max_new_tokens=30, speculation=OFF, **changes) for prompt in quoting[:4]]
+    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
+    engine = round_engine(target, tiny_drafter, with_suffix(max_depth=3), LateQueue(seed=1, haste=0.3))
+    extend_every_round(monkeypatch, engine)
+    continued = confirmed = 0
+    for _ in range(2):  # the second time the answers are there to be drafted
+        keys = [engine.submit(replace(one, speculation=AUTO)) for one in wanted]
+        tokens: dict[int, list[int]] = {key: [] for key in keys}
+        while engine.busy:
+            for piece in engine.step():
+                tokens[piece.key] += piece.tokens
+                assert len(piece.sources) == len(piece.tokens)
+                continued += piece.drafted > piece.suffix_drafted > 0
+                confirmed += {"drafter", "suffix"} <= set(piece.sources)
+            engine.scheduler.check()
+        assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
+    if len(expected[0].tokens) == 30:  # answers of a few tokens hardly repeat themselves
+        assert continued
+        assert confirmed
+    assert engine.controller.acceptance.rounds > 0, "the drafter's own drafts teach as ever"
+
+
+@pytest.mark.parametrize("over_drafter", [0.0, 1.0])
+def test_users_come_and_go_while_the_text_continues_chains_and_replaces_them(
+    target: Target,
+    tiny_drafter: Drafter,
+    quoting: list[tuple[int, ...]],
+    over_drafter: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = random.Random(9)
+    wanted = [request(source.choice(quoting), max_new_tokens=source.randrange(20, 60)) for _ in range(10)]
+    plain = [replace(one, speculation=OFF) for one in wanted]
+    expected = [answer.tokens for answer in run(Engine(target, None, config=with_suffix(suffix=None)), plain)]
+    per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
+    config = with_suffix(max_depth=3, max_model_len=128, memory=60 * per_block)
+    engine = round_engine(target, tiny_drafter, config, LateQueue(seed=3, haste=0.4))
+    extend_every_round(monkeypatch, engine, over_drafter=over_drafter)
+    left, tokens, preempted = list(wanted), dict[int, list[int]](), set[int]()
+    while left or engine.busy:
+        if left and source.random() < 0.9:
+            tokens[engine.submit(replace(left.pop(0), speculation=AUTO))] = []
+        for piece in engine.step():
+            tokens[piece.key] += piece.tokens
+        engine.scheduler.check()
+        preempted |= {seq.key for seq in engine.scheduler.requests if seq.preemptions}
+    assert [tuple(tokens[key]) for key in sorted(tokens)] == expected
+    assert engine.stats.suffix_accepted > 0
+    assert preempted
 
 
 def test_requests_in_all_modes_get_what_they_would_alone(

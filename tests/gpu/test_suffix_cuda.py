@@ -8,6 +8,7 @@ import pytest
 
 from engine.test_engine import OFF, request, run
 from engine.test_suffix_drafts import AUTO, FORCED, SAMPLINGS, quoting, with_suffix
+from engine.test_suffix_rounds import extend_every_round
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.target.model import Target
@@ -39,3 +40,22 @@ def test_captured_rounds_with_suffix_drafts_give_the_answers_without(
             assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
             if speculation is FORCED and again:
                 assert sum(answer.stats.suffix_accepted for answer in answers) > 0
+
+
+@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_captured_rounds_in_which_the_text_continues_a_drafters_chain_give_the_answers_without(
+    target: Target,
+    tiny_drafter: Drafter,
+    quoting: list[tuple[int, ...]],
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted = [request(prompt, max_new_tokens=30, speculation=OFF, **changes) for prompt in quoting[:4]]
+    expected = run(HostEngine(target, None, config=with_suffix(suffix=None)), wanted)
+    engine = Engine(target, copy.deepcopy(tiny_drafter).cuda(), config=with_suffix(max_depth=3))
+    assert engine.rounds is not None
+    extend_every_round(monkeypatch, engine)
+    for _ in range(2):
+        answers = run(engine, [replace(one, speculation=AUTO) for one in wanted])
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert engine.stats.accepted > engine.stats.suffix_accepted > 0

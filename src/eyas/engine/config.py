@@ -9,6 +9,7 @@ from eyas.drafter.cost import kv_bytes_per_token
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
+from eyas.engine.speculation.captured_plan import OFFERED
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
@@ -109,6 +110,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_depth=max(self.max_depth, 0 if self.tree is None else self.tree.depth),
             max_drafts=0 if self.tree is None else self.tree.budget,
+            max_offers=0 if self.suffix is None else min(OFFERED, self.suffix.deepest),
             max_num_batched_tokens=self.batched_tokens(device),
             block_size=self.block_size,
         )

@@ -410,7 +410,7 @@ class Engine:
             dtype=self.target.dtype,
             logits_dtype=runner.logits_dtype,
             chance=chance,
-            offers=self._suffix is not None,
+            max_offers=room.max_offers,
         )
         # Flat passes and trees: where they are not captured ahead, each shape would hold up a step when it is met.
         self._use_loop(rounds, replace(rounds.shapes, flat=False, trees=()), synchronous=synchronous)

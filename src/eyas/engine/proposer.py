@@ -64,8 +64,8 @@ class Proposes(Protocol):
         """Whether somebody learns from what this step takes."""
 
     @property
-    def by_drafter(self) -> bool:
-        """Whether the drafter drafts in a round that has drafts."""
+    def drafter_depth(self) -> int | None:
+        """How deep the drafter drafts in a round at most: None as deep as rows have room, 0 not at all."""
 
     @property
     def round_offers(self) -> Mapping[int, RoundOffer]:
@@ -123,7 +123,7 @@ class NoProposer:
     round_tree: Tree | None = None
     budget: int | None = None
     timed = False
-    by_drafter = False
+    drafter_depth: int | None = 0
     round_offers: Mapping[int, RoundOffer] = MappingProxyType({})
 
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
@@ -177,7 +177,7 @@ class NoProposer:
 class Proposer:
     """Drafts for the requests of a step by one drafter."""
 
-    by_drafter = True
+    drafter_depth: int | None = None
     round_offers: Mapping[int, RoundOffer] = MappingProxyType({})
 
     def __init__(

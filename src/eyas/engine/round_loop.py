@@ -34,6 +34,7 @@ from eyas.engine.proposer import Proposes
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.launched_round import LaunchedRound
 from eyas.engine.runner.round_runner import RoundRunner
+from eyas.engine.runner.round_state import SentOffer
 from eyas.engine.runner.sampling_needs import needs_mask
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.choice import Choice
@@ -42,6 +43,7 @@ from eyas.engine.speculation.observations import CatchUpTiming, ChainOutcomes, D
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.speculation.suffix_acceptance import RoundOffer
 from eyas.engine.verify import outcome_of_tree, sampling_metadata
+from eyas.kernels.round_offers import LOOKED_UP
 from eyas.plan.shapes import CHAIN
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,11 @@ class StepInFlight:
     """Whether somebody learns from what its passes take."""
     offers: Mapping[int, RoundOffer]
     """What the host looked up for it, by request."""
+
+    @property
+    def has_offers(self) -> bool:
+        """Whether some of that was sent: then it may have taken longer than a step that is like it otherwise."""
+        return any(offer.sent for offer in self.offers.values())
 
 
 class RoundLoop:
@@ -196,7 +203,7 @@ class RoundLoop:
                     calibration=calibration,
                     tree=tree,
                     offers=_sent(decoding, step.offers) if step.offers else (),
-                    by_drafter=self._proposer.by_drafter,
+                    drafter_depth=self._proposer.drafter_depth,
                 )
             )
         if decoding and reading:
@@ -266,7 +273,7 @@ class RoundLoop:
             seconds = now - self._landed_at
             if step.choice is not None:
                 report.seconds, report.thinking = seconds, self._thinking
-            elif step.repeated is not None and step.repeated.under_way is not None:
+            elif step.repeated is not None and step.repeated.under_way is not None and not step.has_offers:
                 like, requests = step.repeated.under_way, len(step.scheduled.rows)
                 report.repeated = RepeatedStep(like, requests, seconds, thinking=self._thinking)
         self._landed_at, self._thinking = now, 0.0
@@ -297,9 +304,12 @@ class RoundLoop:
             room = seq.limit - len(seq.tokens)
             most = max(0, min(row.drafts, depth, room - 1)) if depth else 0
             offer = offers.get(seq.key) if offers else None
-            by_suffix = 0 if offer is None else offer.standing(seq.tokens, most)
-            of_drafter = most if launched.by_drafter and not by_suffix else 0
-            offered = by_suffix or of_drafter
+            of_drafter, by_suffix = min(most, launched.drafter_depth) if follows(seq) else 0, 0
+            if offer is not None and offer.sent and depth:
+                looked_up = [sure == LOOKED_UP for sure in results.confidences[number][:most]]
+                by_suffix = sum(looked_up)
+                of_drafter = looked_up.index(True) if by_suffix else of_drafter
+            offered = of_drafter + by_suffix
             if results.verified is not None:
                 offered = min(row.drafts if of_trees else of_drafter, results.verified[number])
             drafter_length = launched.drafter_read(row, seq.target_length) if reads and follows(seq) else 0
@@ -330,8 +340,8 @@ class RoundLoop:
                 seqs.append(seq)
                 numbers.append(number)
                 made.append(of_drafter)
-                drafted.append(offered)
-                accepted.append(taken)
+                drafted.append(min(offered, of_drafter))
+                accepted.append(min(taken, of_drafter) if by_suffix else taken)
         if seqs and results.trees is not None:
             grown = [results.trees[number] for number in numbers]
             report.rounds += [
@@ -350,14 +360,15 @@ class RoundLoop:
             self._proposer.follow_drift(seqs, drafted, accepted)
 
     def _note_times(self, launched: LaunchedRound, report: StepReport) -> None:
-        rows, depth = len(launched.rows), launched.line.depth
+        rows = len(launched.rows)
         if launched.caught_up is not None:
             report.catch_up = CatchUpTiming(requests=rows, seconds=launched.catch_up_seconds)
         tree = launched.line.tree
         if launched.by_drafter:
+            deeper = launched.drafter_depth - 1
             report.draft = DraftTiming(
-                passes=depth,
-                tokens=launched.bucket * (launched.reads + (depth - 1) * (1 if tree is None else tree.width)),
+                passes=1 + deeper,
+                tokens=launched.bucket * (launched.reads + deeper * (1 if tree is None else tree.width)),
                 seconds=launched.draft_seconds,
                 trees=tree is not None,
                 rows=launched.bucket,
@@ -369,10 +380,13 @@ class RoundLoop:
         )
 
 
-def _sent(rows: Sequence[ScheduledRow], offers: Mapping[int, RoundOffer]) -> list[tuple[int, Sequence[int]] | None]:
-    """Of each row what is sent to the device: tokens that were known, and those expected behind them."""
-    made: list[tuple[int, Sequence[int]] | None] = []
+def _sent(rows: Sequence[ScheduledRow], offers: Mapping[int, RoundOffer]) -> list[SentOffer | None]:
+    """Of each row what is sent to the device."""
+    made: list[SentOffer | None] = []
     for row in rows:
         offer = offers.get(row.seq.key)
-        made.append((offer.known, offer.offer.tokens) if offer is not None and offer.sent else None)
+        if offer is None or not offer.sent:
+            made.append(None)
+        else:
+            made.append(SentOffer(offer.known, offer.offer.tokens, offer.confirmed))
     return made

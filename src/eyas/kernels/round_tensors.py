@@ -30,4 +30,5 @@ class RoundTensors(Protocol):
     """float32."""
     depth_R: Tensor
     offers_RC: Tensor
-    """Of each row tokens that the host knew, how many it expects behind them, and these."""
+    """Of each row tokens that the host knew, how many it expects behind them, whether the drafter is to confirm them,
+    and they themselves."""

@@ -38,12 +38,19 @@ class Room:
     max_depth: int = 7
     max_drafts: int = 0
     """Drafts of a request that may be verified, where trees have more than the deepest chain."""
+    max_offers: int = 0
+    """The same of those that the host looks up, for few requests: no more than trees have."""
     block_size: int = 16
 
     @property
     def recorded_rows(self) -> int:
         """The most rows of a captured step."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def ring(self) -> int:
+        """Positions of a request whose states can wait for the drafter."""
+        return ring_length(max(self.max_depth, self.max_offers))
 
     @property
     def recorded_tokens(self) -> int:
@@ -142,7 +149,7 @@ def recorded_bytes(*, vocab_size: int, states: int, room: Room, element: int) ->
     What else a slot holds, some numbers and a block table, is thousands of times less and not counted.
     """
     logits = (max(room.recorded_tokens, room.recorded_rows) + 1) * vocab_size * FLOAT32
-    return logits + (room.recorded_rows + 1) * ring_length(room.max_depth) * states * element
+    return logits + (room.recorded_rows + 1) * room.ring * states * element
 
 
 def ring_length(max_depth: int) -> int:

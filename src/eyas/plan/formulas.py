@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from eyas.drafter.cost import BYTES_PER_ELEMENT
-from eyas.plan.footprint import CUDA_RUNTIME, FLOAT32, drafter_bits, ring_length
+from eyas.plan.footprint import CUDA_RUNTIME, FLOAT32, drafter_bits
 from eyas.plan.forecast import SPARE, Forecast
 from eyas.plan.kv_cache_dtype import kv_element
 from eyas.plan.memory import blocks_of
@@ -74,7 +74,7 @@ def _room(forecast: Forecast) -> dict[str, str]:
         rows, tokens = room.recorded_rows, max(room.recorded_tokens, room.recorded_rows)
         said["recorded"] = (
             f"({tokens:,} + 1) tokens x {decoder.vocab_size:,} logits x {FLOAT32} bytes + ({rows:,} + 1) requests x "
-            f"{ring_length(room.max_depth)} positions x {states:,} of states x {element} bytes"
+            f"{room.ring} positions x {states:,} of states x {element} bytes"
         )
         said["runtime"] = f"{CUDA_RUNTIME:,} bytes, assumed: context and libraries of the device"
     return said

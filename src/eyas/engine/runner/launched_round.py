@@ -56,8 +56,8 @@ class LaunchedRound:
     """What comes of it: the drafts of a row, real or not, among it."""
     reads: int
     """States of a row that the drafter reads before it drafts."""
-    by_drafter: bool
-    """Whether it has drafted: without, all drafts are the host's."""
+    drafter_depth: int
+    """How deep that has drafted; deeper ones are the host's, and all of them if this is 0."""
     caught_up: Mark | None
     """Where the drafter began to read what waited but for the last state, if it did so before all else."""
     began: Mark
@@ -125,6 +125,11 @@ class LaunchedRound:
         logprob_Q, top_logprob_QK = (x.contiguous().view(torch.float64) for x in (told_QC[:, 0], told_QC[:, split:]))
         columns = token_Q, logprob_Q, told_QC[:, 1], told_QC[:, 2:split], top_logprob_QK
         return tuple(LogprobsTensors(*(column[:count] for column in columns)).tell([asked] * count))
+
+    @property
+    def by_drafter(self) -> bool:
+        """Whether the drafter has drafted."""
+        return self.drafter_depth > 0
 
     @property
     def drafter_reads(self) -> bool:

@@ -63,11 +63,11 @@ class RoundGraphs:
         blocks: int,
         tree: Tree | None,
         chance: float | None,
-        offers: bool = False,
+        max_offers: int = 0,
     ) -> None:
         """`blocks` is how many rows usually have at most; captured ahead are passes of that many.
 
-        With `offers` the host may look up drafts.
+        The host may look up `max_offers` drafts of a request.
         """
         self.capture, self._queue = capture, queue
         self._state, self._target, self._drafter, self._sampling = state, target, drafter, sampling
@@ -79,13 +79,14 @@ class RoundGraphs:
         self.shapes = CapturedShapes(
             rows=self._rows,
             depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0}))
-            if drafter or offers
+            if drafter or max_offers
             else (),
             most_tokens=most_tokens,
             flat=drafter is not None,
             trees=tuple(self._considered()) if tree is None else (),
+            offered=(max_offers,) if max_offers > max_depth else (),
         )
-        self._forced_tree, self._offers = None if drafter is None else tree, offers
+        self._forced_tree, self._offers = None if drafter is None else tree, max_offers > 0
         self.nodes: dict[tuple[int, ...], TreeNodes] = {}
         """Memory of trees, by rows, depth, width and budget."""
 
@@ -105,6 +106,19 @@ class RoundGraphs:
         """Memory taken beside the state."""
         return self.capture.bytes + sum(nodes.bytes for nodes in self.nodes.values())
 
+    def most_reads(self, rows: int) -> int:
+        """The most states of a row that a draft reads: those of the deepest pass that so many may have had."""
+        return 1 + max((self._deepest - 1, *self.shapes.offered_for(rows)))
+
+    def _own_depths(self, rows: int, depth: int) -> list[int]:
+        """How deep a drafter may have drafted where a pass has offers: not at all, as deep, or any if it cannot."""
+        if self._drafter is None:
+            return [0]
+        return [0, *self.shapes.depths_for(rows)] if depth >= self._deepest else [0, depth]
+
+    def _depths_for(self, rows: int) -> list[int]:
+        return self.shapes.offered_for(rows) if self._offers else self.shapes.depths_for(rows)
+
     def chunk_rows_for(self, rows: int) -> int:
         """Chunks of prompts that are read together with so many."""
         return next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
@@ -122,22 +136,23 @@ class RoundGraphs:
         for rows in self._rows:
             if self._drafter is not None:
                 self.catching_up(rows, blocks)
-            for depth, needs in product((0, *self.shapes.depths_for(rows)), (NOTHING, Needs(sampled=True))):
+            for depth, needs in product((0, *self._depths_for(rows)), (NOTHING, Needs(sampled=True))):
                 if rows > self._most_tokens:
                     continue
+                own = self._drafter is not None and depth < self._deepest  # whether the drafter goes so deep
                 for flat_tokens in (None, *self.shapes.flat_tokens(rows, depth)):
                     self.verifying(rows, blocks, depth, flat_tokens)
                 if depth == 0:
                     self.verifying(rows, blocks, depth, followed=False)
                 self.sampling(rows, depth, needs, masked=False)
-                for keep in self._manners if self._offers and depth else ():
-                    self.placing(rows, depth, keep=keep)
-                for reads in {1 + depth, self._deepest} if depth and self._drafter is not None else ():
+                for own_depth in self._own_depths(rows, depth) if self._offers and depth else ():
+                    self.placing(rows, depth, own_depth)
+                for reads in {1 + depth, self.most_reads(rows)} if depth and own else ():
                     self.drafting(rows, blocks, reads, depth, needs)
             for trees, needs in product(self._trees_for(rows), (NOTHING, Needs(sampled=True))):
                 self.verifying_trees(trees, blocks)
                 self.sampling_trees(trees, needs)
-                for reads in {1 + trees.depth, self._deepest}:
+                for reads in {1 + trees.depth, self.most_reads(rows)}:
                     self.drafting_trees(trees, blocks, reads, needs)
         return len(self.capture)
 
@@ -160,11 +175,11 @@ class RoundGraphs:
             return ended.seconds_since(began) / REHEARSALS
 
         for rows in sorted({*self._rows[::2], self._rows[-1]}):
-            for depth in (0, *self.shapes.depths_for(rows)):
+            for depth in (0, *self._depths_for(rows)):
                 sample = self.sampling(rows, depth, NOTHING, masked=False)
                 target = self.verifying(rows, blocks, depth)
                 drafter = None
-                if depth and self._drafter is not None:
+                if depth and depth < self._deepest and self._drafter is not None:
                     drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING)
                 queue.run(self._state.blank_rows)
                 (alone if rows == 1 else verify)[rows * (1 + depth)] = seconds(target, partial(sample, None))
@@ -216,10 +231,10 @@ class RoundGraphs:
         )
         return self._captured(DRAFT, (rows, reads, depth, blocks, cuts), function)
 
-    def placing(self, rows: int, depth: int, *, keep: bool) -> Callable[[], object]:
-        """Drafts that the host has looked up; `keep` those of a drafter elsewhere."""
-        function = partial(round_passes.place, state=self._state, rows=rows, depth=depth, keep=keep)
-        return self._captured(PLACE, (rows, depth, keep), function)
+    def placing(self, rows: int, depth: int, own_depth: int) -> Callable[[], object]:
+        """Drafts that the host has looked up; elsewhere those of a drafter, which are so deep."""
+        function = partial(round_passes.place, state=self._state, rows=rows, depth=depth, own_depth=own_depth)
+        return self._captured(PLACE, (rows, depth, own_depth), function)
 
     def verifying(
         self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None, *, followed: bool = True

@@ -1,7 +1,7 @@
 """A round on the device: passes over the requests of `RoundState`, in fixed shapes, for a CUDA graph to record.
 
     draft      the drafter reads the states that wait for it, then drafts a chain behind them, all depths at once
-    place      drafts that the host has looked up, instead of the drafter's or without one
+    place      drafts that the host has looked up, instead of the drafter's, behind them or without one
     verify     the target over the newest token and its drafts: logits, and states into the ring
     sample     the target's own token behind each, drafts that equal it, and what that makes of the request
     read       the target over chunks of prompts, flat, and the drafter with it; `sample` ends those that are complete
@@ -124,9 +124,9 @@ def draft(
     return state.drafts_RK[:rows, :depth]
 
 
-def place(_: Numbers, *, state: RoundState, rows: int, depth: int, keep: bool) -> Tensor:
-    """Drafts of the host's offers where they stand, left in `state`; `keep`: elsewhere the drafter's, if any."""
-    return place_offers(state, rows=rows, depth=depth, keep=keep)
+def place(_: Numbers, *, state: RoundState, rows: int, depth: int, own_depth: int) -> Tensor:
+    """Drafts of the host's offers where they stand, left in `state`; elsewhere the drafter's, which are so deep."""
+    return place_offers(state, rows=rows, depth=depth, own_depth=own_depth)
 
 
 def verify(

@@ -29,7 +29,7 @@ from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.launched_round import LaunchedRound
 from eyas.engine.runner.round_graphs import RoundGraphs
 from eyas.engine.runner.round_passes import RoundDrafter, RoundLine, RoundTarget
-from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.round_state import RoundState, SentOffer
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.scheduler import ScheduledRow
@@ -61,11 +61,12 @@ class RoundRunner:
         logits_dtype: torch.dtype,
         tree: Tree | None = None,
         chance: float | None = None,
-        offers: bool = False,
+        max_offers: int = 0,
     ) -> None:
+        """The host may look up `max_offers` drafts of a request, which may be more than a drafter's `max_depth`."""
         device = capture.device
         self.capture, self.queue, self.chance = capture, queue, chance
-        self._deepest, self._most_tokens = max_depth + 1, most_tokens
+        self._most_tokens = most_tokens
         self._calibration: Sequence[tuple[float, float]] = ()
         """As the device has it."""
         most_blocks = -(-max_model_len // cache.block_size)
@@ -89,7 +90,12 @@ class RoundRunner:
                 remembers=drafter.remembers,
             )
         self.state = RoundState(
-            slots=max_num_seqs, blocks=widest, max_depth=max_depth, like_X=like_X, device=device, offers=offers
+            slots=max_num_seqs,
+            blocks=widest,
+            max_depth=max(max_depth, max_offers),
+            like_X=like_X,
+            device=device,
+            offers=max_offers > 0,
         )
         self.sampling = SlotSampling(max_num_seqs, vocab_size, device)
         self.graphs = RoundGraphs(
@@ -106,7 +112,7 @@ class RoundRunner:
             blocks=self._usual_blocks,
             tree=tree,
             chance=chance,
-            offers=offers,
+            max_offers=max_offers,
         )
         self.shapes = self.graphs.shapes
         self._stays = [NOBODY] * max_num_seqs
@@ -172,13 +178,14 @@ class RoundRunner:
         budget: int | None = None,
         calibration: Sequence[tuple[float, float]] = (),
         tree: Tree | None = None,
-        offers: Sequence[tuple[int, Sequence[int]] | None] = (),
-        by_drafter: bool = True,
+        offers: Sequence[SentOffer | None] = (),
+        drafter_depth: int | None = None,
     ) -> LaunchedRound:
         """Get a round of requests that decode under way, with up to `row.drafts` drafts for each.
 
-        `offers` are, for some rows, tokens that the host knew and those that it expects behind them: where the request
-        has come to be as expected, they are its drafts, and else those of the drafter, unless that is left out.
+        `offers` are, for some rows, what the host has looked up: where the request has come to be as expected, they are
+        its drafts, and else those of the drafter. That drafts no deeper than `drafter_depth`, if one is given, and not
+        at all if it is 0: then deeper ones are the host's.
 
         With a budget, so many drafts of all together are verified, or a few more: those that are likeliest to survive,
         given what the drafter's confidence is worth (`Acceptance.calibration`). With a tree, each grows one within
@@ -198,14 +205,16 @@ class RoundRunner:
         else:
             depth = self._depth_for(slot_R, drafts_R, bucket) if tree is None or drafts_R.any() else 0
             drafts_R = drafts_R.clip(max=depth)
-        by_drafter, placed = by_drafter and depth > 0 and self._drafter is not None, any(offers) and depth > 0
-        assert by_drafter or placed or not depth, "somebody drafts"
-        waiting, reads = int((self._waiting * self._follows)[slot_R].max()), 1 + depth
-        if by_drafter and waiting > reads:
-            reads = self._deepest
-        late = waiting > reads if by_drafter else waiting + 1 + depth > self.state.most_waiting
+        placed, own_depth = any(offers) and depth > 0, 0  # of the drafter
+        if self._drafter is not None:
+            own_depth = depth if drafter_depth is None else min(depth, self.shapes.depth_for(drafter_depth))
+        assert own_depth == depth or placed, "somebody drafts"
+        waiting, reads = int((self._waiting * self._follows)[slot_R].max()), 1 + own_depth
+        if own_depth and waiting > reads:
+            reads = self.graphs.most_reads(bucket)
+        late = waiting > reads if own_depth else waiting + 1 + depth > self.state.most_waiting
         if late:
-            reads = 1 + depth
+            reads = 1 + own_depth
         # Before the rows are sent: to capture a pass is to run it, for nobody.
         catch_up = self.graphs.catching_up(bucket, blocks) if late else None
         flat_tokens = None
@@ -213,11 +222,11 @@ class RoundRunner:
             draft: Callable[[], object] | None = self.graphs.drafting_trees(trees, blocks, reads, needs)
             verify, sample = self.graphs.verifying_trees(trees, blocks), self.graphs.sampling_trees(trees, needs)
         else:
-            draft = self.graphs.drafting(bucket, blocks, reads, depth, needs) if by_drafter else None
+            draft = self.graphs.drafting(bucket, blocks, reads, own_depth, needs) if own_depth else None
             flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
             verify = self.graphs.verifying(bucket, blocks, depth, flat_tokens, followed=self._are_followed(slot_R))
             sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
-        place = self.graphs.placing(bucket, depth, keep=by_drafter) if placed else None
+        place = self.graphs.placing(bucket, depth, own_depth) if placed else None
 
         if flat_tokens is not None and calibration is not self._calibration:
             self._calibration = calibration
@@ -241,7 +250,7 @@ class RoundRunner:
             )
             drafted = self.queue.mark()
         self.queue.run(verify)
-        known = 0 if by_drafter else 1 if late else self._waiting[slot_R]
+        known = 0 if own_depth else 1 if late else self._waiting[slot_R]
         self._waiting[slot_R] = known + 1 + drafts_R.clip(max=depth)
         grown = None if trees is None else Tree(depth=depth, width=trees.width, budget=trees.budget)
         launched = LaunchedRound(
@@ -250,7 +259,7 @@ class RoundRunner:
             bucket=bucket,
             line=RoundLine(depth=depth, alternatives=needs.logprobs, tree=grown),
             reads=reads,
-            by_drafter=by_drafter,
+            drafter_depth=own_depth,
             caught_up=caught_up,
             began=began,
             drafted=drafted,
@@ -292,7 +301,7 @@ class RoundRunner:
             bucket=bucket,
             line=RoundLine(depth=0, alternatives=needs.logprobs),
             reads=0,
-            by_drafter=False,
+            drafter_depth=0,
             caught_up=None,
             began=began,
             drafted=None,

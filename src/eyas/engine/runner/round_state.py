@@ -26,7 +26,7 @@ Shapes: S slots and one, R rows, P blocks of a request, X concatenated auxiliary
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,17 @@ from torch import Tensor
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.speculation.policy import POLICY
 from eyas.plan.footprint import ring_length
+
+
+class SentOffer(NamedTuple):
+    """What the host has looked up for a row, perhaps a step ago."""
+
+    known: int
+    """Tokens of the request that it knew."""
+    expected: Sequence[int]
+    """Those behind them."""
+    confirmed: bool = False
+    """Whether they are to be drafted only where the drafter drafts the same, as far as it drafts."""
 
 
 class RoundState:
@@ -78,7 +89,7 @@ class RoundState:
         self.depth_R = torch.zeros(slots, dtype=torch.int64, device=device)
         # The step before may give 1 + max_depth of the expected tokens, and max_depth more are drafted.
         self.most_expected = 2 * max_depth + 1
-        self.offers_RC = torch.zeros(slots * offers, 2 + self.most_expected, dtype=torch.int64, device=device)
+        self.offers_RC = torch.zeros(slots * offers, 3 + self.most_expected, dtype=torch.int64, device=device)
         # Lines of the drafter's own word until the host knows better.
         cells = POLICY.calibrated_depths * POLICY.confidence_bins
         self.calibration_C2 = torch.tensor([[0.0, 1.0]], device=device).repeat(cells, 1)
@@ -129,14 +140,14 @@ class RoundState:
         sent_3R = to_send(numbers, self.device)
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
 
-    def send_offers(self, queue: DeviceQueue, offers: Sequence[tuple[int, Sequence[int]] | None]) -> None:
-        """Of the rows of the next pass, tokens that are known, and those that are expected behind them."""
+    def send_offers(self, queue: DeviceQueue, offers: Sequence[SentOffer | None]) -> None:
+        """What was looked up for the rows of the next pass."""
         numbers = np.zeros(self.offers_RC.shape, dtype=np.int64)
         for row, offer in enumerate(offers):
             if offer is not None:
-                known, expected = offer[0], offer[1][: self.most_expected]
-                numbers[row, 0], numbers[row, 1] = known, len(expected)
-                numbers[row, 2 : 2 + len(expected)] = expected
+                expected = offer.expected[: self.most_expected]
+                numbers[row, :3] = offer.known, len(expected), offer.confirmed
+                numbers[row, 3 : 3 + len(expected)] = expected
         sent_RC = to_send(numbers, self.device)
         queue.run(lambda: self.offers_RC.copy_(sent_RC, non_blocking=True))
 

@@ -24,6 +24,11 @@ FLAT_TILE = 8
 
 DEEP_ROWS = 64
 """Requests up to which all depths are considered; more of them fill a pass with fewer drafts of each."""
+OFFERED = 15
+"""The deepest drafts that the host looks up: they take no pass of a drafter, and with the newest token are as many as a
+pass reads in the time of one."""
+OFFERED_ROWS = 4
+"""Requests up to which those may be deeper than the drafter's."""
 SHALLOW = 3
 """The deepest draft for more of them, so that there are not too many shapes."""
 
@@ -41,6 +46,8 @@ class CapturedShapes:
     flat: bool = False
     """Whether there are flat passes."""
     trees: tuple[Shape, ...] = ()
+    offered: tuple[int, ...] = ()
+    """Depths beyond, of drafts that the host looks up."""
 
     def rows_for(self, rows: int) -> int:
         """Rows of a pass for so many requests."""
@@ -49,13 +56,20 @@ class CapturedShapes:
 
     def depth_for(self, depth: int) -> int:
         """Drafts of each row in a pass for drafts that deep."""
-        return 0 if not depth else next((deeper for deeper in self.depths if deeper >= depth), depth)
+        return 0 if not depth else next((deeper for deeper in (*self.depths, *self.offered) if deeper >= depth), depth)
 
     def depths_for(self, rows: int) -> list[int]:
         """Depths that so many requests may be drafted for."""
         bucket = self.rows_for(rows)
         deepest = SHALLOW if bucket > DEEP_ROWS else self.depths[-1] if self.depths else 0
         return [depth for depth in self.depths if depth <= deepest and bucket * (1 + depth) <= self.most_tokens]
+
+    def offered_for(self, rows: int) -> list[int]:
+        """The same where the host looks drafts up."""
+        bucket, deeper = self.rows_for(rows), list[int]()
+        if bucket <= OFFERED_ROWS:
+            deeper = [depth for depth in self.offered if bucket * (1 + depth) <= self.most_tokens]
+        return self.depths_for(rows) + deeper
 
     def trees_for(self, rows: int) -> list[Shape]:
         """Trees that so many requests may grow."""

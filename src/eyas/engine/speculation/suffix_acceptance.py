@@ -54,16 +54,13 @@ class RoundOffer:
     """Tokens of the request when it was made: it says what follows them."""
     ahead: int
     """The most of these that the step under way may give."""
+    most: int
+    """The most drafts that the request may have."""
     offer: SuffixOffer
     sent: bool = False
     """Whether it was sent to the device, to be drafted."""
-
-    def standing(self, tokens: Sequence[int], most: int) -> int:
-        """How many of so many drafts it makes behind the request's tokens, now that they are known; 0: it is void."""
-        expected, came = self.offer.tokens, tokens[self.known :]
-        if not self.sent or tuple(came) != expected[: len(came)]:
-            return 0
-        return max(0, min(len(expected) - len(came), most))
+    confirmed: bool = False
+    """Then only behind what the drafter drafts, and only where that is the same as far as it goes."""
 
 
 class SuffixAcceptance:

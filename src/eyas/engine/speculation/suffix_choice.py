@@ -137,7 +137,7 @@ class SuffixChoice:
 
         All of its shape is paid. It must promise more tokens per second than plain steps, and than the drafter's plan.
         """
-        costs, rows, depths = self._costs, batch.rows, shapes.depths_for(batch.rows)
+        costs, rows, depths = self._costs, batch.rows, shapes.offered_for(batch.rows)
         verify, tokens = costs.verify_of(rows), costs.plain_tokens(rows)
         if not depths or not any(survivals) or not verify.tells_any:
             return 0
@@ -156,6 +156,23 @@ class SuffixChoice:
         best = max(depths, key=rate)
         least = max((1 + POLICY.suffix_least_gain) * rate(0), POLICY.suffix_over_drafter * drafter_rate)
         return best if rate(best) > least else 0
+
+    def round_beyond(
+        self, batch: DecodingBatch, shapes: CapturedShapes, depth: int, gains: Collection[Sequence[float]], rate: float
+    ) -> int:
+        """How deep a captured round goes whose drafter drafts `depth` deep; that, where more does not pay.
+
+        `gains` are the chances of each request's drafts beyond.
+        """
+        verify, tokens = self._costs.verify_of(batch.rows), self._costs.plain_tokens(batch.rows)
+        best, most, own = POLICY.suffix_least_gain * batch.rows, depth, tokens * (1 + depth)
+        for deeper in set(shapes.offered) & set(shapes.offered_for(batch.rows)):
+            if deeper > depth and verify.tells(own) and verify.tells(tokens * (1 + deeper)):
+                seconds = verify.at(tokens * (1 + deeper), batch.context) - verify.at(own, batch.context)
+                net = sum(sum(row[: deeper - depth]) for row in gains) - max(rate, self.rate(batch)) * seconds
+                if net > best:
+                    best, most = net, deeper
+        return most
 
     def _trial(self, survivals: Mapping[int, Sequence[float]]) -> dict[int, int]:
         """Drafts of a pass that is run because nobody knows what such passes take."""

@@ -42,20 +42,21 @@ class SuffixDrafts:
         return self.answers.bytes + sum(text.index.bytes for text in self._texts.values())
 
     def offer(
-        self, seq: SequenceState, most: int, ahead: Sequence[int] = (), *, agreed: bool = False
+        self, seq: SequenceState, most: int, ahead: Sequence[int] = (), *, agreed: bool = False, under_way: int = 0
     ) -> SuffixOffer | None:
         """The most promising continuation behind a request's tokens, or behind tokens that may come next; None: none.
 
-        Of at most so many tokens. What may come next is `agreed` where it is what the text itself leads to.
+        Of at most so many tokens; so many more while as many may be `under_way`, which it must tell first. What may
+        come next is `agreed` where it is what the text itself leads to.
         """
         text, config = self._follow(seq), self.config
         context = [*seq.tokens[-config.max_tree_depth :], *ahead][-config.max_tree_depth :]
-        most = min(most, config.deepest)
+        most = min(most, config.deepest) + under_way
         own = text.index.propose(context, most, ahead=len(ahead))
         shared = self.answers.propose(seq.request.cache_salt, context, most)
         best, promised, behind = None, 0.0, bool(ahead) and not agreed
         for found in (own, shared):
-            offer = None if found is None else self._within(found, shared=found is shared, behind=behind)
+            offer = None if found is None else self._within(found, under_way, shared=found is shared, behind=behind)
             if offer is not None and (promise := sum(self.acceptance.survivals(seq.key, offer))) > promised:
                 best, promised = offer, promise
         return best
@@ -80,10 +81,10 @@ class SuffixDrafts:
             text.taken = len(seq.tokens)
         return text
 
-    def _within(self, found: Continuation, *, shared: bool, behind: bool) -> SuffixOffer | None:
-        """A continuation as far as the limits allow."""
+    def _within(self, found: Continuation, under_way: int, *, shared: bool, behind: bool) -> SuffixOffer | None:
+        """A continuation as far as the limits allow, and as many tokens more as are under way."""
         config = self.config
-        most = min(len(found.tokens), max(1, int(config.max_spec_factor * found.match)))
+        most = min(len(found.tokens), max(1, int(config.max_spec_factor * found.match)) + under_way)
         count = 0
         while count < most and found.votes[count] >= config.min_token_prob * found.voters[count]:
             count += 1

@@ -55,8 +55,8 @@ class SuffixProposer:
         """Of rounds, where these live on the device (`round_loop.py`)."""
         self.round_offers: dict[int, RoundOffer] = {}
         """What was looked up for requests of the next round."""
-        self.by_drafter = True
-        """Whether the drafter drafts in the next round, if anybody does."""
+        self.drafter_depth: int | None = None
+        """How deep the drafter drafts in the next round at most."""
         self._plan_rate = 0.0
         """Tokens per second that the drafter's latest plan promises; 0: it drafts nothing."""
 
@@ -80,12 +80,12 @@ class SuffixProposer:
     @property
     def round_tree(self) -> Tree | None:
         """What the requests of a round grow."""
-        return self.inner.round_tree if self.by_drafter else None
+        return self.inner.round_tree if self.drafter_depth != 0 else None
 
     @property
     def budget(self) -> int | None:
         """Drafts of the drafter that are verified in this step; None: all."""
-        return self.inner.budget if self.by_drafter else None
+        return self.inner.budget if self.drafter_depth != 0 else None
 
     @property
     def timed(self) -> bool:
@@ -172,20 +172,22 @@ class SuffixProposer:
         """The same for a round on the device, which is launched before the one before it has landed.
 
         Either all drafts of a round are suffix drafts, and the drafter does not run; or it runs for all, as it does
-        without any, and suffix drafts that promise more are verified in the place of its own, for free.
+        without any, suffix drafts that promise more are verified in the place of its own, for free, and where it is
+        worth a larger pass they go on behind chains that say the same.
         """
-        self.round_offers, self.by_drafter, self._taken = {}, True, {}
-        depths = shapes.depths_for(len(decoding)) if 0 < len(decoding) <= MOST_IN_A_ROUND else []
+        self.round_offers, self.drafter_depth, self._taken = {}, None, {}
+        depths = shapes.offered_for(len(decoding)) if 0 < len(decoding) <= MOST_IN_A_ROUND else []
         forced = 0
         for seq in decoding if depths else ():
             speculation = seq.request.speculation
             if not speculation.by_suffix:
                 continue
             ahead = sum(flight.most for flight in seq.flights)
-            most = ahead + min(depths[-1], speculation.depth or depths[-1])
-            offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
+            most = min(depths[-1], speculation.depth or depths[-1])
+            left = seq.limit - len(seq.tokens) - 1
+            offer = self.drafts.offer(seq, min(most, left - ahead), under_way=ahead) if left > ahead else None
             if offer is not None:
-                self.round_offers[seq.key] = RoundOffer(known=len(seq.tokens), ahead=ahead, offer=offer)
+                self.round_offers[seq.key] = RoundOffer(known=len(seq.tokens), ahead=ahead, most=most, offer=offer)
                 forced = max(forced, min(speculation.depth or 0, depths[-1]))
         survivals = {
             key: self.drafts.acceptance.survivals(key, offer.offer)[offer.ahead :]
@@ -200,32 +202,60 @@ class SuffixProposer:
             self.inner.left_out = frozenset(seq.key for seq in decoding) if depth else frozenset()
         slots = dict(self.inner.draft_slots(decoding))
         if depth:
-            self.by_drafter = False
+            self.drafter_depth = 0
             slots = {key: depth for key, chances in survivals.items() if chances}
             self._send(slots)
-            return slots
+            return self._within_most(slots)
         if self.inner.chosen is not None:
             self._plan_rate = self._rate()
         deepest = max(slots.values(), default=0)
         if deepest and self.round_tree is None and self.budget is None:
-            for key, chances in survivals.items():
-                if self._beats_drafter(key, slots.get(key, 0), chances):
-                    slots[key] = slots.get(key) or deepest  # which the pass has for every row
-                    self._send([key])
+            self._add_to_drafter(slots, survivals, batch, shapes, deepest)
         return slots
 
-    def _send(self, keys: Iterable[int]) -> None:
+    def _add_to_drafter(
+        self,
+        slots: dict[int, int],
+        survivals: Mapping[int, Sequence[float]],
+        batch: DecodingBatch,
+        shapes: CapturedShapes,
+        depth: int,
+    ) -> None:
+        """Offers for a round in which the drafter drafts so deep: in the place of its drafts, or behind them."""
+        own = {key: self._of_drafter(key, slots.get(key, 0)) for key, chances in survivals.items() if chances}
+        instead = [
+            key
+            for key, drafts in own.items()
+            if not drafts or sum(survivals[key][: len(drafts)]) > POLICY.suffix_over_drafter * sum(drafts)
+        ]
+        self._send(instead)
+        for key in instead:
+            slots[key] = slots.get(key) or depth  # which the pass has for every row
+        behind = {}
+        for key, drafts in own.items():
+            # Both are right, as if they knew nothing of each other; what the text has behind is right as ever then.
+            reached = 1.0 if key in instead else drafts[-1]
+            behind[key] = [reached * chance for chance in survivals[key][slots[key] :]]
+        deeper = self._choice.round_beyond(batch, shapes, depth, behind.values(), self._plan_rate)
+        if deeper > depth:
+            self.drafter_depth = depth
+            self._send([key for key in own if key not in instead], confirmed=True)
+            slots |= self._within_most(dict.fromkeys(own, deeper))
+
+    def _within_most(self, slots: Mapping[int, int]) -> dict[int, int]:
+        """No more than requests may have that were looked up."""
+        return {key: min(depth, self.round_offers[key].most) for key, depth in slots.items()}
+
+    def _send(self, keys: Iterable[int], *, confirmed: bool = False) -> None:
         """Let the offers of these be drafted."""
         for key in keys:
-            self.round_offers[key] = replace(self.round_offers[key], sent=True)
+            self.round_offers[key] = replace(self.round_offers[key], sent=True, confirmed=confirmed)
 
-    def _beats_drafter(self, key: int, depth: int, chances: Sequence[float]) -> bool:
-        """Whether suffix drafts promise more than so many of the drafter's."""
-        if not depth:
-            return bool(chances)
+    def _of_drafter(self, key: int, depth: int) -> Sequence[float]:
+        """The chances of so many of the drafter's drafts to be accepted at all."""
         acceptance = self._controller.acceptance
         (level,) = acceptance.levels([key])
-        return sum(chances[:depth]) > POLICY.suffix_over_drafter * sum(acceptance.survivals(level)[:depth])
+        return acceptance.survivals(level)[:depth]
 
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """Take what came in the place of an offer."""

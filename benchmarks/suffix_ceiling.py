@@ -1,0 +1,268 @@
+"""What drafts could give at most on this machine: measured times of passes, and answers replayed by one who knows them.
+
+    python benchmarks/suffix_ceiling.py repeating.jsonl --drafter smollm2-eagle3.1 --category rewrite --max-tokens 256
+
+A target answers greedily, one request at a time. At every place of an answer it is noted how many suffix drafts and how
+many of the drafter's would have been right. Then passes of 1 to 32 tokens are timed, the drafter's too, and the fastest
+way through each answer is found: in every step as many right drafts as pay, no wrong one, from whichever source is
+best. No controller can be faster. Ratios are to plain decoding:
+
+    any        every token is drafted rightly: what passes alone allow
+    suffix     suffix drafts from the request's own text
+    drafter    the drafter's, as deep as is best
+    both       one or the other in each step
+    behind     the same, and suffix drafts behind the drafter's
+
+Seconds are those that the thread computed, with one thread, so that it may run on a busy machine.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_speed import OFF, read_drafter, read_prompts, requests_of
+
+import eyas.engine.engine as engine_module
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
+from eyas.engine.request import Speculation
+from eyas.engine.speculation.draft import Draft
+from eyas.engine.verify import VerifyResult, verify
+from eyas.evaluate.evaluate import looping
+from eyas.kernels.suffix_index import SuffixIndex, SuffixLimits
+from eyas.loading import load_target
+
+DEPTH, LONGEST, MOST_TOKENS, REPEATS = 7, 24, 32, 7
+"""Depth of the drafter, the longest match of the text, tokens of the largest pass, and how often each is timed."""
+KINDS = ("any", "suffix", "drafter", "both", "behind")
+Move = tuple[int, float]
+"""Tokens that a step gives, and its seconds."""
+
+
+@dataclass(kw_only=True)
+class Replayed:
+    """An answer, and how many drafts would have been right behind each of its tokens but the last."""
+
+    answer: tuple[int, ...]
+    loops: bool
+    suffix: list[int] = field(default_factory=list)
+    drafter: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of the parts of a step."""
+
+    verify: Sequence[float]
+    """By tokens, from 1 on."""
+    verify_followed: Sequence[float]
+    """The same where a drafter follows."""
+    first: float
+    further: float
+    rest: float
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--drafter", default="smollm2-eagle3.1")
+    parser.add_argument("--category", action="append", help="only prompts of this category; may be given again")
+    parser.add_argument("--limit", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    target = load_target(arguments.target, dtype="auto", device="cpu", quantization=arguments.quantization)
+    prompts = read_prompts(arguments.prompts, target, arguments.limit, arguments.category)
+    config = EngineConfig(max_num_seqs=1, max_model_len=max(map(len, prompts)) + arguments.max_tokens)
+    engine = Engine(target, read_drafter(arguments.drafter, target), config=config, clock=time.thread_time)
+    answers, drafting = replay(engine, prompts, arguments.max_tokens)
+    times = time_passes(engine, max(prompts, key=len), drafting)
+    print("ms of a pass by tokens: " + ", ".join(f"{n} {1e3 * s:.1f}" for n, s in enumerate(times.verify, 1)))
+    print(f"first draft {1e3 * times.first:.1f} ms, further {1e3 * times.further:.1f}, else {1e3 * times.rest:.1f}")
+    record = {name: ceilings(some, times) for name, some in _kinds(answers).items() if some}
+    for name, row in record.items():
+        told = ", ".join(f"{key} {row[key]:.2f}x" for key in KINDS)
+        print(f"{name}: {row['answers']} answers, {row['tokens']} tokens, plain {row['plain']:.1f} tokens/s; {told}")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(record, indent=1))
+
+
+def _kinds(answers: Sequence[Replayed]) -> dict[str, list[Replayed]]:
+    return {"all": list(answers), "without loops": [answer for answer in answers if not answer.loops]}
+
+
+@dataclass(kw_only=True)
+class Drafting:
+    """What the drafter's passes took in each step."""
+
+    first: list[float] = field(default_factory=list)
+    further: list[float] = field(default_factory=list)
+    rest: list[float] = field(default_factory=list)
+
+
+def replay(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[list[Replayed], Drafting]:
+    """Answer prompts, drafting at every place: whatever is accepted, a step gives one token."""
+    drafted: dict[int, tuple[int, ...]] = {}
+
+    def one_by_one(*asked: Any) -> list[VerifyResult]:
+        results = []
+        for result in verify(*asked):
+            if result.row.samples and result.row.drafts:
+                drafted[len(result.row.seq.tokens) - result.row.seq.prompt_length] = result.draft.tokens
+                result = replace(result, nodes=[], tokens=result.tokens[:1])
+            results.append(result)
+        return results
+
+    drafting, answers = Drafting(), []
+    stops, deep = engine.target.stop_ids(), Speculation(mode="fixed", depth=DEPTH)
+    engine_module.verify = one_by_one  # type: ignore[attr-defined]
+    try:
+        for prompt in prompts:
+            drafted.clear()
+            engine.submit(*requests_of(engine.target, [prompt], max_tokens, deep))
+            tokens: list[int] = []
+            while engine.busy:
+                began = time.thread_time()
+                tokens += [token for piece in engine.step() for token in piece.tokens]
+                _note(drafting, engine, time.thread_time() - began)
+            answers.append(_compare(prompt, tuple(tokens), dict(drafted), stops))
+            print(f"{len(answers)} of {len(prompts)} answers", flush=True)
+    finally:
+        engine_module.verify = verify  # type: ignore[attr-defined]
+    return answers, drafting
+
+
+def _note(drafting: Drafting, engine: Engine, seconds: float) -> None:
+    report = engine.last_report
+    if report is None or report.draft is None or report.target is None or report.draft.first is None:
+        return
+    draft, first = report.draft, report.draft.first[1]
+    drafting.first.append(first)
+    drafting.further.append((draft.seconds - first) / max(1, draft.passes - 1))
+    drafting.rest.append(seconds - draft.seconds - report.target.seconds)
+
+
+def _compare(
+    prompt: tuple[int, ...], answer: tuple[int, ...], drafted: dict[int, tuple[int, ...]], stops: frozenset[int]
+) -> Replayed:
+    text, index = (*prompt, *answer), SuffixIndex(len(prompt) + len(answer), SuffixLimits(longest_match=LONGEST))
+    made = Replayed(answer=answer, loops=looping([token for token in answer if token not in stops]))
+    index.extend(prompt)
+    for at in range(1, len(answer)):
+        index.extend(answer[at - 1 : at])
+        found = index.propose(text[: len(prompt) + at][-LONGEST:], MOST_TOKENS - 1)
+        made.suffix.append(_right(() if found is None else found.tokens, answer[at:]))
+        made.drafter.append(_right(drafted.get(at, ()), answer[at:]))
+    return made
+
+
+def _right(drafts: Iterable[int], came: Sequence[int]) -> int:
+    count = 0
+    for draft, token in zip(drafts, came, strict=False):
+        if draft != token:
+            break
+        count += 1
+    return count
+
+
+@torch.inference_mode()
+def time_passes(engine: Engine, prompt: tuple[int, ...], drafting: Drafting) -> Times:
+    """Passes of every size behind a prompt; medians."""
+    key = engine.submit(*requests_of(engine.target, [prompt], 2 * MOST_TOKENS, OFF))
+    while not engine.scheduler.running or engine.scheduler.running[0].pending > 1:
+        engine.step()
+    seq, found = engine.scheduler.running[0], dict[bool, list[float]]()
+    for states in (False, True):
+        seconds: list[list[float]] = [[] for _ in range(MOST_TOKENS)]
+        for _ in range(REPEATS):
+            for drafts in range(MOST_TOKENS):
+                (row,) = engine.scheduler.plan(lambda _, drafts=drafts: {key: drafts}).rows  # type: ignore[misc]
+                chain = Draft(
+                    tokens=tuple(seq.tokens[:drafts]), parents=tuple(range(-1, drafts - 1)), confidences=(1.0,) * drafts
+                )
+                made = {key: chain} if drafts else {}
+                began = time.thread_time()
+                verify([row], made, engine.runner.run_rows([row], made, states=states))
+                seconds[drafts].append(time.thread_time() - began)
+        found[states] = [statistics.median(some) for some in seconds]
+    engine.cancel(key)
+    return Times(
+        verify=found[False],
+        verify_followed=found[True],
+        first=statistics.median(drafting.first),
+        further=statistics.median(drafting.further),
+        rest=max(0.0, statistics.median(drafting.rest)),
+    )
+
+
+class Ways:
+    """What a step can do at a place of an answer by one who knows it, with one source or several."""
+
+    def __init__(self, answer: Replayed, times: Times) -> None:
+        self.answer, self.times, self.count = answer, times, len(answer.suffix)
+
+    def any(self, at: int) -> list[Move]:
+        """Every draft is right."""
+        return self._text(self.count - 1 - at, self.times.verify)
+
+    def suffix(self, at: int) -> list[Move]:
+        """Of the text alone."""
+        return self._text(self.answer.suffix[at], self.times.verify)
+
+    def drafter(self, at: int) -> list[Move]:
+        """Of the drafter alone, or none."""
+        return self._text(0, self.times.verify_followed) + self._chains(at)
+
+    def both(self, at: int) -> list[Move]:
+        """Of one or the other."""
+        return self._text(self.answer.suffix[at], self.times.verify_followed) + self._chains(at)
+
+    def behind(self, at: int) -> list[Move]:
+        """The same, and of the text behind the drafter's."""
+        moves, followed = self.both(at), self.times.verify_followed
+        for own in range(1, 1 + self.answer.drafter[at]):
+            more = self.answer.suffix[at + own] if at + own < self.count else 0
+            most = min(more, MOST_TOKENS - 1 - own)
+            moves += [(1 + own + n, followed[own + n] + self._drafting(own)) for n in range(1, 1 + most)]
+        return moves
+
+    def _text(self, right: int, passes: Sequence[float]) -> list[Move]:
+        return [(1 + n, passes[n] + self.times.rest) for n in range(1 + min(right, MOST_TOKENS - 1))]
+
+    def _chains(self, at: int) -> list[Move]:
+        followed = self.times.verify_followed
+        return [(1 + own, followed[own] + self._drafting(own)) for own in range(1, 1 + self.answer.drafter[at])]
+
+    def _drafting(self, depth: int) -> float:
+        return self.times.first + (depth - 1) * self.times.further + self.times.rest
+
+
+def ceilings(answers: Sequence[Replayed], times: Times) -> dict[str, float]:
+    """The fastest ways through all of them, in parts of plain decoding."""
+    tokens = sum(len(answer.suffix) for answer in answers)
+    plain, ways = tokens * (times.verify[0] + times.rest), [Ways(answer, times) for answer in answers]
+    seconds = {name: sum(_fastest(way.count, getattr(way, name)) for way in ways) for name in KINDS}
+    ratios = {name: plain / taken for name, taken in seconds.items()}
+    return {"answers": len(answers), "tokens": tokens, "plain": tokens / plain, **ratios}
+
+
+def _fastest(count: int, moves: Callable[[int], list[Move]]) -> float:
+    """Seconds of the fastest way through so many tokens."""
+    left = [0.0] * (count + 1)
+    for at in reversed(range(count)):
+        left[at] = min(seconds + left[min(count, at + gained)] for gained, seconds in moves(at))
+    return left[0]
+
+
+if __name__ == "__main__":
+    main()
