@@ -91,7 +91,7 @@ class _Run:
 
     async def _ask(self) -> Json:
         """Ask until there is nothing to wait for; the last status."""
-        await self._probe("start", 0)
+        await self._probe("start", (await self._status())["learning"]["learner"]["drafter"]["number"])
         users = [asyncio.create_task(self._user()) for _ in range(self.arguments.users)]
         try:
             await self._watch()

@@ -385,6 +385,20 @@ def test_so_does_one_that_is_computed_otherwise(packed: Way, target: Target, tin
     assert not Engine(target, config=options()).swap_drafter(packed.drafter(), in_place=True)
 
 
+def test_who_wants_no_other_way_is_refused_and_nothing_changes(packed: Way) -> None:
+    """A drafter that learnt from traffic must not make requests start again."""
+    other = random_drafter(drafter_config(fc_norm=True, norm_output=False), own_embedding=False)
+    other.share_target(*packed.target.tables())
+    engine = Engine(packed.target, packed.drafter(), config=options())
+    runner = runner_of(engine)
+    with pytest.raises(UserError, match="its norm_output is False"):
+        engine.swap_drafter(other, in_place=True, or_refuse=True)
+    assert runner_of(engine) is runner
+    assert engine.swap_drafter(packed.drafter(0.3), in_place=True, or_refuse=True)
+    with pytest.raises(UserError, match="there is no drafter"):
+        Engine(packed.target, config=options()).swap_drafter(packed.drafter(), in_place=True, or_refuse=True)
+
+
 def test_without_leave_the_old_drafter_is_not_overwritten(packed: Way) -> None:
     first, second = packed.drafter(), packed.drafter(0.3)
     engine, requests = Engine(packed.target, first, config=options()), asked(4, speculation=at_depth(3))

@@ -17,10 +17,9 @@ import torch
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.loading import load_another
 from eyas.serve.access.policy import ANY, AccessRules
-from eyas.serve.learning import learner as learner_module
 from eyas.serve.learning.answer_ring import LEAST_BYTES, AnswerRing
 from eyas.serve.learning.collector import LearnFolder
-from eyas.serve.learning.learner import LearnerSettings
+from eyas.serve.learning.learner import LEAST_ANSWERS, LearnerSettings
 from eyas.target.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from eyas.target.model import Target
 
 FAKE = Path(__file__).with_name("fake_adapt.py")
-ANSWERS = 64
+ANSWERS = LEAST_ANSWERS
 PROMPTS = [f"{first}{second}" for first in "abcdefgh" for second in "ijklmnopq"]
 DEPTH = 3
 
@@ -122,15 +121,6 @@ class LearningServer:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.01)
 
-    async def attempt(self, count: int = ANSWERS) -> dict[str, Any]:
-        """Ask until an adaptation begins, and wait for its end."""
-        collected = (await self.learning())["collected"]
-        await self.ask(count)
-        await self.settled(collected + count)
-        before = self.loop.status()["attempts"]
-        await self.until(lambda status: status["attempts"] > before)
-        return await self.until(lambda status: status["state"] != "adapting")
-
     def story(self, number: int) -> dict[str, Any]:
         record = json.loads((self.folder / "drafters" / f"{number:04d}" / "record.json").read_text())
         service: dict[str, Any] = record["service"]
@@ -174,6 +164,3 @@ def learning_server(
             yield server
     finally:
         ring.close()
-
-
-assert learner_module.LEAST_ANSWERS <= ANSWERS

@@ -52,14 +52,15 @@ async def probe(server: LearningServer) -> tuple[list[str], float]:
 def test_a_better_drafter_comes_to_work_in_place_and_no_answer_changes(
     new_server: Any, target: Target, weak: str, good: str, tmp_path: Path
 ) -> None:
-    with learning_server(new_server, target, weak, tmp_path / "kept") as server:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
 
         async def main() -> None:
             server.plan(made=good)
             texts, before = await probe(server)
-            status = await server.attempt()
+            await server.ask(32)
+            await server.settled(32)
+            status = await server.until(lambda status: status["state"] == "watching")
             assert status["last"]["outcome"] == "better", status
-            await server.until(lambda status: status["state"] == "watching")
             assert await probe(server) == (texts, pytest.approx(before, abs=10)), "no answer changes"
             _, after = await probe(server)
             assert after > before, "and more of them is drafted right"
@@ -77,7 +78,7 @@ def test_a_better_drafter_comes_to_work_in_place_and_no_answer_changes(
             assert story["parent"] is None
             record = json.loads((server.folder / "drafters" / "0001" / "record.json").read_text())
             assert record["changes"]["traffic"]["gain"]["low"] > 0
-            assert record["data"]["conversations"] == 64
+            assert record["data"]["conversations"] == 96
             load_drafter(str(server.folder / "drafters" / "0001"))
             assert not (server.folder / "adaptation").exists(), "no copy of answers is left"
             assert (server.folder / "learner.log").read_text() == "adapting\n"
@@ -167,12 +168,13 @@ def test_a_server_that_starts_again_goes_on_where_it_was(
 ) -> None:
     async def learn(server: LearningServer) -> None:
         server.plan(made=good)
-        await server.attempt()
+        await server.ask(16)
+        await server.settled(16)
         await server.until(lambda status: status["state"] == "watching")
         await server.ask(3)
-        await server.settled(67)
+        await server.settled(19)
 
-    with learning_server(new_server, target, weak, tmp_path / "kept") as server:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
         asyncio.run(learn(server))
         after = asyncio.run(probe(server))
     with learning_server(new_server, target, weak, tmp_path / "kept", resume=False) as server:

@@ -23,7 +23,7 @@ from eyas.errors import UserError
 from eyas.serve.learning.adaptation_process import AdaptationProcess
 from eyas.serve.learning.adaptation_record import AdaptationRecord
 from eyas.serve.learning.answer_snapshot import RingEnd, copy_newest, count_behind, end_of
-from eyas.serve.learning.shelf import read_record
+from eyas.serve.learning.shelf import RECORD, read_record
 
 logger = logging.getLogger(__name__)
 MOST_ANSWERS = 4000
@@ -158,11 +158,12 @@ class Learner:
             return self._failed(f"it took more than {MOST_SECONDS / 3600:g} hours", process, seconds)
         if code < 0:
             return self._failed(f"it was killed by signal {-code}", process, seconds)
-        if code > 1:
+        out = self._out / "adapted"
+        made = out / DRAFTER
+        if code > 1 or (code == 1 and not (out / RECORD).exists()):  # 1 is also said of a drafter that is not better
             return self._failed(f"it ended with code {code}", process, seconds)
-        made = self._out / "adapted" / DRAFTER
         try:
-            record = AdaptationRecord.read(self._out / "adapted")
+            record = AdaptationRecord.read(out)
         except (OSError, ValueError) as error:
             what = error.strerror if isinstance(error, OSError) else "it is not what eyas adapt writes"
             return self._failed(f"its record cannot be read ({what})", process, seconds)
