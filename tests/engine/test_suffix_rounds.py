@@ -17,6 +17,7 @@ from eyas.engine.request import SequenceState, Speculation
 from eyas.engine.speculation.captured_plan import OFFERED_ROWS
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.suffix_choice import SuffixChoice
+from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.target.model import Target
 
@@ -251,3 +252,21 @@ def test_many_requests_are_not_looked_up(
     run(engine, [request(prompt, max_new_tokens=10 + 5 * number) for number, prompt in enumerate(quoting[:4])])
     assert looked[1] > 0
     assert looked[3] == looked[4] == 0
+
+
+def test_requests_that_are_sent_nothing_are_looked_up_ever_more_rarely(
+    target: Target, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = round_engine(target, None, with_suffix())
+    looked_up: list[int] = []
+    offer = SuffixDrafts.offer
+
+    def counted(self: SuffixDrafts, seq: SequenceState, *given: Any, **named: Any) -> Any:
+        looked_up.append(seq.key)
+        return offer(self, seq, *given, **named)
+
+    monkeypatch.setattr(SuffixDrafts, "offer", counted)
+    monkeypatch.setattr(SuffixChoice, "round_depth", lambda *_: 0)  # nothing pays
+    run(engine, [request(prompt, max_new_tokens=40, speculation=AUTO) for prompt in quoting[: OFFERED_ROWS + 2]])
+    most = max(looked_up.count(key) for key in set(looked_up))
+    assert 3 <= most <= 12

@@ -19,7 +19,7 @@ from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.proposer import NoProposer, Proposer, StatesOf
 from eyas.engine.request import SequenceState
 from eyas.engine.scheduler import ScheduledRow
-from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.speculation.captured_plan import OFFERED_ROWS, CapturedShapes
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.draft import NO_DRAFT, Draft, Tree
@@ -28,6 +28,7 @@ from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.speculation.suffix_acceptance import RoundOffer, SuffixOffer
 from eyas.engine.speculation.suffix_choice import DecodingBatch, DrafterPromise, SuffixChoice
 from eyas.engine.suffix.drafts import SuffixDrafts
+from eyas.engine.suffix.lookup_pace import LookupPace
 from eyas.engine.verify import TargetOutput, VerifyResult
 
 MOST_BEHIND_A_CHAIN = 8
@@ -55,6 +56,7 @@ class SuffixProposer:
         """Of rounds, where these live on the device (`round_loop.py`)."""
         self.round_offers: dict[int, RoundOffer] = {}
         """What was looked up for requests of the next round."""
+        self._pace = LookupPace()
         self.drafter_depth: int | None = None
         """How deep the drafter drafts in the next round at most."""
         self._plan_rate = 0.0
@@ -133,6 +135,7 @@ class SuffixProposer:
         self.inner.forget(key, ended=ended)
         if ended:
             self.drafts.forget(key, keep=True)
+            self._pace.forget(key)
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -169,7 +172,24 @@ class SuffixProposer:
         return slots | self._taken
 
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
-        """The same for a round on the device, which is launched before the one before it has landed.
+        """The same for a round on the device, which is launched before the one before it has landed."""
+        many = len(decoding) > OFFERED_ROWS
+        due = [
+            seq
+            for seq in decoding
+            if seq.request.speculation.by_suffix
+            and (not many or seq.request.speculation.mode == "fixed" or self._pace.due(seq.key))
+        ]
+        slots = self._slots_of_round(decoding, due, shapes)
+        for seq in due:
+            offer = self.round_offers.get(seq.key)
+            self._pace.note(seq.key, sent=offer is not None and offer.sent)
+        return slots
+
+    def _slots_of_round(
+        self, decoding: Sequence[SequenceState], due: Sequence[SequenceState], shapes: CapturedShapes
+    ) -> dict[int, int]:
+        """What those are offered that are due to be looked up, and what the drafter does.
 
         Either all drafts of a round are suffix drafts, and the drafter does not run; or it runs for all, as it does
         without any, suffix drafts that promise more are verified in the place of its own, for free, and where it is
@@ -178,10 +198,8 @@ class SuffixProposer:
         self.round_offers, self.drafter_depth, self._taken = {}, None, {}
         depths = shapes.offered_for(len(decoding)) if 0 < len(decoding) <= MOST_IN_A_ROUND else []
         forced = 0
-        for seq in decoding if depths else ():
+        for seq in due if depths else ():
             speculation = seq.request.speculation
-            if not speculation.by_suffix:
-                continue
             ahead = sum(flight.most for flight in seq.flights)
             most = min(depths[-1], speculation.depth or depths[-1])
             left = seq.limit - len(seq.tokens) - 1

@@ -1,0 +1,36 @@
+"""How often requests are looked up where many share a round: less and less while nothing of it is verified. No torch.
+
+A look-up and what is learnt from it take the host a few dozen microseconds for each request, and a round on the device
+may wait for the host: for sixteen users of a small target that was a quarter of a step, whether the text repeated or
+not. So whose offer was not sent sits out one round, then two, four, eight; who is sent something is looked up in every
+round again.
+"""
+
+MOST_ROUNDS_OUT = 8
+
+
+class LookupPace:
+    """Says who is looked up in a round."""
+
+    def __init__(self) -> None:
+        self._out: dict[int, int] = {}
+        """Rounds that a request still sits out."""
+        self._next: dict[int, int] = {}
+        """Rounds that it sits out when nothing is sent again."""
+
+    def due(self, key: int) -> bool:
+        """Whether a request is looked up in this round; to be asked once a round."""
+        left = self._out.get(key, 0)
+        if left:
+            self._out[key] = left - 1
+        return not left
+
+    def note(self, key: int, *, sent: bool) -> None:
+        """Take what became of a look-up."""
+        rounds = 0 if sent else self._next.get(key, 1)
+        self._out[key], self._next[key] = rounds, min(2 * rounds, MOST_ROUNDS_OUT) or 1
+
+    def forget(self, key: int) -> None:
+        """Drop a request that ended."""
+        self._out.pop(key, None)
+        self._next.pop(key, None)
