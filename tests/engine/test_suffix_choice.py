@@ -238,3 +238,14 @@ def test_a_chain_is_continued_as_far_as_that_pays() -> None:
     assert choice.extend(ONE, 3, [0.9, 0.8, 0.01], rate=1.0) == 2
     assert choice.extend(ONE, 3, [0.9, 0.8, 0.01], rate=20.0) == 0
     assert choice.extend(ONE, 3, [], rate=1.0) == 0
+
+
+def test_nothing_is_looked_up_where_the_surest_drafts_would_not_pay() -> None:
+    counts = tuple(range(1, 30))
+    assert SuffixChoice(costs(0.3, counts=counts)).may_pay(ONE, 24, 0.0)
+    assert not SuffixChoice(costs(1.1, counts=counts)).may_pay(ONE, 24, 0.0)
+    four = DecodingBatch(rows=4, context=100)
+    assert not SuffixChoice(costs(0.9, counts=counts)).may_pay(four, 24, 0.0), "a draft takes as long as a request"
+    assert SuffixChoice(costs(0.1, counts=counts)).may_pay(four, 24, 0.0)
+    assert not SuffixChoice(costs(0.1, counts=counts)).may_pay(four, 24, 20.0), "the drafter gives more"
+    assert SuffixChoice(costs(1.1, counts=(1,))).may_pay(ONE, 24, 0.0), "nobody knows"

@@ -84,6 +84,7 @@ def extend_every_chain(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[
     """
     source, continued = random.Random(6), list[tuple[int, int]]()
     make_moody(engine, lambda: source.choice([1, 2, 4]))
+    monkeypatch.setattr(SuffixChoice, "may_pay", lambda *_: True)
     monkeypatch.setattr(SuffixChoice, "take", lambda *_, **__: {})
     monkeypatch.setattr(SuffixChoice, "extend", lambda _self, _batch, _drafts, survivals, _rate: len(survivals))
     propose = engine.proposer.propose

@@ -236,6 +236,25 @@ def test_steps_captured_ahead_time_passes_for_suffix_drafts_alone(target: Target
     assert verify.tells(8)
 
 
+def test_a_round_of_suffix_drafts_leaves_the_drafters_choice_as_it_is(
+    target: Target, tiny_drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the controller would choose anew before and behind each, which takes the host longer than a small pass."""
+    engine = round_engine(target, tiny_drafter, with_suffix())
+    chosen, choose = list[bool](), engine.controller.choose
+
+    def counted(*rows: Any, **options: Any) -> Any:
+        chosen.append(True)
+        return choose(*rows, **options)
+
+    monkeypatch.setattr(engine.controller, "choose", counted)
+    monkeypatch.setattr(SuffixChoice, "round_depth", lambda *_: 3)
+    looping = replace(request((5, 9)).sampling, allowed_tokens=frozenset({5}))
+    run(engine, [request((5, 9, 5, 9, 5, 9, 5, 9), max_new_tokens=80, sampling=looping)])
+    assert engine.stats.suffix_accepted > 40
+    assert not chosen
+
+
 def test_many_requests_are_not_looked_up(
     target: Target, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,9 @@ class NoProposer:
         """No room for drafts."""
         return {}
 
+    def stand_aside(self) -> None:
+        """It always does."""
+
     def drift_due(self) -> bool:
         """Never."""
         return False
@@ -277,6 +280,10 @@ class Proposer:
                 self._usual_slots = self._slots[seq.key]
         self._drafting = sum(1 for limit in limits if limit)
         return self._slots if self._drafting else {}
+
+    def stand_aside(self) -> None:
+        """The next step has drafts from elsewhere: nothing is chosen for it, and the choice in force stays."""
+        self.chosen = self.repeated = None
 
     @property
     def _holds(self) -> bool:

@@ -208,6 +208,8 @@ class DepthPolicy:
     """What suffix drafts must promise, in parts of what the drafter does, to be verified in place of its own."""
     suffix_least_gain: float = 0.02
     """Tokens that the suffix drafts of a step must promise beyond their cost, for each request: less is noise."""
+    suffix_surest: float = 0.98
+    """The chance of each of the surest drafts: where those would not pay, nothing is looked up."""
     suffix_trials: int = 12
     suffix_trial_tokens: int = 3
     suffix_trial_chance: float = 0.5

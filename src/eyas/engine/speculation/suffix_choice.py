@@ -90,6 +90,18 @@ class SuffixChoice:
         kept = share_budget(list(better.values()), price)
         return taken | {key: len(drafts) for key, drafts in zip(better, kept, strict=True) if drafts}
 
+    def may_pay(self, batch: DecodingBatch, most: int, rate: float) -> bool:
+        """Whether up to so many drafts would pay if they were as sure as drafts can be; unless too little is known."""
+        verify, gained, rows = self._costs.verify, 0.0, batch.rows
+        if not verify.tells(rows + 1):
+            return True
+        rate, plain = max(rate, self.rate(batch)), verify.at(rows, batch.context)
+        for count in range(1, most + 1):
+            gained += POLICY.suffix_surest**count
+            if gained - rate * (verify.at(rows + count, batch.context) - plain) > POLICY.suffix_least_gain:
+                return True
+        return False
+
     def extend(self, batch: DecodingBatch, drafts: int, survivals: Sequence[float], rate: float) -> int:
         """How many of the drafts behind a drafter's chain are worth verifying in a pass that has so many already."""
         verify = self._costs.verify

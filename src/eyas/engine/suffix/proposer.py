@@ -52,6 +52,8 @@ class SuffixProposer:
         self._behind: dict[int, SuffixOffer] = {}
         """What the text has behind the drafter's chains, as far as it is verified."""
         self._batch = DecodingBatch(rows=0, context=0)
+        self._pays = False
+        """Whether the surest drafts would pay in this step."""
         self.shapes: CapturedShapes | None = None
         """Of rounds, where these live on the device (`round_loop.py`)."""
         self.round_offers: dict[int, RoundOffer] = {}
@@ -91,8 +93,8 @@ class SuffixProposer:
 
     @property
     def timed(self) -> bool:
-        """Whether somebody learns from what this step takes: without a drafter's controller, the suffix choice does."""
-        return self.inner.timed or isinstance(self.inner, NoProposer)
+        """Whether somebody learns from what this step takes: where no drafter drafts, the suffix choice does."""
+        return self.inner.timed or self.drafter_depth == 0 or isinstance(self.inner, NoProposer)
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -144,28 +146,35 @@ class SuffixProposer:
         if self.shapes is not None:
             return self._round_slots(decoding, self.shapes)
         self._offers, self._behind = {}, {}
-        bound = set[int]()
-        for seq in decoding:
-            speculation = seq.request.speculation
-            if speculation.by_suffix:
-                most = self.drafts.config.deepest if speculation.depth is None else speculation.depth
-                offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
-                if offer is not None:
-                    self._offers[seq.key] = offer
-                    if speculation.mode == "fixed":
-                        bound.add(seq.key)
-        self._batch = DecodingBatch(
+        bound, looked_up = set[int](), list[int]()
+        self._batch = batch = DecodingBatch(
             rows=len(decoding),
             context=sum(len(seq.tokens) for seq in decoding),
             drafting=sum(self.inner.follows(seq) for seq in decoding),
         )
+        deepest = self.drafts.config.deepest
+        self._pays = bool(decoding) and self._choice.may_pay(batch, deepest, self._rate())
+        for seq in decoding:
+            speculation = seq.request.speculation
+            is_bound = speculation.mode == "fixed"
+            is_due = is_bound or (self._pays and (batch.rows == 1 or self._pace.due(seq.key)))
+            if speculation.by_suffix and is_due:
+                most = deepest if speculation.depth is None else speculation.depth
+                offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
+                looked_up.append(seq.key)
+                if offer is not None:
+                    self._offers[seq.key] = offer
+                    if is_bound:
+                        bound.add(seq.key)
         survivals = {key: self.drafts.acceptance.survivals(key, offer) for key, offer in self._offers.items()}
-        self._taken = self._choice.take(self._batch, survivals, bound=bound, drafter=self._promise())
+        self._taken = self._choice.take(batch, survivals, bound=bound, drafter=self._promise())
+        for key in looked_up:
+            self._pace.note(key, sent=key in self._taken)
         if isinstance(self.inner, Proposer):
             self.inner.left_out = frozenset(self._taken)
         self._inner_slots = self.inner.draft_slots(decoding)
         slots = dict(self._inner_slots)
-        if self._inner_slots and self.round_tree is None and self._is_chain():
+        if self._inner_slots and self._pays and self.round_tree is None and self._is_chain():
             for seq in decoding:
                 if slots.get(seq.key) and seq.request.speculation.by_suffix:
                     slots[seq.key] += MOST_BEHIND_A_CHAIN
@@ -216,14 +225,13 @@ class SuffixProposer:
         depth = 0
         if not any(seq.speculates and seq.request.speculation.depth for seq in decoding):  # whom the drafter must serve
             depth = forced or self._choice.round_depth(batch, shapes, survivals.values(), self._plan_rate)
-        if isinstance(self.inner, Proposer):
-            self.inner.left_out = frozenset(seq.key for seq in decoding) if depth else frozenset()
-        slots = dict(self.inner.draft_slots(decoding))
         if depth:
+            self.inner.stand_aside()
             self.drafter_depth = 0
             slots = {key: depth for key, chances in survivals.items() if chances}
             self._send(slots)
             return self._within_most(slots)
+        slots = dict(self.inner.draft_slots(decoding))
         if self.inner.chosen is not None:
             self._plan_rate = self._rate()
         deepest = max(slots.values(), default=0)
