@@ -1,9 +1,8 @@
 """How often requests are looked up where many share a round: less and less while nothing of it is verified. No torch.
 
-A look-up and what is learnt from it take the host a few dozen microseconds for each request, and a round on the device
-may wait for the host: for sixteen users of a small target that was a quarter of a step, whether the text repeated or
-not. So whose offer was not sent sits out one round, then two, four, eight; who is sent something is looked up in every
-round again.
+A look-up and what is learnt from it take the host time for each request, whether the text repeats or not, and a round
+on the device may wait for the host. So whose offer was not sent sits out one round, then two, four, eight; who is sent
+something is looked up in every round again.
 """
 
 MOST_ROUNDS_OUT = 8
