@@ -74,6 +74,9 @@ class Proposes(Protocol):
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """Take what came in the place of an offer, now that the round's tokens are committed."""
 
+    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
+        """Take what a round took as a whole in which no drafter drafted."""
+
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
 
@@ -128,6 +131,9 @@ class NoProposer:
 
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """There are none."""
+
+    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
+        """It is nobody's concern."""
 
     def follows(self, seq: SequenceState) -> bool:
         """Nobody reads along."""
@@ -237,6 +243,9 @@ class Proposer:
 
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """There are none."""
+
+    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
+        """It is nobody's concern."""
 
     def take_released(self) -> list[SequenceState]:
         """Requests that the drafter does not follow any longer."""

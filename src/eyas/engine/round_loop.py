@@ -276,6 +276,9 @@ class RoundLoop:
             elif step.repeated is not None and step.repeated.under_way is not None and not step.has_offers:
                 like, requests = step.repeated.under_way, len(step.scheduled.rows)
                 report.repeated = RepeatedStep(like, requests, seconds, thinking=self._thinking)
+            if step.timed and not any(launched.by_drafter for launched in step.rounds):
+                for launched in step.rounds:
+                    self._proposer.learn_round(len(launched.rows), launched.line.depth, seconds)
         self._landed_at, self._thinking = now, 0.0
         self._reports.append(report)
 

@@ -11,8 +11,9 @@ nothing to explore: looking on costs no pass.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import exp
 
 from eyas.engine.speculation.acceptance import Own
@@ -74,15 +75,16 @@ class SuffixAcceptance:
 
     def chances(self, key: int, offer: SuffixOffer) -> list[float]:
         """Of each token to be the target's if all before it were."""
-        own = self._requests.get(key)
-        odds = 1.0 if own is None else exp(POLICY.level_width * own.level)
+        odds = self._odds(key)
         return [chance * odds / (1 - chance + chance * odds) for chance in self._usual(offer)]
 
-    def survivals(self, key: int, offer: SuffixOffer) -> list[float]:
-        """Of each token to be accepted at all."""
-        survival, made = 1.0, []
-        for chance in self.chances(key, offer):
-            survival *= chance
+    def survivals(self, key: int, offer: SuffixOffer, *, least: float = 0.0) -> list[float]:
+        """Of each token to be accepted at all; of those before the first whose chance is below the least."""
+        odds, survival, made = self._odds(key), 1.0, list[float]()
+        for chance in self._usual(offer):
+            survival *= chance * odds / (1 - chance + chance * odds)
+            if survival < least:
+                break
             made.append(survival)
         return made
 
@@ -97,8 +99,9 @@ class SuffixAcceptance:
         if not tries:
             return
         self.rounds += 1
-        expected = sum(self._usual(offer.cut(tries)))
-        self._counts.add(self._cells(offer)[:tries], [1.0] * hits + [0.0] * (tries - hits))
+        judged = offer.cut(tries)
+        expected = sum(self._usual(judged))
+        self._counts.add(self._cells(judged), [1.0] * hits + [0.0] * (tries - hits))
         self._counts.fade(POLICY.acceptance_memory)
         own = self._requests.setdefault(key, Own())
         own.fade(1 - 1 / POLICY.request_memory)
@@ -109,19 +112,24 @@ class SuffixAcceptance:
         """Drop a request that has ended; what it taught of all stays."""
         self._requests.pop(key, None)
 
-    def _usual(self, offer: SuffixOffer) -> list[float]:
+    def _odds(self, key: int) -> float:
+        """How much better a request fares than any."""
+        own = self._requests.get(key)
+        return 1.0 if own is None else exp(POLICY.level_width * own.level)
+
+    def _usual(self, offer: SuffixOffer) -> Iterator[float]:
         """The same of any request."""
-        made = []
+        rate, tries = self._counts.rate, POLICY.suffix_tries
         for cell, votes, voters in zip(self._cells(offer), offer.votes, offer.voters, strict=True):
             belief = POLICY.suffix_beliefs[cell // self._shares % self._matches] * votes / voters
-            made.append(min(self._counts.rate(cell, belief, POLICY.suffix_tries), 0.999))
-        return made
+            yield min(rate(cell, belief, tries), 0.999)
 
-    def _cells(self, offer: SuffixOffer) -> list[int]:
+    def _cells(self, offer: SuffixOffer) -> Iterator[int]:
         """Of each token its kind. What matches grows by every token that is accepted."""
-        kind, cells = 2 if offer.behind else int(offer.shared), []
-        for depth, (votes, voters) in enumerate(zip(offer.votes, offer.voters, strict=True)):
-            match = max(0, bisect_right(POLICY.suffix_matches, offer.match + depth) - 1)
-            share = bisect_right(POLICY.suffix_shares, votes / voters) + (votes == voters > 1)
-            cells.append((kind * self._matches + match) * self._shares + share)
-        return cells
+        kind = (2 if offer.behind else int(offer.shared)) * self._matches
+        for match, votes, voters in zip(count(offer.match), offer.votes, offer.voters, strict=False):
+            level = kind + max(0, bisect_right(POLICY.suffix_matches, match) - 1)
+            share = len(POLICY.suffix_shares) + (votes > 1)  # all agree
+            if votes != voters:
+                share = bisect_right(POLICY.suffix_shares, votes / voters)
+            yield level * self._shares + share

@@ -4,8 +4,9 @@ Every request has an index of its own, of its prompt and of what was committed o
 request first decodes and grows with it; preemption does not touch it.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from eyas.engine.request import SequenceState
 from eyas.engine.speculation.suffix_acceptance import SuffixAcceptance, SuffixOffer
@@ -23,8 +24,8 @@ class _OwnText:
 
     seq: SequenceState
     index: SuffixIndex
-    taken: int = 0
-    """Tokens that the index has."""
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    """What the index has."""
 
 
 class SuffixDrafts:
@@ -50,16 +51,21 @@ class SuffixDrafts:
         come next is `agreed` where it is what the text itself leads to.
         """
         text, config = self._follow(seq), self.config
-        context = [*seq.tokens[-config.max_tree_depth :], *ahead][-config.max_tree_depth :]
+        context = text.tokens[-config.max_tree_depth :]
+        if ahead:
+            context = (context + array("i", ahead))[-config.max_tree_depth :]
         most = min(most, config.deepest) + under_way
         own = text.index.propose(context, most, ahead=len(ahead))
         shared = self.answers.propose(seq.request.cache_salt, context, most)
-        best, promised, behind = None, 0.0, bool(ahead) and not agreed
-        for found in (own, shared):
-            offer = None if found is None else self._within(found, under_way, shared=found is shared, behind=behind)
-            if offer is not None and (promise := sum(self.acceptance.survivals(seq.key, offer))) > promised:
-                best, promised = offer, promise
-        return best
+        behind = bool(ahead) and not agreed
+        offers = [
+            offer
+            for found in (own, shared)
+            if found is not None and (offer := self._within(found, under_way, shared=found is shared, behind=behind))
+        ]
+        if len(offers) < 2:
+            return offers[0] if offers else None
+        return max(offers, key=lambda offer: sum(self.acceptance.survivals(seq.key, offer)))
 
     def forget(self, key: int, *, keep: bool) -> None:
         """Drop a request that ended; its answer may be kept for later ones."""
@@ -76,9 +82,10 @@ class SuffixDrafts:
             limits = SuffixLimits(longest_match=self.config.max_tree_depth)
             room = max(len(seq.tokens) + FIRST_ROOM, 0 if text is None else 2 * text.index.capacity)
             text = self._texts[seq.key] = _OwnText(seq, SuffixIndex(min(room, max(seq.limit, FIRST_ROOM)), limits))
-        if text.taken < len(seq.tokens):
-            text.index.extend(seq.tokens[text.taken :])
-            text.taken = len(seq.tokens)
+        if len(text.tokens) < len(seq.tokens):
+            new = array("i", seq.tokens[len(text.tokens) :])
+            text.index.extend(new)
+            text.tokens += new
         return text
 
     def _within(self, found: Continuation, under_way: int, *, shared: bool, behind: bool) -> SuffixOffer | None:

@@ -1,4 +1,4 @@
-"""How often requests are looked up where many share a round: less and less while nothing of it is verified. No torch.
+"""How often requests are looked up: less and less while nothing of it is verified. No torch.
 
 A look-up and what is learnt from it take the host time for each request, whether the text repeats or not, and a round
 on the device may wait for the host. So whose offer was not sent sits out one round, then two, four, eight; who is sent
@@ -6,6 +6,8 @@ something is looked up in every round again.
 """
 
 MOST_ROUNDS_OUT = 8
+FEW_ROUNDS_OUT = 2
+"""The same where few share a round: each of them can give many more drafts then, and there is little to look up."""
 
 
 class LookupPace:
@@ -24,10 +26,10 @@ class LookupPace:
             self._out[key] = left - 1
         return not left
 
-    def note(self, key: int, *, sent: bool) -> None:
-        """Take what became of a look-up."""
-        rounds = 0 if sent else self._next.get(key, 1)
-        self._out[key], self._next[key] = rounds, min(2 * rounds, MOST_ROUNDS_OUT) or 1
+    def note(self, key: int, *, sent: bool, longest: int = MOST_ROUNDS_OUT) -> None:
+        """Take what became of a look-up; nobody sits out longer than the longest."""
+        rounds = 0 if sent else min(self._next.get(key, 1), longest)
+        self._out[key], self._next[key] = rounds, min(2 * rounds, longest) or 1
 
     def forget(self, key: int) -> None:
         """Drop a request that ended."""

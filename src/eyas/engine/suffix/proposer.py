@@ -28,7 +28,7 @@ from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.speculation.suffix_acceptance import RoundOffer, SuffixOffer
 from eyas.engine.speculation.suffix_choice import DecodingBatch, DrafterPromise, SuffixChoice
 from eyas.engine.suffix.drafts import SuffixDrafts
-from eyas.engine.suffix.lookup_pace import LookupPace
+from eyas.engine.suffix.lookup_pace import FEW_ROUNDS_OUT, MOST_ROUNDS_OUT, LookupPace
 from eyas.engine.verify import TargetOutput, VerifyResult
 
 MOST_BEHIND_A_CHAIN = 8
@@ -182,17 +182,17 @@ class SuffixProposer:
 
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
         """The same for a round on the device, which is launched before the one before it has landed."""
-        many = len(decoding) > OFFERED_ROWS
         due = [
             seq
             for seq in decoding
             if seq.request.speculation.by_suffix
-            and (not many or seq.request.speculation.mode == "fixed" or self._pace.due(seq.key))
+            and (seq.request.speculation.mode == "fixed" or self._pace.due(seq.key))
         ]
         slots = self._slots_of_round(decoding, due, shapes)
+        longest = FEW_ROUNDS_OUT if len(decoding) <= OFFERED_ROWS else MOST_ROUNDS_OUT
         for seq in due:
             offer = self.round_offers.get(seq.key)
-            self._pace.note(seq.key, sent=offer is not None and offer.sent)
+            self._pace.note(seq.key, sent=offer is not None and offer.sent, longest=longest)
         return slots
 
     def _slots_of_round(
@@ -217,7 +217,7 @@ class SuffixProposer:
                 self.round_offers[seq.key] = RoundOffer(known=len(seq.tokens), ahead=ahead, most=most, offer=offer)
                 forced = max(forced, min(speculation.depth or 0, depths[-1]))
         survivals = {
-            key: self.drafts.acceptance.survivals(key, offer.offer)[offer.ahead :]
+            key: self.drafts.acceptance.survivals(key, offer.offer, least=POLICY.suffix_least_chance)[offer.ahead :]
             for key, offer in self.round_offers.items()
         }
         context = sum(len(seq.tokens) for seq in decoding)
@@ -286,6 +286,10 @@ class SuffixProposer:
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """Take what came in the place of an offer."""
         self.drafts.acceptance.observe(seq.key, offer.offer, seq.tokens[offer.known :])
+
+    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
+        """Take what a round took as a whole in which no drafter drafted."""
+        self._choice.observe_round(rows, depth, seconds)
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Suffix drafts for some rows, the drafter's for others, and what the text has behind them."""
