@@ -139,6 +139,18 @@ def test_the_fused_pass_is_the_plain_one(family: str, dtype: torch.dtype, heads:
     both.judge()
 
 
+def test_keys_with_large_biases_are_no_reason_against_kernels() -> None:
+    """Such as Qwen2.5's first layer has: rounding to 16 bits decides whom its tokens attend to."""
+    made = target("qwen2", HALF, 4, 2, 64)
+    attention = made.model.model.layers[0].self_attn
+    as_coarse = 354.0 if torch.bfloat16 == HALF else 8 * 354.0  # float16 has three bits more
+    for linear, size in ((attention.k_proj, as_coarse), (attention.q_proj, 28.0)):
+        linear.bias.data.view(-1, 64)[:, 5::16] = size
+    fused = by_kernels(recognised(made))
+    for one in (fused, fused.with_few_rows()):
+        require_same(one, made)
+
+
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_passes_of_few_tokens_are_the_plain_ones(

@@ -20,6 +20,7 @@ from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.w8a8_linear import W8A8Linear, rows_kept
+from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, NotLlamaError, Product, join
 from eyas.kernels.llama.experts import PlainExperts, Router
 from eyas.kernels.llama.recognise import _one_norm, recognise
@@ -349,6 +350,47 @@ def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) ->
     lean = recognised(target)
     wrong = with_block(lean, layer, down=wrong_at(gated(lean, layer).down, factor, first_of_two))
     with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {layer + 1} layers"):
+        require_same(wrong, target)
+
+
+class OffInHalfPrecision(nn.Module):
+    """A linear whose first of two rows is off in half precision alone, as rounding would have it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.linear(x)
+        if made.dtype != torch.float32:
+            made[:, first_of_two(made.shape[1])] *= 3.0
+        return made
+
+
+def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = plain("qwen2")
+    target.model.to(torch.bfloat16)
+    lean = recognised(target)
+    mlp = target.model.model.layers[-1].mlp
+    mlp.down_proj = OffInHalfPrecision(mlp.down_proj)
+    require_same(lean, target)
+    wrong = with_block(lean, LAYERS - 1, down=wrong_at(gated(lean, LAYERS - 1).down, 30.0, first_of_two))
+    with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {LAYERS} layers.*for one"):
+        require_same(wrong, target)
+    monkeypatch.setattr(trial, "NO_WORSE", 0.0)
+    with pytest.raises(NotLlamaError, match="for one"):
+        require_same(lean, target)
+
+
+def test_one_wrong_token_in_half_precision_is_found_out() -> None:
+    target = plain("qwen2")
+    target.model.to(torch.bfloat16)
+    lean = recognised(target)
+    require_same(lean, target)
+    wrong = with_block(lean, 1, down=wrong_at(gated(lean, 1).down, 3.0, first_of_two))
+    with pytest.raises(NotLlamaError, match=r"each layer alone gave other states behind 2 layers.*for one"):
         require_same(wrong, target)
 
 

@@ -4,10 +4,13 @@ Shapes: N tokens of a pass, M logits asked for.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields
+from functools import cache as cache_results
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,7 +23,8 @@ from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import FusedLlama, NotLlamaError
 from eyas.kernels.llama.experts import Experts, Router, Routes
 from eyas.kernels.llama.recognise import recognise
-from eyas.target.capture import capture
+from eyas.target.attention import AttendFor
+from eyas.target.capture import capture, decoder_layers
 from eyas.target.model import Target
 
 logger = logging.getLogger(__name__)
@@ -62,17 +66,58 @@ def recognised(target: Target) -> FusedLlama:
 
 def require_same(fused: FusedLlama, target: Target) -> None:
     """Try a fused pass against the target; `NotLlamaError` where it computes anything else."""
-    runner = TargetRunner(target, KVCache(blocks=trial.BLOCKS, block_size=trial.BLOCK_SIZE))
-    states = range(len(fused.blocks) + 1)
+    cache, precise_cache = (KVCache(blocks=trial.BLOCKS, block_size=trial.BLOCK_SIZE) for _ in range(2))
+    runner = TargetRunner(target, cache)
+    states, layers = range(len(fused.blocks) + 1), decoder_layers(target.model)
+    configs = target.model.config, target.model.config.get_text_config()
 
-    def own(
-        ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor
-    ) -> tuple[Sequence[Tensor], Tensor, Mapping[int, trial.Routed]]:
-        with capture(target.model, states) as captured, _routing(fused) as routed:
+    @cache_results
+    def in_float32(behind: int) -> nn.Module:
+        # Configurations stay shared: they say by whom layers attend.
+        return deepcopy(layers[behind - 1], {id(config): config for config in configs}).float()
+
+    def own(ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor, precisely: Collection[int]) -> trial.OwnOutput:
+        attend = runner.attend(metadata, precise_cache)
+        beside = [(behind, layers[behind - 1], in_float32(behind)) for behind in precisely]
+        with (
+            _running_beside(beside, attend) as precise,
+            capture(target.model, states) as captured,
+            _routing(fused) as routed,
+        ):
             logits_MV = runner.forward(ids_N, metadata, keep_M)
-        return captured.aux_hidden()[0].chunk(len(states), dim=-1), logits_MV, routed
+        return trial.OwnOutput(captured.aux_hidden()[0].chunk(len(states), dim=-1), logits_MV, routed, precise)
 
     trial.require_same(fused, own, max_position_embeddings=target.facts.max_position_embeddings)
+
+
+@contextmanager
+def _running_beside(
+    layers: Sequence[tuple[int, nn.Module, nn.Module]], attend: AttendFor
+) -> Iterator[Mapping[int, Tensor]]:
+    """What copies of layers in float32 give meanwhile of what the layers are given [N, D], by number."""
+    states: dict[int, Tensor] = {}
+    hooks = []
+
+    def run(number: int, copied: nn.Module, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        made = copied(*_in_float32(given), **_in_float32(named) | {"eyas_attend": attend})
+        states[number] = (made[0] if isinstance(made, tuple) else made)[0]
+
+    try:
+        for number, layer, copied in layers:
+            hooks.append(layer.register_forward_pre_hook(partial(run, number, copied), with_kwargs=True))
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _in_float32(given: Any) -> Any:
+    """All tensors of numbers in some arguments."""
+    if isinstance(given, Tensor):
+        return given.float() if given.is_floating_point() else given
+    if isinstance(given, tuple):
+        return tuple(_in_float32(part) for part in given)
+    return {name: _in_float32(part) for name, part in given.items()} if isinstance(given, dict) else given
 
 
 @contextmanager

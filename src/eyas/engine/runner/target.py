@@ -48,7 +48,11 @@ class TargetRunner:
 
     def forward(self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None = None) -> Tensor:
         """Run the tokens of a pass; logits [M, V] behind the tokens `keep_M`, or behind all of them."""
-        return self._run(ids_N, metadata, keep_M, partial(self._attend, PagedAttention(self.cache, metadata)))
+        return self._run(ids_N, metadata, keep_M, self.attend(metadata))
+
+    def attend(self, metadata: AttentionMetadata, cache: KVCache | None = None) -> AttendFor:
+        """How the layers of a pass attend, over this cache or another."""
+        return partial(self._attend, PagedAttention(cache or self.cache, metadata))
 
     @torch.inference_mode()
     def _try(self, cache: KVCache) -> list[AttentionCall]:

@@ -262,6 +262,11 @@ class FusedLlama:
     """Passes of up to so many tokens run by kernels of their own; the trial has some of every length then."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of states."""
+        return torch.float32 if isinstance(self.embedding_VD, QuantisedEmbedding) else self.embedding_VD.dtype
+
+    @property
     def quantised(self) -> bool:
         """Whether products quantise what they read."""
         return isinstance(self.head, PackedProduct) and isinstance(self.head.packed, QuantisedLinear)
