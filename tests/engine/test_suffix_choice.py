@@ -200,22 +200,6 @@ def test_a_round_of_suffix_drafts_must_beat_the_drafters_plan() -> None:
     assert choice.round_depth(DecodingBatch(rows=1, context=9), replace(ROUNDS, depths=()), survivals, 0.0) == 0
 
 
-def test_what_rounds_took_as_a_whole_counts_more_than_what_their_passes_do() -> None:
-    batch, survivals = DecodingBatch(rows=1, context=9), [[0.5, 0.25, 0.12]]
-    choice = SuffixChoice(captured(0.01))
-    assert choice.round_depth(batch, ROUNDS, survivals, 0.0) == 3, "passes alone: three drafts are nearly free"
-    for _ in range(5):
-        choice.observe_round(1, 0, 2.0)
-    assert choice.round_depth(batch, ROUNDS, survivals, 0.0) == 3, "all rounds take the host another second"
-    for _ in range(5):
-        for depth, seconds in ((3, 4.0), (1, 3.5), (7, 4.0)):
-            choice.observe_round(1, depth, seconds)
-    assert choice.round_depth(batch, ROUNDS, survivals, 0.0) == 0, "with drafts they take twice as long"
-    for _ in range(POLICY.suffix_step_memory + 1):
-        choice.observe_round(1, 0, 2.0)
-    assert choice.round_depth(batch, ROUNDS, survivals, 0.0) == 3, "that was long ago"
-
-
 DEEP = replace(ROUNDS, offered=(15,))
 
 

@@ -74,8 +74,12 @@ class Proposes(Protocol):
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """Take what came in the place of an offer, now that the round's tokens are committed."""
 
-    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
-        """Take what a round took as a whole in which no drafter drafted."""
+    @property
+    def looks_up(self) -> bool:
+        """Whether requests of a round may be looked up."""
+
+    def learn_round(self, rows: int, *, looked_up: bool, tokens: int, seconds: float) -> None:
+        """Take what a round that only decoded gave, and how long after the one before it."""
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -128,11 +132,12 @@ class NoProposer:
     timed = False
     drafter_depth: int | None = 0
     round_offers: Mapping[int, RoundOffer] = MappingProxyType({})
+    looks_up = False
 
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """There are none."""
 
-    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
+    def learn_round(self, rows: int, *, looked_up: bool, tokens: int, seconds: float) -> None:
         """It is nobody's concern."""
 
     def follows(self, seq: SequenceState) -> bool:
@@ -188,6 +193,7 @@ class Proposer:
 
     drafter_depth: int | None = None
     round_offers: Mapping[int, RoundOffer] = MappingProxyType({})
+    looks_up = False
 
     def __init__(
         self,
@@ -244,7 +250,7 @@ class Proposer:
     def learn_offer(self, seq: SequenceState, offer: RoundOffer) -> None:
         """There are none."""
 
-    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
+    def learn_round(self, rows: int, *, looked_up: bool, tokens: int, seconds: float) -> None:
         """It is nobody's concern."""
 
     def take_released(self) -> list[SequenceState]:

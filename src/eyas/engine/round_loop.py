@@ -64,8 +64,10 @@ class StepInFlight:
     only_decodes: bool
     timed: bool
     """Whether somebody learns from what its passes take."""
+    looked_up: bool
+    """Whether the host looked for drafts in its requests' texts."""
     offers: Mapping[int, RoundOffer]
-    """What the host looked up for it, by request."""
+    """What it found, by request."""
 
     @property
     def has_offers(self) -> bool:
@@ -186,6 +188,7 @@ class RoundLoop:
             repeated=self._proposer.repeated,
             only_decodes=not reading and not by_host,
             timed=self._proposer.timed,
+            looked_up=self._proposer.looks_up,
             offers=self._proposer.round_offers,
         )
         tree = self._proposer.round_tree
@@ -260,8 +263,9 @@ class RoundLoop:
 
     def _land(self, step: StepInFlight) -> None:
         report = StepReport(choice=step.choice)
+        tokens = 0
         for launched in step.rounds:
-            self._commit(launched, report, step.offers)
+            tokens += self._commit(launched, report, step.offers)
             if step.only_decodes and step.timed:
                 self._note_times(launched, report)
         for key in report.ended:
@@ -276,9 +280,8 @@ class RoundLoop:
             elif step.repeated is not None and step.repeated.under_way is not None and not step.has_offers:
                 like, requests = step.repeated.under_way, len(step.scheduled.rows)
                 report.repeated = RepeatedStep(like, requests, seconds, thinking=self._thinking)
-            if step.timed and not any(launched.by_drafter for launched in step.rounds):
-                for launched in step.rounds:
-                    self._proposer.learn_round(len(launched.rows), launched.line.depth, seconds)
+            rows = len(step.scheduled.rows)
+            self._proposer.learn_round(rows, looked_up=step.looked_up, tokens=tokens, seconds=seconds)
         self._landed_at, self._thinking = now, 0.0
         self._reports.append(report)
 
@@ -292,18 +295,20 @@ class RoundLoop:
             self._controller.think()
         self._thinking += self._clock() - began
 
-    def _commit(self, launched: LaunchedRound, report: StepReport, offers: Mapping[int, RoundOffer]) -> None:
-        """Write down what requests got, and let those go whose end that was."""
+    def _commit(self, launched: LaunchedRound, report: StepReport, offers: Mapping[int, RoundOffer]) -> int:
+        """Write down what requests got, let those go whose end that was, and say how many tokens it was."""
         results, scheduler, outputs = launched.collect(), self._scheduler, self._outputs
         depth, reads, follows = launched.line.depth, launched.drafter_reads, self._proposer.follows
         of_trees = results.trees is not None
         seqs, numbers = list[SequenceState](), list[int]()
         made, drafted, accepted = list[int](), list[int](), list[int]()
+        given = 0
         columns = zip(launched.rows, results.tokens, results.accepted, strict=True)
         for number, (row, tokens, taken) in enumerate(columns):
             seq = row.seq
             if seq.finished is not None:
                 continue
+            given += len(tokens)
             room = seq.limit - len(seq.tokens)
             most = max(0, min(row.drafts, depth, room - 1)) if depth else 0
             offer = offers.get(seq.key) if offers else None
@@ -361,6 +366,7 @@ class RoundLoop:
                 confidences=lambda at: sure[numbers[at]][: made[at]],
             )
             self._proposer.follow_drift(seqs, drafted, accepted)
+        return given
 
     def _note_times(self, launched: LaunchedRound, report: StepReport) -> None:
         rows = len(launched.rows)

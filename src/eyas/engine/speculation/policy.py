@@ -212,8 +212,6 @@ class DepthPolicy:
     """The chance of each of the surest drafts: where those would not pay, nothing is looked up."""
     suffix_least_chance: float = 0.02
     """What follows a draft that is less likely to be accepted is not weighed."""
-    suffix_step_memory: int = 512
-    """Rounds after which the times of those of another depth are no longer trusted."""
     suffix_trials: int = 12
     suffix_trial_tokens: int = 3
     suffix_trial_chance: float = 0.5

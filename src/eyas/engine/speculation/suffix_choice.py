@@ -19,7 +19,7 @@ from math import isfinite
 
 from eyas.engine.speculation.acceptance import Acceptance
 from eyas.engine.speculation.captured_plan import CapturedShapes
-from eyas.engine.speculation.cost_model import CostCurve, CostModel
+from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.verify_budget import share_budget
 
@@ -50,8 +50,6 @@ class SuffixChoice:
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._whole: dict[int, CostCurve] = {}
-        """Seconds from landing to landing of rounds without the drafter, by depth, against requests."""
         self.trials = 0
         """Passes that were run to time them."""
 
@@ -162,40 +160,14 @@ class SuffixChoice:
             self.trials += 1
             return min(depths, key=lambda depth: abs(depth - POLICY.suffix_trial_tokens))
 
-        priced = {
-            at: costs.step(rows, verify.at(tokens * (1 + at), batch.context), depth=at) for at in (0, *depths)
-        }
-        late = self._took(rows, 0, priced[0]) - priced[0]
-
         def rate(depth: int) -> float:
+            passes = verify.at(tokens * (1 + depth), batch.context)
             gained = sum(sum(row[:depth]) for row in survivals)
-            return (rows + gained) / max(self._took(rows, depth, priced[depth] + late), 1e-9)
+            return (rows + gained) / max(costs.step(rows, passes, depth=depth), 1e-9)
 
         best = max(depths, key=rate)
         least = max((1 + POLICY.suffix_least_gain) * rate(0), POLICY.suffix_over_drafter * drafter_rate)
         return best if rate(best) > least else 0
-
-    def observe_round(self, rows: int, depth: int, seconds: float) -> None:
-        """Take what a round without the drafter took as a whole.
-
-        Where the device is fast, the host sets the pace, and looking up, sending and judging is its work: of that
-        prices of passes know nothing.
-        """
-        if depth not in self._whole:
-            self._whole[depth] = CostCurve(POLICY.host_buckets_per_octave)
-        for at, curve in self._whole.items():
-            if at == depth:
-                curve.observe(rows, seconds)
-            else:
-                curve.skip(1)
-
-    def _took(self, rows: int, depth: int, otherwise: float) -> float:
-        """What such rounds take, if there were some of late: of others one that was late by chance must not be the last
-        word."""
-        curve = self._whole.get(depth)
-        if curve is None or curve.samples(rows) < POLICY.cost_samples or curve.age(rows) > POLICY.suffix_step_memory:
-            return otherwise
-        return curve.at(rows)
 
     def round_beyond(
         self, batch: DecodingBatch, shapes: CapturedShapes, depth: int, gains: Collection[Sequence[float]], rate: float

@@ -22,7 +22,6 @@ FIRST_ROOM = 256
 class _OwnText:
     """A request's text."""
 
-    seq: SequenceState
     index: SuffixIndex
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """What the index has."""
@@ -36,6 +35,8 @@ class SuffixDrafts:
         self.acceptance = SuffixAcceptance()
         self.answers = SharedAnswers(config, clock)
         self._texts: dict[int, _OwnText] = {}
+        self._seqs: dict[int, SequenceState] = {}
+        """Requests that may have suffix drafts, whether they were looked up or not."""
 
     @property
     def bytes(self) -> int:
@@ -67,12 +68,16 @@ class SuffixDrafts:
             return offers[0] if offers else None
         return max(offers, key=lambda offer: sum(self.acceptance.survivals(seq.key, offer)))
 
+    def admit(self, seq: SequenceState) -> None:
+        """Take note of a request that may have suffix drafts."""
+        self._seqs[seq.key] = seq
+
     def forget(self, key: int, *, keep: bool) -> None:
         """Drop a request that ended; its answer may be kept for later ones."""
-        text = self._texts.pop(key, None)
+        self._texts.pop(key, None)
         self.acceptance.forget(key)
-        if text is not None and keep:
-            seq = text.seq
+        seq = self._seqs.pop(key, None)
+        if seq is not None and keep:
             self.answers.add(seq.request.cache_salt, seq.tokens[seq.prompt_length :])
 
     def _follow(self, seq: SequenceState) -> _OwnText:
@@ -81,7 +86,7 @@ class SuffixDrafts:
         if text is None or len(seq.tokens) > text.index.capacity:
             limits = SuffixLimits(longest_match=self.config.max_tree_depth)
             room = max(len(seq.tokens) + FIRST_ROOM, 0 if text is None else 2 * text.index.capacity)
-            text = self._texts[seq.key] = _OwnText(seq, SuffixIndex(min(room, max(seq.limit, FIRST_ROOM)), limits))
+            text = self._texts[seq.key] = _OwnText(SuffixIndex(min(room, max(seq.limit, FIRST_ROOM)), limits))
         if len(text.tokens) < len(seq.tokens):
             new = array("i", seq.tokens[len(text.tokens) :])
             text.index.extend(new)

@@ -28,6 +28,7 @@ from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.speculation.suffix_acceptance import RoundOffer, SuffixOffer
 from eyas.engine.speculation.suffix_choice import DecodingBatch, DrafterPromise, SuffixChoice
 from eyas.engine.suffix.drafts import SuffixDrafts
+from eyas.engine.suffix.lookup_gate import LookupGate
 from eyas.engine.suffix.lookup_pace import FEW_ROUNDS_OUT, MOST_ROUNDS_OUT, LookupPace
 from eyas.engine.verify import TargetOutput, VerifyResult
 
@@ -58,7 +59,9 @@ class SuffixProposer:
         """Of rounds, where these live on the device (`round_loop.py`)."""
         self.round_offers: dict[int, RoundOffer] = {}
         """What was looked up for requests of the next round."""
-        self._pace = LookupPace()
+        self._pace, self._gate = LookupPace(), LookupGate()
+        self.looks_up = False
+        """Whether requests of the next round may be looked up."""
         self.drafter_depth: int | None = None
         """How deep the drafter drafts in the next round at most."""
         self._plan_rate = 0.0
@@ -103,6 +106,8 @@ class SuffixProposer:
     def admit(self, seq: SequenceState) -> None:
         """Take note of a request that came."""
         self.inner.admit(seq)
+        if seq.request.speculation.by_suffix:
+            self.drafts.admit(seq)
 
     def take_released(self) -> list[SequenceState]:
         """Requests that the drafter does not follow any longer."""
@@ -182,11 +187,12 @@ class SuffixProposer:
 
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
         """The same for a round on the device, which is launched before the one before it has landed."""
+        self.looks_up = self._gate.is_open(len(decoding))
         due = [
             seq
             for seq in decoding
             if seq.request.speculation.by_suffix
-            and (seq.request.speculation.mode == "fixed" or self._pace.due(seq.key))
+            and (seq.request.speculation.mode == "fixed" or (self.looks_up and self._pace.due(seq.key)))
         ]
         slots = self._slots_of_round(decoding, due, shapes)
         longest = FEW_ROUNDS_OUT if len(decoding) <= OFFERED_ROWS else MOST_ROUNDS_OUT
@@ -205,6 +211,8 @@ class SuffixProposer:
         worth a larger pass they go on behind chains that say the same.
         """
         self.round_offers, self.drafter_depth, self._taken = {}, None, {}
+        if not due:
+            return self._slots_of_drafter(decoding)
         depths = shapes.offered_for(len(decoding)) if 0 < len(decoding) <= MOST_IN_A_ROUND else []
         forced = 0
         for seq in due if depths else ():
@@ -231,12 +239,17 @@ class SuffixProposer:
             slots = {key: depth for key, chances in survivals.items() if chances}
             self._send(slots)
             return self._within_most(slots)
-        slots = dict(self.inner.draft_slots(decoding))
-        if self.inner.chosen is not None:
-            self._plan_rate = self._rate()
+        slots = self._slots_of_drafter(decoding)
         deepest = max(slots.values(), default=0)
         if deepest and self.round_tree is None and self.budget is None:
             self._add_to_drafter(slots, survivals, batch, shapes, deepest)
+        return slots
+
+    def _slots_of_drafter(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
+        """What the drafter alone would do."""
+        slots = dict(self.inner.draft_slots(decoding))
+        if self.inner.chosen is not None:
+            self._plan_rate = self._rate()
         return slots
 
     def _add_to_drafter(
@@ -287,9 +300,10 @@ class SuffixProposer:
         """Take what came in the place of an offer."""
         self.drafts.acceptance.observe(seq.key, offer.offer, seq.tokens[offer.known :])
 
-    def learn_round(self, rows: int, depth: int, seconds: float) -> None:
-        """Take what a round took as a whole in which no drafter drafted."""
-        self._choice.observe_round(rows, depth, seconds)
+    def learn_round(self, rows: int, *, looked_up: bool, tokens: int, seconds: float) -> None:
+        """Take what a round that only decoded gave, and how long after the one before it."""
+        if rows <= MOST_IN_A_ROUND:
+            self._gate.observe(rows, looked_up=looked_up, tokens=tokens, seconds=seconds)
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Suffix drafts for some rows, the drafter's for others, and what the text has behind them."""
