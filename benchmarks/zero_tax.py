@@ -55,6 +55,7 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.suffix.config import SuffixConfig
+from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.errors import UserError
 from eyas.loading import load_target
 from eyas.target.locate import locate
@@ -160,7 +161,7 @@ class ZeroTax:
         self.index: Json = {}
         """Of suffix drafts: what that of a long text takes."""
         self.controllers: Json = {}
-        """What auto has learnt and chosen, after each number of users."""
+        """What auto has learnt and chosen, after each number of users; with suffix drafts what look-ups did too."""
         if arguments.pairs < LEAST_PAIRS:
             self._note(f"{arguments.pairs} pairs say little about a random drafter; give --pairs {LEAST_PAIRS} or more")
         self.vllm_version = installed(arguments.vllm_python)
@@ -184,6 +185,7 @@ class ZeroTax:
         self.prompts = list(islice(cycle(read), self.most_prompts))
         self.max_model_len = max(map(len, self.prompts)) + arguments.max_tokens
         self.modes: dict[str, Mode] = {}
+        self.with_suffix: dict[str, Engine] = {}
         self._start_vllm(stack)  # before ours, which takes a part of what is left
         self._start_engines()
 
@@ -197,8 +199,9 @@ class ZeroTax:
         self.modes[AUTO] = self._mode(self.auto, Speculation())
         if self.arguments.suffix:
             own_text = SuffixConfig(max_cached_requests=0)  # or the answers of the round before would be there
-            self.modes[SUFFIX] = self._mode(self._new_engine(None, own_text), Speculation())
-            self.modes[BOTH] = self._mode(self._new_engine(read_drafter(name, self.target), own_text), Speculation())
+            for mode, beside in ((SUFFIX, None), (BOTH, read_drafter(name, self.target))):
+                self.with_suffix[mode] = self._new_engine(beside, own_text)
+                self.modes[mode] = self._mode(self.with_suffix[mode], Speculation())
         for at in (0, depth):
             if f"depth {at}" not in self.arguments.without:
                 fixed = Speculation(mode="fixed", depth=at)
@@ -292,7 +295,11 @@ class ZeroTax:
                 self.modes["auto"](prompts, users)  # it has forgotten what the warm-up taught it
             rounds = list(self._rounds(users, prompts, until))
             self.rows += rows_of(users, rounds, cold)
-            self.controllers[str(users)] = self.auto.controller.report()
+            self.controllers[str(users)] = self.auto.controller.report() | {
+                mode: engine.proposer.report()
+                for mode, engine in self.with_suffix.items()
+                if isinstance(engine.proposer, SuffixProposer)
+            }
             self._write()
         if arguments.suffix:
             text = suffix_index.quoting_text(LONG_TEXT, seed=0)

@@ -53,6 +53,9 @@ def test_numbers_of_requests_are_judged_apart() -> None:
         rounds_with(gate, 2.0, 600, rows=1)
     assert rounds_with(gate, 0.8, 400, rows=16) < 0.1
     assert rounds_with(gate, 2.0, 400, rows=1) > 0.9
+    report = gate.report()
+    assert [report[rows]["looked_up"] for rows in (1, 16)] == [True, False]
+    assert report[1]["tokens_per_second"] == pytest.approx(2 * report[1]["tokens_per_second_without"], rel=0.05)
 
 
 def test_rounds_of_the_window_before_count_for_neither() -> None:

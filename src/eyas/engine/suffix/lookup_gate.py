@@ -10,6 +10,7 @@ Numbers of requests are apart: with few of them a round waits for the device, wi
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from eyas.engine.speculation.cost_model import bucket_of
 
@@ -97,3 +98,15 @@ class LookupGate:
             ways.of[looked_up].add(tokens, seconds)
         if ways.left <= 0:
             ways.turn()
+
+    def report(self) -> dict[int, dict[str, Any]]:
+        """By requests, up to so many: whether they are looked up, and tokens per second either way."""
+        return {
+            rows: {
+                "looked_up": ways.preferred,
+                "tokens_per_second": ways.of[True].speed,
+                "tokens_per_second_without": ways.of[False].speed,
+                "rounds": [ways.of[True].rounds, ways.of[False].rounds],
+            }
+            for rows, ways in sorted(self._ways.items())
+        }

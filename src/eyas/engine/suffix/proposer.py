@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from operator import mul
+from typing import Any
 
 from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.proposer import NoProposer, Proposer, StatesOf
@@ -151,7 +152,6 @@ class SuffixProposer:
         if self.shapes is not None:
             return self._round_slots(decoding, self.shapes)
         self._offers, self._behind = {}, {}
-        bound, looked_up = set[int](), list[int]()
         self._batch = batch = DecodingBatch(
             rows=len(decoding),
             context=sum(len(seq.tokens) for seq in decoding),
@@ -159,22 +159,18 @@ class SuffixProposer:
         )
         deepest = self.drafts.config.deepest
         self._pays = bool(decoding) and self._choice.may_pay(batch, deepest, self._rate())
-        for seq in decoding:
-            speculation = seq.request.speculation
-            is_bound = speculation.mode == "fixed"
-            is_due = is_bound or (self._pays and (batch.rows == 1 or self._pace.due(seq.key)))
-            if speculation.by_suffix and is_due:
-                most = deepest if speculation.depth is None else speculation.depth
-                offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
-                looked_up.append(seq.key)
-                if offer is not None:
-                    self._offers[seq.key] = offer
-                    if is_bound:
-                        bound.add(seq.key)
+        due = self._due(decoding, worth=self._pays, in_turn=batch.rows > 1)
+        for seq in due:
+            depth = seq.request.speculation.depth
+            most = deepest if depth is None else depth
+            offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
+            if offer is not None:
+                self._offers[seq.key] = offer
+        bound = {seq.key for seq in due if seq.request.speculation.mode == "fixed"}
         survivals = {key: self.drafts.acceptance.survivals(key, offer) for key, offer in self._offers.items()}
         self._taken = self._choice.take(batch, survivals, bound=bound, drafter=self._promise())
-        for key in looked_up:
-            self._pace.note(key, sent=key in self._taken)
+        for seq in due:
+            self._pace.note(seq.key, sent=seq.key in self._taken)
         if isinstance(self.inner, Proposer):
             self.inner.left_out = frozenset(self._taken)
         self._inner_slots = self.inner.draft_slots(decoding)
@@ -185,15 +181,19 @@ class SuffixProposer:
                     slots[seq.key] += MOST_BEHIND_A_CHAIN
         return slots | self._taken
 
+    def _due(self, decoding: Sequence[SequenceState], *, worth: bool, in_turn: bool = True) -> list[SequenceState]:
+        """Who is looked up in this step: who must be, and where that may be worth it the others, each in turn."""
+        return [
+            seq
+            for seq in decoding
+            if (asked := seq.request.speculation).by_suffix
+            and (asked.mode == "fixed" or (worth and (not in_turn or self._pace.due(seq.key))))
+        ]
+
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
         """The same for a round on the device, which is launched before the one before it has landed."""
         self.looks_up = self._gate.is_open(len(decoding))
-        due = [
-            seq
-            for seq in decoding
-            if seq.request.speculation.by_suffix
-            and (seq.request.speculation.mode == "fixed" or (self.looks_up and self._pace.due(seq.key)))
-        ]
+        due = self._due(decoding, worth=self.looks_up)
         slots = self._slots_of_round(decoding, due, shapes)
         longest = FEW_ROUNDS_OUT if len(decoding) <= OFFERED_ROWS else MOST_ROUNDS_OUT
         for seq in due:
@@ -304,6 +304,10 @@ class SuffixProposer:
         """Take what a round that only decoded gave, and how long after the one before it."""
         if rows <= MOST_IN_A_ROUND:
             self._gate.observe(rows, looked_up=looked_up, tokens=tokens, seconds=seconds)
+
+    def report(self) -> dict[str, Any]:
+        """The state of things, for people."""
+        return {"lookups_by_requests": self._gate.report()}
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Suffix drafts for some rows, the drafter's for others, and what the text has behind them."""
