@@ -356,11 +356,13 @@ def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) ->
 class OffInHalfPrecision(nn.Module):
     """A linear whose first of two rows is off in half precision alone, as rounding would have it."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, runs_in_float32: bool = True) -> None:
         super().__init__()
-        self.linear = linear
+        self.linear, self.runs_in_float32 = linear, runs_in_float32
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32 and not self.runs_in_float32:
+            raise RuntimeError("no such kernel")
         made: Tensor = self.linear(x)
         if made.dtype != torch.float32:
             made[:, first_of_two(made.shape[1])] *= 3.0
@@ -380,6 +382,16 @@ def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_f
     with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {LAYERS} layers.*for one"):
         require_same(wrong, target)
     monkeypatch.setattr(trial, "NO_WORSE", 0.0)
+    with pytest.raises(NotLlamaError, match="for one"):
+        require_same(lean, target)
+
+
+def test_a_layer_that_does_not_run_in_float32_is_no_more_than_a_reason_against() -> None:
+    target = plain("qwen2")
+    target.model.to(torch.bfloat16)
+    lean = recognised(target)
+    mlp = target.model.model.layers[-1].mlp
+    mlp.down_proj = OffInHalfPrecision(mlp.down_proj, runs_in_float32=False)
     with pytest.raises(NotLlamaError, match="for one"):
         require_same(lean, target)
 
