@@ -88,14 +88,14 @@ class Served:
             return
         commit = engine.rounds._commit
 
-        def note(launched: Any, *given: Any) -> None:
+        def note(launched: Any, *given: Any) -> int:
             launched.landed.wait()
             made = launched.output[:, launched.line.drafts : launched.line.sure].tolist()
             for row, tokens in zip(launched.rows, made, strict=True):
                 drafts = min(row.drafts, row.seq.limit - len(row.seq.tokens) - 1)
                 if row.seq.finished is None and drafts > 0:
                     self.drafts[tuple(row.seq.tokens)] = chain_of(tokens[:drafts])
-            commit(launched, *given)
+            return commit(launched, *given)
 
         engine.rounds._commit = note  # type: ignore[method-assign]
 
