@@ -192,7 +192,7 @@ class SuffixProposer:
 
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
         """The same for a round on the device, which is launched before the one before it has landed."""
-        self.looks_up = self._gate.is_open(len(decoding))
+        self.looks_up = len(decoding) <= MOST_IN_A_ROUND and self._gate.is_open(len(decoding))
         due = self._due(decoding, worth=self.looks_up)
         slots = self._slots_of_round(decoding, due, shapes)
         longest = FEW_ROUNDS_OUT if len(decoding) <= OFFERED_ROWS else MOST_ROUNDS_OUT
@@ -213,7 +213,7 @@ class SuffixProposer:
         self.round_offers, self.drafter_depth, self._taken = {}, None, {}
         if not due:
             return self._slots_of_drafter(decoding)
-        depths = shapes.offered_for(len(decoding)) if 0 < len(decoding) <= MOST_IN_A_ROUND else []
+        depths = shapes.offered_for(len(decoding)) if len(decoding) <= MOST_IN_A_ROUND else []
         forced = 0
         for seq in due if depths else ():
             speculation = seq.request.speculation
