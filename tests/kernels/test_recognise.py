@@ -74,6 +74,12 @@ def plain(block: str = "llama", **changes: Any) -> Target:
     return built(family, **{**configured, **changes})
 
 
+def in_bfloat16(block: str) -> Target:
+    target = plain(block)
+    target.model.to(torch.bfloat16)
+    return target
+
+
 def lean_of(target: Target) -> FusedLlama:
     lean = fused_target(target)
     assert lean is not None
@@ -372,8 +378,7 @@ class OffInHalfPrecision(nn.Module):
 def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    target = plain("qwen2")
-    target.model.to(torch.bfloat16)
+    target = in_bfloat16("qwen2")
     lean = recognised(target)
     mlp = target.model.model.layers[-1].mlp
     mlp.down_proj = OffInHalfPrecision(mlp.down_proj)
@@ -387,8 +392,7 @@ def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_f
 
 
 def test_a_layer_that_does_not_run_in_float32_is_no_more_than_a_reason_against() -> None:
-    target = plain("qwen2")
-    target.model.to(torch.bfloat16)
+    target = in_bfloat16("qwen2")
     lean = recognised(target)
     mlp = target.model.model.layers[-1].mlp
     mlp.down_proj = OffInHalfPrecision(mlp.down_proj, runs_in_float32=False)
@@ -397,8 +401,7 @@ def test_a_layer_that_does_not_run_in_float32_is_no_more_than_a_reason_against()
 
 
 def test_one_wrong_token_in_half_precision_is_found_out() -> None:
-    target = plain("qwen2")
-    target.model.to(torch.bfloat16)
+    target = in_bfloat16("qwen2")
     lean = recognised(target)
     require_same(lean, target)
     wrong = with_block(lean, 1, down=wrong_at(gated(lean, 1).down, 3.0, first_of_two))
