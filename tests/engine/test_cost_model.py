@@ -9,6 +9,7 @@ import pytest
 from eyas.engine.speculation.cost_model import CostCurve, CostModel, bucket_of
 from eyas.engine.speculation.observations import DraftTiming
 from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.step_times import WholeStepTimes
 
 
 def curve_of(times: dict[int, float]) -> CostCurve:
@@ -213,10 +214,10 @@ def test_the_host_takes_longer_for_deeper_drafts_and_unseen_depths_lie_between()
     costs = CostModel()
     costs.overlap()
     for depth, seconds in ((0, 1e-3), (7, 2.4e-3)):
-        for _ in range(3):
+        for _ in range(1 + POLICY.host_samples):
             costs.observe_step(64, seconds, passes=0.5e-3, depth=depth)
     assert costs.rest(64, depth=3) == pytest.approx(1.6e-3), "what deep drafts took is not held against shallow ones"
-    for _ in range(3):
+    for _ in range(1 + POLICY.host_samples):
         costs.observe_step(64, 0.9e-3, passes=0.5e-3, depth=1)
     assert costs.rest(64, depth=1) == pytest.approx(1e-3), "no less than without drafts"
 
@@ -224,12 +225,40 @@ def test_the_host_takes_longer_for_deeper_drafts_and_unseen_depths_lie_between()
 def test_what_the_host_does_with_trees_says_nothing_about_chains() -> None:
     costs = CostModel()
     costs.overlap()
-    for _ in range(3):
+    for _ in range(1 + POLICY.host_samples):
         costs.observe_step(1, 0.5e-3, passes=0.4e-3, depth=0)
         costs.observe_step(1, 1.25e-3, passes=1.1e-3, depth=5, trees=True)
     assert costs.step(1, 0.85e-3, depth=3) == 0.85e-3
     assert costs.step(1, 0.9e-3, depth=5) == 0.9e-3
     assert costs.step(1, 1.1e-3, depth=5, trees=True) == pytest.approx(1.25e-3)
-    for _ in range(3):
+    for _ in range(1 + POLICY.host_samples):
         costs.observe_step(1, 1.0e-3, passes=0.8e-3, depth=5)
     assert costs.step(1, 0.8e-3, depth=5) == pytest.approx(1.0e-3)
+
+
+def test_a_few_late_steps_forbid_no_depth() -> None:
+    costs = CostModel()
+    costs.overlap()
+    for _ in range(4):
+        costs.observe_step(1, 0.5e-3, passes=0.45e-3, depth=0)
+        costs.observe_step(1, 1.6e-3, passes=0.8e-3, depth=3)  # held for four steps, all of them late
+    assert costs.step(1, 0.8e-3, depth=3) == 0.8e-3
+    for _ in range(8):
+        costs.observe_step(1, 0.9e-3, passes=0.8e-3, depth=3)
+    assert costs.step(1, 0.8e-3, depth=3) == pytest.approx(0.9e-3), "most of the times that count were late no longer"
+
+
+def test_what_the_host_took_for_a_depth_is_forgotten_while_others_run() -> None:
+    costs, times = CostModel(), WholeStepTimes()
+    costs.overlap()
+    for _ in range(1 + POLICY.host_samples):
+        costs.observe_step(1, 1.6e-3, passes=0.8e-3, depth=3)
+        times.observe(1, 1.6e-3, 0.8e-3, depth=3, trees=False)
+    assert costs.step(1, 0.8e-3, depth=3) == pytest.approx(1.6e-3)
+    assert times.ratio(1, depth=3) > 1.4
+    for _ in range(POLICY.host_stale_after + POLICY.cost_refit_every):
+        costs.observe_step(1, 0.6e-3, passes=0.5e-3, depth=1)
+        times.observe(1, 0.6e-3, 0.6e-3, depth=1, trees=False)
+    assert costs.step(1, 0.8e-3, depth=3) == 0.8e-3, "it is worth a try again"
+    assert costs.step(1, 0.5e-3, depth=1) == pytest.approx(0.6e-3), "and what runs stays known"
+    assert times.ratio(1, depth=3) == 1.0

@@ -18,6 +18,7 @@ from eyas.engine.speculation.captured_plan import OFFERED_ROWS
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.suffix_choice import SuffixChoice
 from eyas.engine.suffix.drafts import SuffixDrafts
+from eyas.engine.suffix.lookup_gate import LookupGate
 from eyas.engine.suffix.lookup_pace import LookupPace
 from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.target.model import Target
@@ -291,3 +292,28 @@ def test_requests_that_are_sent_nothing_are_looked_up_ever_more_rarely(
     run(engine, [request(prompt, max_new_tokens=40, speculation=AUTO) for prompt in quoting[: OFFERED_ROWS + 2]])
     most = max(looked_up.count(key) for key in set(looked_up))
     assert 3 <= most <= 12
+
+
+def test_where_look_ups_do_not_pay_nothing_is_looked_up_or_timed_for_them(
+    monkeypatch: pytest.MonkeyPatch, target: Target, quoting: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(LookupGate, "is_open", lambda *_: False)
+    looked_up = list[SequenceState]()
+    offer = SuffixDrafts.offer
+
+    def noted(drafts: SuffixDrafts, seq: SequenceState, *arguments: Any, **options: Any) -> Any:
+        looked_up.append(seq)
+        return offer(drafts, seq, *arguments, **options)
+
+    monkeypatch.setattr(SuffixDrafts, "offer", noted)
+    engine = round_engine(target, None, with_suffix())
+    timed = list[bool]()
+    engine.submit(request(quoting[0], max_new_tokens=30, speculation=AUTO))
+    while engine.busy:
+        engine.step()
+        timed.append(engine.proposer.timed)
+    assert len(timed) > 20
+    assert not any(timed)
+    assert not looked_up
+    run(engine, [request(quoting[0], max_new_tokens=30, speculation=FORCED)])
+    assert looked_up, "who asks for suffix drafts has them"

@@ -83,6 +83,6 @@ def test_one_step_that_something_else_made_late_ends_no_trial() -> None:
 def test_what_the_controller_takes_is_no_price_of_the_step(thinking: float) -> None:
     costs = CostModel()
     costs.overlap()
-    for _ in range(4):
+    for _ in range(1 + POLICY.host_samples):
         costs.observe_step(1, 0.7e-3 + thinking, passes=0.5e-3, depth=3, thinking=thinking)
     assert costs.step(1, 0.5e-3, depth=3) == pytest.approx(0.7e-3)

@@ -85,6 +85,8 @@ class CostCurve:
         """Buckets that became known so far."""
         self.below = 2
         """The typical time has one of so many parts of all times below it: 2 is the median."""
+        self.enough, self.stale_after = POLICY.cost_samples, POLICY.cost_stale_after
+        """Times that a bucket needs to be known, and observations after which one no longer counts."""
 
     @property
     def known(self) -> Sequence[int]:
@@ -147,12 +149,12 @@ class CostCurve:
             usual = self._typical[bucket] + self._slope_used * usual_context
             self._slope.observe(context - usual_context, seconds - usual, usual)
         times.append((self._observations, seconds, context))
-        while len(times) > POLICY.cost_samples and self._observations - times[0][0] > POLICY.cost_stale_after:
+        while len(times) > self.enough and self._observations - times[0][0] > self.stale_after:
             times.popleft()
-        if len(times) == POLICY.cost_samples and bucket not in self._typical:
+        if len(times) == self.enough and bucket not in self._typical:
             insort(self._known, bucket)
             self.news += 1
-        if len(times) >= POLICY.cost_samples:
+        if len(times) >= self.enough:
             self._settle(bucket)
         if self._observations >= self._refit_at:
             self._refit_at = self._observations + POLICY.cost_refit_every
@@ -161,6 +163,13 @@ class CostCurve:
     def skip(self, observations: int) -> None:
         """So many passes ran that nobody timed: what is known gets older all the same."""
         self._observations += observations
+
+    def pass_by(self) -> None:
+        """Something was timed of which this tells nothing: in the end all of it is forgotten."""
+        self._observations += 1
+        if self._known and self._observations >= self._refit_at:
+            self._refit_at = self._observations + POLICY.cost_refit_every
+            self._refit()
 
     def at(self, count: int, context: int = 0) -> float:
         """Expected seconds of a pass."""
@@ -218,13 +227,26 @@ class CostCurve:
         self._expected = {}
 
     def _refit(self) -> None:
-        for bucket in [b for b, at in self._visited.items() if self._observations - at > POLICY.cost_stale_after]:
+        for bucket in [b for b, at in self._visited.items() if self._observations - at > self.stale_after]:
             del self._times[bucket], self._visited[bucket]
             if self._typical.pop(bucket, None) is not None:
                 self._known.remove(bucket)
+                self._expected = {}
         self._slope_used = self._slope.value
         for bucket in self._known:
             self._settle(bucket)
+
+
+def _of_overlapped(rest: CostCurve, *, drafts: bool) -> None:
+    """Make a curve of the host's time one for steps that overlap.
+
+    What is late there is late for some steps on end, and a choice is held for as many: few times of a depth may all be
+    wrong, and would forbid it and all deeper ones. Then nobody would time it ever again, so they are forgotten as well.
+    Plain steps, with which all is compared, are timed now and then in any case.
+    """
+    rest.below = OVERLAPPED_BELOW
+    if drafts:
+        rest.enough, rest.stale_after = POLICY.host_samples, POLICY.host_stale_after
 
 
 def _level(points: Sequence[tuple[int, float]], count: int) -> float:
@@ -289,7 +311,7 @@ class CostModel:
         """Whether the host works on one step while the device runs the next."""
         self.rests: dict[int, CostCurve] = {}
         """By the depth of chains, 0 for plain steps; where drafts are not captured, 1 stands for all, trees too."""
-        self.tree_rest = self._new_rest()
+        self.tree_rest = self._new_rest(drafts=True)
         """Of captured trees: what the host does with their nodes says nothing about chains."""
         self.debt = CostCurve(POLICY.drafter_buckets_per_octave, flat_below=True)
         drafts = self.first_draft, self.further_draft, self.pass_of_tree
@@ -304,8 +326,9 @@ class CostModel:
     def overlap(self) -> None:
         """The host works on one step while the device runs the next."""
         self.overlapped = True
-        for curve in (self.tree_rest, *self.rests.values()):
-            curve.below = OVERLAPPED_BELOW
+        _of_overlapped(self.tree_rest, drafts=True)
+        for depth, curve in self.rests.items():
+            _of_overlapped(curve, drafts=depth > 0)
 
     @property
     def news(self) -> int:
@@ -355,13 +378,14 @@ class CostModel:
     def rest_of(self, depth: int) -> CostCurve:
         """The curve of the host's time for steps that draft so deep."""
         if depth not in self.rests:
-            self.rests[depth] = self._new_rest()
+            self.rests[depth] = self._new_rest(drafts=depth > 0)
             self._curves.append(self.rests[depth])
         return self.rests[depth]
 
-    def _new_rest(self) -> CostCurve:
+    def _new_rest(self, *, drafts: bool) -> CostCurve:
         curve = CostCurve(POLICY.host_buckets_per_octave, level_above=True)
-        curve.below = OVERLAPPED_BELOW if self.overlapped else curve.below
+        if self.overlapped:
+            _of_overlapped(curve, drafts=drafts)
         return curve
 
     def observe_step(
@@ -379,6 +403,10 @@ class CostModel:
             curve.observe(requests, seconds - thinking)  # the device has waited for the host
         elif curve.samples(requests) and (not curve.known or curve.at(requests) > passes):
             curve.observe(requests, passes)  # the host had waited, so that it takes no longer than this
+        if self.overlapped:
+            for other in (self.tree_rest, *self.rests.values()):
+                if other is not curve:
+                    other.pass_by()
 
     def step(self, requests: int, passes: float, *, depth: int, trees: bool = False) -> float:
         """Expected seconds of a step whose passes take so long."""

@@ -116,6 +116,10 @@ class DepthPolicy:
     """Buckets per octave of token counts, for the target and for the drafter, whose passes differ less."""
     host_buckets_per_octave: int = 2
     """The same of requests, for the host, whose time grows evenly with them."""
+    host_samples: int = 8
+    host_stale_after: int = 512
+    """Where steps overlap: times that the host's of a depth needs, and timed steps of all depths after which those no
+    longer count."""
     timed_repeats: int = 3
     """Steps behind one that was chosen for, and like it, that tell how long the host takes for such."""
     cost_stale_after: int = 1000

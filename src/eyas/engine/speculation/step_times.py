@@ -19,6 +19,8 @@ class _StepsOfKind:
 
     def __init__(self) -> None:
         self.count, self.seconds, self.expected = 0, 0.0, 0.0
+        self.at = 0
+        """Number of the latest, among those of all kinds."""
         self._latest = deque[float](maxlen=POLICY.step_window)
         self._ratio: float | None = None
         """Kept until there is another step: a plan asks for the price of every shape."""
@@ -45,16 +47,22 @@ class WholeStepTimes:
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, int], _StepsOfKind] = {}
         """By kind and requests."""
+        self._observed = 0
 
     def observe(self, requests: int, seconds: float, expected: float, *, depth: int, trees: bool) -> None:
         """Take a step, unless there was no price for it yet; the controller's own time is not in it."""
         if isfinite(expected) and expected > 0:
-            self._kinds.setdefault(_kind(requests, depth, trees), _StepsOfKind()).add(seconds, expected)
+            self._observed += 1
+            steps = self._kinds.setdefault(_kind(requests, depth, trees), _StepsOfKind())
+            steps.add(seconds, expected)
+            steps.at = self._observed
 
     def ratio(self, requests: int, *, depth: int, trees: bool = False) -> float:
-        """What such steps took of late, in parts of what was expected; 1, if there were none."""
+        """What such steps took of late, in parts of what was expected; 1, if there were none or long ago."""
         steps = self._kinds.get(_kind(requests, depth, trees))
-        return 1.0 if steps is None else steps.ratio
+        if steps is None or self._observed - steps.at > POLICY.host_stale_after:
+            return 1.0
+        return steps.ratio
 
     def report(self) -> dict[str, dict[int, dict[str, Any]]]:
         """Means by kind and by requests, up to so many."""

@@ -22,6 +22,8 @@ SETTLING = 2
 """Rounds of a window that do not count: they were prepared while the one before it ran."""
 ENOUGH = 2 * SHORT
 """Rounds that either way needs before one is preferred."""
+WORTH = 1.02
+"""How much faster rounds with look-ups must be: less is noise, and most often that of other text."""
 MEMORY = 512
 """Rounds after which one weighs a third of what it did."""
 
@@ -68,7 +70,7 @@ class _Ways:
         elif self.now == self.preferred:
             self.now, self.left = not self.now, SETTLING + SHORT
         else:
-            better = self.of[True].speed > self.of[False].speed
+            better = self.of[True].speed > WORTH * self.of[False].speed
             self.long = min(4 * self.long, LONGEST) if better == self.preferred else LONG
             self.preferred = self.now = better
             self.left = self.long

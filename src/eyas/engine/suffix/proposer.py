@@ -61,6 +61,8 @@ class SuffixProposer:
         self.round_offers: dict[int, RoundOffer] = {}
         """What was looked up for requests of the next round."""
         self._pace, self._gate = LookupPace(), LookupGate()
+        self._bound = set[int]()
+        """Requests that ask for suffix drafts of a fixed depth."""
         self.looks_up = False
         """Whether requests of the next round may be looked up."""
         self.drafter_depth: int | None = None
@@ -98,7 +100,9 @@ class SuffixProposer:
     @property
     def timed(self) -> bool:
         """Whether somebody learns from what this step takes: where no drafter drafts, the suffix choice does."""
-        return self.inner.timed or self.drafter_depth == 0 or isinstance(self.inner, NoProposer)
+        if self.inner.timed or (self.shapes is not None and not self.looks_up):
+            return self.inner.timed
+        return self.drafter_depth == 0 or isinstance(self.inner, NoProposer)
 
     def follows(self, seq: SequenceState) -> bool:
         """Whether the drafter reads along."""
@@ -107,8 +111,11 @@ class SuffixProposer:
     def admit(self, seq: SequenceState) -> None:
         """Take note of a request that came."""
         self.inner.admit(seq)
-        if seq.request.speculation.by_suffix:
+        speculation = seq.request.speculation
+        if speculation.by_suffix:
             self.drafts.admit(seq)
+            if speculation.mode == "fixed":
+                self._bound.add(seq.key)
 
     def take_released(self) -> list[SequenceState]:
         """Requests that the drafter does not follow any longer."""
@@ -144,6 +151,7 @@ class SuffixProposer:
         if ended:
             self.drafts.forget(key, keep=True)
             self._pace.forget(key)
+            self._bound.discard(key)
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -193,6 +201,10 @@ class SuffixProposer:
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
         """The same for a round on the device, which is launched before the one before it has landed."""
         self.looks_up = len(decoding) <= MOST_IN_A_ROUND and self._gate.is_open(len(decoding))
+        if not self.looks_up and not self._bound:
+            # As if there were none: where nothing is looked up, nothing else may take the host time.
+            self.round_offers, self.drafter_depth, self._taken = {}, None, {}
+            return self._slots_of_drafter(decoding)
         due = self._due(decoding, worth=self.looks_up)
         slots = self._slots_of_round(decoding, due, shapes)
         longest = FEW_ROUNDS_OUT if len(decoding) <= OFFERED_ROWS else MOST_ROUNDS_OUT
@@ -239,7 +251,7 @@ class SuffixProposer:
             slots = {key: depth for key, chances in survivals.items() if chances}
             self._send(slots)
             return self._within_most(slots)
-        slots = self._slots_of_drafter(decoding)
+        slots = dict(self._slots_of_drafter(decoding))
         deepest = max(slots.values(), default=0)
         if deepest and self.round_tree is None and self.budget is None:
             self._add_to_drafter(slots, survivals, batch, shapes, deepest)
@@ -247,7 +259,7 @@ class SuffixProposer:
 
     def _slots_of_drafter(self, decoding: Sequence[SequenceState]) -> dict[int, int]:
         """What the drafter alone would do."""
-        slots = dict(self.inner.draft_slots(decoding))
+        slots = self.inner.draft_slots(decoding)
         if self.inner.chosen is not None:
             self._plan_rate = self._rate()
         return slots
