@@ -166,6 +166,7 @@ def test_what_servers_cannot_do_is_refused(folder: Path, port: int, tmp_path: Pa
     run(*common, "--server", url, "--server", url).assert_refused("2 servers are given, 1 of them apart")
     run(*common, "--server", url, "--model", "other").assert_refused("does not serve 'other'", "--model t")
     run(*common, "--server", url, "--dtype", "float32").assert_refused("--dtype float32", "leave it out")
+    run(*common, "--server", url, "--drafter", "none").assert_refused("--drafter none", "leave it out")
     outcome = run(*common, "--server", url, "--max-length", 400)
     assert outcome.code == 2
     assert "--max-length 400 is above the 300 tokens that" in outcome.err

@@ -87,14 +87,31 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert len(out.read_text(encoding="utf-8").splitlines()) == 1
 
 
-def test_a_drawn_answer_does_not_depend_on_its_company(file: Path, tmp_path: Path, run: Run) -> None:
+def test_a_drawn_answer_does_not_depend_on_its_company_or_on_a_drafter(file: Path, tmp_path: Path, run: Run) -> None:
     found = []
-    for slots in (1, 2):
+    for slots, drafter in ((1, ["--drafter", "none"]), (2, [])):
         out = tmp_path / f"by{slots}.jsonl"
         arguments = ["data", "answer", file, "--out", out, "--max-tokens", 6, "--max-length", 64, "--temperature", 1]
-        outcome = run(*arguments, "--seed", 5, "--slots", slots, "--dtype", "float32")
+        outcome = run(*arguments, "--seed", 5, "--slots", slots, "--dtype", "float32", *drafter)
         assert outcome.code == 0, outcome
         rows = map(json.loads, out.read_text(encoding="utf-8").splitlines())
         found.append({row["id"]: row["messages"][-1]["content"] for row in rows})
     assert found[0] == found[1]
     assert len(found[0]) == 2
+
+
+@pytest.mark.parametrize(("drafter", "drafts"), [([], True), (["--drafter", "none"], False)])
+def test_the_drafter_that_comes_with_the_target_drafts(
+    file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, drafter: list[str], drafts: bool
+) -> None:
+    engines, serve = list[Engine](), Engine.serve
+
+    def noted(self: Engine, *arguments: Any, **options: Any) -> Any:
+        engines.append(self)
+        return serve(self, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "serve", noted)
+    outcome = run("data", "answer", file, "--out", tmp_path / "a.jsonl", "--max-tokens", 24, "--limit", 1, *drafter)
+    assert outcome.code == 0, outcome
+    (engine,) = engines
+    assert (engine.stats.drafted > 0) == drafts

@@ -7,11 +7,13 @@ from pathlib import Path
 from eyas.cli.answer_limits import AnswerLimits, BudgetedAnswer
 from eyas.cli.prompt_encoder import PromptEncoder
 from eyas.data.regenerate import ChatPrompt, Reply
+from eyas.drafter.model import Drafter
+from eyas.drafter.shipped import choose_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
 from eyas.engine.request import FinishReason, Request
-from eyas.loading import load_target
+from eyas.loading import load_pair
 from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.sampling import Sampling
 from eyas.serve.builders.answer_reader import AnswerReader
@@ -26,15 +28,17 @@ LEAST_TOKENS = 512
 
 @dataclass(frozen=True, kw_only=True)
 class OwnEngine:
-    """A target on this machine."""
+    """A target on this machine, and what drafts for it."""
 
     target: Target
+    drafter: Drafter | None
     kv_cache_dtype: str
 
     @classmethod
     def load(
         cls,
         target: str,
+        drafter: str | None,
         *,
         dtype: str,
         device: str,
@@ -43,12 +47,18 @@ class OwnEngine:
         cache: Path | None,
         chat_format: ChatFormat,
     ) -> "OwnEngine":
-        """Load the target."""
+        """Load both; a drafter that is not named is the one that comes with eyas for this target."""
         kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
-        loaded = load_target(
-            target, dtype=dtype, device=device, quantization=quantization, cache=cache, chat_format=chat_format
+        loaded, model = load_pair(
+            target,
+            choose_drafter(drafter, target),
+            dtype=dtype,
+            device=device,
+            quantization=quantization,
+            cache=cache,
+            chat_format=chat_format,
         )
-        return cls(target=loaded, kv_cache_dtype=kept)
+        return cls(target=loaded, drafter=model, kv_cache_dtype=kept)
 
     @property
     def on_cpu(self) -> bool:
@@ -80,6 +90,7 @@ class OwnEngine:
         """An engine that answers so many prompts at the same time."""
         return EngineAnswerer(
             self.target,
+            self.drafter,
             reader,
             sampling=sampling,
             limits=limits,
@@ -96,6 +107,7 @@ class EngineAnswerer:
     def __init__(
         self,
         target: Target,
+        drafter: Drafter | None,
         reader: AnswerReader,
         *,
         sampling: Sampling,
@@ -105,7 +117,8 @@ class EngineAnswerer:
         kv_cache_dtype: str = "auto",
         seed: int,
     ) -> None:
-        self._target, self._reader, self._sampling, self._limits = target, reader, sampling, limits
+        self._target, self._drafter, self._reader = target, drafter, reader
+        self._sampling, self._limits = sampling, limits
         self._stop_ids, self._stop_strings, self._seed = target.stop_ids(), stop_strings, seed
         self._config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -119,7 +132,7 @@ class EngineAnswerer:
 
     def __call__(self, pull: Callable[[], ChatPrompt | None]) -> Iterator[Reply]:
         """See `Answerer`."""
-        engine = Engine(self._target, config=self._config)
+        engine = Engine(self._target, self._drafter, config=self._config)
         for number, output in engine.serve(lambda: self._request(pull), enough=self._enough):
             yield from self._unfit_replies()
             yield self._reply(number, output)
