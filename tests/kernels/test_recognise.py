@@ -386,9 +386,25 @@ def test_a_token_may_be_off_where_the_models_own_is_further_off_from_itself_in_f
     wrong = with_block(lean, LAYERS - 1, down=wrong_at(gated(lean, LAYERS - 1).down, 30.0, first_of_two))
     with pytest.raises(NotLlamaError, match=f"each layer alone gave other states behind {LAYERS} layers.*for one"):
         require_same(wrong, target)
-    monkeypatch.setattr(trial, "NO_WORSE", 0.0)
-    with pytest.raises(NotLlamaError, match="for one"):
-        require_same(lean, target)
+    for bound in ("NO_WORSE", "NO_WORSE_AT_WORST"):
+        with monkeypatch.context() as changed:
+            changed.setattr(trial, bound, 0.0)
+            with pytest.raises(NotLlamaError, match=r"for one.*from float32 they lie"):
+                require_same(lean, target)
+
+
+def test_tokens_are_held_against_float32_all_together() -> None:
+    """Whose rounding hits which token is chance: ours may be off where the model's own is not, and the other way."""
+    errors, precise = trial.Errors(), torch.eye(8)
+    theirs, ours = precise.clone(), precise.clone()
+    theirs[0] *= 1.5
+    ours[1] *= 1.4
+    errors.add("states", 1, ours, theirs, precise=precise)
+    errors.judge("each layer alone", lambda _: 0.01, single=7.0)
+    ours[1] *= 2
+    errors.add("states", 1, ours, theirs, precise=precise)
+    with pytest.raises(trial.SingleTokensError, match="those of the model's own code"):
+        errors.judge("each layer alone", lambda _: 0.01, single=7.0)
 
 
 def test_a_layer_that_does_not_run_in_float32_is_no_more_than_a_reason_against() -> None:
