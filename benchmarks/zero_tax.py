@@ -296,7 +296,7 @@ class ZeroTax:
             rounds = list(self._rounds(users, prompts, until))
             self.rows += rows_of(users, rounds, cold)
             self.controllers[str(users)] = self.auto.controller.report() | {
-                mode: engine.proposer.report()
+                mode: {"lookups_by_requests": engine.proposer.lookups_by_requests}
                 for mode, engine in self.with_suffix.items()
                 if isinstance(engine.proposer, SuffixProposer)
             }

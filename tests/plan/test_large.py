@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from eyas.cli.app import app
 from eyas.cli.plan_training import read_tokens
+from eyas.engine.config import EngineConfig
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.plan.acceptance import usual_profile
 from eyas.plan.cards import CARDS, find_card
@@ -279,3 +282,11 @@ def test_cards_that_would_do_are_named_and_bad_numbers_refused() -> None:
             read_tokens(text)
     with pytest.raises(UserError, match="share of tokens that teach"):
         training(read_decoder(LLAMA_8B, "l"), "bfloat16", taught=1.5)
+
+
+def test_a_gpu_is_planned_for_as_it_is_served() -> None:
+    """With the room that suffix drafts need, which `eyas serve` makes unless told otherwise."""
+    served = EngineConfig(max_num_seqs=16, max_model_len=8192, suffix=SuffixConfig())
+    planned = deployment("llama-3.3-70b", cards=2).room
+    assert planned == served.room(torch.device("cuda"), 8192)
+    assert planned.ring > replace(served, suffix=None).room(torch.device("cuda"), 8192).ring

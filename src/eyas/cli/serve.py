@@ -424,7 +424,7 @@ def serve(
             cache=cache,
         )
     else:
-        from eyas.cli.serve_local import local_engine, suffix_for
+        from eyas.cli.serve_local import local_engine
         from eyas.engine.config import EngineConfig, require_gpu, require_kv_cache_dtype
         from eyas.target.device import choose_device
 
@@ -438,7 +438,7 @@ def serve(
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
             max_depth=max(MAX_DEPTH, config.depth or 0),
-            suffix=suffix_for(config, choose_device(device)),
+            suffix=config.suffix,
             async_scheduling=async_scheduling,
             capture_ahead=True,
         )

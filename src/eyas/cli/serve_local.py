@@ -10,16 +10,8 @@ from eyas.cli.served_engine import ServedEngine
 from eyas.cli.speculative_config import SpeculativeConfig
 
 if TYPE_CHECKING:
-    import torch
-
     from eyas.engine.config import EngineConfig
-    from eyas.engine.suffix.config import SuffixConfig
     from eyas.target.chat_template import ChatFormat
-
-
-def suffix_for(config: SpeculativeConfig, device: "torch.device") -> "SuffixConfig | None":
-    """How suffix drafts are made on this device: on a GPU, where their gain is not measured, if they were asked for."""
-    return config.suffix if device.type != "cuda" or config.named else None
 
 
 @contextmanager

@@ -49,8 +49,6 @@ class SpeculativeConfig:
     """What the drafter was called, one of `DRAFTERS`; None: whatever it is."""
     suffix: "SuffixConfig | None" = None
     """How suffix drafts are made; None: there are none."""
-    named: bool = False
-    """Whether somebody named the method."""
     table: "DepthTable | None" = None
     """Depths by batch size, for vLLM."""
 
@@ -101,24 +99,23 @@ def read_speculative_config(text: str | None, target: str, *, with_table: bool =
     if method == "suffix":
         if model is not None:
             raise UserError(f"--speculative-config names model {model!r}, and suffix drafts have none; use method auto")
-        return SpeculativeConfig(drafter=None, depth=None, method="suffix", suffix=_suffix(given, depth), named=True)
+        return SpeculativeConfig(drafter=None, depth=None, method="suffix", suffix=_suffix(given, depth))
     suffix = _suffix(given, None) if method == "auto" else None
     if method == "eagle3" and (wrong := [key for key in given if key in SUFFIX_KEYS]):
         raise UserError(f"--speculative-config has {wrong[0]} with method {drafter_method}; use method auto or suffix")
     drafter = choose_drafter(model, target)
     if drafter is None and model is None and method == "auto" and depth is None and not with_table:
-        return SpeculativeConfig(drafter=None, depth=None, suffix=suffix, named="method" in given)
+        return SpeculativeConfig(drafter=None, depth=None, suffix=suffix)
     if drafter is None and model != NO_DRAFTER:
         raise UserError(f"--speculative-config names no model, and none is shipped for {target}; add one: {EXAMPLE}")
     if drafter is None:  # which was asked for, and is all that was, unless a method was named too
-        return SpeculativeConfig(drafter=None, depth=None, suffix=suffix if "method" in given else None, named=True)
+        return SpeculativeConfig(drafter=None, depth=None, suffix=suffix if "method" in given else None)
     return SpeculativeConfig(
         drafter=drafter,
         depth=depth,
         method=method,
         drafter_method=drafter_method,
         suffix=suffix,
-        named="method" in given,
         table=_table(given, depth),
     )
 

@@ -9,7 +9,6 @@ from eyas.drafter.cost import kv_bytes_per_token
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
-from eyas.engine.speculation.captured_plan import OFFERED
 from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
@@ -22,6 +21,7 @@ from eyas.kernels.llama.mxfp4_experts import Mxfp4Experts
 from eyas.plan.footprint import CUDA_RUNTIME, Room, default_batched_tokens, recorded_bytes, working_bytes
 from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.plan.memory import BlockBudget, Footprint, plan_blocks, size
+from eyas.plan.shapes import OFFERED
 from eyas.target.model import Target
 
 FP8_CAPABILITY = 8, 9

@@ -12,6 +12,7 @@ from eyas.plan.kv_cache_dtype import KVCacheKind
 from eyas.plan.memory import BlockBudget, Footprint, blocks_of, longest, plan_blocks, size
 from eyas.plan.quantisation import Quantisation
 from eyas.plan.roofline import Pair, Speed
+from eyas.plan.shapes import OFFERED
 
 SPARE = 0.02
 """Of a card's memory, what stays free: fragments, a screen, other small things."""
@@ -62,6 +63,7 @@ class Deployment:
             max_num_seqs=self.users,
             max_model_len=self.context,
             max_depth=self.deepest,
+            max_offers=OFFERED if on_gpu else 0,  # `eyas serve` makes suffix drafts
             max_num_batched_tokens=default_batched_tokens(on_gpu=on_gpu, max_num_seqs=self.users),
         )
 

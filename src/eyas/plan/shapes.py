@@ -56,6 +56,9 @@ CAPTURED_TREES = tuple(
 token they have 8 and 16 tokens, as many as a pass reads in the time of one."""
 CAPTURED_TREE_ROWS = 4
 """Then batches up to this."""
+OFFERED = 15
+"""The deepest drafts that the host looks up: they take no pass of a drafter, and with the newest token are as many as a
+pass reads in the time of one."""
 
 
 @dataclass(frozen=True, kw_only=True)

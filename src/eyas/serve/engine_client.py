@@ -45,6 +45,8 @@ class EngineSnapshot:
     depth_shares: dict[int, float] = field(default_factory=dict)
     rows_by_depth: dict[int, int] = field(default_factory=dict)
     """How often each depth was chosen for an answer, in the current engine."""
+    lookups_by_requests: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Where steps overlap and there are suffix drafts: whether looking for them pays (`suffix/lookup_gate.py`)."""
     collapsed: bool = False
     """Whether the drafter is of no use at present."""
     drift: DriftReport | None = None

@@ -24,11 +24,8 @@ FLAT_TILE = 8
 
 DEEP_ROWS = 64
 """Requests up to which all depths are considered; more of them fill a pass with fewer drafts of each."""
-OFFERED = 15
-"""The deepest drafts that the host looks up: they take no pass of a drafter, and with the newest token are as many as a
-pass reads in the time of one."""
 OFFERED_ROWS = 4
-"""Requests up to which those may be deeper than the drafter's."""
+"""Requests up to which drafts that the host looks up may be deeper than the drafter's."""
 SHALLOW = 3
 """The deepest draft for more of them, so that there are not too many shapes."""
 

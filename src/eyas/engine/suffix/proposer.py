@@ -317,9 +317,10 @@ class SuffixProposer:
         if rows <= MOST_IN_A_ROUND:
             self._gate.observe(rows, looked_up=looked_up, tokens=tokens, seconds=seconds)
 
-    def report(self) -> dict[str, Any]:
-        """The state of things, for people."""
-        return {"lookups_by_requests": self._gate.report()}
+    @property
+    def lookups_by_requests(self) -> dict[int, dict[str, Any]]:
+        """Whether so many requests of a round are looked up, and why."""
+        return self._gate.report()
 
     def propose(self, rows: Sequence[ScheduledRow], report: StepReport) -> Mapping[int, Draft]:
         """Suffix drafts for some rows, the drafter's for others, and what the text has behind them."""

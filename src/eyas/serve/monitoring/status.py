@@ -42,6 +42,7 @@ STATUS_SCHEMA: dict[str, Any] = {
         "load",
         "kv_blocks",
         "counts",
+        "lookups_by_requests",
         "latency",
         "learning",
         "drafter_changes",
@@ -105,6 +106,19 @@ STATUS_SCHEMA: dict[str, Any] = {
                     "type": "object",
                     "additionalProperties": {"type": "integer"},
                     "description": "Errors sent to clients, such as 429 while the queue is full.",
+                },
+            },
+        },
+        "lookups_by_requests": {
+            "type": "object",
+            "description": "On a GPU, by requests of a step up to so many: whether suffix drafts are looked up.",
+            "additionalProperties": {
+                "type": "object",
+                "properties": {
+                    "looked_up": {"type": ["boolean", "null"], "description": "null: not decided yet."},
+                    "tokens_per_second": {"type": "number", "description": "Of steps with look-ups."},
+                    "tokens_per_second_without": {"type": "number"},
+                    "rounds": {"type": "array", "items": {"type": "integer"}, "description": "Steps of either kind."},
                 },
             },
         },
@@ -203,6 +217,7 @@ async def status_of(context: ServerContext) -> dict[str, Any]:
             "replaced_engines": snapshot.replaced,
             "errors_by_status": _by_label(metrics.errors, "status"),
         },
+        "lookups_by_requests": {str(rows): told for rows, told in snapshot.lookups_by_requests.items()},
         "latency": {
             "time_to_first_token": _histogram(metrics.time_to_first_token),
             "inter_token_latency": _histogram(metrics.inter_token_latency),
