@@ -74,7 +74,8 @@ class _Run:
             server.terminate()
             server.wait()
         same = all(row["texts"] == self.rows[0]["texts"] for row in self.rows)
-        told = {name: row for name, row in status["learning"].items() if name in ("learner", "swaps", "collected")}
+        told = {name: status["learning"][name] for name in ("learner", "collected")}
+        told |= {"drafter_changes": status["drafter_changes"]}
         probes = [{name: value for name, value in row.items() if name != "texts"} for row in self.rows]
         record = {"answers_equal": same, "probes": probes, **told}
         (given.out / "loop.json").write_text(json.dumps(record, indent=1))
@@ -91,7 +92,7 @@ class _Run:
 
     async def _ask(self) -> Json:
         """Ask until there is nothing to wait for; the last status."""
-        await self._probe("start", (await self._status())["learning"]["learner"]["drafter"]["number"])
+        await self._probe("start", (await self._status())["served"]["drafter"])
         users = [asyncio.create_task(self._user()) for _ in range(self.arguments.users)]
         try:
             await self._watch()
@@ -114,14 +115,14 @@ class _Run:
                 learning = status["learning"]
                 row = {"at": time.monotonic() - self.began, "learning": learning, "counts": status["counts"]}
                 print(json.dumps(row), file=file, flush=True)
-                while swaps < len(learning["swaps"]):
+                for change in status["drafter_changes"][swaps:]:
                     swaps += 1
-                    await self._probe(learning["swaps"][swaps - 1]["kind"], learning["swaps"][swaps - 1]["drafter"])
+                    await self._probe(change["kind"], change["drafter"])
                 if swaps >= self.arguments.swaps and learning["learner"]["state"] != "watching":
                     return
                 await asyncio.sleep(STATUS_SECONDS)
 
-    async def _probe(self, why: str, drafter: int) -> None:
+    async def _probe(self, why: str, drafter: str | None) -> None:
         """Fixed tickets, three deep, not learnt from: their texts and how much of them was drafted right."""
         texts, accepted, drafts = [], 0, 0
         for ticket in self.probes:

@@ -210,11 +210,14 @@ def test_a_server_samples_while_it_runs_and_stops_with_it(new_server: Any) -> No
 def test_changes_of_drafters_are_told_with_their_times_and_bounded() -> None:
     now = iter(range(1000, 2000))
     changes = DrafterChanges(clock=lambda: next(now))
-    changes.note("learnt-1")
+    changes.note_seen(2.0, 2.5)  # of a drafter that no change has brought
+    changes.note("learnt-1", reason="better")
+    changes.note_seen(2.00001, 2.5)
     changes.note(None, "rollback")
+    unseen = {"reason": None, "before": None, "after": None}
     told = [
-        {"at_seconds": 10, "kind": "swap", "drafter": "learnt-1"},
-        {"at_seconds": 11, "kind": "rollback", "drafter": None},
+        {"at_seconds": 10, "kind": "swap", "drafter": "learnt-1", "reason": "better", "before": 2.0, "after": 2.5},
+        {"at_seconds": 11, "kind": "rollback", "drafter": None, **unseen},
     ]
     assert changes.as_json(started=990) == told
     for _ in range(2 * MOST):

@@ -63,7 +63,7 @@ class DrafterSwaps:
         changes: DrafterChanges,
         slot: DrafterSlot,
     ) -> None:
-        self.slot, self._changes = slot, changes
+        self.slot, self.changes = slot, changes
         self._engine_client, self._model_info, self._metrics = engine_client, model_info, metrics
         self._thread = ThreadPoolExecutor(1, "eyas-load")
         self._lock = asyncio.Lock()
@@ -82,11 +82,12 @@ class DrafterSwaps:
         speculation: Speculation | None = None,
         only_in_place: bool = False,
         kind: ChangeKind = "swap",
+        reason: str | None = None,
     ) -> bool:
         """Load a drafter, or take none, and go on with it; whether weights were copied into the one before.
 
         `name` is what clients see, and `speculation` the default for requests that do not say how they are drafted for;
-        without it, that stays. With `only_in_place` a drafter of another shape is refused.
+        without it, that stays. With `only_in_place` a drafter of another shape is refused. Kind and reason are told.
         """
         async with self._lock:
             model = None
@@ -102,5 +103,5 @@ class DrafterSwaps:
             model_info.speculation = speculation or model_info.speculation
             self._metrics.set_drafter(model_info.drafter)
             self._metrics.swaps.inc()
-            self._changes.note(model_info.drafter, kind)
+            self.changes.note(model_info.drafter, kind, reason)
             return in_place

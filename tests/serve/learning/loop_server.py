@@ -114,6 +114,10 @@ class LearningServer:
         told: dict[str, Any] = (await self.client.send("GET", "/status")).json["learning"]
         return told
 
+    async def changes(self) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = (await self.client.send("GET", "/status")).json["drafter_changes"]
+        return told
+
     async def settled(self, count: int) -> None:
         """Wait until so many answers are written."""
         deadline = time.monotonic() + 10

@@ -72,7 +72,7 @@ async def assert_dropped(server: LearningServer, outcome: str, *words: str) -> d
         assert word in status["last"]["reason"], status
     assert (status["failures"], status["drafter"]["number"]) == (1, 0)
     assert status["new_answers"] >= ANSWERS, "these answers are still to be learnt from"
-    assert (await server.learning())["swaps"] == []
+    assert await server.changes() == []
     assert not (server.folder / "adaptation").exists()
     assert len(await server.ask(1)) == 1
     return status
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up_behind_a_swap_keeps_no_worse_drafter_at_work(
             while server.loop.state == "watching":
                 await server.ask(8)
                 await server.loop.tick()
-            assert [one["kind"] for one in (await server.learning())["swaps"]] == ["swap", "rollback"]
+            assert [one["kind"] for one in await server.changes()] == ["swap", "rollback"]
             assert server.story(1)["state"] == "watching", "which could not be written, so a restart watches it again"
 
         asyncio.run(main())

@@ -68,8 +68,9 @@ def test_a_better_drafter_comes_to_work_in_place_and_no_answer_changes(
                 await server.ask(8)
                 await server.loop.tick()
             told = await server.learning()
-            (swap,) = told["swaps"]
-            assert (swap["kind"], swap["drafter"]) == ("swap", 1)
+            (swap,) = await server.changes()
+            assert (swap["kind"], swap["drafter"].rpartition("-learnt-")[2]) == ("swap", "0001")
+            assert "better" in swap["reason"]
             assert swap["after"] > swap["before"]
             assert told["learner"]["drafter"]["state"] == "confirmed"
             story = server.story(1)
@@ -102,7 +103,7 @@ def test_a_drafter_that_is_not_better_does_not_come_to_work(
             assert status["last"]["outcome"] == "not_better"
             assert "not better beyond the interval" in status["last"]["reason"]
             assert (status["state"], status["failures"], status["new_answers"]) == ("collecting", 0, 0)
-            assert (await server.learning())["swaps"] == []
+            assert await server.changes() == []
             assert not (server.folder / "drafters").exists()
 
         asyncio.run(main())
@@ -130,7 +131,11 @@ def test_a_worse_drafter_past_the_gate_is_sent_back_before_the_watch_is_over(
             assert passes <= 512 < LAST_LOOK, "eight short answers say it"
             assert (await probe(server))[1] == pytest.approx(before), "the old weights are back"
             told = await server.learning()
-            assert [(one["kind"], one["drafter"]) for one in told["swaps"]] == [("swap", 1), ("rollback", 0)]
+            swap, rollback = await server.changes()
+            assert (swap["kind"], rollback["kind"]) == ("swap", "rollback")
+            assert swap["drafter"] == f"{rollback['drafter']}-learnt-0001"
+            assert swap["after"] < swap["before"]
+            assert rollback["reason"].startswith("worse: acceptance length")
             assert told["learner"]["state"] == "backing_off"
             story = server.story(1)
             assert story["state"] == "rejected"

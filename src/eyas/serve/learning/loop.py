@@ -15,7 +15,6 @@ No answer can change by any of it (docs/lossless.md). Whatever fails costs the a
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +28,6 @@ from eyas.serve.learning.collector import AnswerCollector
 from eyas.serve.learning.learner import AttemptResult, Learner, LearnerSettings
 from eyas.serve.learning.round_tally import RoundLog
 from eyas.serve.learning.shelf import DrafterShelf, ServiceStory, fingerprint_drafter
-from eyas.serve.learning.swap_event import SwapEvent
 from eyas.serve.learning.watch import LAST_LOOK, LengthEstimate, SwapWatch, lengths_of
 from eyas.serve.monitoring.drafter_changes import ChangeKind
 from eyas.serve.monitoring.metrics import ServerMetrics
@@ -43,8 +41,6 @@ BASELINE_REQUESTS = 16
 MOST_BASELINE = 256
 """The latest of them that count. As answers become known to the suffix index it takes the easy places, and the drafter
 is left with harder ones: what was long ago is no measure."""
-EVENTS = 64
-"""Swaps that /status tells of."""
 
 
 class LearningLoop:
@@ -70,7 +66,6 @@ class LearningLoop:
         self._learner = Learner(folder, fingerprint=fingerprint, command=settings.command, clock=clock)
         self.rounds = RoundLog()
         """What requests tell of the drafter at work."""
-        self.swap_events: deque[SwapEvent] = deque(maxlen=EVENTS)
         self._root_source = self._source = swaps.slot.source
         self._root = ""
         self._service: ServiceStory | None = None
@@ -165,7 +160,7 @@ class LearningLoop:
                 logger.warning(f"drafter {found.number} was learnt here before and is left aside (--no-learn-resume)")
                 return
             before = [LengthEstimate.from_json(one) for one in found.before]
-            await self._put_to_work(found, only_in_place=True)
+            await self._put_to_work(found, only_in_place=True, reason="learnt here before, and taken up again")
         except Exception as error:  # whatever keeps it from being loaded
             why = error if isinstance(error, UserError | OSError) else type(error).__name__
             logger.warning(f"the last good drafter cannot be taken up, and {self._name} serves: {why}")
@@ -277,7 +272,7 @@ class LearningLoop:
             await asyncio.to_thread(self._learner.clear)
         raised = _raised(snapshot)
         try:
-            await self._put_to_work(story, only_in_place=True)
+            await self._put_to_work(story, only_in_place=True, reason=candidate.reason)
         except Exception as error:  # whatever keeps it from being loaded: the old one serves on
             words = str(error) if isinstance(error, UserError) else f"it cannot be loaded ({type(error).__name__})"
             logger.warning(f"drafter {story.number} does not come to work: {error}")
@@ -289,10 +284,10 @@ class LearningLoop:
         await self._note_learnt()
         self._begin_watch(before)
         self._raised_before = raised
-        self._tell(SwapEvent(at=time.monotonic(), kind="swap", drafter=story.number, reason=candidate.reason))
+        self._tell("swap", candidate.reason)
 
     async def _put_to_work(
-        self, drafter: ServiceStory | str | None, *, only_in_place: bool = False, kind: ChangeKind = "swap"
+        self, drafter: ServiceStory | str | None, *, reason: str, only_in_place: bool = False, kind: ChangeKind = "swap"
     ) -> None:
         """Serve with a drafter of the shelf, with the one that all others came from, or with none."""
         story, source, name = None, drafter, None if drafter is None else self._name
@@ -300,7 +295,7 @@ class LearningLoop:
             story, source = drafter, str(self._shelf.place(drafter.number))
             name = f"{self._name}-learnt-{drafter.number:04d}"
         assert not isinstance(source, ServiceStory)
-        await self._swaps.swap(source, name=name, only_in_place=only_in_place, kind=kind)
+        await self._swaps.swap(source, name=name, only_in_place=only_in_place, kind=kind, reason=reason)
         self._source, self._service = source, story
         self.rounds.begin_anew()
 
@@ -341,8 +336,7 @@ class LearningLoop:
             if (words := watch.given_up(tallies, passes)) is not None:
                 await self._roll_back(words)
             return
-        if self.swap_events and self.swap_events[-1].drafter == self._number:
-            self.swap_events[-1].note_seen(seen)
+        self._swaps.changes.note_seen(seen.before.acceptance_length, seen.after.acceptance_length)
         if seen.verdict == "worse":
             await self._roll_back(f"worse: {seen.words}")
             return
@@ -364,7 +358,7 @@ class LearningLoop:
         parent = None if rejected.parent is None else stories.get(rejected.parent)
         for way in [parent, self._root_source, None] if parent is not None else [self._root_source, None]:
             try:
-                await self._put_to_work(way, kind="rollback")
+                await self._put_to_work(way, kind="rollback", reason=reason)
                 break
             except Exception as error:  # whatever it is: the next one may work
                 logger.error(f"a drafter to go back to cannot be loaded: {type(error).__name__}: {error}")
@@ -374,13 +368,12 @@ class LearningLoop:
         self._schedule.back_off()
         seen = None if watch.last is None else watch.last.as_json()
         await self._amend(rejected.model_copy(update={"state": "rejected", "reason": reason, "watch": seen}))
-        self._tell(SwapEvent(at=time.monotonic(), kind="rollback", drafter=self._number, reason=reason))
+        self._tell("rollback", reason)
         logger.warning(f"drafter {rejected.number} is rejected and never taken up again")
 
-    def _tell(self, event: SwapEvent) -> None:
-        self.swap_events.append(event)
-        self._metrics.learn_swaps.labels(event.kind).inc()
-        logger.warning(f"{event.kind}: drafter {event.drafter} serves from now on: {event.reason}")
+    def _tell(self, kind: ChangeKind, reason: str) -> None:
+        self._metrics.learn_swaps.labels(kind).inc()
+        logger.warning(f"{kind}: drafter {self._number} serves from now on: {reason}")
 
     async def _amend(self, story: ServiceStory) -> None:
         await asyncio.to_thread(self._shelf.amend, story)

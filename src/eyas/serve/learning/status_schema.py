@@ -4,22 +4,6 @@ from typing import Any
 
 _NUMBER = {"type": "integer", "description": "Of the learnt drafter; 0 is the one that the server was started with."}
 
-SWAPS_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "description": "The learner's latest changes of the drafter, the oldest first.",
-    "items": {
-        "type": "object",
-        "required": ["at_seconds", "kind", "drafter", "reason"],
-        "properties": {
-            "at_seconds": {"type": "number"},
-            "kind": {"enum": ["swap", "rollback"]},
-            "drafter": _NUMBER,
-            "reason": {"type": "string"},
-            "before": {"type": ["number", "null"], "description": "Acceptance length of the drafter before."},
-            "after": {"type": ["number", "null"], "description": "Of this one, as of the latest look."},
-        },
-    },
-}
 LEARNER_SCHEMA: dict[str, Any] = {
     "type": ["object", "null"],
     "description": "The loop that adapts the drafter to the answers; null: they are only kept.",

@@ -6,7 +6,7 @@ Whoever swaps drafters notes it here, a request as well as what learns from traf
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 MOST = 64
@@ -16,7 +16,7 @@ ChangeKind = Literal["swap", "rollback"]
 """rollback: the one before came back because the new one was worse."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DrafterChange:
     """Another drafter, or none, from a moment on."""
 
@@ -25,6 +25,11 @@ class DrafterChange:
     kind: ChangeKind
     drafter: str | None
     """By the name that clients see; None: nobody drafts any more."""
+    reason: str | None = None
+    """Why, if what learns from traffic did it; None: a request asked for it."""
+    before: float | None = None
+    after: float | None = None
+    """Acceptance lengths of the drafter before and of this one in real answers, as far as somebody watches them."""
 
 
 class DrafterChanges:
@@ -34,13 +39,16 @@ class DrafterChanges:
         self._clock = clock
         self._changes: deque[DrafterChange] = deque(maxlen=MOST)
 
-    def note(self, drafter: str | None, kind: ChangeKind = "swap") -> None:
+    def note(self, drafter: str | None, kind: ChangeKind = "swap", reason: str | None = None) -> None:
         """This drafter serves from now on."""
-        self._changes.append(DrafterChange(at=self._clock(), kind=kind, drafter=drafter))
+        self._changes.append(DrafterChange(at=self._clock(), kind=kind, drafter=drafter, reason=reason))
+
+    def note_seen(self, before: float, after: float) -> None:
+        """What real answers say of the drafter at work."""
+        if self._changes:
+            self._changes[-1].before, self._changes[-1].after = round(before, 4), round(after, 4)
 
     def as_json(self, started: float) -> list[dict[str, Any]]:
         """For /status, with times since the server's start."""
-        return [
-            {"at_seconds": round(change.at - started, 3), "kind": change.kind, "drafter": change.drafter}
-            for change in self._changes
-        ]
+        told = [asdict(change) for change in self._changes]
+        return [{"at_seconds": round(one.pop("at") - started, 3), **one} for one in told]

@@ -14,7 +14,7 @@ from eyas import __version__
 from eyas.serve.builders.response_builder import speculative_counts
 from eyas.serve.context import ServerContext
 from eyas.serve.engine_client import EngineSnapshot
-from eyas.serve.learning.status_schema import LEARNER_SCHEMA, SWAPS_SCHEMA
+from eyas.serve.learning.status_schema import LEARNER_SCHEMA
 from eyas.serve.model_info import ModelInfo
 
 DRIFTS = "raised while the drafter's state or acceptance degrades with depth: requests on auto then draft less deep"
@@ -136,7 +136,6 @@ STATUS_SCHEMA: dict[str, Any] = {
                 "max_bytes": {"type": "integer"},
                 "paused": {"type": ["string", "null"], "description": "Why none can be kept at present."},
                 "learner": LEARNER_SCHEMA,
-                "swaps": SWAPS_SCHEMA,
             },
         },
         "drafter_changes": {
@@ -149,6 +148,9 @@ STATUS_SCHEMA: dict[str, Any] = {
                     "at_seconds": {"type": "number"},
                     "kind": {"enum": ["swap", "rollback"], "description": "rollback: the new one was worse."},
                     "drafter": {"type": ["string", "null"]},
+                    "reason": {"type": ["string", "null"], "description": "Of the learner; null: it was asked for."},
+                    "before": {"type": ["number", "null"], "description": "Acceptance length of the drafter before."},
+                    "after": {"type": ["number", "null"], "description": "Of this one, as of the latest look."},
                 },
             },
         },
@@ -237,7 +239,6 @@ def _learning(context: ServerContext) -> dict[str, Any] | None:
     loop = context.learning_loop
     return asdict(context.collector.status) | {
         "learner": None if loop is None else loop.status(),
-        "swaps": [] if loop is None else [event.as_json(context.started) for event in loop.swap_events],
     }
 
 
