@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from engine_speed import OFF, read_drafter, read_prompts, requests_of
 
-import eyas.engine.engine as engine_module
+import eyas.engine.host_loop as steps
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Speculation
@@ -125,7 +125,7 @@ def replay(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) 
 
     drafting, answers = Drafting(), []
     stops, deep = engine.target.stop_ids(), Speculation(mode="fixed", depth=DEPTH)
-    engine_module.verify = one_by_one  # type: ignore[attr-defined]
+    steps.verify = one_by_one  # type: ignore[attr-defined]
     try:
         for prompt in prompts:
             drafted.clear()
@@ -138,12 +138,12 @@ def replay(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) 
             answers.append(_compare(prompt, tuple(tokens), dict(drafted), stops))
             print(f"{len(answers)} of {len(prompts)} answers", flush=True)
     finally:
-        engine_module.verify = verify  # type: ignore[attr-defined]
+        steps.verify = verify  # type: ignore[attr-defined]
     return answers, drafting
 
 
 def _note(drafting: Drafting, engine: Engine, seconds: float) -> None:
-    report = engine.last_report
+    report = engine.host_loop.last_report
     if report is None or report.draft is None or report.target is None or report.draft.first is None:
         return
     draft, first = report.draft, report.draft.first[1]

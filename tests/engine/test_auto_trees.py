@@ -293,11 +293,11 @@ def test_the_costs_are_told_what_really_ran(
             assert (draft.passes, draft.tokens) == ran, "the first pass reads what was fused"
             told.append((draft.passes, draft.tokens, draft.trees))
 
-    verify = engine._verify
+    verify = engine.host_loop._verify
     monkeypatch.setattr(drafter.run, "fuse", fused)
     monkeypatch.setattr(drafter.run, "step", counted)
     monkeypatch.setattr(engine.controller, "observe", observe)
-    monkeypatch.setattr(engine, "_verify", lambda *given: (read.clear(), passes.clear(), verify(*given))[2])
+    monkeypatch.setattr(engine.host_loop, "_verify", lambda *given: (read.clear(), passes.clear(), verify(*given))[2])
     run(engine, [request(prompt) for prompt in prompts])
     assert len(told) > 20
     assert all(trees for _, _, trees in told)
@@ -308,14 +308,14 @@ class Verdicts:
 
     def __init__(self, engine: Engine) -> None:
         self.found: dict[tuple[int, int], VerifyResult] = {}
-        commit = engine._commit
+        commit = engine.host_loop._commit
 
         def watched(verdict: VerifyResult, *rest: Any) -> None:
             if verdict.draft.tokens:
                 self.found[verdict.row.seq.key, len(verdict.row.seq.tokens)] = verdict
             commit(verdict, *rest)
 
-        engine._commit = watched  # type: ignore[method-assign]
+        engine.host_loop._commit = watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS[:3]], ids=range(4))

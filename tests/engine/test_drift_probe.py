@@ -77,14 +77,14 @@ class Served:
     def __init__(self, engine: Engine) -> None:
         self.drafts: dict[tuple[int, ...], Draft] = {}
         if engine.rounds is None:
-            verify = engine._verify
+            verify = engine.host_loop._verify
 
             def noted(*given: Any) -> Any:
                 results, output = verify(*given)
                 self.drafts |= {tuple(one.row.seq.tokens): one.draft for one in results if one.row.drafts}
                 return results, output
 
-            engine._verify = noted  # type: ignore[method-assign]
+            engine.host_loop._verify = noted  # type: ignore[method-assign]
             return
         commit = engine.rounds._commit
 

@@ -177,7 +177,7 @@ def measure(engine: "Engine", times: StepTimes, *, seconds: float) -> None:
         # A step that reads somebody's prompt, or ends an answer, is not one of decoding alone.
         if ready and not ended and len(pieces) == times.users:
             passed, spent = passed + 1, spent + took
-            report = engine.last_report
+            report = engine.host_loop.last_report
             times.add(took, pieces, sum(begun.values()) / times.users, None if report is None else report.draft)
         for piece in pieces:
             begun[piece.key] = begun.get(piece.key, lengths[piece.key]) + len(piece.tokens)

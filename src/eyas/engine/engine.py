@@ -1,17 +1,12 @@
-"""The engine: many requests, one target, one drafter. A step is schedule, verify, commit.
+"""The engine: many requests, one target, one drafter.
 
-    schedule  which requests take part, with how many tokens, and how deep each is drafted for
-    verify    the drafter proposes tokens, and the target reads all rows in a pass: chunks of prompts, newest tokens,
-              drafts; its own token at every position, and drafts that equal it are accepted
-    commit    tokens, blocks, text; ended requests leave
-
-On a GPU a step is the same, and the next one is launched before its tokens have arrived (`round_loop.py`).
+It answers step by step: `host_loop.py` has what a step is, and `round_loop.py` the same for a GPU, where the next one
+is launched before its tokens have arrived. Here is what steps are made for and of: requests come and go, one drafter
+takes the place of another, and graphs are captured ahead.
 
 The law: a request's token at position t is a function of the target's distribution there and of the request's own
 noise at t (`sampler.py`). Drafts, depths, the batch around it and preemptions change when it is computed, never
 which it is, up to rounding of near-ties.
-
-Shapes: M logits asked for, V vocabulary.
 """
 
 import logging
@@ -21,11 +16,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit, require_kv_cache_dtype
 from eyas.engine.drift_probe import DriftProbe
+from eyas.engine.host_loop import HostLoop
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
@@ -39,17 +34,15 @@ from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_runner import RoundRunner
 from eyas.engine.runner.weight_copy import UnlikeError
-from eyas.engine.sampler import TokenLogprobs, log_probabilities
-from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
+from eyas.engine.scheduler import ScheduledRow, Scheduler
 from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
-from eyas.engine.speculation.observations import TargetTiming
 from eyas.engine.speculation.step_report import StepReport
 from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.proposer import SuffixProposer
-from eyas.engine.verify import TargetOutput, VerifyResult, sampling_metadata, states_of, verify
+from eyas.engine.verify import sampling_metadata
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
 from eyas.sampling import Sampling
@@ -109,9 +102,7 @@ class Engine:
         self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
         self.rounds: RoundLoop | None = None
-        self.last_report: StepReport | None = None
-        """What the last step told the controller; None where rounds run on a device."""
-        """Steps whose rounds live on the device; None where the host takes part in each."""
+        """Steps whose rounds live on the device; None where the host takes part in each (`host_loop`)."""
         self._captures_ahead = False
         """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
         self._begin_to_learn(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
@@ -354,6 +345,15 @@ class Engine:
         if self._suffix is not None:
             self.proposer = SuffixProposer(inner, self._suffix, self.controller)
         self.runner.layer_ids = self.proposer.layer_ids
+        self.host_loop = HostLoop(
+            self.runner,
+            self.scheduler,
+            self.proposer,
+            self.controller,
+            self._outputs,
+            hidden=self._hidden,
+            clock=self._clock,
+        )
 
     def _drafter_proposer(self, runner: DrafterRunner | None) -> Proposer | None:
         if runner is None:
@@ -441,10 +441,7 @@ class Engine:
     def _read_on_host(self, rows: Sequence[ScheduledRow]) -> None:
         """Read prompts whose logprobs are asked for, apart from rounds; then let them decode in rounds."""
         assert self.rounds is not None
-        report = StepReport()
-        results, output = self._verify(rows, report)
-        for result in results:
-            self._commit(result, output, report)
+        for result in self.host_loop.run(rows, StepReport()):
             seq = result.row.seq
             if seq.finished is not None:
                 continue
@@ -480,7 +477,8 @@ class Engine:
         """Time steps for a request that nobody made, so that the first choice of a depth is an informed one."""
         if self._drafting is None or self.scheduler.requests:
             return
-        outputs, self._outputs = self._outputs, OutputProcessor(self.target.decoder())
+        outputs = self._outputs
+        self._outputs = self.host_loop.outputs = OutputProcessor(self.target.decoder())
         longest = self.max_model_len - len(REHEARSED_PROMPT)
         depths = sorted({min(depth, self.config.max_depth) for depth in (0, 1, 3, 7)})
         for depth in depths if longest > 0 else ():
@@ -507,102 +505,10 @@ class Engine:
         """Go once through the algorithm; what it gave to whom."""
         if self.rounds is not None:
             self.rounds.step()
-            self._outputs.process()
-            return self._outputs.take()
-        began, report = self._clock(), StepReport()
-        scheduled = self._schedule()
-        report.choice = self.proposer.chosen
-        if scheduled.rows:
-            self.proposer.probe_drift(scheduled.rows)
-            results, output = self._verify(scheduled.rows, report)
-            for result in results:
-                self._commit(result, output, report)
-            if self._is_timed(scheduled.rows):
-                report.seconds = self._clock() - began
-            self.controller.observe(report)
-            self.last_report = report
-            self.proposer.catch_up(scheduled.rows)
+        else:
+            self.host_loop.step()
         self._outputs.process()
         return self._outputs.take()
-
-    def _schedule(self) -> SchedulerOutput:
-        """Rows of this step; requests that lost their blocks to it start anew later."""
-        scheduled = self.scheduler.plan(self.proposer.draft_slots)
-        for seq in scheduled.preempted:
-            self.proposer.forget(seq.key, ended=False)
-        return scheduled
-
-    def _verify(self, rows: Sequence[ScheduledRow], report: StepReport) -> tuple[list[VerifyResult], TargetOutput]:
-        """Draft for rows and run the target over them; what it said, and what that means for each row."""
-        drafts = self.proposer.propose(rows, report)
-        began = self._clock()
-        states = any(self.proposer.follows(row.seq) for row in rows)
-        output = self.runner.run_rows(rows, drafts, states=states)
-        results = verify(rows, drafts, output)
-        if self._is_timed(rows):
-            report.target = TargetTiming(
-                tokens=len(rows) + sum(len(draft.tokens) for draft in drafts.values()),
-                context=sum(row.start for row in rows),
-                seconds=self._clock() - began,
-            )
-        return results, output
-
-    def _is_timed(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether the controller learns of the time that these rows take: they decode, and it chose how."""
-        return self.proposer.timed and all(row.count == 1 for row in rows)
-
-    def _commit(self, result: VerifyResult, output: TargetOutput, report: StepReport) -> None:
-        """Write down what a request got, and let it go if that was its end."""
-        row, draft, seq = result.row, result.draft, result.row.seq
-        stop = self._outputs.check_stop(seq, result.tokens, self.scheduler.limit(seq))
-        nodes = result.nodes[: max(0, len(stop.tokens) - 1)]
-        self.proposer.take_states(result, nodes, output)
-        if self._hidden is not None and output.hidden_NX is not None:
-            self._hidden.write(seq.blocks, row.start, states_of(result, nodes, output.hidden_NX).aux_TX)
-        moved = [] if draft.is_chain else [(node, depth) for depth, node in enumerate(nodes) if node != depth]
-        if moved:
-            behind = row.start + row.count
-            self._move(seq, [behind + node for node, _ in moved], [behind + depth for _, depth in moved])
-        seq.prompt_logprobs += output.prompt_logprobs.get(seq.key, ())
-        begins = row.samples and seq.new_tokens == 0
-        self.scheduler.commit(seq, read=row.count + len(nodes), new_tokens=stop.tokens)
-        if not row.samples:
-            return
-        self.proposer.settle(result, ended=stop.finished is not None, report=report)
-        logprobs = self._logprobs(seq, stop.tokens, output.logits_MV, result)
-        hidden_TX = None
-        if self._hidden is not None and stop.finished is not None:
-            hidden_TX = self._hidden.read(seq.blocks, seq.target_length)
-        self._outputs.add(
-            seq,
-            stop,
-            drafted=len(draft.tokens),
-            accepted=len(result.nodes),
-            logprobs=logprobs,
-            prompt_logprobs=tuple(seq.prompt_logprobs) if begins and seq.request.prompt_logprobs is not None else None,
-            hidden_TX=hidden_TX,
-            suffix_drafted=draft.by_suffix,
-        )
-        if stop.finished is not None:
-            self.scheduler.finish(seq, stop.finished)
-            self._outputs.close(seq.key)
-            self.proposer.forget(seq.key)
-            report.ended.append(seq.key)
-
-    def _move(self, seq: SequenceState, from_slots: Sequence[int], to_slots: Sequence[int]) -> None:
-        """Put the accepted path of a tree side by side, as if it had been a chain."""
-        size = self.config.block_size
-        places = [[seq.blocks[slot // size] * size + slot % size for slot in slots] for slots in (from_slots, to_slots)]
-        self.runner.cache.move(*torch.tensor(places, device=self.target.device))
-
-    def _logprobs(
-        self, seq: SequenceState, tokens: Sequence[int], logits_MV: Tensor, result: VerifyResult
-    ) -> tuple[TokenLogprobs, ...] | None:
-        if seq.request.logprobs is None:
-            return None
-        rows = [result.logits_at + 1 + node for node in (-1, *result.nodes)][: len(tokens)]
-        token_M = torch.tensor(list(tokens), device=logits_MV.device)
-        return tuple(log_probabilities(logits_MV[rows], token_M, seq.request.logprobs))
 
     def _forget(self, key: int) -> None:
         if self.rounds is not None:

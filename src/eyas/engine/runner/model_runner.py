@@ -39,7 +39,7 @@ class ModelRunner:
         """Whose states the drafter reads; those are kept of every pass that it follows."""
         self.kept_layer_ids: tuple[int, ...] = ()
         """Whose states every pass over rows gives besides, for whoever asked for them."""
-        self._target, self._device = target, target.device
+        self._target, self.device = target, target.device
         self._own = TargetRunner(target, cache)
         self._fused = fused_target(target)
         self._logits_MV = torch.empty(0)
@@ -63,11 +63,11 @@ class ModelRunner:
             ids += [*row.seq.tokens[row.start : row.start + row.count], *draft.tokens]
             keep += range(newest, len(ids)) if row.samples else ()
             shares.append(lay_out(row, draft))
-        metadata = AttentionMetadata.of(shares, block_size=self.cache.block_size, device=self._device)
+        metadata = AttentionMetadata.of(shares, block_size=self.cache.block_size, device=self.device)
         both = tuple(sorted({*layer_ids, *self.kept_layer_ids}))
         asked = len(keep) + len(of_prompts)
-        keep_M = None if keep == list(range(len(ids))) else integers(keep + of_prompts, self._device)
-        logits_MV, states_NX = self.run(integers(ids, self._device), metadata, keep_M, both, self._memory_for(asked))
+        keep_M = None if keep == list(range(len(ids))) else integers(keep + of_prompts, self.device)
+        logits_MV, states_NX = self.run(integers(ids, self.device), metadata, keep_M, both, self._memory_for(asked))
         prompt_logprobs = _prompt_logprobs(rows, logits_MV[len(keep) :]) if of_prompts else {}
         if of_prompts:
             logits_MV = logits_MV[: len(keep)].clone()  # those of prompts are many, and free memory from here on
@@ -79,11 +79,11 @@ class ModelRunner:
 
     def _memory_for(self, logits: int) -> Tensor | None:
         """Where the logits of a pass over rows go, until the next: on a CPU fresh pages cost a short pass much."""
-        if self._fused is None or self._device.type != "cpu" or not 0 < logits <= FEW_LOGITS:
+        if self._fused is None or self.device.type != "cpu" or not 0 < logits <= FEW_LOGITS:
             return None
         if len(self._logits_MV) < logits:
             shape = (logits, self._target.facts.vocab_size)
-            self._logits_MV = torch.empty(shape, dtype=self.logits_dtype, device=self._device)
+            self._logits_MV = torch.empty(shape, dtype=self.logits_dtype, device=self.device)
         return self._logits_MV[:logits]
 
     def run(
