@@ -100,8 +100,10 @@ class SuffixProposer:
     @property
     def timed(self) -> bool:
         """Whether somebody learns from what this step takes: where no drafter drafts, the suffix choice does."""
-        if self.inner.timed or (self.shapes is not None and not self.looks_up):
-            return self.inner.timed
+        if self.inner.timed:
+            return True
+        if self.shapes is not None and not self.looks_up:
+            return False
         return self.drafter_depth == 0 or isinstance(self.inner, NoProposer)
 
     def follows(self, seq: SequenceState) -> bool:
