@@ -59,7 +59,8 @@ from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import ExpectedRounds, answer_borders, expect_rounds
 from eyas.train.init import set_vocabulary
 from eyas.train.journal import versions
-from eyas.train.recipe import Recipe, load_recipe
+from eyas.train.recipe import Recipe
+from eyas.train.recipe_file import load_recipe
 from eyas.train.sources.live import LiveSource
 
 Json = dict[str, Any]

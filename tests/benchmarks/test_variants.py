@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from variants import DEPTHS, bootstrap, loops, rank, shape_of, table
 
-from eyas.train.recipe import load_recipe
+from eyas.train.recipe_file import load_recipe
 from train.batches import batch_of
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "smollm2"

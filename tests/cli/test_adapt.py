@@ -19,7 +19,7 @@ from eyas.cli.stop import StopRequest
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
 from eyas.train.adaptation.outcome import MAX_LOSS
 from eyas.train.adaptation.recipe import AdaptationSettings
-from eyas.train.recipe import load_recipe
+from eyas.train.recipe_file import load_recipe
 
 Run = Callable[..., Any]
 ANSWERS = 40

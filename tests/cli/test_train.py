@@ -21,7 +21,7 @@ from eyas.cli.stop import StopRequest, children_of
 from eyas.cli.train import TrainScreen
 from eyas.drafter.checkpoint import load_drafter
 from eyas.kernels.linear.quantised_linear import load_quantised
-from eyas.train.recipe import load_recipe
+from eyas.train.recipe_file import load_recipe
 from eyas.train.run import TrainResult
 from eyas.train.schedule import RunLength
 from tiny import AUX_IDS, target_config

@@ -28,7 +28,8 @@ from eyas.train.features import Features, FetchingSource
 from eyas.train.init import config_for, init_drafter
 from eyas.train.loop import LoopConfig, train
 from eyas.train.ranks import Ranks
-from eyas.train.recipe import DrafterSettings, Recipe, TrainSettings, read_recipe
+from eyas.train.recipe import DrafterSettings, Recipe, TrainSettings
+from eyas.train.recipe_file import read_recipe
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.served.open import open_served
 from eyas.train.sources.live import LiveSource

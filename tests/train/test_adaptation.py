@@ -18,7 +18,8 @@ from eyas.train.adaptation.recipe import AdaptationSettings, adaptation_recipe
 from eyas.train.corpus.corpus import Corpus, Replay, concatenate, packs, split
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import OpenSource
-from eyas.train.recipe import TrainSettings, load_recipe, read_recipe, to_toml
+from eyas.train.recipe import TrainSettings
+from eyas.train.recipe_file import load_recipe, read_recipe, to_toml
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState

@@ -11,7 +11,8 @@ from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
 from eyas.train.corpus.augment import SYSTEM_PROMPTS, Augmenter
 from eyas.train.corpus.encoding import encode_conversations
-from eyas.train.recipe import Augmentation, read_recipe
+from eyas.train.recipe import Augmentation
+from eyas.train.recipe_file import read_recipe
 
 DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}" + CHATML
 WITH_BOS = "<s>" + DEFAULT_SYSTEM

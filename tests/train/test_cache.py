@@ -25,7 +25,7 @@ from eyas.train.corpus.packing import FitCounts
 from eyas.train.epochs import CorpusPacks
 from eyas.train.features import Features, FeatureSource, OpenSource
 from eyas.train.loss import LOSSES
-from eyas.train.recipe import read_recipe
+from eyas.train.recipe_file import read_recipe
 from eyas.train.run import TrainResult, run
 from eyas.train.sources import cache_writer
 from eyas.train.sources.cache import (

@@ -10,7 +10,7 @@ import tiny
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
-from eyas.train.recipe import read_recipe
+from eyas.train.recipe_file import read_recipe
 from train.test_cache import recipe_of, trained
 from train.test_upgrade import _without_none, scores_SMW, stored, taken_up
 

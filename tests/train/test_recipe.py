@@ -8,17 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from eyas.errors import UserError
-from eyas.train.recipe import (
-    DataSettings,
-    DrafterSettings,
-    LossName,
-    OutputSettings,
-    Recipe,
-    TrainSettings,
-    load_recipe,
-    read_recipe,
-    to_toml,
-)
+from eyas.train.recipe import DataSettings, DrafterSettings, LossName, OutputSettings, Recipe, TrainSettings
+from eyas.train.recipe_file import load_recipe, read_recipe, to_toml
 
 LEAST: dict[str, Any] = {"data": {"files": ["a.jsonl"]}, "output": {"folder": "runs/a"}}
 LEAST_TOML = '[data]\nfiles = ["a.jsonl"]\n[output]\nfolder = "runs/a"\n'

@@ -26,7 +26,7 @@ from eyas.train import resume
 from eyas.train.estimate import RoundCounts
 from eyas.train.journal import read_log
 from eyas.train.ranks import Ranks
-from eyas.train.recipe import read_recipe, to_toml
+from eyas.train.recipe_file import read_recipe, to_toml
 from eyas.train.run import TrainResult, run
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.live import LiveSource

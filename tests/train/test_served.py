@@ -246,7 +246,7 @@ from eyas.target.model import Target
 from eyas.target.parts import TargetParts
 from eyas.train.loop import train
 from eyas.train.ranks import Ranks
-from eyas.train.recipe import read_recipe
+from eyas.train.recipe_file import read_recipe
 from eyas.train.served.open import open_served
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 from train.test_loop import Diary, corpus_of, loop_config_of, packs_of, train_state_of

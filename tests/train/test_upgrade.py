@@ -21,7 +21,8 @@ from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
 from eyas.train.loop import estimate, train
-from eyas.train.recipe import DrafterSettings, read_recipe
+from eyas.train.recipe import DrafterSettings
+from eyas.train.recipe_file import read_recipe
 from eyas.train.run import _text_reader
 from eyas.train.schedule import RunLength
 from eyas.train.sources.live import LiveSource

@@ -138,7 +138,7 @@ def adapt(
     from eyas.loading import require_fit
     from eyas.target.facts import read_facts
     from eyas.train.adaptation.recipe import AdaptationSettings, adaptation_recipe
-    from eyas.train.recipe import to_toml
+    from eyas.train.recipe_file import to_toml
 
     arguments = {name: as_json_value(value) for name, value in context.params.items()}
     facts = read_facts(target, cache=cache)

@@ -62,7 +62,7 @@ def check(
     """
     from eyas.data.files import expand_files
     from eyas.errors import UserError
-    from eyas.train.recipe import load_recipe
+    from eyas.train.recipe_file import load_recipe
 
     chosen = None if recipe is None else load_recipe(recipe)
     if bool(files) == (chosen is not None):

@@ -47,7 +47,7 @@ def train(
     Ctrl-C saves and stops after the step under way; --resume goes on as if nothing had happened, or on to a later end
     (--set train.steps=...). Several processes (torchrun) share the work of every step.
     """
-    from eyas.train.recipe import load_recipe, to_toml
+    from eyas.train.recipe_file import load_recipe, to_toml
 
     quantized = [] if quantization is None else [f"target.quantization={quantization}"]
     chosen = load_recipe(recipe, [*(overrides or []), *quantized])

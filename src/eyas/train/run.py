@@ -40,7 +40,8 @@ from eyas.train.loop import LoopConfig, Observer, PlannedBatch, TrainMetrics, tr
 from eyas.train.plot import plot_run
 from eyas.train.preflight import check_run
 from eyas.train.ranks import Ranks
-from eyas.train.recipe import DrafterRecipe, Recipe, to_toml
+from eyas.train.recipe import DrafterRecipe, Recipe
+from eyas.train.recipe_file import to_toml
 from eyas.train.resume import ResumePoint
 from eyas.train.run_data import RunData, fingerprint_corpus, read_data
 from eyas.train.schedule import LearningRateSchedule, RunLength

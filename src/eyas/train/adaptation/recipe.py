@@ -11,7 +11,8 @@ from typing import Any
 
 from eyas.drafter.config import DrafterConfig
 from eyas.errors import UserError
-from eyas.train.recipe import Recipe, read_recipe
+from eyas.train.recipe import Recipe
+from eyas.train.recipe_file import read_recipe
 from eyas.train.toml import apply_override, parse_override
 
 LR = 1e-4
