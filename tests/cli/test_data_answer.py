@@ -89,7 +89,7 @@ def test_an_interrupted_run_says_how_to_go_on(
 
 def test_a_drawn_answer_does_not_depend_on_its_company_or_on_a_drafter(file: Path, tmp_path: Path, run: Run) -> None:
     found = []
-    for slots, drafter in ((1, ["--drafter", "none"]), (2, [])):
+    for slots, drafter in ((1, []), (2, ["--drafter", "smollm2-eagle3.1"])):
         out = tmp_path / f"by{slots}.jsonl"
         arguments = ["data", "answer", file, "--out", out, "--max-tokens", 6, "--max-length", 64, "--temperature", 1]
         outcome = run(*arguments, "--seed", 5, "--slots", slots, "--dtype", "float32", *drafter)
@@ -100,8 +100,8 @@ def test_a_drawn_answer_does_not_depend_on_its_company_or_on_a_drafter(file: Pat
     assert len(found[0]) == 2
 
 
-@pytest.mark.parametrize(("drafter", "drafts"), [([], True), (["--drafter", "none"], False)])
-def test_the_drafter_that_comes_with_the_target_drafts(
+@pytest.mark.parametrize(("drafter", "drafts"), [(["--drafter", "smollm2-eagle3.1"], True), ([], False)])
+def test_on_a_processor_only_a_drafter_that_is_named_drafts(
     file: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, drafter: list[str], drafts: bool
 ) -> None:
     engines, serve = list[Engine](), Engine.serve

@@ -63,7 +63,7 @@ def answer(
         str | None,
         typer.Option(
             help="A drafter's name, folder or hub id, or none: it makes answers faster, and no other ones.",
-            show_default="the target's own, if shipped",
+            show_default="on a GPU the target's own, if shipped",
             rich_help_panel=MODEL,
         ),
     ] = None,

@@ -8,7 +8,7 @@ from eyas.cli.answer_limits import AnswerLimits, BudgetedAnswer
 from eyas.cli.prompt_encoder import PromptEncoder
 from eyas.data.regenerate import ChatPrompt, Reply
 from eyas.drafter.model import Drafter
-from eyas.drafter.shipped import choose_drafter
+from eyas.drafter.shipped import NO_DRAFTER, choose_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import OutputDelta, RequestOutput
@@ -18,6 +18,7 @@ from eyas.plan.kv_cache_dtype import read_kv_cache_dtype
 from eyas.sampling import Sampling
 from eyas.serve.builders.answer_reader import AnswerReader
 from eyas.target.chat_template import ChatFormat
+from eyas.target.device import choose_device
 from eyas.target.fingerprint import fingerprint
 from eyas.target.model import Target
 
@@ -47,8 +48,13 @@ class OwnEngine:
         cache: Path | None,
         chat_format: ChatFormat,
     ) -> "OwnEngine":
-        """Load both; a drafter that is not named is the one that comes with eyas for this target."""
+        """Load both; a drafter that is not named is the one that comes with eyas for this target, on a GPU.
+
+        On a CPU, drafts for as many answers at once gain nothing.
+        """
         kept = read_kv_cache_dtype(kv_cache_dtype, "--kv-cache-dtype")
+        if drafter is None and choose_device(device).type == "cpu":
+            drafter = NO_DRAFTER
         loaded, model = load_pair(
             target,
             choose_drafter(drafter, target),
