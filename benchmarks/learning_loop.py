@@ -108,7 +108,8 @@ class _Run:
 
     async def _watch(self) -> None:
         """Follow the server until what was waited for has come."""
-        swaps = 0
+        # A drafter that was learnt before is taken up at the start, which is no change to wait for.
+        before = swaps = len((await self._status())["drafter_changes"])
         with (self.arguments.out / "status.jsonl").open("w") as file:
             while time.monotonic() - self.began < 60 * self.arguments.minutes:
                 status = await self._status()
@@ -118,7 +119,7 @@ class _Run:
                 for change in status["drafter_changes"][swaps:]:
                     swaps += 1
                     await self._probe(change["kind"], change["drafter"])
-                if swaps >= self.arguments.swaps and learning["learner"]["state"] != "watching":
+                if swaps >= before + self.arguments.swaps and learning["learner"]["state"] != "watching":
                     return
                 await asyncio.sleep(STATUS_SECONDS)
 

@@ -62,7 +62,7 @@ def answer(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="A drafter's name, folder or hub id, or none: it makes answers faster, and no other ones.",
+            help="A drafter's name, folder or hub id, or none; answers are the same.",
             show_default="on a GPU the target's own, if shipped",
             rich_help_panel=MODEL,
         ),
