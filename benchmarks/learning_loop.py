@@ -10,11 +10,13 @@ seconds, and the outcome in OUT/loop.json.
 
 import argparse
 import asyncio
+import itertools
 import json
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from adaptation_traffic import make_requests
 
 Json = dict[str, Any]
 PROBES = 8
+PROBE_SEED = 1
 STATUS_SECONDS = 5.0
 
 
@@ -50,9 +53,8 @@ class _Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.began = time.monotonic()
-        self.tickets = make_requests(5000, seed=0)
-        self.probes = make_requests(PROBES, seed=1)
-        self.asked = 0
+        self.tickets = _tickets()
+        self.probes = make_requests(PROBES, seed=PROBE_SEED)
         self.ended = False
         self.rows: list[Json] = []
 
@@ -95,23 +97,22 @@ class _Run:
         await self._probe("start", (await self._status())["served"]["drafter"])
         users = [asyncio.create_task(self._user()) for _ in range(self.arguments.users)]
         try:
-            await self._watch()
+            await self._watch(users)
             return await self._status()
         finally:
             self.ended = True
-            await asyncio.gather(*users, return_exceptions=True)
+            await asyncio.gather(*users)
 
     async def _user(self) -> None:
         while not self.ended:
-            self.asked += 1
-            await self._answer(self.tickets[self.asked], {})
+            await self._answer(next(self.tickets), {})
 
-    async def _watch(self) -> None:
-        """Follow the server until what was waited for has come."""
+    async def _watch(self, users: Sequence["asyncio.Task[None]"]) -> None:
+        """Follow the server until what was waited for has come, or a user was not answered."""
         # A drafter that was learnt before is taken up at the start, which is no change to wait for.
         before = swaps = len((await self._status())["drafter_changes"])
         with (self.arguments.out / "status.jsonl").open("w") as file:
-            while time.monotonic() - self.began < 60 * self.arguments.minutes:
+            while time.monotonic() - self.began < 60 * self.arguments.minutes and not any(u.done() for u in users):
                 status = await self._status()
                 learning = status["learning"]
                 row = {"at": time.monotonic() - self.began, "learning": learning, "counts": status["counts"]}
@@ -148,6 +149,13 @@ class _Run:
         async with self.http.get(f"{self.url}/status") as reply:
             told: Json = await reply.json()
             return told
+
+
+def _tickets() -> Iterator[Json]:
+    """As many as are asked for, each a new one; a fast server answers thousands while its learner loads."""
+    for seed in itertools.count():
+        if seed != PROBE_SEED:
+            yield from make_requests(1000, seed=seed)
 
 
 def _free_port() -> int:

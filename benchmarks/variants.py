@@ -222,7 +222,9 @@ def step_seconds(record: Json, device: str, *, seconds: float, rounds: int) -> J
 
 def shape_of(config: Json) -> str:
     """What of a drafter decides its time."""
-    return f"{config['num_hidden_layers']} x {config['intermediate_size']}, {config['draft_vocab_size']:,}"
+    sizes = f"{config['num_hidden_layers']} x {config['intermediate_size']}, {config['draft_vocab_size']:,}"
+    states = config.get("num_aux_hidden_states", 3)
+    return sizes if states == 3 else f"{sizes}, {states} states"
 
 
 def _random_drafter(target: Target, config: Json, folder: Path) -> Drafter:

@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
+from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
 from eyas.train.recipe_file import read_recipe
@@ -30,6 +31,32 @@ def test_a_larger_drafter_begins_as_the_one_it_comes_from(
     assert grown.config.intermediate_size == larger.get("intermediate_size", 128)
     torch.testing.assert_close(scores_SMW(grown, tiny_target), scores_SMW(drafter, tiny_target), rtol=1e-4, atol=1e-4)
     assert torch.equal(grown.vocab().target_ids_W, drafter.vocab().target_ids_W)
+
+
+@pytest.mark.parametrize("flags", [EAGLE31, {}, {"norm_before_fc": True}], ids=["EAGLE-3.1", "EAGLE-3", "one norm"])
+@pytest.mark.parametrize("fc_norm", [True, False])
+def test_a_drafter_that_reads_more_states_begins_as_it_was(
+    tiny_target: Target, tmp_path: Path, flags: dict[str, Any], fc_norm: bool
+) -> None:
+    stored(tmp_path / "drafter", **flags)
+    if not fc_norm and "norm_before_fc" in flags:
+        with pytest.raises(UserError, match=r"one norm over all of them \(norm_before_fc\)"):
+            taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(1, 2, 3, 4), fc_norm=False)
+        return
+    choice: dict[str, Any] = {"fc_norm": fc_norm or "fc_norm" in flags}
+    as_it_is = taken_up(tiny_target, tmp_path / "drafter", **choice)
+    more = taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(0, 1, 2, 3, 4), **choice)
+    assert more.config.aux_layer_ids == (0, 1, 2, 3, 4)
+    assert more.config.num_aux_hidden_states == 5
+    torch.testing.assert_close(scores_SMW(more, tiny_target), scores_SMW(as_it_is, tiny_target), rtol=1e-4, atol=1e-4)
+
+
+def test_states_that_a_drafter_knows_are_not_taken_from_it(tiny_target: Target, tmp_path: Path) -> None:
+    stored(tmp_path / "drafter", **EAGLE31)
+    with pytest.raises(UserError, match=r"layers can be added, not taken away; .* or add \[2, 3\]"):
+        taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(1, 4))
+    with pytest.raises(UserError, match=r"auxiliary layer id 9 is outside"):
+        taken_up(tiny_target, tmp_path / "drafter", aux_layer_ids=(1, 2, 3, 9))
 
 
 def test_tokens_that_stay_keep_their_rows(tiny_target: Target, tmp_path: Path) -> None:
@@ -64,6 +91,7 @@ def test_a_run_trains_what_was_added(tiny_target: Target, tmp_path: Path, monkey
         "layers": 2,
         "intermediate_size": 160,
         "draft_vocab_size": 50,
+        "aux_layer_ids": [0, 1, 2, 3, 4],
     }
     tables["train"] |= {"steps": 2}
     outcome, _ = trained(monkeypatch, tiny_target, read_recipe(_without_none(tables)))
@@ -71,4 +99,6 @@ def test_a_run_trains_what_was_added(tiny_target: Target, tmp_path: Path, monkey
     assert finished.config.draft_vocab_size == 50
     weights = finished.state_dict()
     assert weights["layers.0.mlp.down_proj.weight"][:, 128:].abs().max() > 0
+    assert weights["fc.weight"][:, -64:].abs().max() > 0
+    assert not torch.equal(weights["fc_norm.0.weight"], weights["fc_norm.4.weight"])
     assert weights["layers.1.self_attn.o_proj.weight"].abs().max() > 0

@@ -69,7 +69,7 @@ def stored(folder: Path, *, own_embedding: bool = True, own_head: bool = True, *
 def scores_SMW(drafter: Drafter, target: Target) -> Tensor:
     """What it says at every depth."""
     batch = batch_of_text()
-    aux_TX = LiveSource(target, tiny.AUX_IDS)(batch).aux_TX
+    aux_TX = LiveSource(target, drafter.config.aux_layer_ids or tiny.AUX_IDS)(batch).aux_TX
     attend = attention_for(batch, torch.float32, compiled=False)
     with torch.no_grad():
         return drafter.logits(unroll(drafter, batch, aux_TX, depths=DEPTHS, attend=attend))

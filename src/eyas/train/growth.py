@@ -1,9 +1,10 @@
-"""A drafter that starts as a smaller one does: more layers, a wider MLP, other draft tokens.
+"""A drafter that starts as a smaller one does: more layers, a wider MLP, more target states, other draft tokens.
 
 What is new says nothing at first. Added channels of an MLP have gates of their own and a way out of zeros; an added
-layer has zeros behind its attention and behind its MLP, so its residual passes through. Scores are those of the
-checkpoint, to the last bits of a sum, and gradients reach the zeros from the first step on. So shapes can be compared
-without training each from scratch, and a drafter that has learnt for hours need not start over to become larger.
+layer has zeros behind its attention and behind its MLP, so its residual passes through; fc has columns of zeros for an
+added state of the target. Scores are those of the checkpoint, to the last bits of a sum, and gradients reach the zeros
+from the first step on. So shapes can be compared without training each from scratch, and a drafter that has learnt for
+hours need not start over to become larger.
 
 The head keeps its rows for tokens that stay in the draft vocabulary. Rows of new tokens are made of the target's by the
 linear map that comes nearest to turning the target's rows of those that stay into the drafter's (least squares): a
@@ -12,6 +13,7 @@ trained head has moved away from the target's, and rows as the target has them w
 Shapes: D drafter state, E target state, V target vocabulary, W draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -41,6 +43,25 @@ def grown(checkpoint: Checkpoint, *, layers: int, intermediate_size: int, seed: 
         if old is not None:
             new[tuple(slice(size) for size in old.shape)] = old
         tensors[name] = new
+    return replace(checkpoint, config=config, tensors=tensors)
+
+
+def with_layers_read(checkpoint: Checkpoint, layer_ids: Sequence[int]) -> Checkpoint:
+    """The checkpoint reading the target's states `layer_ids` (ascending), which hold all that it has read."""
+    config, tensors = checkpoint.config, dict(checkpoint.tensors)
+    had = config.aux_layer_ids
+    assert had is not None
+    assert not config.norm_before_fc, "a norm over all states depends on which they are"
+    if tuple(layer_ids) == had:
+        return checkpoint
+    columns = dict(zip(had, tensors["fc.weight"].chunk(len(had), dim=1), strict=True))
+    nothing = torch.zeros_like(columns[had[0]])
+    tensors["fc.weight"] = torch.cat([columns.get(k, nothing) for k in layer_ids], dim=1)
+    if config.fc_norm:
+        norms = {k: tensors.pop(f"fc_norm.{i}.weight") for i, k in enumerate(had)}
+        for i, k in enumerate(layer_ids):
+            tensors[f"fc_norm.{i}.weight"] = norms[k] if k in norms else torch.ones_like(norms[had[0]])
+    config = replace(config, aux_layer_ids=tuple(layer_ids), num_aux_hidden_states=len(layer_ids))
     return replace(checkpoint, config=config, tensors=tensors)
 
 

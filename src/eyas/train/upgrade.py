@@ -1,9 +1,9 @@
 """Training that starts from a drafter that exists, and EAGLE-3 turned into EAGLE-3.1 on the way.
 
-Shape and draft vocabulary are the checkpoint's where the recipe says nothing. It may ask for more layers, a wider MLP
-or another draft vocabulary (`growth.py`), and for the flags of EAGLE-3.1. Each flag changes the function; as much of
-it as can be is folded into the weights, so that training starts from a drafter that works (the contract's names; u are
-the weights of a norm):
+Shape and draft vocabulary are the checkpoint's where the recipe says nothing. It may ask for more layers, a wider MLP,
+more of the target's states or another draft vocabulary (`growth.py`), and for the flags of EAGLE-3.1. Each flag changes
+the function; as much of it as can be is folded into the weights, so that training starts from a drafter that works (the
+contract's names; u are the weights of a norm):
 
 `fc_norm`: fc reads RMS(x_i) * u_i in place of x_i. With u_i = the typical RMS of x_i over real text, the same for every
 channel, a typical token's input is what it was; what changes is that tokens with unusually large states look like
@@ -37,12 +37,13 @@ from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layer_kinds import kind_of
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
+from eyas.target.capture import check_aux_layer_ids
 from eyas.target.facts import TargetFacts
 from eyas.target.parts import TargetParts
 from eyas.train.attention import attention_for
 from eyas.train.batch import TrainingBatch
 from eyas.train.features import Features
-from eyas.train.growth import grown, with_vocabulary
+from eyas.train.growth import grown, with_layers_read, with_vocabulary
 from eyas.train.recipe import DrafterSettings
 
 ChooseVocabulary = Callable[[int | None], Tensor]
@@ -53,10 +54,13 @@ ReadText = Callable[[Sequence[int]], tuple[TrainingBatch, Features]]
 
 @dataclass(frozen=True, kw_only=True)
 class StartingPoint:
-    """A checkpoint that fits its target and its recipe, and the layers that it reads."""
+    """A checkpoint that fits its target and its recipe."""
 
     checkpoint: Checkpoint
+    had_layer_ids: tuple[int, ...]
+    """The layers that the checkpoint reads."""
     layer_ids: tuple[int, ...]
+    """The layers that it is to read: these, and more if the recipe says so."""
 
 
 def read_start(settings: DrafterSettings, facts: TargetFacts) -> StartingPoint:
@@ -68,9 +72,10 @@ def read_start(settings: DrafterSettings, facts: TargetFacts) -> StartingPoint:
             f"drafter.init_from is {settings.init_from}, an EAGLE-1 drafter, and eyas trains EAGLE-3 drafters, whose "
             "layers are of other shapes; leave drafter.init_from out"
         )
-    layer_ids = _agreed_layers(checkpoint.config, settings, facts)
+    had = _layers_of(checkpoint.config, settings, facts)
     _require_fit(checkpoint.config, settings, facts)
-    return StartingPoint(checkpoint=checkpoint, layer_ids=layer_ids)
+    layer_ids = _layers_to_read(had, checkpoint.config, settings, facts)
+    return StartingPoint(checkpoint=checkpoint, had_layer_ids=had, layer_ids=layer_ids)
 
 
 def init_from_checkpoint(
@@ -90,7 +95,7 @@ def init_from_checkpoint(
         # It drafted with the target's head; from here on it has its own, since training moves it.
         tensors["lm_head.weight"] = target.head.weight_VD.float().cpu()
     checkpoint = replace(
-        checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=start.layer_ids, dtype=dtype)
+        checkpoint, tensors=tensors, config=replace(checkpoint.config, aux_layer_ids=start.had_layer_ids, dtype=dtype)
     )
     if settings.fc_norm > checkpoint.config.fc_norm or settings.norm_output > checkpoint.config.norm_output:
         checkpoint = _upgraded(checkpoint, settings, target, read_text)
@@ -100,6 +105,7 @@ def init_from_checkpoint(
         intermediate_size=settings.intermediate_size or checkpoint.config.intermediate_size,
         seed=seed,
     )
+    checkpoint = with_layers_read(checkpoint, start.layer_ids)
     size = settings.draft_vocab_size
     if not isinstance(size, str) and (size or target.facts.vocab_size) != checkpoint.config.draft_vocab_size:
         checkpoint = with_vocabulary(checkpoint, choose_vocabulary(size), target)
@@ -155,15 +161,9 @@ def _rms(x_TE: Tensor) -> Tensor:
     return x_TE.float().square().mean(dim=-1).sqrt()
 
 
-def _agreed_layers(config: DrafterConfig, settings: DrafterSettings, facts: TargetFacts) -> tuple[int, ...]:
-    """The layers that the drafter reads: the checkpoint's word first, then the recipe's, then the target's default."""
-    theirs, ours = config.aux_layer_ids, settings.aux_layer_ids
-    if theirs is not None and ours is not None and theirs != ours:
-        raise UserError(
-            f"drafter.aux_layer_ids is {list(ours)} but {settings.init_from} was trained on layers {list(theirs)}; "
-            f"leave drafter.aux_layer_ids out or set it to {list(theirs)}"
-        )
-    ids = theirs or ours or facts.default_aux_layer_ids()
+def _layers_of(config: DrafterConfig, settings: DrafterSettings, facts: TargetFacts) -> tuple[int, ...]:
+    """The layers that the checkpoint reads: its own word first, then the recipe's, then the target's default."""
+    ids = config.aux_layer_ids or settings.aux_layer_ids or facts.default_aux_layer_ids()
     if len(ids) != config.num_aux_hidden_states:
         raise UserError(
             f"{settings.init_from} reads {config.num_aux_hidden_states} target states and does not say which; set "
@@ -175,6 +175,26 @@ def _agreed_layers(config: DrafterConfig, settings: DrafterSettings, facts: Targ
             f"{facts.num_hidden_layers}; it drafts for another one: correct target.source or drafter.init_from"
         )
     return tuple(ids)
+
+
+def _layers_to_read(
+    had: tuple[int, ...], config: DrafterConfig, settings: DrafterSettings, facts: TargetFacts
+) -> tuple[int, ...]:
+    """What the recipe asks for, which may add layers to those that the drafter knows."""
+    wanted = settings.aux_layer_ids or had
+    if wanted == had:
+        return had
+    if missing := sorted(set(had) - set(wanted)):
+        raise UserError(
+            f"drafter.aux_layer_ids is {list(wanted)} but {settings.init_from} was trained on layers {list(had)}, and "
+            f"layers can be added, not taken away; leave drafter.aux_layer_ids out or add {missing}"
+        )
+    if config.norm_before_fc and (config.fc_norm or not settings.fc_norm):  # else fc_norm takes its place
+        raise UserError(
+            f"drafter.aux_layer_ids is {list(wanted)} but {settings.init_from} was trained on layers {list(had)} with "
+            "one norm over all of them (norm_before_fc), which more would change; leave drafter.aux_layer_ids out"
+        )
+    return check_aux_layer_ids(wanted, facts.num_hidden_layers)
 
 
 def _require_fit(config: DrafterConfig, settings: DrafterSettings, facts: TargetFacts) -> None:
