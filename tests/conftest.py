@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -15,6 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """What `make lossless` is given."""
     parser.addoption("--prompts", default="", help="JSONL of prompts (`turns` or `prompt`) for the lossless tests")
     parser.addoption("--drafter", default="", help="drafter of the default target for the lossless tests")
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in the background deaf to Ctrl-C, and tests that interrupt a command would inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

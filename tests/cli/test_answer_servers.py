@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_and_started_again_costs_time_and_nothing_else(
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     folder: Path, port: int, tmp_path: Path, run: Run
 ) -> None:
-    prompts, out, other = write_prompts(tmp_path / "p.jsonl", 160), tmp_path / "broken", tmp_path / "whole"
+    prompts, out, other = write_prompts(tmp_path / "p.jsonl", 60), tmp_path / "broken", tmp_path / "whole"
     url = f"http://127.0.0.1:{port}"
     common = ["data", "answer", str(prompts), "--target", str(folder), *map(str, LIMITS), "--server", url]
     assert run(*common, "--out", other).code == 0
@@ -143,7 +143,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
         _, told = answering.communicate(timeout=300)
     assert answering.returncode == 130, told
     written = rows(out)
-    assert f"{len(written)} of 160 conversations are in {out}; the same command goes on" in told
+    assert f"{len(written)} of 60 conversations are in {out}; the same command goes on" in told
     assert 2 <= len(written) < len(rows(other))
     outcome = run(*common, "--out", out, "--json")
     assert outcome.code == 0, outcome
