@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell starts what runs in the background deaf to Ctrl-C, and tests that interrupt a command would inherit it."""
+    """A shell starts what runs in the background deaf to Ctrl-C, and commands that tests interrupt would inherit it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

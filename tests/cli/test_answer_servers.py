@@ -98,6 +98,16 @@ def test_a_servers_file_is_the_engines_greedy_and_drawn(folder: Path, port: int,
     assert "stop.e was begun with dtype 'float32' and this run has None" in refused.err
 
 
+def test_a_servers_prompts_are_the_engines(folder: Path, port: int, tmp_path: Path, run: Run) -> None:
+    common = ["data", "prompts", 20, "--target", folder, "--max-tokens", 12, "--json"]
+    by_server = run(*common, "--out", tmp_path / "s", "--server", f"http://127.0.0.1:{port}")
+    assert by_server.code == 0, by_server
+    by_engine = run(*common, "--out", tmp_path / "e", "--dtype", "float32", "--device", "cpu")
+    assert by_engine.code == 0, by_engine
+    assert rows(tmp_path / "s") == rows(tmp_path / "e")
+    assert len(rows(tmp_path / "s")) > 3
+
+
 def test_a_server_that_is_killed_and_started_again_costs_time_and_nothing_else(
     folder: Path, tmp_path: Path, run: Run
 ) -> None:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eyas.cli.arguments import read_chat_format, read_stop, require_models
-from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, SERVERS, WORK
+from eyas.cli.arguments import read_chat_format, read_stop, require_models, require_unsaid
+from eyas.cli.help import MEMORY, MODEL, OUTPUT, SAMPLING, WORK
 from eyas.cli.libraries import import_libraries
 from eyas.cli.options import (
+    AnsweringServer,
+    AnswersDrafter,
     AsJson,
     Cache,
     ChatTemplate,
@@ -21,9 +23,14 @@ from eyas.cli.options import (
     Dtype,
     KVCacheDtype,
     MaxBadShare,
+    Patience,
     Quantization,
     Raw,
+    Slots,
     Stop,
+    TheirKey,
+    TheirModel,
+    Timeout,
     report,
     report_skipped,
 )
@@ -40,7 +47,6 @@ if TYPE_CHECKING:
 
 LONGEST = 2048
 """Tokens of a conversation, unless told, without the thinking of its last answer."""
-SEQS_ON_CPU, SEQS_ELSEWHERE, SEQS_PER_SERVER = 16, 256, 512
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 OF_CONFIG = "the generation config's"
 
@@ -59,33 +65,12 @@ def answer(
             rich_help_panel=MODEL,
         ),
     ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            help="A drafter's name, folder or hub id, or none; answers are the same.",
-            show_default="on a GPU the target's own, if shipped",
-            rich_help_panel=MODEL,
-        ),
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="URL of an OpenAI-compatible server that answers instead of this machine; repeat for several.",
-            rich_help_panel=SERVERS,
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Which model of theirs.", show_default="the only one", rich_help_panel=SERVERS)
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="EYAS_API_KEY", help="For the servers.", rich_help_panel=SERVERS)
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds for one answer of a server.", min=1.0, rich_help_panel=SERVERS)
-    ] = 3600.0,
-    patience: Annotated[
-        float, typer.Option(help="Seconds to wait while no server is there.", min=0.0, rich_help_panel=SERVERS)
-    ] = 1800.0,
+    drafter: AnswersDrafter = None,
+    server: AnsweringServer = None,
+    model: TheirModel = None,
+    api_key: TheirKey = None,
+    timeout: Timeout = 3600.0,
+    patience: Patience = 1800.0,
     generation_config: Annotated[
         str,
         typer.Option(
@@ -152,15 +137,7 @@ def answer(
             rich_help_panel=MEMORY,
         ),
     ] = None,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            help="Answers at the same time.",
-            min=1,
-            show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere, {SEQS_PER_SERVER} for each server",
-            rich_help_panel=MEMORY,
-        ),
-    ] = None,
+    slots: Slots = None,
     seed: Annotated[
         int,
         typer.Option(
@@ -185,20 +162,17 @@ def answer(
     """
     own = {"dtype": dtype, "device": device, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     if server:
-        _require_unsaid(own if drafter is None else {**own, "drafter": drafter})
+        require_unsaid(own, drafter)
     if target is not None or drafter is not None:
         require_models(target or DEFAULT_TARGET, drafter)
     import_libraries()
-    from contextlib import ExitStack
     from itertools import islice
 
     from eyas.checksum import sha256_of_all
     from eyas.cli.answer_limits import AnswerLimits
-    from eyas.cli.engine_answerer import OwnEngine
-    from eyas.cli.server_answerer import Servers
+    from eyas.cli.answering_target import ServerOptions, answering_target
     from eyas.data.files import ConversationReader, expand_files
     from eyas.data.regenerate import regenerate
-    from eyas.remote.server_pool import RetryPolicy
     from eyas.sampling import Sampling
     from eyas.serve.builders.answer_reader import AnswerReader
     from eyas.target.generation_defaults import read_defaults
@@ -215,17 +189,20 @@ def answer(
         replace(one, chat_template_kwargs={**chat_format.variables, **one.chat_template_kwargs})
         for one in conversations
     ]
-    with ExitStack() as opened:
-        who: OwnEngine | Servers
-        if server:
-            retry = RetryPolicy(timeout=timeout, patience=patience)
-            seqs = min(slots or SEQS_PER_SERVER * len(server), len(conversations))
-            connected = Servers.connect(server, model=model, api_key=api_key, retry=retry, slots=seqs)
-            who = opened.enter_context(connected)
-            who.load(target, cache=cache, chat_format=chat_format)
-        else:
-            who = OwnEngine.load(target or DEFAULT_TARGET, drafter, cache=cache, chat_format=chat_format, **own)
-            seqs = min(slots or (SEQS_ON_CPU if who.on_cpu else SEQS_ELSEWHERE), len(conversations))
+    servers = None
+    if server:
+        servers = ServerOptions(urls=server, model=model, api_key=api_key, timeout=timeout, patience=patience)
+    opening = answering_target(
+        target,
+        drafter,
+        servers,
+        own=own,
+        slots=slots,
+        total=len(conversations),
+        cache=cache,
+        chat_format=chat_format,
+    )
+    with opening as (who, seqs), ProgressDisplay() as display:
         defaults = read_defaults(generation_config, who.target.generation_config).given
         defaults.pop("max_new_tokens", None)
         sampling = Sampling(**{**defaults, **given})
@@ -254,7 +231,6 @@ def answer(
             "seed": seed,
         }
         started, latest = time.perf_counter(), list["Progress"]()
-        display = opened.enter_context(ProgressDisplay())
 
         def show(progress: "Progress") -> None:
             latest[:] = [progress]
@@ -278,16 +254,6 @@ def answer(
         return
     for name, count in counts.items():
         typer.echo(f"{name:14} {count:>12,}")
-
-
-def _require_unsaid(own: Mapping[str, str]) -> None:
-    """Refuse what a server was told when it was started."""
-    for name, value in own.items():
-        if value != "auto":
-            raise UserError(
-                f"--{name.replace('_', '-')} {value} is for a target on this machine, and --server answers; leave it "
-                "out, the server's own options say it"
-            )
 
 
 def _longest(max_length: int | None, facts: "TargetFacts", thinking: int) -> int:

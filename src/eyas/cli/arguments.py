@@ -1,7 +1,7 @@
 """What several commands make of their arguments before work begins."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,3 +73,13 @@ def read_stop(stop: Sequence[str] | None) -> tuple[str, ...]:
     if "" in (stop or ()):
         raise UserError("--stop is empty, which would end every answer at once; give some text")
     return tuple(stop or ())
+
+
+def require_unsaid(own: Mapping[str, str], drafter: str | None) -> None:
+    """Refuse what a server was told when it was started."""
+    for name, value in {**own, "drafter": drafter or "auto"}.items():
+        if value != "auto":
+            raise UserError(
+                f"--{name.replace('_', '-')} {value} is for a target on this machine, and --server answers; leave it "
+                "out, the server's own options say it"
+            )

@@ -1,5 +1,5 @@
-"""`eyas data`: conversations to train on. `show` is what training would see of a file; `answer` and `check` have
-files of their own."""
+"""`eyas data`: conversations to train on. `show` is what training would see of a file; the others have files of their
+own."""
 
 import json
 from itertools import groupby, islice
@@ -13,8 +13,10 @@ from eyas.cli.arguments import read_chat_format
 from eyas.cli.data_check import check
 from eyas.cli.help import GroupedCommand, new_app
 from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Raw, report, report_skipped
+from eyas.cli.prompts import prompts
 
 app = new_app(help="Make training data and look at it.", add_completion=False)
+app.command(cls=GroupedCommand)(prompts)
 app.command(cls=GroupedCommand)(answer)
 app.command(cls=GroupedCommand)(check)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eyas.cli.help import API, MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, SPECULATION, WORK
+from eyas.cli.help import API, MEMORY, MODEL, OPERATION, OUTPUT, SAMPLING, SERVERS, SPECULATION, WORK
 from eyas.data.bad_records import BadRecords
 
 Cache = Annotated[
@@ -110,6 +110,41 @@ MaxBadShare = Annotated[
         max=1.0,
         rich_help_panel=WORK,
     ),
+]
+
+SEQS_ON_CPU, SEQS_ELSEWHERE, SEQS_PER_SERVER = 16, 256, 512
+"""Answers at the same time for `eyas data`, unless told."""
+Slots = Annotated[
+    int | None,
+    typer.Option(
+        help="Answers at the same time.",
+        min=1,
+        show_default=f"{SEQS_ON_CPU} on a CPU, {SEQS_ELSEWHERE} elsewhere, {SEQS_PER_SERVER} for each server",
+        rich_help_panel=MEMORY,
+    ),
+]
+AnswersDrafter = Annotated[
+    str | None,
+    typer.Option(
+        help="A drafter's name, folder or hub id, or none; answers are the same.",
+        show_default="on a GPU the target's own, if shipped",
+        rich_help_panel=MODEL,
+    ),
+]
+AnsweringServer = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="URL of an OpenAI-compatible server that answers instead of this machine; repeat for several.",
+        rich_help_panel=SERVERS,
+    ),
+]
+TheirModel = Annotated[
+    str | None, typer.Option(help="Which model of theirs.", show_default="the only one", rich_help_panel=SERVERS)
+]
+TheirKey = Annotated[str | None, typer.Option(envvar="EYAS_API_KEY", help="For the servers.", rich_help_panel=SERVERS)]
+Timeout = Annotated[float, typer.Option(help="Seconds for one answer of a server.", min=1.0, rich_help_panel=SERVERS)]
+Patience = Annotated[
+    float, typer.Option(help="Seconds to wait while no server is there.", min=0.0, rich_help_panel=SERVERS)
 ]
 
 

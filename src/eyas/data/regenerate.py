@@ -5,24 +5,17 @@ a data set. Answers of a conversation are made turn by turn, each behind the ans
 the target read and said as token ids (`samples`, under vLLM's names), since a second rendering of decoded text need not
 give the same tokens; the messages beside them are for people, and for the prompts of later turns.
 
-The file grows by whole conversations in the order in which they end, each flushed as it is written. Invariant: what a
-kill leaves is a file in which every line but perhaps the last is a finished conversation; the next run takes a torn
-line off and goes on with the ids that are missing. So that one file never mixes two ways of answering, the arguments
-stand beside it in `<file>.json` and must be the same in every running.
+The file grows by whole conversations in the order in which they end (`resumable_file.py`), and a next run goes on with
+those that are missing.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
-from filelock import FileLock, Timeout
-
-from eyas.atomic import new_file
 from eyas.data.conversations import Conversation, Message, Sample
-from eyas.errors import UserError
+from eyas.data.resumable_file import resumable_file, write_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +124,7 @@ def regenerate(
     length; what came before is kept. `arguments` are all that decides the answers, as JSON values. `author` is written
     into every record: who answers, by name (`target`) and by its weights (`target_fingerprint`), if they can be seen.
     """
-    with _writing(out, arguments) as (stream, ids):
+    with resumable_file(out, arguments, what="answers") as (stream, ids):
         running = _Regeneration(conversations, ids, turns, author, stream, on_progress or (lambda _: None))
         for reply in answerer(running.pull):
             running.take(reply)
@@ -223,14 +216,7 @@ class _Regeneration:
         record["samples"] = [
             {"prompt_token_ids": sample.prompt_ids, "token_ids": sample.answer_ids} for sample in samples
         ]
-        try:
-            self._stream.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-            self._stream.flush()
-        except OSError as error:
-            raise UserError(
-                f"cannot write conversation {number}: {error.strerror or error}; what was written before is kept, "
-                "free space and run again"
-            ) from error
+        write_line(self._stream, record, f"conversation {number}")
         longest = max(len(sample.prompt_ids) + len(sample.answer_ids) for sample in samples)
         self._count(written=1, longest=max(0, longest - self.progress.longest))
 
@@ -262,62 +248,3 @@ def _questions(messages: Iterable[Message]) -> list[tuple[Message, ...]]:
 def _up_to_last_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
     return tuple(messages[: ends[-1]]) if ends else ()
-
-
-@contextmanager
-def _writing(out: Path, arguments: Mapping[str, object]) -> Iterator[tuple[IO[bytes], set[int]]]:
-    """Open `out` behind its last whole line, for this run alone; the ids it holds come with it."""
-    record = out.with_name(f"{out.name}.json")
-    with ExitStack() as opened:
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            opened.enter_context(FileLock(out.with_name(f".{out.name}.lock"), timeout=0))
-            stream = opened.enter_context(out.open("a+b"))
-            stream.seek(0)
-            lines = stream.read()
-            lines = lines[: lines.rfind(b"\n") + 1]
-            ids = _written_ids(lines, out)
-            _check_arguments(record, arguments, out, resuming=bool(ids))
-            stream.truncate(len(lines))
-        except Timeout as error:
-            raise UserError(f"another run is writing {out}; wait for it or choose another file") from error
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror or error}; choose another file") from error
-        yield stream, ids
-
-
-def _written_ids(lines: bytes, out: Path) -> set[int]:
-    ids: set[int] = set()
-    for number, line in enumerate(lines.splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{out}:{number} is not JSON ({error}); remove the line or choose another file") from error
-        here = row.get("id") if isinstance(row, dict) else None
-        if not isinstance(here, int) or here in ids:
-            what = "has no id" if not isinstance(here, int) else f"holds id {here} again"
-            raise UserError(f"{out}:{number} {what}, so it is no file of answers to go on with; choose another file")
-        ids.add(here)
-    return ids
-
-
-def _check_arguments(record: Path, arguments: Mapping[str, object], out: Path, *, resuming: bool) -> None:
-    """Refuse to go on in another way than the file was begun; the first run writes down how."""
-    now = json.loads(json.dumps(dict(arguments)))
-    if resuming:
-        try:
-            before = json.loads(record.read_bytes())
-            assert isinstance(before, dict)
-        except (OSError, ValueError, AssertionError) as error:
-            raise UserError(
-                f"{out} holds answers but {record} does not say how they were made; choose another file"
-            ) from error
-        for name in sorted({*before, *now}):
-            if before.get(name) != now.get(name):
-                raise UserError(
-                    f"{out} was begun with {name} {before.get(name)!r} and this run has {now.get(name)!r}; "
-                    "use the same or choose another file"
-                )
-        return
-    with new_file(record) as staging:
-        staging.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
