@@ -42,7 +42,7 @@ def test_prompts_are_drawn_gone_on_with_and_answered(folder: Path, tmp_path: Pat
     assert rows(out) == rows(whole)
     outcome = run("data", "prompts", 40, "--out", out, *common, "--system", "be brief")
     assert outcome.code == 2
-    assert "was begun with opening '<|im_start|>user\\n' and this run has '<|im_start|>system" in outcome.err
+    assert "was begun with system None and this run has 'be brief'" in outcome.err
     fewer = run("data", "prompts", 40, "--out", tmp_path / "fewer.jsonl", *common, "--eval", whole, "--json")
     assert (json.loads(fewer.out)["evaluated"], rows(tmp_path / "fewer.jsonl")) == (len(rows(whole)), {})
     answers = tmp_path / "answers.jsonl"

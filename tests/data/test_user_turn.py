@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from chat_targets import FAMILIES, LETTERS
 from chat_tokenizer import letter_tokenizer
@@ -51,6 +51,12 @@ def test_a_turn_without_special_tokens_ends_with_what_opens_the_answer() -> None
     template = "{% for m in messages %}USER: {{ m.content }}\n\n{% endfor %}ASSISTANT:\nhm"
     assert turn_of(template) == UserTurn(opening="USER: ", end="ASSISTANT:")
     assert turn_of("say: {{ messages[0].content }}\n") == UserTurn(opening="say: ", end="")
+
+
+def test_a_token_that_is_added_and_not_special_ends_a_turn_too() -> None:
+    tokenizer = tokenizer_of("<user>{{ messages[0].content }}<answer><think>")
+    tokenizer.add_tokens([AddedToken("<answer>", special=False)])
+    assert UserTurn.of(tokenizer, "t", ChatFormat(), None) == UserTurn(opening="<user>", end="<answer>")
 
 
 def test_an_opening_is_written_as_it_is() -> None:

@@ -148,7 +148,10 @@ def prompts(
         arguments = {
             "target": source,
             **who.arguments,
-            **asdict(turn),
+            # Not the opening itself: some templates write the day into it.
+            "system": system,
+            "chat_template": chat_format.template,
+            "chat_template_kwargs": chat_format.variables,
             "temperature": temperature,
             "top_p": top_p,
             "max_tokens": max_tokens,

@@ -8,7 +8,7 @@ next run asks for those that are missing, and what was left out before is left o
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -60,13 +60,9 @@ class UserTurn:
 
 
 def _first_piece(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The special token that a text begins with, or its first line."""
-    special = [s for s in _special_tokens(tokenizer) if text.startswith(s)]
-    return max(special, key=len) if special else text.partition("\n")[0]
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    """The token of a template that a text begins with, or its first line."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if text.startswith(token.content)]
+    return max(added, key=len) if added else text.partition("\n")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +111,8 @@ def ask_for_prompts(
     opening = parse_conversation({"prompt": turn.opening}, "the opening of a user's turn")
     with resumable_file(out, arguments, what="prompts") as (stream, ids):
         earlier = [json.loads(line)["prompt"] for line in out.read_bytes().splitlines()]
-        seen, special = set(map(normalise, earlier)), _special_tokens(tokenizer)
+        seen = set(map(normalise, earlier))
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         fresh = (number for number in range(count) if number not in ids)
 
         def pull() -> ChatPrompt | None:
