@@ -1,6 +1,6 @@
 """On a GPU the bookkeeping of trees is what torch's operations make of it, number by number.
 
-It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, with `--noconftest` against the skip.
+It also runs on a CPU in Triton's interpreter: TRITON_INTERPRET=1, numpy before 2.4, `--noconftest` against the skip.
 """
 
 import copy
@@ -62,7 +62,7 @@ def assert_same_layout(ours: AttentionMetadata, theirs: AttentionMetadata) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chosen", [False, True])
 def test_candidates_are_the_largest_and_as_likely_as_softmax_says(size: int, dtype: torch.dtype, chosen: bool) -> None:
-    from eyas.kernels.tree_triton import choose_candidates_by_triton
+    from eyas.kernels.tree_draft_triton import choose_candidates_by_triton
 
     nodes, width = 8, 4
     logits_MV = logits_with_ties(nodes, size, dtype, seed=size)
@@ -83,7 +83,7 @@ def test_candidates_are_the_largest_and_as_likely_as_softmax_says(size: int, dty
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_trees_grow_and_are_kept_by_the_same_law(seed: int, shape: tuple[int, int, int]) -> None:
-    from eyas.kernels.tree_triton import grow_by_triton, keep_by_triton, lay_out_trees_by_triton, new_table
+    from eyas.kernels.tree_draft_triton import grow_by_triton, keep_by_triton, lay_out_trees_by_triton, new_table
 
     depth, width, _ = shape
     rows = 1 if seed == 0 else 5
@@ -117,7 +117,7 @@ def test_trees_grow_and_are_kept_by_the_same_law(seed: int, shape: tuple[int, in
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("given", ["logits", "tokens", "coin"])
 def test_rounds_are_settled_by_the_same_law(seed: int, shape: tuple[int, int, int], given: str) -> None:
-    from eyas.kernels.tree_triton import settle_trees_by_triton
+    from eyas.kernels.tree_outcome_triton import settle_trees_by_triton
 
     depth, width, budget = shape
     rows = 1 if seed == 0 else 5

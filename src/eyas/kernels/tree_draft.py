@@ -34,7 +34,7 @@ def choose_candidates(
 ) -> tuple[Tensor, Tensor]:
     """The target ids of the largest logits of each node, or of those at `index_MW`, and how likely each is [M, W]."""
     if logits_MV.is_cuda and has_triton():
-        from eyas.kernels.tree_triton import choose_candidates_by_triton  # torch for CPUs comes without triton
+        from eyas.kernels.tree_draft_triton import choose_candidates_by_triton  # torch for CPUs comes without triton
 
         return choose_candidates_by_triton(logits_MV, token_V, width, index_MW)
     logits_MV = logits_MV.float()
@@ -59,7 +59,7 @@ def grow(
     Drafts of rows have as many slots as `depth_R` says. `before` is what came of the depth before.
     """
     if state.length_S.is_cuda and has_triton():
-        from eyas.kernels.tree_triton import grow_by_triton, new_table  # torch for CPUs comes without triton
+        from eyas.kernels.tree_draft_triton import grow_by_triton, new_table  # torch for CPUs comes without triton
 
         table_RP = before.tokens.tables.block_table_RP if before is not None else None
         if table_RP is None:
@@ -115,7 +115,7 @@ def grow(
 def keep(state: RoundTensors, trees: TreeNodes) -> None:
     """Let the most confident nodes be verified. A child is never more confident than its parent, so that is a tree."""
     if state.length_S.is_cuda and has_triton():
-        from eyas.kernels.tree_triton import keep_by_triton  # torch for CPUs comes without triton
+        from eyas.kernels.tree_draft_triton import keep_by_triton  # torch for CPUs comes without triton
 
         keep_by_triton(state, trees)
         return
@@ -162,7 +162,7 @@ def keep(state: RoundTensors, trees: TreeNodes) -> None:
 def lay_out_trees(state: RoundTensors, trees: TreeNodes, shape: BlockShape) -> AttentionMetadata:
     """The target over the newest token of each row and the nodes that were kept."""
     if state.length_S.is_cuda and has_triton():
-        from eyas.kernels.tree_triton import lay_out_trees_by_triton  # torch for CPUs comes without triton
+        from eyas.kernels.tree_draft_triton import lay_out_trees_by_triton  # torch for CPUs comes without triton
 
         return lay_out_trees_by_triton(state, trees, shape)
     rows, places = trees.kept_token_RQ.shape

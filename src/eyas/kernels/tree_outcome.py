@@ -50,7 +50,7 @@ def settle_trees(
     """Move the rows on by the target's tokens: those of the largest logits, or those given."""
     assert (logits_NV is None) != (token_RQ is None)
     if state.length_S.is_cuda and has_triton():
-        from eyas.kernels.tree_triton import settle_trees_by_triton  # torch for CPUs comes without triton
+        from eyas.kernels.tree_outcome_triton import settle_trees_by_triton  # torch for CPUs comes without triton
 
         made = settle_trees_by_triton(state, trees, shape, logits_NV=logits_NV, token_RQ=token_RQ, chance=chance)
         return TreeOutcome(*made)
