@@ -136,6 +136,29 @@ def test_the_same_grammar_at_once_is_compiled_once(client: Any, monkeypatch: pyt
     assert checked == ["to[g-h]ether"]
 
 
+def test_a_grammar_that_is_done_and_not_cached_yet_is_not_compiled_again(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, checked = client.application.context.compiler, list[str]()
+
+    def at_once(client: str, kind: Any, text: str) -> Future[GrammarVerdict]:
+        checked.append(text)
+        verdict: Future[GrammarVerdict] = Future()
+        verdict.set_result(GrammarVerdict(outcome="ok", taken=1))
+        return verdict
+
+    monkeypatch.setattr(compiler.gate, "check", at_once)
+    monkeypatch.setattr(compiler._threads, "submit", lambda compile_, taken: compile_(taken))
+
+    async def main() -> list[Any]:
+        spec = structured_outputs.GrammarSpec(field="guided_regex", kind="regex", text="at[o-p]once")
+        return await asyncio.gather(*(compiler.compile(spec) for _ in range(3)))
+
+    first, *others = asyncio.run(main())
+    assert all(other is first for other in others)
+    assert (checked, compiler._compiling) == (["at[o-p]once"], {})
+
+
 def test_unused_grammars_are_dropped(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = client.application.context.compiler
     assert client.complete(guided_regex="dropp?ed").status == 200

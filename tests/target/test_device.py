@@ -49,4 +49,6 @@ def test_every_command_leaves_the_device_to_auto() -> None:
         for parameter in command.params
         if parameter.name == "device"
     }
-    assert defaults == dict.fromkeys(("demo", "generate", "serve", "eval", "doctor", "adapt", "answer"), "auto")
+    assert defaults == dict.fromkeys(
+        ("demo", "generate", "serve", "eval", "doctor", "adapt", "prompts", "answer"), "auto"
+    )

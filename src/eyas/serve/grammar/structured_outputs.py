@@ -11,6 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,16 +177,22 @@ class GrammarCompiler:
             compiled = await asyncio.shield(asyncio.wrap_future(compiling))
         except GrammarRefusedError as error:
             raise error.to_api_error(spec.field) from None
-        if key not in self._cache:
-            self._cache[key] = compiled
-            asyncio.get_running_loop().call_later(UNUSED_SECONDS + 1, self._drop_unused)
-        while len(self._cache) > CACHED_GRAMMARS or sum(entry.taken for entry in self._cache.values()) > CACHED_BYTES:
-            self._cache.popitem(last=False)
         return compiled.grammar
 
     def _begin(self, client: str, key: tuple[GrammarKind, str]) -> Future[CachedGrammar]:
-        """Through the gate, then compiled in a thread."""
+        """Through the gate, then compiled in a thread, then cached on the event loop."""
         compiled: Future[CachedGrammar] = Future()
+        loop = asyncio.get_running_loop()
+
+        def settle() -> None:
+            # In one go: whoever asks in between would find it neither here nor there, and compile it again.
+            del self._compiling[key]
+            if compiled.exception() is None:
+                self._keep(key, compiled.result())
+
+        def done(_: Future[CachedGrammar]) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and nobody asks any more
+                loop.call_soon_threadsafe(settle)
 
         def compile_(taken: int) -> None:
             try:
@@ -203,9 +210,16 @@ class GrammarCompiler:
                 compiled.set_exception(GrammarRefusedError(verdict))
 
         self._compiling[key] = compiled
-        compiled.add_done_callback(lambda _: self._compiling.pop(key, None))
+        compiled.add_done_callback(done)
         self.gate.check(client, *key).add_done_callback(on_verdict)
         return compiled
+
+    def _keep(self, key: tuple[GrammarKind, str], compiled: CachedGrammar) -> None:
+        """Cache it, in the place of the oldest."""
+        self._cache[key] = compiled
+        asyncio.get_running_loop().call_later(UNUSED_SECONDS + 1, self._drop_unused)
+        while len(self._cache) > CACHED_GRAMMARS or sum(entry.taken for entry in self._cache.values()) > CACHED_BYTES:
+            self._cache.popitem(last=False)
 
     def _drop_unused(self) -> None:
         """Forget what nobody asked for lately: the lexers grow with use, and their memory should come back."""
