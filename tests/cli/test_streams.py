@@ -40,6 +40,21 @@ def test_an_interruption_is_one_line_wherever_it_comes(tmp_path: Path, seconds: 
     assert (process.returncode, err) == (130, "eyas: interrupted\n")
 
 
+def test_what_runs_in_the_background_does_not_hear_the_terminals_ctrl_c() -> None:
+    script = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import eyas.cli.entry as entry; "
+        "import builtins; load = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'eyas.cli.app': os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return load(name, *rest)\n"
+        "builtins.__import__ = interrupted; entry.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("part", ["make_context", "invoke"])
 def test_an_interruption_is_one_line_in_every_part_of_a_command(
     part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -8,8 +8,10 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line."""
-    # Raised within an import, an interruption could be swallowed there. Nothing is lost yet, so it ends the process.
-    before = signal.signal(signal.SIGINT, _end)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # a shell starts what runs in the background deaf to Ctrl-C
+        # Raised within an import, an interruption could be swallowed there. Nothing is lost yet, so it ends at once.
+        signal.signal(signal.SIGINT, _end)
     from eyas.cli.app import main as run
     from eyas.cli.streams import keep_writing
 
