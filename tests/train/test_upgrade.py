@@ -75,7 +75,9 @@ def scores_SMW(drafter: Drafter, target: Target) -> Tensor:
         return drafter.logits(unroll(drafter, batch, aux_TX, depths=DEPTHS, attend=attend))
 
 
-@pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 70}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 70}, {"norm_before_fc": True}]
+)
 def test_a_drafter_is_taken_up_as_it_is(tiny_target: Target, tmp_path: Path, flags: dict[str, Any]) -> None:
     drafter = stored(tmp_path / "drafter", **flags)
     same = {key: bool(flags.get(key)) for key in ("fc_norm", "norm_output")}

@@ -1,6 +1,5 @@
 """`eyas data answer`: the target answers prompts itself, and its answers become training data."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -31,6 +30,7 @@ from eyas.cli.options import (
     TheirKey,
     TheirModel,
     Timeout,
+    print_counts,
     report,
     report_skipped,
 )
@@ -189,9 +189,7 @@ def answer(
         replace(one, chat_template_kwargs={**chat_format.variables, **one.chat_template_kwargs})
         for one in conversations
     ]
-    servers = None
-    if server:
-        servers = ServerOptions(urls=server, model=model, api_key=api_key, timeout=timeout, patience=patience)
+    servers = ServerOptions(urls=server or (), model=model, api_key=api_key, timeout=timeout, patience=patience)
     opening = answering_target(
         target,
         drafter,
@@ -249,11 +247,7 @@ def answer(
     for line in _advice(done, limits):
         report(line)
     counts = {**asdict(done), "seconds": round(time.perf_counter() - started, 1)}
-    if as_json:
-        typer.echo(json.dumps(counts))
-        return
-    for name, count in counts.items():
-        typer.echo(f"{name:14} {count:>12,}")
+    print_counts(counts, as_json=as_json)
 
 
 def _longest(max_length: int | None, facts: "TargetFacts", thinking: int) -> int:

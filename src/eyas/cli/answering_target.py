@@ -15,7 +15,7 @@ from eyas.target.locate import DEFAULT_TARGET
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Servers that answer in place of this machine, and how they are asked."""
+    """Servers that answer in place of this machine, if there are any, and how they are asked."""
 
     urls: Sequence[str]
     model: str | None
@@ -28,7 +28,7 @@ class ServerOptions:
 def answering_target(
     target: str | None,
     drafter: str | None,
-    servers: ServerOptions | None,
+    servers: ServerOptions,
     *,
     own: Mapping[str, str],
     slots: int | None,
@@ -40,7 +40,7 @@ def answering_target(
 
     `own` are the options of a target on this machine, as they were given.
     """
-    if servers is None:
+    if not servers.urls:
         engine = OwnEngine.load(
             target or DEFAULT_TARGET,
             drafter,

@@ -12,7 +12,7 @@ from eyas.cli.answer import answer
 from eyas.cli.arguments import read_chat_format
 from eyas.cli.data_check import check
 from eyas.cli.help import GroupedCommand, new_app
-from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Raw, report, report_skipped
+from eyas.cli.options import AsJson, Cache, ChatTemplate, ChatTemplateKwargs, Raw, print_counts, report, report_skipped
 from eyas.cli.prompts import prompts
 
 app = new_app(help="Make training data and look at it.", add_completion=False)
@@ -89,5 +89,4 @@ def show(
         typer.echo("\n")
     if not shown:
         typer.echo(f"nobody answers in conversation {sample}: nothing to train on\n")
-    for name, count in counts.items():
-        typer.echo(f"{name:14} {count:>12,}")
+    print_counts(counts, as_json=False)

@@ -1,8 +1,10 @@
 """Options that several commands share, and how every command reports progress."""
 
+import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -165,6 +167,15 @@ class LogLevel(StrEnum):
 def report(message: str) -> None:
     """Progress goes to stderr, so that stdout holds results only."""
     print(message, file=sys.stderr, flush=True)
+
+
+def print_counts(counts: Mapping[str, float], *, as_json: bool) -> None:
+    """What came of a run, a line for each count."""
+    if as_json:
+        typer.echo(json.dumps(counts))
+        return
+    for name, count in counts.items():
+        typer.echo(f"{name:14} {count:>12,}")
 
 
 def report_skipped(bad: BadRecords, max_share: float) -> None:

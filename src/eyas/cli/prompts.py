@@ -1,6 +1,5 @@
 """`eyas data prompts`: the target says what its users would ask, for those who have no prompts."""
 
-import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +26,7 @@ from eyas.cli.options import (
     TheirKey,
     TheirModel,
     Timeout,
+    print_counts,
     report,
 )
 from eyas.cli.progress import ProgressDisplay
@@ -124,9 +124,7 @@ def prompts(
     index = PromptIndex(list(ConversationReader(evaluated)))
     tokenizer, _ = load_tokenizer(source, cache=cache, chat_format=chat_format)
     turn = UserTurn.of(tokenizer, source, chat_format, system)
-    servers = None
-    if server:
-        servers = ServerOptions(urls=server, model=model, api_key=api_key, timeout=timeout, patience=patience)
+    servers = ServerOptions(urls=server or (), model=model, api_key=api_key, timeout=timeout, patience=patience)
     opening = answering_target(
         source, drafter, servers, own=own, slots=slots, total=count, cache=cache, chat_format=VERBATIM
     )
@@ -183,8 +181,4 @@ def prompts(
     if 2 * done.duplicate > count:
         report(f"note: {done.duplicate} of {count} were there already; raise --temperature or --top-p, or ask for less")
     counts = {**asdict(done), "seconds": round(time.perf_counter() - started, 1)}
-    if as_json:
-        typer.echo(json.dumps(counts))
-        return
-    for name, number in counts.items():
-        typer.echo(f"{name:14} {number:>12,}")
+    print_counts(counts, as_json=as_json)

@@ -51,9 +51,9 @@ def with_layers_read(checkpoint: Checkpoint, layer_ids: Sequence[int]) -> Checkp
     config, tensors = checkpoint.config, dict(checkpoint.tensors)
     had = config.aux_layer_ids
     assert had is not None
-    assert not config.norm_before_fc, "a norm over all states depends on which they are"
     if tuple(layer_ids) == had:
         return checkpoint
+    assert not config.norm_before_fc, "a norm over all states depends on which they are"
     columns = dict(zip(had, tensors["fc.weight"].chunk(len(had), dim=1), strict=True))
     nothing = torch.zeros_like(columns[had[0]])
     tensors["fc.weight"] = torch.cat([columns.get(k, nothing) for k in layer_ids], dim=1)
