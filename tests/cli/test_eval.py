@@ -73,6 +73,7 @@ def test_everything_is_measured_estimated_told_and_written(
         assert sorted(cells) == [("eagle3", 1), ("eagle3", 2), ("eagle31", 1), ("eagle31", 2)]
         for cell in cells.values():
             assert cell["identical"] == cell["answers"] == 4, "float32"
+            assert cell["largest_margin"] is None
             assert cell["acceptance_length"] == 1 + sum(cell["accepted_at"]) / cell["rounds"]
             assert cell["rounds"] == sum(len(own["accepted"]) for own in cell["by_answer"])
             assert sorted(cell["by_category"]) == ["asked", "chat", "qa"]

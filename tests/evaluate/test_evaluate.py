@@ -185,6 +185,10 @@ class ScriptedDecoders:
         return {"role": "assistant", "content": f"length {given.tokens[0]}"}
 
 
+def never_parting(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int]) -> None:
+    """Where answers part is not of interest."""
+
+
 def words(conversation: Conversation) -> list[int]:
     """One token a character."""
     return [ord(c) for message in conversation.messages for c in message["content"]]
@@ -208,6 +212,7 @@ def test_a_next_turn_is_asked_behind_the_targets_own_answer() -> None:
         drafters=["d"],
         depths=[3, 5],
         turns=2,
+        find_parting=never_parting,
         follow=lambda name, answers, total: answers,
     )
     assert decoders.asked == [("", 0, [0, 2]), ("", 0, [1]), ("d", 3, [0, 2, 1]), ("d", 5, [0, 2, 1])]
@@ -254,7 +259,13 @@ def test_an_interrupted_evaluation_keeps_what_was_measured() -> None:
             yield given
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate([group], questions, ScriptedDecoders([]), drafters=["d"], depths=[3, 5], follow=follow)
+        evaluate(
+            *([group], questions, ScriptedDecoders([])),
+            drafters=["d"],
+            depths=[3, 5],
+            find_parting=never_parting,
+            follow=follow,
+        )
     cells = record_groups([group])[0]["measured"]
     assert [(cell["depth"], cell["answers"]) for cell in cells] == [(3, 2), (5, 1)]
 

@@ -4,6 +4,7 @@ tests are skipped, and say how to run them."""
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from eyas.drafter.model import Drafter
     from eyas.target.model import Target
 
@@ -27,6 +30,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _exact_float32() -> None:
     """Products of float32 are not rounded to tf32."""
     torch.set_float32_matmul_precision("highest")
+
+
+@pytest.fixture
+def falls_back_to_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """An engine that falls back to slower code logs it: none may. A busy host that launches late is no such fall."""
+    with caplog.at_level(logging.INFO, logger="eyas.engine"):
+        yield
+    told = [record for record in caplog.get_records("call") if record.name != "eyas.engine.round_loop"]
+    assert [record.getMessage() for record in told] == []
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,8 @@
 Real prompts: test_real_prompts_cuda.py.
 """
 
-import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +22,7 @@ from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import VOCAB, drafter_config, random_drafter
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def told_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """An engine that falls back to slower code logs it: none may here."""
-    with caplog.at_level(logging.INFO, logger="eyas.engine"):
-        yield
-    assert [record.getMessage() for record in caplog.get_records("call")] == []
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("falls_back_to_nothing")]
 
 
 def both(

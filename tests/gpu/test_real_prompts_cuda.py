@@ -8,8 +8,7 @@ very place: transformers' logits there are off from those of float32 by so much,
 float32 tells them apart by less than twice that. All margins are shown.
 """
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -32,7 +31,7 @@ from oracle.dense import DenseTarget
 from oracle.plain import generate_plainly
 from real_prompts import parting, read_prompts, spread
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("falls_back_to_nothing")]
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, DEPTH = 50, 400, 32, 4
 NEAR_TIE = 1e-4
 
@@ -92,14 +91,6 @@ def pair_in(pytestconfig: pytest.Config) -> Callable[[str], Pair]:
         return made[dtype]
 
     return load
-
-
-@pytest.fixture(autouse=True)
-def told_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """An engine that falls back to slower code logs it: none may here."""
-    with caplog.at_level(logging.INFO, logger="eyas.engine"):
-        yield
-    assert [record.getMessage() for record in caplog.get_records("call")] == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

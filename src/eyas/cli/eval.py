@@ -126,6 +126,7 @@ def evaluate(
     from eyas.evaluate.decoders import EngineDecoders
     from eyas.evaluate.evaluate import Group, estimate_corpus, record_estimates, record_groups
     from eyas.evaluate.evaluate import evaluate as run
+    from eyas.evaluate.partings import find_parting
     from eyas.evaluate.prompts import PrefixText, Questions
     from eyas.loading import load_drafter_for, load_target, require_fit
     from eyas.serve.builders.answer_reader import AnswerReader
@@ -223,6 +224,7 @@ def evaluate(
                 drafters=list(drafters),
                 depths=depths,
                 turns=turns,
+                find_parting=partial(find_parting, loaded),
                 estimate=walk if estimate else None,
                 follow=partial(_follow, progress),
             )

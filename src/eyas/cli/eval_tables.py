@@ -43,7 +43,8 @@ def _lengths(group: Record, *, compared: bool) -> "Table":
     if group["skipped"]:
         title += f", {group['skipped']} too long and left out"
     title += f"; {_share(plain['looping'], plain['answers'])} of the plain answers loop"
-    headings = ["drafter", "depth", "pooled", "by prompt", "no loops", "looping", "estimate", "error", "same as plain"]
+    headings = ["drafter", "depth", "pooled", "by prompt", "no loops", "looping", "estimate", "error"]
+    headings += ["same as plain", "margin"]
     table = _table(title, [*headings, "to first prefix"] if compared else headings)
     for cell in group["measured"]:
         estimate = cell["estimate"] or {}
@@ -57,6 +58,7 @@ def _lengths(group: Record, *, compared: bool) -> "Table":
             _number(estimate.get("acceptance_length")),
             _percent(cell["estimate_difference"], sign=True),
             f"{cell['identical']} of {cell['answers']}",
+            _number(cell["largest_margin"]),
         ]
         table.add_row(*row, *([_percent(cell["ratio_to_first_prefix"])] if compared else []))
     return table

@@ -13,7 +13,7 @@ Shapes: S depths, M teacher rows.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from eyas.data.conversations import Message
 from eyas.drafter.model import Drafter
+from eyas.evaluate.partings import Parting
 from eyas.evaluate.prompts import Prompt, Questions
 from eyas.target.model import Target
 from eyas.train.corpus.corpus import Corpus
@@ -71,6 +72,8 @@ class Decoders(Protocol):
 
 Follow = Callable[[str, Iterable[GivenAnswer], int], Iterable[GivenAnswer]]
 """Hands on the answers of one stretch of work as they come: its name, the answers, how many there will be."""
+FindParting = Callable[[Sequence[int], Sequence[int], Sequence[int]], Parting | None]
+"""From the tokens of a prompt, of its plain answer and of another to where the two answers part, if they do."""
 
 
 @dataclass(kw_only=True)
@@ -85,6 +88,8 @@ class Group:
     """The target's own answers, by key."""
     measured: dict[tuple[str, int], list[GivenAnswer]] = field(default_factory=dict)
     """By drafter and depth."""
+    partings: dict[tuple[str, int], dict[int, Parting]] = field(default_factory=dict)
+    """Where these are not the plain answers: by drafter and depth, then by key."""
     estimates: Estimates = field(default_factory=dict)
 
 
@@ -126,6 +131,7 @@ def evaluate(
     drafters: Sequence[str],
     depths: Sequence[int],
     turns: int = 1,
+    find_parting: FindParting,
     estimate: Callable[[Corpus], Estimates] | None = None,
     follow: Follow,
 ) -> None:
@@ -152,8 +158,15 @@ def evaluate(
                 answers = decoders.speculatively(name, depth, group.prompts)
                 for answer in follow(f"{name}, depth {depth}{behind}", answers, len(group.prompts)):
                     found.append(answer)
+                group.partings[name, depth] = _partings(group, found, find_parting)
         if estimate is not None:
             group.estimates = estimate(corpus_of(group))
+
+
+def _partings(group: Group, answers: Iterable[GivenAnswer], find_parting: FindParting) -> dict[int, Parting]:
+    asked = {prompt.key: prompt.ids for prompt in group.prompts}
+    found = {a.key: find_parting(asked[a.key], group.plain[a.key].tokens, a.tokens) for a in answers}
+    return {key: parting for key, parting in found.items() if parting is not None}
 
 
 def corpus_of(group: Group) -> Corpus:
@@ -260,6 +273,7 @@ def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: G
     walked = group.estimates.get(name, {}).get(depth)
     estimated = None if walked is None else _with_rates(walked)
     same = {a.key for a in answers if a.key in group.plain and a.tokens == group.plain[a.key].tokens}
+    partings = group.partings.get((name, depth), {})
     return {
         "drafter": name,
         "depth": depth,
@@ -268,6 +282,7 @@ def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: G
         "without_loops": summarise([a for a in answers if a.key not in looped], depth),
         "by_category": {label: summarise(own, depth) for label, own in sorted(by_category.items())},
         "identical": len(same),
+        "largest_margin": max((abs(parting.margin) for parting in partings.values()), default=None),
         "estimate": estimated,
         "estimate_difference": _ratio(
             None if estimated is None else estimated["acceptance_length"], whole["acceptance_length"], less=1
@@ -280,6 +295,7 @@ def _record_measured(name: str, depth: int, answers: list[GivenAnswer], group: G
                 "stopped": answer.stopped,
                 "looping": answer.key in looped,
                 "identical": answer.key in same,
+                "parting": asdict(partings[answer.key]) if answer.key in partings else None,
                 "accepted": list(answer.accepted),
             }
             for answer in sorted(answers, key=lambda answer: answer.key)
