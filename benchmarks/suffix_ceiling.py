@@ -13,7 +13,10 @@ best. No controller can be faster. Ratios are to plain decoding:
     both       one or the other in each step
     behind     the same, and suffix drafts behind the drafter's
 
-Seconds are those that the thread computed, with one thread, so that it may run on a busy machine.
+Seconds are those that the thread computed, with one thread, so that it may run on a busy machine. With --times they are
+those of another machine, in milliseconds, passes between two that are given on the line between them:
+
+    {"verify": {"1": 0.49, "8": 0.70, "32": 0.82}, "first": 0.13, "further": 0.09, "rest": 0.0}
 """
 
 import argparse
@@ -25,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from engine_speed import OFF, read_drafter, read_prompts, requests_of
 
@@ -78,17 +82,19 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--times", type=Path, help="a JSON file of times instead of measuring them")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    given = None if arguments.times is None else read_times(arguments.times)
     torch.set_num_threads(1)
     target = load_target(arguments.target, dtype="auto", device="cpu", quantization=arguments.quantization)
     prompts = read_prompts(arguments.prompts, target, arguments.limit, arguments.category)
     config = EngineConfig(max_num_seqs=1, max_model_len=max(map(len, prompts)) + arguments.max_tokens)
     engine = Engine(target, read_drafter(arguments.drafter, target), config=config, clock=time.thread_time)
     answers, drafting = replay(engine, prompts, arguments.max_tokens)
-    times = time_passes(engine, max(prompts, key=len), drafting)
-    print("ms of a pass by tokens: " + ", ".join(f"{n} {1e3 * s:.1f}" for n, s in enumerate(times.verify, 1)))
-    print(f"first draft {1e3 * times.first:.1f} ms, further {1e3 * times.further:.1f}, else {1e3 * times.rest:.1f}")
+    times = given or time_passes(engine, max(prompts, key=len), drafting)
+    print("ms of a pass by tokens: " + ", ".join(f"{n} {1e3 * s:.2f}" for n, s in enumerate(times.verify, 1)))
+    print(f"first draft {1e3 * times.first:.2f} ms, further {1e3 * times.further:.2f}, else {1e3 * times.rest:.2f}")
     record = {name: ceilings(some, times) for name, some in _kinds(answers).items() if some}
     for name, row in record.items():
         told = ", ".join(f"{key} {row[key]:.2f}x" for key in KINDS)
@@ -203,6 +209,20 @@ def time_passes(engine: Engine, prompt: tuple[int, ...], drafting: Drafting) -> 
         further=statistics.median(drafting.further),
         rest=max(0.0, statistics.median(drafting.rest)),
     )
+
+
+def read_times(path: Path) -> Times:
+    """The times of another machine."""
+    told = json.loads(path.read_text())
+    known = sorted((int(tokens), ms / 1e3) for tokens, ms in told["verify"].items())
+    if not known or known[0][0] != 1 or known[-1][0] < MOST_TOKENS:
+        raise SystemExit(
+            f"{path}: verify has passes of {[n for n, _ in known]} tokens; give those of 1 and {MOST_TOKENS} at least"
+        )
+    tokens, seconds = zip(*known, strict=True)
+    passes = np.interp(range(1, MOST_TOKENS + 1), tokens, seconds).tolist()
+    first, further, rest = (told[name] / 1e3 for name in ("first", "further", "rest"))
+    return Times(verify=passes, verify_followed=passes, first=first, further=further, rest=rest)
 
 
 class Ways:

@@ -1,7 +1,10 @@
 """The fastest way through an answer is never slower than any other, and knows no wrong draft."""
 
+import json
+from pathlib import Path
+
 import pytest
-from suffix_ceiling import KINDS, Replayed, Times, ceilings
+from suffix_ceiling import KINDS, MOST_TOKENS, Replayed, Times, ceilings, read_times
 
 FLAT = Times(verify=[1.0] * 32, verify_followed=[1.0] * 32, first=0.5, further=0.5, rest=0.0)
 DEAR = Times(
@@ -30,3 +33,14 @@ def test_the_text_goes_on_behind_the_drafter_only_where_both_are_right() -> None
 def test_where_every_token_costs_a_pass_nothing_is_gained() -> None:
     found = ceilings([replayed([3, 2, 1, 0], [1, 1, 1, 0])], DEAR)
     assert [found[kind] for kind in KINDS] == pytest.approx([1.0] * 5)
+
+
+def test_times_of_another_machine_lie_on_the_lines_between_those_that_are_given(tmp_path: Path) -> None:
+    told = {"verify": {"1": 4.0, "3": 6.0, "32": 6.0}, "first": 0.5, "further": 0.25, "rest": 0.0}
+    (tmp_path / "times.json").write_text(json.dumps(told))
+    times = read_times(tmp_path / "times.json")
+    assert times.verify == pytest.approx([4e-3, 5e-3] + [6e-3] * (MOST_TOKENS - 2))
+    assert (times.first, times.further, times.rest) == pytest.approx((5e-4, 2.5e-4, 0.0))
+    (tmp_path / "times.json").write_text(json.dumps(told | {"verify": {"1": 4.0, "8": 6.0}}))
+    with pytest.raises(SystemExit, match=r"passes of \[1, 8\] tokens; give those of 1 and 32 at least"):
+        read_times(tmp_path / "times.json")
