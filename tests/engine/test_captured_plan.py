@@ -232,8 +232,8 @@ def test_depths_that_were_never_timed_are_in_line_with_others() -> None:
 def test_a_rehearsal_says_what_a_rest_costs() -> None:
     controller = controller_on(LARGE, rehearsed=False)
     controller.rehearse(Rehearsal(verify={1: 1.0}, draft={1: {1: 0.1}}, catch_up={1: 0.5, 64: 2.0}))
-    assert controller._debt([RowFacts(key=0, context=9, pending=20)]) == pytest.approx(0.5)
-    assert controller._debt([RowFacts(key=0, context=9, pending=2)]) == 0.0
+    assert controller._probing.debt([RowFacts(key=0, context=9, pending=20)]) == pytest.approx(0.5)
+    assert controller._probing.debt([RowFacts(key=0, context=9, pending=2)]) == 0.0
 
 
 @pytest.mark.parametrize("users", [1, 16])

@@ -10,8 +10,8 @@ know what they would catch, the drafter's further candidates are looked at in so
     planner.py           the three brought together for the batch at hand, with a margin in favour of plain decoding,
                          and one in favour of chains
     plan_calibration.py  what chains and trees gave in the end, in parts of what was expected of them
-    exploration.py       while nothing is drafted, how to notice that drafting would pay
-    trial.py             the same for few requests: to draft for a while, as long as it pays
+    probing.py           while nothing is drafted, how to notice that drafting would pay: probes, and trials for a while
+    exploration.py       what these may cost, and when the next is due
     while_drafting.py    where the host looks on: who drafts one deeper, and what is verified of it (verify_budget.py)
     drift.py             how deep the drafter is fit to be used at all
     step_times.py        what steps took beside what was expected of them
@@ -37,13 +37,12 @@ from eyas.engine.speculation.captured_plan import CapturedShapes
 from eyas.engine.speculation.choice import Choice, StepUnderWay
 from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
-from eyas.engine.speculation.exploration import Exploration
 from eyas.engine.speculation.observations import DraftTiming, Rehearsal, RoundOutcome, TargetTiming
 from eyas.engine.speculation.planner import Planner, RowFacts, Situation
 from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.probing import Probing
 from eyas.engine.speculation.step_report import RepeatedStep, StepReport
 from eyas.engine.speculation.step_times import WholeStepTimes
-from eyas.engine.speculation.trial import DraftTrial
 from eyas.engine.speculation.while_drafting import WhileDrafting
 from eyas.plan.shapes import CHAIN, TREE_ROWS, Plan, Shape
 
@@ -69,11 +68,13 @@ class Controller:
         assert max_depth >= 1
         self.max_depth = max_depth
         self.drift = drift or DriftAlarm(max_depth)
-        self.costs, self.probes = costs or CostModel(), Exploration()
+        self.costs = costs or CostModel()
         self.acceptance = Acceptance(max_depth, recorded)
         self.while_drafting = WhileDrafting(self.acceptance, self.costs)
         self._times = WholeStepTimes()
         self._planner = Planner(self.costs, self.acceptance, self._times, trees=trees)
+        self._probing = Probing(self.costs, self.acceptance, self._planner)
+        self.probes = self._probing.account
         self.thinks_later = False
         """Whether the fate of drafts is taken in by `think`, a step late, instead of at once."""
         self._lessons: list[Callable[[], None]] = []
@@ -84,12 +85,8 @@ class Controller:
         self._followed: Plan | None = None
         """The plan that the last of them followed which drafted and was held, and how many alike there were before."""
         self._alike = 0
-        self._probing_until = 0
-        """The step up to which a probe under way is waited for: until it is observed nothing is known of it."""
         self._resting = False
         """Whether the drafter has collapsed, and probes have found nothing for long."""
-        self._trial: DraftTrial | None = None
-        """The one that is under way."""
         self._steps = 0
         self._plain_at = 0
         self._trees = trees
@@ -143,7 +140,7 @@ class Controller:
             for row, depth in zip(rows, depths, strict=True)
         }
         self._note_rest(step, drafts=any(depth for key, depth in wanted.items() if key not in situation.fixed))
-        rests = self._resting and not self._probe_under_way
+        rests = self._resting and not self._probing.waits(self._steps)
         if rests and not situation.auto:
             self._reason = "plain: hardly any draft was accepted, so the drafter follows nobody but for probes"
         self._depths.update(depths)
@@ -169,16 +166,12 @@ class Controller:
         """Whether the drafter follows a request on auto that comes now; to be asked once for each."""
         return not self._resting or self.probes.admits(self._steps)
 
-    @property
-    def _probe_under_way(self) -> bool:
-        return self._steps < self._probing_until
-
     def _note_rest(self, step: StepUnderWay, *, drafts: bool) -> None:
         """A collapsed drafter rests until a probe hits or the plan is to draft; a probe alone changes nothing yet."""
         hopeless = self.acceptance.watch.collapsed and self.probes.hopeless
         if not hopeless or (drafts and not step.probe):
             self._resting = False
-        elif not self._probe_under_way:
+        elif not self._probing.waits(self._steps):
             self._resting = True
 
     def _holds_drafts(self, step: StepUnderWay) -> int:
@@ -211,9 +204,9 @@ class Controller:
             return 1
         if not situation.auto:
             return POLICY.plan_steps
-        if self._probe_under_way and self._in_trials(situation):
+        if self._probing.waits(self._steps) and self._probing.in_trials(situation):
             return POLICY.held_after_probe
-        longest = POLICY.plain_plan_steps if self._in_trials(situation) else POLICY.plan_steps
+        longest = POLICY.plain_plan_steps if self._probing.in_trials(situation) else POLICY.plan_steps
         # A probe that is due and was not made is too dear for now.
         return longest if self.probes.due(self._steps) else min(longest, self.probes.steps_left(self._steps))
 
@@ -252,18 +245,18 @@ class Controller:
             return {}, CHAIN, "plain: not enough steps have been timed yet"
         planned = self._planner.plan(situation, self._steps, self.drift.deepest)
         plan, reason = planned.plan, planned.reason
-        if not plan.by_level and planned.drafts is not None and self._tries(step, planned.drafts):
+        if not plan.by_level and planned.drafts is not None and self._probing.tries(step, planned.drafts, self._steps):
             return self._follow(step, planned.drafts, f"a trial: {reason}")
         if not plan.by_level:
             self._plain_at = self._steps
             depths, why = dict[int, int](), ""
             if not any(situation.fixed.values()):
-                depths, why = self._probe(step) if self.costs.shapes is None else self._probe_captured(step)
+                depths, why = self._probing.probe(step, self._steps, self.drift.deepest)
             return depths, CHAIN, why or reason
         if self._doubts_plain(situation, plan):
             self._plain_at, step.once = self._steps, True
             return {}, CHAIN, "plain: to time a step without drafts again"
-        self._end_trial()
+        self._probing.end_trial(self._steps)
         self.probes.rest()
         look = self._captured_look(situation, plan)
         if look is not None:
@@ -277,33 +270,6 @@ class Controller:
         step.plan, step.rate = plan, plan.rate
         return dict(zip(keys, plan.depths(self.acceptance.levels(keys)), strict=True)), plan.shape, reason
 
-    def _in_trials(self, situation: Situation) -> bool:
-        """Whether trials tell if drafting pays, and probes when to begin one."""
-        return self.costs.shapes is not None and situation.rows <= POLICY.trial_requests
-
-    def _tries(self, step: StepUnderWay, drafts: Plan) -> bool:
-        """Whether this step drafts by a plan that does not seem to pay: a trial goes on, or begins."""
-        situation = step.situation
-        if not self._in_trials(situation) or any(situation.fixed.values()) or not isfinite(drafts.seconds):
-            return False
-        plain = situation.rows * drafts.gain / drafts.rate
-        if self._trial is not None and self._trial.lost > POLICY.trial_most_loss * plain:
-            self._end_trial()
-            return False
-        if self._trial is None:
-            loss = max(POLICY.trial_most_loss * plain, POLICY.trial_rounds * (1 - drafts.gain) * drafts.seconds)
-            hopeful = self.probes.streak >= POLICY.trial_streak or self.probes.affords(loss, plain)
-            if self._probe_under_way or not hopeful or not self.probes.due(self._steps):
-                return False
-            self._trial = DraftTrial(plain=plain)
-        step.trial = self._trial
-        return True
-
-    def _end_trial(self) -> None:
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            self.probes.end_trial(self._steps, trial)
-
     def _doubts_plain(self, situation: Situation, plan: Plan) -> bool:
         """Whether what speculation is compared with should be timed again."""
         verify, tokens = self.costs.verify_of(situation.rows), self.costs.plain_tokens(situation.rows)
@@ -311,67 +277,6 @@ class Controller:
         return min(self._steps - self._plain_at, verify.age(tokens)) > (
             POLICY.plain_again_in_doubt if close else POLICY.plain_again_steps
         )
-
-    def _probe(self, step: StepUnderWay) -> tuple[dict[int, int], str]:
-        """Depths of a probe, if one is due and can be afforded, and what it is for."""
-        situation, auto = step.situation, step.situation.auto
-        timed = bool(self.costs.first_draft.known) and self.costs.verify.tells(situation.rows + len(auto))
-        if self._probe_under_way or (timed and not self.probes.due(self._steps)):
-            return {}, ""
-        what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
-        # Two deep, to know of deeper drafts at once: they may pay where shallow ones do not.
-        depths = [1] if self.costs.further_draft.known else [min(2, self.drift.deepest), 1]
-        if timed:
-            levels = dict(zip(auto, self.acceptance.levels([row.key for row in auto]), strict=True))
-            auto = sorted(auto, key=lambda row: (-levels[row], row.pending))[: 1 << self.probes.streak]
-            if situation.rows <= POLICY.small_pass_tokens and not self.costs.verify.reaches(4 * situation.rows):
-                depths = [min(3, self.drift.deepest), 1]
-        prices = self._planner.prices(situation)
-        step.plain = prices.step(prices.verify(0), False)
-        for depth in depths:
-            passes = prices.verify(depth * len(auto))
-            if timed:
-                passes += prices.draft(depth, len(auto) * prices.reads, (depth - 1) * len(auto)) + self._debt(auto)
-            step.with_probe = prices.step(passes, True)
-            if self.probes.affords(step.with_probe - step.plain, step.plain):
-                step.probe, step.bound = True, frozenset(row.key for row in auto)
-                self._probing_until = self._steps + POLICY.plan_steps
-                reason = f"probe, {depth} deep for {len(auto)} of {len(situation.auto)} requests: to {what}"
-                return dict.fromkeys(step.bound, depth), reason
-        return {}, ""
-
-    def _probe_captured(self, step: StepUnderWay) -> tuple[dict[int, int], str]:
-        """The same where passes are captured: to draft for all takes no longer than for one, and tells more."""
-        situation, costs = step.situation, self.costs
-        shapes = costs.shapes
-        assert shapes is not None
-        timed = any(curve.tells_any for curve in costs.chains.values())
-        depths = [depth for depth in shapes.depths_for(situation.rows) if depth <= self.drift.deepest]
-        if self._probe_under_way or (timed and not self.probes.due(self._steps)) or not depths:
-            return {}, ""
-        prices, rows = self._planner.captured_prices(situation), costs.plain_tokens(situation.rows)
-        step.plain = prices.step(prices.verify(rows), 0)
-        # Until drafts were timed, two deep: deeper ones may pay where shallow ones do not.
-        for depth in depths[:1] if timed else reversed(depths[:2]):
-            passes = prices.verify(rows * (1 + depth))
-            passes += prices.draft(depth) + self._debt(situation.auto) if timed else 0.0
-            step.with_probe = prices.step(passes, depth)
-            # No more is ever charged: what says that a probe is dearer may be an outlier that only a probe can correct.
-            loss = min(step.with_probe - step.plain, POLICY.probe_most_loss * step.plain)
-            if self.probes.affords(loss, step.plain):
-                step.probe, step.bound = True, frozenset(row.key for row in situation.auto)
-                self._probing_until = self._steps + POLICY.plan_steps
-                what = "see whether drafts are accepted" if timed else "time drafting and a larger pass"
-                return dict.fromkeys(step.bound, depth), f"probe, {depth} deep for all requests on auto: to {what}"
-        return {}, ""
-
-    def _debt(self, rows: Sequence[RowFacts]) -> float:
-        """Expected seconds of reading for requests that have rested, of which more waits than a draft reads by the way.
-
-        So a probe that has to wait for its account comes when a request has just begun.
-        """
-        rested = sum(row.pending > self.max_depth + 1 for row in rows)
-        return self.costs.debt.at(rested) if self.costs.debt.tells_any else 0.0
 
     # --- what came of it ---------------------------------------------------------------------------------------
 
@@ -548,15 +453,4 @@ class Controller:
         self._book(step, step.repeats)
         if step.probe:
             self._learn()  # the next may follow at once
-            if not self._in_trials(step.situation) or self.probes.misses > POLICY.hopeless_misses // 2:
-                self.acceptance.note_probe()  # else hits lead to a trial, which tells more
-            self._planner.forget()
-            self._probing_until = 0
-            self.probes.settle(
-                self._steps,
-                seconds=step.seconds if step.timed else step.with_probe,
-                plain=step.plain,
-                saved=step.accepted * step.plain / step.situation.rows,
-                hit=step.accepted > 0,
-                chance=self.acceptance.by_depth[0],
-            )
+            self._probing.settle(step, self._steps)
