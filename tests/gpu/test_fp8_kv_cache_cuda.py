@@ -94,7 +94,7 @@ def test_queries_beyond_float16_are_scored() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_keys_and_values_are_stored_as_torch_rounds_them(dtype: torch.dtype) -> None:
     """Numbers too large become the largest. The interpreter rounds wrongly: it is given what needs no rounding."""
-    from eyas.kernels.llama.triton import _rotate
+    from eyas.kernels.llama.block_triton import rotate
 
     tokens, heads, groups, size, slots = 50, 6, 2, 64, 64
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def test_keys_and_values_are_stored_as_torch_rounds_them(dtype: torch.dtype) -> 
     slot = torch.randperm(slots, generator=generator)[:tokens].to(DEVICE)
     memory = [torch.zeros(groups, slots, size, device=DEVICE).to(FP8) for _ in range(2)]
     q = qkv.new_empty(tokens, heads, size)
-    _rotate(qkv, cos, sin, slot, None, q, *memory)
+    rotate(qkv, cos, sin, slot, None, q, *memory)
     parts = qkv.view(tokens, -1, size)
     k, v = parts[:, heads : heads + groups], parts[:, heads + groups :]
     turned = torch.cat([-k[..., size // 2 :], k[..., : size // 2]], dim=-1)

@@ -227,7 +227,7 @@ def test_the_model_keeps_its_weights_and_works_on() -> None:
     assert_alike(drafter, run)
 
 
-@pytest.mark.parametrize("step", ["_gate", "_rotate", "_add_norm"])
+@pytest.mark.parametrize("step", ["gate", "rotate", "add_norm"])
 def test_a_kernel_that_computes_wrongly_is_found_out(
     step: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

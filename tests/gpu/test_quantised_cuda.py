@@ -125,22 +125,22 @@ def test_rows_are_rounded_as_torch_rounds_them(kind: torch.dtype, size: int) -> 
 @pytest.mark.parametrize(("size", "padded"), [(64, 128), (200, 256), (5000, 5120)])
 def test_norms_and_gates_round_rows_as_if_apart(kind: torch.dtype, size: int, padded: int) -> None:
     from eyas.kernels.linear.w8a8_triton import gate_quantise, quantise_rows, rows_for
-    from eyas.kernels.llama.triton import _add_norm, _gate, _launch_add_norm
+    from eyas.kernels.llama.block_triton import add_norm, gate, launch_add_norm
 
     torch.manual_seed(0)
     weight = torch.zeros(16, padded, device=DEVICE).to(kind)
     x, more = made(3, size, dtype=HALF), made(3, size, dtype=HALF)
     norm = FusedNorm(torch.rand(size, device=DEVICE).add(0.5).to(HALF), 1e-5)
     apart, together = x.clone(), x.clone()
-    expected = quantise_rows(_add_norm(apart, more, None, norm), kind, padded)
+    expected = quantise_rows(add_norm(apart, more, None, norm), kind, padded)
     ours = rows_for(3, weight)
-    _launch_add_norm(together, more, None, norm, *ours)
+    launch_add_norm(together, more, None, norm, *ours)
     assert torch.equal(together, apart)
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, expected, strict=True))
 
     for activation in Activation:
         gate_up, let_through = made(3, 2 * size, dtype=HALF), made(3, size, dtype=HALF)
-        _gate(gate_up, activation, let_through)
+        gate(gate_up, activation, let_through)
         expected = quantise_rows(let_through, kind, padded)
         ours = gate_quantise(gate_up, activation, *rows_for(3, weight))
         assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, expected, strict=True))

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """A drafter's depth on a GPU: what stands between its products and its attention, in kernels.
 
-Its only layer is the block of `triton.py`, with the same kernels between the products. What a drafter has besides
-are two kernels more:
+Its only layer is a decoder block, with the kernels of `block_triton.py` between the products. A drafter has two kernels
+more:
 
     norm states   some of the target's auxiliary states, from wherever they lie, normed side by side as `fc` reads them
     begin         the normed embedding of a token and the normed state side by side; the state that the layer adds to;
@@ -11,7 +11,7 @@ are two kernels more:
 For very few tokens the products are kernels of ours, too, and add, norm and gate are parts of them
 (`kernels/linear/few_rows_triton.py`), where the weights are plain.
 
-Invariant, as in `triton.py`: every number is rounded where the drafter's own code rounds it (`drafter/model.py`).
+Invariant, as in `block_triton.py`: every number is rounded where the drafter's own code rounds it (`drafter/model.py`).
 Nothing here looks at a number on the host, so all of it can be captured.
 
 Shapes: N tokens of a pass, M of them whose outcome is asked for, S states that are kept, V vocabulary, D drafter
@@ -32,8 +32,9 @@ from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
 from eyas.kernels.linear.few_rows_triton import FUSED_ROWS, few_linear, most_rows_of_all, norm_gate_up
 from eyas.kernels.llama.block import PhasedProduct, PlainProduct, Product
+from eyas.kernels.llama.block_triton import add_norm, gate, rotate
 from eyas.kernels.llama.cpu import LlamaSizes
-from eyas.kernels.llama.triton import _add_norm, _gate, _plain, _rotate
+from eyas.kernels.llama.triton import plain_weights
 
 DECODED_ROWS = 64
 """Rows up to which 8-bit weights are multiplied by the kernel for decoding; a draft may depend on its batch."""
@@ -201,23 +202,23 @@ class TritonEagle:
         both_NE, x_ND, cos_NK, sin_NK = self._begin(hidden_ND, token_N, position_N)
         qkv_NE = self._product(self.qkv, both_NE)
         q_NHK = x_ND.new_empty(len(x_ND), sizes.heads, sizes.head_dim)
-        _rotate(qkv_NE, cos_NK, sin_NK, attention.metadata.slot_mapping_N, self.qk_norm, q_NHK, *kv)
+        rotate(qkv_NE, cos_NK, sin_NK, attention.metadata.slot_mapping_N, self.qk_norm, q_NHK, *kv)
         mixed_NE = attention.attend(q_NHK, *kv, sizes.head_dim**-0.5, None, window).flatten(1)
         if keep_M is not None:
             mixed_NE, x_ND = mixed_NE.index_select(0, keep_M), x_ND.index_select(0, keep_M)
         tokens, more_ND = len(mixed_NE), self._product(self.output, mixed_NE)
         if tokens <= self.few_rows:
-            gates = *_plain(self.gate_up), Activation.SILU
+            gates = *plain_weights(self.gate_up), Activation.SILU
             if tokens <= FUSED_ROWS:
                 before_ND, x_ND = x_ND, torch.empty_like(x_ND)
                 gated_NI = norm_gate_up(before_ND, more_ND, self.mlp_norm, *gates, x_out_ND=x_ND)
             else:
-                gated_NI = norm_gate_up(_add_norm(x_ND, more_ND, None, self.mlp_norm), None, None, *gates)
+                gated_NI = norm_gate_up(add_norm(x_ND, more_ND, None, self.mlp_norm), None, None, *gates)
         else:
-            gate_up = self._product(self.gate_up, _add_norm(x_ND, more_ND, None, self.mlp_norm))
+            gate_up = self._product(self.gate_up, add_norm(x_ND, more_ND, None, self.mlp_norm))
             gated_NI = x_ND.new_empty(tokens, sizes.intermediate)
-            _gate(gate_up, Activation.SILU, gated_NI)
-        normed_ND = _add_norm(x_ND, self._product(self.down, gated_NI), None, self.last_norm)
+            gate(gate_up, Activation.SILU, gated_NI)
+        normed_ND = add_norm(x_ND, self._product(self.down, gated_NI), None, self.last_norm)
         return x_ND, normed_ND
 
     def remember(
@@ -235,11 +236,11 @@ class TritonEagle:
         norm = self.qk_norm
         if norm is not None:
             norm = FusedNorm(norm.weight[self.sizes.heads :], norm.eps)
-        _rotate(kv_NE, cos_NK, sin_NK, slot_mapping_N, norm, no_queries, *kv)
+        rotate(kv_NE, cos_NK, sin_NK, slot_mapping_N, norm, no_queries, *kv)
 
     def _product(self, product: Product, x_NE: Tensor) -> Tensor:
         if len(x_NE) <= self.few_rows:
-            return few_linear(x_NE.contiguous(), *_plain(product))
+            return few_linear(x_NE.contiguous(), *plain_weights(product))
         if isinstance(product, PhasedProduct) and len(x_NE) <= DECODED_ROWS:
             return product.decode(x_NE)
         return product(x_NE, None)

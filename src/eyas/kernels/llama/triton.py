@@ -1,13 +1,7 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The decoder block on a GPU: what stands between its products and its attention, in three kernels.
+"""A target's fused pass on a GPU.
 
 A decoding step multiplies a few tokens, and then every small operation takes as long as its launch. So all that is done
-to a number between two products is done in one kernel:
-
-    add and norm       x += y, normed first where a block does that; the norm of x, which the next product reads
-    rotate and store   queries and keys are normed where a block does that; queries are turned, keys are turned into the
-                       cache, values are copied there
-    gate               activation(gate) * up
+to a number between two products is done in one kernel (`block_triton.py`).
 
 For very few tokens the products, too, are kernels of ours, and add, norm and gate are parts of them
 (`kernels/linear/few_rows_triton.py`), where the weights are plain. Experts have kernels of their own at any number
@@ -17,7 +11,7 @@ Invariant, as in `block.py`: every number is rounded where transformers rounds i
 a model is served so (`trial.py`).
 
 Shapes: N tokens of a pass, M logits asked for, V vocabulary, D hidden size, I intermediate size, H query heads, G key
-heads, K head dim, R numbers of a head that are rotated, T rotations, E outputs of a product, X concatenated auxiliary
+heads, K head dim, R numbers of a head that are rotated, E outputs of a product, X concatenated auxiliary
 states.
 """
 
@@ -26,14 +20,10 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
-from eyas.kernels.dependent_launch_triton import MOST_EARLY, begin_dependent, dependent_launch
-from eyas.kernels.elementwise import Activation, FusedNorm
-from eyas.kernels.elementwise_triton import gated, weighted
+from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.linear.few_rows_triton import (
     few_linear,
     fuses_norm,
@@ -43,7 +33,7 @@ from eyas.kernels.linear.few_rows_triton import (
     norm_linear,
 )
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
-from eyas.kernels.linear.w8a8_triton import gate_quantise, largest_of, rounded, rows_for
+from eyas.kernels.linear.w8a8_triton import gate_quantise, rows_for
 from eyas.kernels.llama.block import (
     FusedLlama,
     GatedMlp,
@@ -53,230 +43,14 @@ from eyas.kernels.llama.block import (
     Product,
     StaticRotary,
 )
+from eyas.kernels.llama.block_triton import add_norm, cos_sin, embed, gate, launch_add_norm, rotate
 from eyas.kernels.llama.experts import Experts, PlainExperts, Router, Routes
 from eyas.kernels.llama.experts_triton import mixture, route
 from eyas.kernels.llama.mxfp4_experts import FourBitExperts
 
 
-@triton.jit
-def _add_norm_kernel(
-    x,
-    y,
-    y_weight,
-    weight,
-    output,
-    output_scale,
-    y_eps,
-    eps,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ADDS: tl.constexpr,
-    NORMS_Y: tl.constexpr,
-    FINE: tl.constexpr,
-    QUANTISES: tl.constexpr,
-    LARGEST: tl.constexpr,
-    INT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One token: x += y, in place, and its norm; that in 8 bits where it is asked for, zeros up to WIDTH."""
-    begin_dependent(DEPENDENT, EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, PADDED)
-    inside = at < SIZE
-    value = tl.load(x + token * SIZE + at, mask=inside, other=0.0)
-    if ADDS:
-        more = tl.load(y + token * SIZE + at, mask=inside, other=0.0)
-        if NORMS_Y:
-            exact = more.to(tl.float32)
-            scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + y_eps)
-            more = weighted(more, scale, tl.load(y_weight + at, mask=inside, other=0.0), FINE)
-        value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
-        tl.store(x + token * SIZE + at, value, mask=inside)
-    exact = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(exact * exact, axis=0) / SIZE + eps)
-    normed = weighted(value, scale, tl.load(weight + at, mask=inside, other=0.0), FINE)
-    if QUANTISES:
-        exact = tl.where(inside, normed.to(tl.float32), 0.0)
-        most = tl.maximum(tl.max(tl.abs(exact), axis=0), 1e-12)
-        tl.store(output_scale + token, most / LARGEST)
-        q = rounded(exact, most, LARGEST, INT).to(output.dtype.element_ty)
-        tl.store(output + token * WIDTH + at, q, mask=at < WIDTH)
-    else:
-        tl.store(output + token * SIZE + at, normed, mask=inside)
-
-
-@triton.jit
-def _rotate_kernel(
-    qkv,
-    cos,
-    sin,
-    slot_of,
-    weight,
-    queries,
-    keys,
-    values,
-    key_head,
-    key_slot,
-    value_head,
-    value_slot,
-    eps,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    REST_PADDED: tl.constexpr,
-    SIZE_PADDED: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    NORMS: tl.constexpr,
-    FINE: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """One token: its queries turned, its key turned and its value to their slot.
-
-    What is stored becomes what the memory holds; numbers too large for 8 bits become their largest (satfinite).
-    """
-    begin_dependent(DEPENDENT, EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_of + token)
-    low = tl.arange(0, HALF_PADDED)
-    half = low < HALF
-    turn = token * 2 * HALF
-    cos_a = tl.load(cos + turn + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos + turn + HALF + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin + turn + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin + turn + HALF + low, mask=half, other=0.0).to(tl.float32)[None, :]
-    row = qkv + token * (HEADS + 2 * GROUPS) * SIZE
-
-    head = tl.arange(0, HEADS_PADDED)
-    to = queries + token * HEADS * SIZE + head[:, None] * SIZE
-    _turn_heads(
-        *(row, weight, to, head, head < HEADS, cos_a, cos_b, sin_a, sin_b, eps),
-        *(SIZE, HALF, REST, HALF_PADDED, REST_PADDED, NORMS, FINE),
-    )
-    group = tl.arange(0, GROUPS_PADDED)
-    to = keys + group.to(tl.int64)[:, None] * key_head + slot * key_slot
-    _turn_heads(
-        *(row, weight, to, HEADS + group, group < GROUPS, cos_a, cos_b, sin_a, sin_b, eps),
-        *(SIZE, HALF, REST, HALF_PADDED, REST_PADDED, NORMS, FINE),
-    )
-    at = tl.arange(0, SIZE_PADDED)
-    inside = (group < GROUPS)[:, None] & (at < SIZE)[None, :]
-    value = tl.load(row + (HEADS + GROUPS + group)[:, None] * SIZE + at[None, :], mask=inside, other=0.0)
-    to = values + group.to(tl.int64)[:, None] * value_head + slot * value_slot
-    tl.store(to + at[None, :], value, mask=inside)
-
-
-@triton.jit
-def _turn_heads(
-    row,
-    weight,
-    to,
-    head,
-    exists,
-    cos_a,
-    cos_b,
-    sin_a,
-    sin_b,
-    eps,
-    SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
-    REST_PADDED: tl.constexpr,
-    NORMS: tl.constexpr,
-    FINE: tl.constexpr,
-):
-    """Some heads of one token, each to its place; their last REST numbers are not turned."""
-    low = tl.arange(0, HALF_PADDED)
-    inside = exists[:, None] & (low < HALF)[None, :]
-    place = head[:, None] * SIZE + low[None, :]
-    a = tl.load(row + place, mask=inside, other=0.0)
-    b = tl.load(row + place + HALF, mask=inside, other=0.0)
-    high = 2 * HALF + tl.arange(0, REST_PADDED)
-    inside_rest = exists[:, None] & (high < SIZE)[None, :]
-    place_rest = head[:, None] * SIZE + high[None, :]
-    if REST:
-        rest = tl.load(row + place_rest, mask=inside_rest, other=0.0)
-    if NORMS:
-        exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.sum(exact_a * exact_a, axis=1) + tl.sum(exact_b * exact_b, axis=1)
-        if REST:
-            exact = rest.to(tl.float32)
-            total += tl.sum(exact * exact, axis=1)
-        scale = tl.rsqrt(total / SIZE + eps)[:, None]
-        a = weighted(a, scale, tl.load(weight + place, mask=inside, other=0.0), FINE)
-        b = weighted(b, scale, tl.load(weight + place + HALF, mask=inside, other=0.0), FINE)
-        if REST:
-            rest = weighted(rest, scale, tl.load(weight + place_rest, mask=inside_rest, other=0.0), FINE)
-    new_a, new_b = _turned(a, b, cos_a, cos_b, sin_a, sin_b)
-    tl.store(to + low[None, :], new_a, mask=inside)
-    tl.store(to + HALF + low[None, :], new_b, mask=inside)
-    if REST:
-        tl.store(to + high[None, :], rest, mask=inside_rest)
-
-
-@triton.jit
-def _turned(a, b, cos_a, cos_b, sin_a, sin_b):
-    """Halves a, b turned: a cos - b sin, b cos + a sin, each product rounded."""
-    exact_a, exact_b = a.to(tl.float32), b.to(tl.float32)
-    new_a = (exact_a * cos_a).to(a.dtype).to(tl.float32) - (exact_b * sin_a).to(a.dtype).to(tl.float32)
-    new_b = (exact_b * cos_b).to(a.dtype).to(tl.float32) + (exact_a * sin_b).to(a.dtype).to(tl.float32)
-    return new_a.to(a.dtype), new_b.to(a.dtype)
-
-
-@triton.jit
-def _gate_kernel(
-    gate_up,
-    output,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Some of one token's gates."""
-    begin_dependent(DEPENDENT, EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
-    gate = tl.load(gate_up + token * 2 * SIZE + at, mask=inside, other=0.0)
-    up = tl.load(gate_up + token * 2 * SIZE + SIZE + at, mask=inside, other=0.0)
-    tl.store(output + token * SIZE + at, gated(gate, up, GELU), mask=inside)
-
-
-@triton.jit
-def _embed_kernel(token_of, embedding, output, row, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Some of one token's embedding. Torch's own gather of up to 16 rows goes through them one after the other."""
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(embedding + tl.load(token_of + token) * row + at, mask=at < SIZE, other=0.0)
-    tl.store(output + token * SIZE + at, value, mask=at < SIZE)
-
-
-@triton.jit
-def _turns_kernel(position_of, frequency, cos, sin, scale, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
-    """Cosines and sines of one token's position, each half of a head the same."""
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, HALF_PADDED)
-    inside = at < HALF
-    angle = tl.load(position_of + token).to(tl.float32) * tl.load(frequency + at, mask=inside, other=0.0)
-    to = token * 2 * HALF + at
-    cosine = (tl.cos(angle) * scale).to(cos.dtype.element_ty)
-    sine = (tl.sin(angle) * scale).to(sin.dtype.element_ty)
-    tl.store(cos + to, cosine, mask=inside)
-    tl.store(cos + to + HALF, cosine, mask=inside)
-    tl.store(sin + to, sine, mask=inside)
-    tl.store(sin + to + HALF, sine, mask=inside)
-
-
 class TritonLlama(FusedLlama):
-    """The fused pass by these kernels."""
+    """The fused pass by kernels in Triton."""
 
     def forward(
         self,
@@ -295,7 +69,7 @@ class TritonLlama(FusedLlama):
         else:
             # Who wants logits behind all of its tokens decodes or verifies: prompts want those behind their last.
             x_ND, more_ND = self._run_blocks(x_ND, turns, attention, kv, states, decoding=keep_M is None)
-        normed_ND = _add_norm(x_ND, more_ND, self.blocks[-1].mlp_output_norm if self.blocks else None, self.norm)
+        normed_ND = add_norm(x_ND, more_ND, self.blocks[-1].mlp_output_norm if self.blocks else None, self.norm)
         if len(self.blocks) in states:
             states[len(self.blocks)].copy_(x_ND)
         if keep_M is not None:
@@ -304,33 +78,18 @@ class TritonLlama(FusedLlama):
 
     def _embed(self, ids_N: Tensor) -> Tensor:
         """Embeddings [N, D]."""
-        embedding_VD = self.embedding_VD
-        assert isinstance(embedding_VD, Tensor)
-        size = embedding_VD.shape[1]
-        x_ND = embedding_VD.new_empty(len(ids_N), size)
-        block = min(1024, triton.next_power_of_2(size))
-        if len(ids_N):
-            _embed_kernel[(len(ids_N), triton.cdiv(size, block))](
-                *(ids_N, embedding_VD, x_ND, embedding_VD.stride(0)), SIZE=size, BLOCK=block, num_warps=4
-            )
-        return x_ND
+        assert isinstance(self.embedding_VD, Tensor)
+        return embed(ids_N, self.embedding_VD)
 
     def _turns_of(self, x_ND: Tensor, position_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Cosines and sines [N, R] of every rotation: in one launch where a module of its own would take ten."""
         turns = []
         for rotary in self.rotations:
             if isinstance(rotary, StaticRotary):
-                half = len(rotary.frequency_F)
-                cos_NR, sin_NR = x_ND.new_empty(2, len(x_ND), 2 * half)
-                _turns_kernel[(len(x_ND),)](
-                    *(position_N, rotary.frequency_F, cos_NR, sin_NR, rotary.scale),
-                    HALF=half,
-                    HALF_PADDED=triton.next_power_of_2(half),
-                    num_warps=1,
-                )
+                turns.append(cos_sin(position_N, rotary.frequency_F, rotary.scale, x_ND))
             else:
                 cos_NR, sin_NR = (x_1NR[0].contiguous() for x_1NR in rotary(x_ND, position_ids=position_N[None]))
-            turns.append((cos_NR, sin_NR))
+                turns.append((cos_NR, sin_NR))
         return turns
 
     def with_few_rows(self) -> Self | None:
@@ -366,18 +125,18 @@ class TritonLlama(FusedLlama):
         for layer, block in enumerate(self.blocks):
             fed = x_ND, more_ND, more_norm, block.attention_norm
             if not (decoding and _norm_product(block.qkv, *fed, qkv_NE)):
-                self._product(block.qkv, _add_norm(*fed), qkv_NE, decoding=decoding)
+                self._product(block.qkv, add_norm(*fed), qkv_NE, decoding=decoding)
             if layer in states:
                 states[layer].copy_(x_ND)
             keys_GCK, values_GCK = kv[layer]
-            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
+            rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
             asked = block.scale, block.softcap, block.window, block.sink_logit_H
             mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
             more_ND = self._product(block.output, mixed_NHK.reshape(tokens, -1), decoding=decoding)
             fed = x_ND, more_ND, block.attention_output_norm, block.mlp_norm
             mlp = block.mlp
             if isinstance(mlp, Experts):
-                more_ND = self._mixture(mlp, _add_norm(*fed))
+                more_ND = self._mixture(mlp, add_norm(*fed))
             else:
                 more_ND = self._feed_forward(mlp, fed, gate_up, gated_NI, decoding=decoding)
             more_norm = block.mlp_output_norm
@@ -394,7 +153,7 @@ class TritonLlama(FusedLlama):
     ) -> Tensor:
         """What the gates add; both memories are written to."""
         if not (decoding and _norm_product(mlp.gate_up, *fed, gate_up)):
-            normed_ND = _add_norm(*fed)
+            normed_ND = add_norm(*fed)
             if isinstance(mlp.gate_up, PhasedProduct):
                 self._product(mlp.gate_up, normed_ND, gate_up, decoding=decoding)
             else:
@@ -403,7 +162,7 @@ class TritonLlama(FusedLlama):
         if down is not None:
             rows = gate_quantise(gate_up, mlp.activation, *rows_for(len(gate_up), down.weight_EK))
             return down.decode_rows(*rows)
-        _gate(gate_up, mlp.activation, gated_NI)
+        gate(gate_up, mlp.activation, gated_NI)
         return self._product(mlp.down, gated_NI, decoding=decoding)
 
     def _mixture(self, experts: Experts, x_ND: Tensor) -> Tensor:
@@ -444,7 +203,7 @@ class TritonLlama(FusedLlama):
             """What a product reads and does to it first. What is normed before it is added is not for its kernel."""
             if more_norm is None and fuses_norm(*x_ND.shape):
                 return x_ND, more_ND, norm, kept_ND
-            normed_ND = _add_norm(x_ND, more_ND, more_norm, norm)
+            normed_ND = add_norm(x_ND, more_ND, more_norm, norm)
             if kept_ND is not None:
                 kept_ND.copy_(x_ND)
             return normed_ND, None, None, None
@@ -453,24 +212,24 @@ class TritonLlama(FusedLlama):
         more_norm: FusedNorm | None = None
         for layer, block in enumerate(self.blocks):
             read_ND, add_ND, norm, kept_ND = prepared(more_ND, more_norm, block.attention_norm, states.get(layer))
-            qkv_NE = norm_linear(read_ND, add_ND, norm, *_plain(block.qkv), x_out_ND=spare_ND, kept_ND=kept_ND)
+            qkv_NE = norm_linear(read_ND, add_ND, norm, *plain_weights(block.qkv), x_out_ND=spare_ND, kept_ND=kept_ND)
             if add_ND is not None:
                 x_ND, spare_ND = spare_ND, x_ND
             keys_GCK, values_GCK = kv[layer]
-            _rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
+            rotate(qkv_NE, *turns[block.rotation], slot_N, block.qk_norm, q_NHK, keys_GCK, values_GCK)
             asked = block.scale, block.softcap, block.window, block.sink_logit_H
             mixed_NHK = attention.attend(q_NHK, keys_GCK, values_GCK, *asked)
-            more_ND = few_linear(mixed_NHK.reshape(tokens, -1), *_plain(block.output))
+            more_ND = few_linear(mixed_NHK.reshape(tokens, -1), *plain_weights(block.output))
             mlp, more_norm = block.mlp, block.attention_output_norm
             if isinstance(mlp, Experts):  # their router and they themselves read the same norm
-                more_ND = self._mixture(mlp, _add_norm(x_ND, more_ND, more_norm, block.mlp_norm))
+                more_ND = self._mixture(mlp, add_norm(x_ND, more_ND, more_norm, block.mlp_norm))
             else:
                 read_ND, add_ND, norm, _ = prepared(more_ND, more_norm, block.mlp_norm, None)
-                gates = _plain(mlp.gate_up)
+                gates = plain_weights(mlp.gate_up)
                 gated_NI = norm_gate_up(read_ND, add_ND, norm, *gates, mlp.activation, x_out_ND=spare_ND)
                 if add_ND is not None:
                     x_ND, spare_ND = spare_ND, x_ND
-                more_ND = few_linear(gated_NI, *_plain(mlp.down))
+                more_ND = few_linear(gated_NI, *plain_weights(mlp.down))
             more_norm = block.mlp_output_norm
         return x_ND, more_ND
 
@@ -492,47 +251,10 @@ class FewRowsProduct:
         return few_linear(x_ND, weight_ED, bias_E, out_NE=out_NE)
 
 
-def _plain(product: Product) -> tuple[Tensor, Tensor | None]:
+def plain_weights(product: Product) -> tuple[Tensor, Tensor | None]:
     """The weight [E, D] and bias [E] of a plain product."""
     assert isinstance(product, PlainProduct)
     return product.weight_ED, product.bias_E
-
-
-def _add_norm(x_ND: Tensor, more_ND: Tensor | None, more_norm: FusedNorm | None, norm: FusedNorm) -> Tensor:
-    """Add to x, in place, what may be normed first, and norm it."""
-    output_ND = torch.empty_like(x_ND)
-    _launch_add_norm(x_ND, more_ND, more_norm, norm, output_ND, None)
-    return output_ND
-
-
-def _launch_add_norm(
-    x_ND: Tensor,
-    more_ND: Tensor | None,
-    more_norm: FusedNorm | None,
-    norm: FusedNorm,
-    output_NK: Tensor,
-    scale_N: Tensor | None,
-) -> None:
-    """Write the norm to `output_NK`: as it is, or where there are scales as rows in 8 bits."""
-    assert more_norm is None or more_norm.weight.dtype == norm.weight.dtype
-    tokens, size = x_ND.shape
-    width = output_NK.shape[1]
-    padded = triton.next_power_of_2(max(size, width))
-    _add_norm_kernel[(tokens,)](
-        *(x_ND, x_ND if more_ND is None else more_ND, (more_norm or norm).weight, norm.weight, output_NK),
-        *(x_ND if scale_N is None else scale_N, (more_norm or norm).eps, norm.eps),
-        SIZE=size,
-        PADDED=padded,
-        WIDTH=width,
-        ADDS=more_ND is not None,
-        NORMS_Y=more_norm is not None,
-        FINE=norm.weight.dtype != x_ND.dtype,
-        QUANTISES=scale_N is not None,
-        **largest_of(output_NK.dtype),
-        num_warps=4 if padded <= 2048 else 8,
-        # Products of 8-bit rows have a program for each processor; others have more, which would lie unevenly.
-        **dependent_launch(x_ND.device, early=scale_N is not None and tokens <= MOST_EARLY),
-    )
 
 
 def _norm_product(
@@ -548,7 +270,7 @@ def _norm_product(
     if linear is None:
         return False
     rows = rows_for(len(x_ND), linear.weight_EK)
-    _launch_add_norm(x_ND, more_ND, more_norm, norm, *rows)
+    launch_add_norm(x_ND, more_ND, more_norm, norm, *rows)
     linear.decode_rows(*rows, out_NE)
     return True
 
@@ -559,48 +281,3 @@ def _w8a8(product: Product) -> W8A8Linear | None:
     if not isinstance(linear, W8A8Linear) or not linear.rounds_rows or linear.weight_EK.device.type != "cuda":
         return None
     return linear
-
-
-def _rotate(
-    qkv_NE: Tensor,
-    cos_NR: Tensor,
-    sin_NR: Tensor,
-    slot_mapping_N: Tensor,
-    norm: FusedNorm | None,
-    q_NHK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-) -> None:
-    """Turn queries to `q_NHK`, keys to their slots, both normed first if they are, and copy values there.
-
-    There may be no queries, neither before the keys nor in `q_NHK`.
-    """
-    tokens, heads, size = q_NHK.shape
-    groups, half = keys.shape[0], cos_NR.shape[1] // 2
-    rest = size - 2 * half
-    _rotate_kernel[(tokens,)](
-        *(qkv_NE, cos_NR, sin_NR, slot_mapping_N, qkv_NE if norm is None else norm.weight, q_NHK, keys, values),
-        *(*keys.stride()[:2], *values.stride()[:2], 0.0 if norm is None else norm.eps),
-        HEADS=heads,
-        GROUPS=groups,
-        SIZE=size,
-        HALF=half,
-        REST=rest,
-        HALF_PADDED=triton.next_power_of_2(half),
-        REST_PADDED=triton.next_power_of_2(max(rest, 1)),
-        SIZE_PADDED=triton.next_power_of_2(size),
-        HEADS_PADDED=triton.next_power_of_2(max(heads, 1)),
-        GROUPS_PADDED=triton.next_power_of_2(groups),
-        NORMS=norm is not None,
-        FINE=norm is not None and norm.weight.dtype != qkv_NE.dtype,
-        num_warps=4,
-        **dependent_launch(q_NHK.device, early=tokens <= 16),
-    )
-
-
-def _gate(gate_up: Tensor, activation: Activation, gated_NI: Tensor) -> None:
-    """Let through what the gates open."""
-    tokens, size = gated_NI.shape
-    sizes = {"SIZE": size, "BLOCK": 1024, "GELU": activation is Activation.GELU_TANH}
-    options = dependent_launch(gated_NI.device)
-    _gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, gated_NI, **sizes, num_warps=4, **options)
