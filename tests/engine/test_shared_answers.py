@@ -89,3 +89,14 @@ def test_callers_that_were_idle_longest_are_forgotten_first() -> None:
     answers.add("c", [30, 31, 32])
     assert [finds(answers, caller, first) for caller, first in (("a", 10), ("b", 20), ("c", 30))] == [True, False, True]
     assert answers.bytes == 2 * 2**16 * 36
+
+
+def test_answers_of_a_caller_that_stays_away_go_when_others_come() -> None:
+    clock = Clock()
+    answers = kept(clock, max_age_seconds=60)
+    answers.add("a", [10, 11, 12])
+    answers.add("b", [20, 21, 22])
+    clock.now = 61
+    answers.add("c", [30, 31, 32])
+    assert answers.bytes == 2**16 * 36, "those of one caller"
+    assert finds(answers, "c", 30)

@@ -1,6 +1,7 @@
 """Suffix drafts change when a token is computed, never which it is; nobody's text is drafted for anybody else."""
 
 import random
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.request import FinishReason, Request, Speculation
+from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.engine.speculation.suffix_choice import SuffixChoice
 from eyas.engine.suffix.config import SuffixConfig
+from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.errors import UserError
+from eyas.kernels import suffix_index
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import language
@@ -106,7 +109,7 @@ def test_answers_are_the_same_where_the_text_continues_a_drafters_chain(
     changes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wanted = [request(prompt, max_new_tokens=40, speculation=OFF, **changes) for prompt in quoting]
+    wanted = [request(prompt, max_new_tokens=120, speculation=OFF, **changes) for prompt in quoting]
     expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
     engine = Engine(target, tiny_drafter, config=with_suffix())
     continued = extend_every_chain(monkeypatch, engine)
@@ -291,3 +294,42 @@ def test_a_swap_keeps_texts_and_answers(target: Target, tiny_drafter: Drafter, q
             break
     assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
     assert {answer.finished for answer in expected} == {FinishReason.LENGTH}
+
+
+def test_a_swap_in_place_keeps_who_has_drafts_of_a_fixed_depth(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(target, tiny_drafter, config=with_suffix())
+    key = engine.submit(request(quoting[0], max_new_tokens=30, speculation=FORCED))
+    engine.step()
+    assert engine._suffix is not None
+    assert engine.swap_drafter(deepcopy(tiny_drafter), in_place=True)
+    assert engine._suffix.bound == {key}
+    while engine.busy:
+        engine.step()
+    assert not engine._suffix.bound
+
+
+def test_a_long_prompt_is_taken_in_portions_and_drafts_begin_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix_index, "PORTION", 9)
+    monkeypatch.setattr(suffix_index, "PLAIN_PORTION", 9)
+    drafts = SuffixDrafts(SuffixConfig(), lambda: 0.0)
+    seq = SequenceState(key=0, arrival=0, request=request((*range(20), *range(20)), max_new_tokens=50))
+    offers = [drafts.offer(seq, 4) for _ in range(6)]
+    assert [offer is None for offer in offers] == [True, True, True, True, False, False]
+    assert offers[-1] is not None
+    assert offers[-1].tokens == (0, 1, 2, 3)
+
+
+def test_drafts_may_be_as_many_as_there_are(target: Target, quoting: list[tuple[int, ...]]) -> None:
+    engine = Engine(target, None, config=with_suffix(suffix=SuffixConfig(max_spec_factor=float("inf"))))
+    run(engine, [request(quoting[0], max_new_tokens=30, speculation=FORCED)])
+    assert engine.stats.suffix_drafted > 0
+
+
+def test_the_text_is_asked_behind_a_chain_that_is_longer_than_matches_are_told_apart() -> None:
+    drafts = SuffixDrafts(SuffixConfig(max_tree_depth=4, max_spec_factor=4.0), lambda: 0.0)
+    seq = SequenceState(key=0, arrival=0, request=request((*range(100, 140), 5, 5), max_new_tokens=50))
+    offer = drafts.offer(seq, 8, (9, 8, 7, 5, 5))
+    assert offer is not None
+    assert offer.tokens[:2] == (9, 8)

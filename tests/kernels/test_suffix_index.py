@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from eyas.kernels import suffix_index
-from eyas.kernels.suffix_index import Continuation, NativeSuffixIndex, SuffixIndex, load_library
+from eyas.kernels.suffix_index import Continuation, NativeSuffixIndex, SuffixIndex, SuffixLimits, load_library
 from eyas.kernels.suffix_index_plain import MOST_MATCHES, SIZES, PlainSuffixIndex
 
 FORMS = ["native", "plain"]
@@ -111,6 +111,16 @@ def test_tokens_ahead_of_the_text_are_part_of_what_follows_it(form: str) -> None
     found = index_of(text).propose([*text, 2, 3, 1], 4, ahead=3)
     assert found is not None
     assert found.tokens == (2, 3, 1, 2)
+
+
+def test_tokens_ahead_may_be_more_than_a_match_can_be_long(form: str) -> None:
+    text = [*range(100, 140), 5, 5]
+    ahead = (9, 8, 7, 5, 5)
+    index = SuffixIndex(64, SuffixLimits(longest_match=4))
+    index.extend(text)
+    found = index.propose([*text, *ahead], 4, ahead=len(ahead))
+    assert found is not None
+    assert found.tokens[:2] == (9, 8)
 
 
 def test_positions_before_a_given_one_do_not_count(form: str) -> None:

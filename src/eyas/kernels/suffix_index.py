@@ -1,5 +1,7 @@
 """Where the end of a text occurred before, and what came next: found in microseconds, however long the text is.
 
+Taking tokens in takes about half a microsecond each; a long prompt is taken in portions.
+
 A ring of tokens, and for n-grams of 16, 8, 4 and 2 tokens chains of the places where each ended, by hash, newest first.
 A question takes the longest n-gram that is found, follows its chain for at most 64 links, measures how much more of the
 text before matches, and lets up to 16 occurrences vote on each token that follows; those that were outvoted vote no
@@ -33,6 +35,8 @@ MOST_POSITIONS = 2**31 - 2
 """Tokens that an index takes in its life; then it begins anew."""
 FEWEST = 32
 """Tokens that the smallest index holds."""
+PORTION, PLAIN_PORTION = 4096, 256
+"""Tokens that a few milliseconds are enough for, compiled or not."""
 END_OF_TEXT = array("i", [-1])
 
 
@@ -116,7 +120,7 @@ class NativeSuffixIndex:
 def load_library() -> tuple[ctypes.PyDLL | None, str]:
     """The compiled code and who compiled it, or None and the reason why there is none.
 
-    Its calls keep the interpreter's lock: they are shorter than the wait for it would be.
+    Its calls keep the interpreter's lock: where tokens come in portions they are shorter than the wait for it would be.
     """
     loaded, why = load_native(SOURCE)
     library = None if loaded is None else ctypes.PyDLL(loaded._name, handle=loaded._handle)
@@ -159,6 +163,11 @@ class SuffixIndex:
         return self._index.length
 
     @property
+    def portion(self) -> int:
+        """Tokens to take at once at most, where others wait meanwhile."""
+        return PORTION if isinstance(self._index, NativeSuffixIndex) else PLAIN_PORTION
+
+    @property
     def bytes(self) -> int:
         """Memory that it can take; what no token has reached is not taken by the system yet."""
         return self.capacity * 4 * (1 + 2 * LEVELS)
@@ -179,8 +188,9 @@ class SuffixIndex:
         Where the context ends with the text of the index itself, its end is not its own match, and a loop goes on as
         long as is asked for. Its last `ahead` tokens then are not in the index yet.
         """
+        assert 0 <= ahead <= len(context)
         if most <= 0:
             return None
-        context = context[-self._limits.longest_match :]
+        context = context[-(self._limits.longest_match + ahead) :]
         match, tokens, votes, voters = self._index.propose(array("i", context), ahead, since, most)
         return Continuation(match, tuple(tokens), tuple(votes), tuple(voters)) if tokens else None

@@ -1,4 +1,4 @@
-"""`suffix_index.c` in Python, for machines without a C compiler: the same answers, some fifty times as slowly."""
+"""`suffix_index.c` in Python, for machines without a C compiler: the same answers, about a hundred times as slowly."""
 
 from array import array
 from collections.abc import Sequence

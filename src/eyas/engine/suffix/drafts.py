@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from eyas.engine.request import SequenceState
 from eyas.engine.speculation.suffix_acceptance import SuffixAcceptance, SuffixOffer
-from eyas.engine.suffix.config import SuffixConfig
+from eyas.engine.suffix.config import MOST_DRAFTS, SuffixConfig
 from eyas.engine.suffix.shared_answers import SharedAnswers
 from eyas.kernels.suffix_index import Continuation, SuffixIndex, SuffixLimits
 
@@ -37,6 +37,8 @@ class SuffixDrafts:
         self._texts: dict[int, _OwnText] = {}
         self._seqs: dict[int, SequenceState] = {}
         """Requests that may have suffix drafts, whether they were looked up or not."""
+        self.bound = set[int]()
+        """Those of a fixed depth: they have them wherever there are any."""
 
     @property
     def bytes(self) -> int:
@@ -52,9 +54,9 @@ class SuffixDrafts:
         come next is `agreed` where it is what the text itself leads to.
         """
         text, config = self._follow(seq), self.config
-        context = text.tokens[-config.max_tree_depth :]
-        if ahead:
-            context = (context + array("i", ahead))[-config.max_tree_depth :]
+        if len(text.tokens) < len(seq.tokens):
+            return None
+        context = text.tokens[-config.max_tree_depth :] + array("i", ahead)
         most = min(most, config.deepest) + under_way
         own = text.index.propose(context, most, ahead=len(ahead))
         shared = self.answers.propose(seq.request.cache_salt, context, most)
@@ -71,24 +73,28 @@ class SuffixDrafts:
     def admit(self, seq: SequenceState) -> None:
         """Take note of a request that may have suffix drafts."""
         self._seqs[seq.key] = seq
+        if seq.request.speculation.mode == "fixed":
+            self.bound.add(seq.key)
 
-    def forget(self, key: int, *, keep: bool) -> None:
-        """Drop a request that ended; its answer may be kept for later ones."""
+    def forget(self, key: int) -> None:
+        """Drop a request that ended; its answer may serve later ones."""
         self._texts.pop(key, None)
         self.acceptance.forget(key)
+        self.bound.discard(key)
         seq = self._seqs.pop(key, None)
-        if seq is not None and keep:
+        if seq is not None:
             self.answers.add(seq.request.cache_salt, seq.tokens[seq.prompt_length :])
 
     def _follow(self, seq: SequenceState) -> _OwnText:
-        """The index of a request, with all its tokens."""
+        """The index of a request, with all its tokens, or as many more of a long prompt as a step has time for."""
         text = self._texts.get(seq.key)
         if text is None or len(seq.tokens) > text.index.capacity:
             limits = SuffixLimits(longest_match=self.config.max_tree_depth)
             room = max(len(seq.tokens) + FIRST_ROOM, 0 if text is None else 2 * text.index.capacity)
             text = self._texts[seq.key] = _OwnText(SuffixIndex(min(room, max(seq.limit, FIRST_ROOM)), limits))
         if len(text.tokens) < len(seq.tokens):
-            new = array("i", seq.tokens[len(text.tokens) :])
+            known = len(text.tokens)
+            new = array("i", seq.tokens[known : known + text.index.portion])
             text.index.extend(new)
             text.tokens += new
         return text
@@ -96,7 +102,8 @@ class SuffixDrafts:
     def _within(self, found: Continuation, under_way: int, *, shared: bool, behind: bool) -> SuffixOffer | None:
         """A continuation as far as the limits allow, and as many tokens more as are under way."""
         config = self.config
-        most = min(len(found.tokens), max(1, int(config.max_spec_factor * found.match)) + under_way)
+        allowed = max(1, int(min(config.max_spec_factor * found.match, MOST_DRAFTS)))
+        most = min(len(found.tokens), allowed + under_way)
         count = 0
         while count < most and found.votes[count] >= config.min_token_prob * found.voters[count]:
             count += 1

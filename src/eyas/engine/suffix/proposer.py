@@ -61,8 +61,6 @@ class SuffixProposer:
         self.round_offers: dict[int, RoundOffer] = {}
         """What was looked up for requests of the next round."""
         self._pace, self._gate = LookupPace(), LookupGate()
-        self._bound = set[int]()
-        """Requests that ask for suffix drafts of a fixed depth."""
         self.looks_up = False
         """Whether requests of the next round may be looked up."""
         self.drafter_depth: int | None = None
@@ -113,11 +111,8 @@ class SuffixProposer:
     def admit(self, seq: SequenceState) -> None:
         """Take note of a request that came."""
         self.inner.admit(seq)
-        speculation = seq.request.speculation
-        if speculation.by_suffix:
+        if seq.request.speculation.by_suffix:
             self.drafts.admit(seq)
-            if speculation.mode == "fixed":
-                self._bound.add(seq.key)
 
     def take_released(self) -> list[SequenceState]:
         """Requests that the drafter does not follow any longer."""
@@ -151,9 +146,8 @@ class SuffixProposer:
         """Drop what is kept for a request that ended; preemption takes nothing from its text."""
         self.inner.forget(key, ended=ended)
         if ended:
-            self.drafts.forget(key, keep=True)
+            self.drafts.forget(key)
             self._pace.forget(key)
-            self._bound.discard(key)
 
     # --- the step ----------------------------------------------------------------------------------------------
 
@@ -176,9 +170,8 @@ class SuffixProposer:
             offer = self.drafts.offer(seq, min(most, seq.limit - len(seq.tokens) - 1))
             if offer is not None:
                 self._offers[seq.key] = offer
-        bound = {seq.key for seq in due if seq.request.speculation.mode == "fixed"}
         survivals = {key: self.drafts.acceptance.survivals(key, offer) for key, offer in self._offers.items()}
-        self._taken = self._choice.take(batch, survivals, bound=bound, drafter=self._promise())
+        self._taken = self._choice.take(batch, survivals, bound=self.drafts.bound, drafter=self._promise())
         for seq in due:
             self._pace.note(seq.key, sent=seq.key in self._taken)
         if isinstance(self.inner, Proposer):
@@ -196,14 +189,14 @@ class SuffixProposer:
         return [
             seq
             for seq in decoding
-            if (asked := seq.request.speculation).by_suffix
-            and (asked.mode == "fixed" or (worth and (not in_turn or self._pace.due(seq.key))))
+            if seq.key in self.drafts.bound
+            or (seq.request.speculation.by_suffix and worth and (not in_turn or self._pace.due(seq.key)))
         ]
 
     def _round_slots(self, decoding: Sequence[SequenceState], shapes: CapturedShapes) -> dict[int, int]:
         """The same for a round on the device, which is launched before the one before it has landed."""
         self.looks_up = len(decoding) <= MOST_IN_A_ROUND and self._gate.is_open(len(decoding))
-        if not self.looks_up and not self._bound:
+        if not self.looks_up and not self.drafts.bound:
             # As if there were none: where nothing is looked up, nothing else may take the host time.
             self.round_offers, self.drafter_depth, self._taken = {}, None, {}
             return self._slots_of_drafter(decoding)

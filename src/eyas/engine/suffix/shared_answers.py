@@ -41,10 +41,11 @@ class SharedAnswers:
         config = self._config
         if not config.max_cached_requests or len(answer) < 2:
             return
-        answers = self._callers.setdefault(caller, _Answers(config))
+        answers = self._callers.get(caller)
+        if answers is None:
+            answers = self._callers[caller] = _Answers(config)
         self._callers.move_to_end(caller)
-        while len(self._callers) > config.max_callers:
-            self._callers.popitem(last=False)
+        self._forget_callers()
         answer = answer[-(answers.index.capacity - 1) :]
         begins = len(answers.index)
         answers.index.extend(answer)
@@ -55,6 +56,13 @@ class SharedAnswers:
         answers.starts.append((self._clock(), begins))
         if len(answers.starts) > config.max_cached_requests:
             answers.starts.popleft()
+
+    def _forget_callers(self) -> None:
+        """Let those go that are too many, and those whose newest answer is too old."""
+        oldest = self._clock() - self._config.max_age_seconds
+        for caller, answers in list(self._callers.items())[:-1]:  # the newest has just got an answer
+            if len(self._callers) > self._config.max_callers or answers.starts[-1][0] < oldest:
+                del self._callers[caller]
 
     def propose(self, caller: str | None, context: Sequence[int], most: int) -> Continuation | None:
         """What followed the like of this in an answer to the same caller."""
