@@ -29,6 +29,7 @@ from eyas.engine.speculation.draft import Tree
 from eyas.engine.speculation.observations import RoundOutcome
 from eyas.plan.shapes import CAPTURED_TREES, CHAIN
 from eyas.sampling import Sampling
+from eyas.serve.learning.round_tally import RoundTally
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
 
@@ -276,3 +277,22 @@ def test_trees_that_are_chosen_were_captured_ahead(
     assert sum(answer.stats.accepted for answer in ours) > 50
     assert len(graphs_of(engine)) == ahead
     assert any(engine.controller.acceptance.siblings.shares()), "further candidates were looked at"
+
+
+def test_every_step_tells_how_first_candidates_fared(
+    build: Callable[..., Engine],  # noqa: F811
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+) -> None:
+    """A tree one deep tells of one depth, however many candidates it has."""
+    asked = [request(prompt, speculation=at_depth(1)) for prompt in prompts]
+    manner: dict[str, Any] = {"tree": Tree(depth=1, width=3, budget=3)}
+    tallies = []
+    for engine in (build(target, tiny_drafter, **manner), Engine(target, tiny_drafter, config=options(**manner))):
+        tallies.append(tally := RoundTally())
+        engine.generate(asked, on_piece=tally.count)
+    assert (tallies[0].tries, tallies[0].hits) == (tallies[1].tries, tallies[1].hits)
+    first, *deeper = tallies[0].tries
+    assert first > tallies[0].hits[0] > 0
+    assert not any(deeper)

@@ -25,7 +25,7 @@ from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
 from eyas.engine.speculation.controller import Controller
 from eyas.engine.speculation.observations import TargetTiming
 from eyas.engine.speculation.step_report import StepReport
-from eyas.engine.verify import TargetOutput, VerifyResult, states_of, verify
+from eyas.engine.verify import TargetOutput, VerifyResult, ranks_of, states_of, verify
 
 
 class HostLoop:
@@ -117,7 +117,7 @@ class HostLoop:
         hidden_TX = None
         if self._hidden is not None and stop.finished is not None:
             hidden_TX = self._hidden.read(seq.blocks, seq.target_length)
-        self.outputs.add(
+        piece = self.outputs.add(
             seq,
             stop,
             drafted=len(draft.tokens),
@@ -127,6 +127,7 @@ class HostLoop:
             hidden_TX=hidden_TX,
             suffix_drafted=draft.by_suffix,
         )
+        piece.ranks = None if draft.is_chain else ranks_of(result)
         if stop.finished is not None:
             self._scheduler.finish(seq, stop.finished)
             self.outputs.close(seq.key)

@@ -48,6 +48,9 @@ class OutputDelta:
     """Tokens that the prefix cache had when the request was first admitted."""
     hidden_states: Tensor | None = field(default=None, compare=False)
     """With the last piece, if the engine was told to keep them (`EngineConfig.hidden_state_layers`)."""
+    ranks: tuple[int, ...] | None = None
+    """Of a step that verified a tree: which of the drafter's candidates the target's token was, depth by depth as far
+    as accepted drafts lead; 1 is the first, 0 none of them. So it tells how a chain would have fared."""
 
     @property
     def text(self) -> str:
@@ -270,12 +273,13 @@ class OutputProcessor:
         prompt_logprobs: tuple[TokenLogprobs, ...] | None = None,
         hidden_TX: Tensor | None = None,
         suffix_drafted: int = 0,
-    ) -> None:
+    ) -> OutputDelta:
         """Take down what a request got of a step that verified so many drafts."""
         piece = self.add_tokens(seq, stop.tokens, drafted, accepted, suffix_drafted)
         piece.texts = () if stop.texts is None else tuple(stop.texts)
         piece.logprobs, piece.prompt_logprobs, piece.hidden_states = logprobs, prompt_logprobs, hidden_TX
         piece.finished, piece.stop_reason = stop.finished, stop.reason
+        return piece
 
     def add_tokens(
         self, seq: SequenceState, tokens: Sequence[int], drafted: int, accepted: int, suffix_drafted: int = 0

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from eyas.engine.output import OutputProcessor
+from eyas.engine.output import OutputDelta, OutputProcessor
 from eyas.engine.proposer import Proposes
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.launched_round import LaunchedRound
@@ -300,7 +300,7 @@ class RoundLoop:
         results, scheduler, outputs = launched.collect(), self._scheduler, self._outputs
         depth, reads, follows = launched.line.depth, launched.drafter_reads, self._proposer.follows
         of_trees = results.trees is not None
-        seqs, numbers = list[SequenceState](), list[int]()
+        seqs, numbers, pieces = list[SequenceState](), list[int](), list[OutputDelta | None]()
         made, drafted, accepted = list[int](), list[int](), list[int]()
         given = 0
         columns = zip(launched.rows, results.tokens, results.accepted, strict=True)
@@ -309,6 +309,7 @@ class RoundLoop:
             if seq.finished is not None:
                 continue
             given += len(tokens)
+            piece: OutputDelta | None = None
             room = seq.limit - len(seq.tokens)
             most = max(0, min(row.drafts, depth, room - 1)) if depth else 0
             offer = offers.get(seq.key) if offers else None
@@ -323,13 +324,13 @@ class RoundLoop:
             drafter_length = launched.drafter_read(row, seq.target_length) if reads and follows(seq) else 0
             if seq.is_ordinary and 0 < len(tokens) < room and seq.request.stop_ids.isdisjoint(tokens):
                 scheduler.commit(seq, row.count + len(tokens) - 1, tokens, drafter_length)
-                outputs.add_tokens(seq, tokens, offered, taken, by_suffix)
+                piece = outputs.add_tokens(seq, tokens, offered, taken, by_suffix)
             else:
                 begins, stop = seq.new_tokens == 0, outputs.check_stop(seq, tokens, seq.limit)
                 scheduler.commit(seq, row.count + max(0, len(stop.tokens) - 1), stop.tokens, drafter_length)
                 if row.samples:
                     told = begins and seq.request.prompt_logprobs is not None
-                    outputs.add(
+                    piece = outputs.add(
                         seq,
                         stop,
                         drafted=offered,
@@ -347,15 +348,17 @@ class RoundLoop:
             if of_drafter:
                 seqs.append(seq)
                 numbers.append(number)
+                pieces.append(piece)
                 made.append(of_drafter)
                 drafted.append(min(offered, of_drafter))
                 accepted.append(min(taken, of_drafter) if by_suffix else taken)
         if seqs and results.trees is not None:
             grown = [results.trees[number] for number in numbers]
-            report.rounds += [
-                outcome_of_tree(seq.key, tree.deepest, taken, results.tokens[number], tree.candidates)
-                for seq, tree, number, taken in zip(seqs, grown, numbers, accepted, strict=True)
-            ]
+            for seq, tree, number, taken, piece in zip(seqs, grown, numbers, accepted, pieces, strict=True):
+                outcome = outcome_of_tree(seq.key, tree.deepest, taken, results.tokens[number], tree.candidates)
+                report.rounds.append(outcome)
+                if piece is not None:
+                    piece.ranks = tuple(outcome.ranks)
             self._proposer.follow_drift(seqs, (), ())
         elif seqs:
             sure = results.confidences

@@ -76,10 +76,18 @@ def _ranking(tokens: Sequence[int], candidates: Iterable[Candidates | None]) -> 
     return made
 
 
+def ranks_of(result: VerifyResult) -> tuple[int, ...]:
+    """Which of the drafter's candidates the target's tokens were, as far as these were noted."""
+    return tuple(_ranking_of(result).ranks)
+
+
+def _ranking_of(result: VerifyResult) -> _Ranking:
+    return _ranking(result.tokens, (result.draft.candidates.get(node) for node in (-1, *result.nodes)))
+
+
 def outcome_of(key: int, result: VerifyResult) -> RoundOutcome:
     """A row's round as the controller learns of it."""
-    draft = result.draft
-    ranking = _ranking(result.tokens, (draft.candidates.get(node) for node in (-1, *result.nodes)))
+    draft, ranking = result.draft, _ranking_of(result)
     return RoundOutcome(
         key=key,
         drafted=draft.depth,

@@ -53,6 +53,15 @@ def test_a_tally_counts_drafts_behind_accepted_ones_and_none_of_the_suffix_index
     assert (tally.passes, tally.tries, tally.hits) == (6, [4, 3, 1], [3, 2, 1])
 
 
+def test_of_a_tree_first_candidates_count_as_if_they_had_been_a_chain() -> None:
+    tally = RoundTally()
+    for ranks, accepted in (((1, 1, 1), 3), ((1, 2, 1), 3), ((0,), 0), ((3, 1), 2)):
+        tree = delta(9, accepted)
+        tree.ranks = ranks
+        tally.count(tree)
+    assert (tally.passes, tally.tries, tally.hits) == (4, [4, 2, 1], [2, 1, 1])
+
+
 def test_requests_under_way_at_a_swap_count_for_neither_drafter() -> None:
     log = RoundLog()
     log.observe("old", [delta(3, 1)])

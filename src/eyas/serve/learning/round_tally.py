@@ -2,8 +2,8 @@
 
 A drafter is judged by what depends on it and on little else. Tokens per pass would do for users, and depend on the load
 too: the controller drafts less deep for many requests at once. So drafts are counted by position: how often the
-draft of a position was verified behind accepted ones, and how often it was accepted. Suffix drafts are no drafter's
-merit and are left out.
+draft of a position was verified behind accepted ones, and how often it was accepted. Of a tree the first candidates
+count, as if they had been a chain. Suffix drafts are no drafter's merit and are left out.
 
 Requests that were under way at a swap count neither for the drafter before it nor for the one behind it: what the
 drafter had read of them was read with the old weights.
@@ -12,6 +12,7 @@ drafter had read of them was read with the old weights.
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from eyas.engine.output import OutputDelta
 
@@ -33,8 +34,11 @@ class RoundTally:
     def count(self, delta: OutputDelta) -> None:
         """Take what one step gave."""
         self.passes += 1
-        drafted = delta.drafted - delta.suffix_drafted
-        accepted = min(delta.accepted, drafted)
+        if delta.ranks is None:
+            drafted = delta.drafted - delta.suffix_drafted
+            accepted = min(delta.accepted, drafted)
+        else:
+            drafted, accepted = len(delta.ranks), sum(1 for _ in takewhile(lambda rank: rank == 1, delta.ranks))
         for position in range(min(drafted, accepted + 1, POSITIONS)):
             self.tries[position] += 1
             self.hits[position] += position < accepted
