@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from typing import TYPE_CHECKING, Any
 
@@ -167,3 +168,41 @@ def test_answers_of_another_target_are_not_mixed_in(ring: AnswerRing) -> None:
     with pytest.raises(UserError, match=r"answers of theirs.*ours.*--learn"):
         ring.require_author(check)
     ring.require_author(AuthorCheck(source="theirs", fingerprint="xyz", vocab_size=64))
+
+
+def test_a_folder_that_is_opened_to_others_gets_no_further_line_until_it_is_closed(ring: AnswerRing) -> None:
+    assert ring.append(line(0))
+    ring.folder.chmod(0o755)
+    with pytest.raises(UserError, match="open to other users"):
+        ring.append(line(1))
+    ring.folder.chmod(0o700)
+    assert ring.append(line(2))
+    assert numbers(ring) == [0, 2]
+
+
+def test_a_folder_that_was_removed_is_made_again(ring: AnswerRing) -> None:
+    assert ring.append(line(0))
+    shutil.rmtree(ring.folder)
+    assert ring.append(line(1))
+    assert numbers(ring) == [1]
+    assert mode(ring.folder) == 0o700
+    assert ring.bytes == len(line(1))
+
+
+def test_lines_do_not_follow_a_file_that_was_moved_away(ring: AnswerRing, tmp_path: Path) -> None:
+    assert ring.append(line(0))
+    (file,) = files(ring)
+    file.rename(tmp_path / "elsewhere")
+    assert ring.append(line(1))
+    assert numbers(ring) == [1]
+    assert (tmp_path / "elsewhere").read_bytes() == line(0)
+    assert files(ring)[0].name > file.name, "numbers are not given again"
+
+
+def test_copies_that_a_killed_adaptation_left_are_deleted_at_any_start(ring: AnswerRing) -> None:
+    ring.close()
+    copies = ring.folder / "adaptation"
+    copies.mkdir()
+    (copies / "answers.jsonl").write_bytes(line(0))
+    AnswerRing(ring.folder, BOUND).close()
+    assert not copies.exists()

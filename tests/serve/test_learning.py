@@ -291,6 +291,9 @@ def test_a_record_says_by_which_key_it_can_be_found_and_deleted(
     access = AccessRules(api_keys=(OPTED_IN,), learn_keys=(OPTED_IN,))
     with caplog.at_level("INFO"), learning(new_server, target, tmp_path / "answers", access) as client:
         client.post("/v1/completions", {"prompt": "abc"}, **bearer(OPTED_IN))
-    (file,) = (tmp_path / "answers").glob("*.jsonl")
+        deadline = time.monotonic() + 10
+        while not (kept := list((tmp_path / "answers").glob("*.jsonl"))) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    (file,) = kept
     record = json.loads(file.read_text())
     assert record["key"] == next(line.fields["key"] for line in caplog.records if getattr(line, "fields", None))

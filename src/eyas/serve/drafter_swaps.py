@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import EllipsisType
 
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import NO_DRAFTER, SHIPPED
 from eyas.engine.request import Speculation
+from eyas.errors import UserError
 from eyas.serve.api_error import ApiError
 from eyas.serve.engine_client import EngineClient
 from eyas.serve.model_info import ModelInfo
@@ -52,6 +54,10 @@ class DrafterSlot:
         return source
 
 
+class DrafterChangedError(UserError):
+    """Another drafter is in use than the one that was to be replaced."""
+
+
 class DrafterSwaps:
     """Changes the drafter, one change at a time."""
 
@@ -83,13 +89,17 @@ class DrafterSwaps:
         only_in_place: bool = False,
         kind: ChangeKind = "swap",
         reason: str | None = None,
+        instead_of: str | EllipsisType | None = ...,
     ) -> bool:
         """Load a drafter, or take none, and go on with it; whether weights were copied into the one before.
 
         `name` is what clients see, and `speculation` the default for requests that do not say how they are drafted for;
         without it, that stays. With `only_in_place` a drafter of another shape is refused. Kind and reason are told.
+        `instead_of` is the source of the only drafter that may be replaced; whoever was quicker has the last word.
         """
         async with self._lock:
+            if instead_of is not ... and self.slot.source != instead_of:
+                raise DrafterChangedError("another drafter was chosen meanwhile, and that one stays")
             model = None
             if source is not None:
                 model = await asyncio.get_running_loop().run_in_executor(self._thread, self.slot.load, source)

@@ -153,7 +153,8 @@ def test_a_disk_that_fills_up_behind_a_swap_keeps_no_worse_drafter_at_work(
                 await server.ask(8)
                 await server.loop.tick()
             assert [one["kind"] for one in await server.changes()] == ["swap", "rollback"]
-            assert server.story(1)["state"] == "watching", "which could not be written, so a restart watches it again"
+            assert server.story(1)["state"] == "watching", "which could not be written, so its weights are gone"
+            assert not list((server.folder / "drafters" / "0001").glob("*.safetensors"))
 
         asyncio.run(main())
 
@@ -422,4 +423,4 @@ def test_a_server_whose_last_good_drafter_is_broken_serves_with_the_one_that_is_
     with learning_server(new_server, target, weak, tmp_path / "kept") as server:
         assert server.loop.status()["drafter"] == {"number": 0}
         assert len(asyncio.run(server.ask(1))) == 1
-    assert "cannot be taken up, and tiny-drafter serves" in caplog.text
+    assert "drafter 1, learnt here before, cannot be taken up: the weights in" in caplog.text

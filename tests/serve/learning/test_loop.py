@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -246,5 +247,103 @@ def test_a_drafter_that_an_operator_chooses_ends_what_was_under_way(
             status = await server.until(lambda status: status["state"] != "watching")
             assert (status["drafter"]["number"], status["state"]) == (0, "collecting")
             assert (await server.client.send("GET", "/v1/drafter")).json["drafter"] == "good"
+
+        asyncio.run(main())
+
+
+def test_a_better_drafter_comes_without_a_baseline_where_the_one_at_work_has_collapsed(
+    new_server: Any, target: Target, weak: str, good: str, tmp_path: Path
+) -> None:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
+
+        async def main() -> None:
+            server.plan(made=good)
+            await server.until(lambda status: status["state"] == "ready")
+            await server.ask(4)
+            await server.loop.tick()
+            assert server.loop.state == "ready", "nothing is known of the one at work yet"
+            server.client.engine.controller.acceptance.watch.collapsed = True
+            await server.until(lambda status: status["state"] == "watching")
+            server.loop.rounds.passes = LAST_LOOK
+            status = await server.until(lambda status: status["state"] != "watching")
+            assert (status["drafter"]["number"], status["drafter"]["state"]) == (1, "confirmed")
+            assert "nothing was known of the one before" in status["drafter"]["reason"]
+
+        asyncio.run(main())
+
+
+def test_copies_of_answers_go_as_soon_as_an_adaptation_has_ended(
+    new_server: Any, target: Target, weak: str, good: str, tmp_path: Path
+) -> None:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
+
+        async def main() -> None:
+            server.plan(made=good, seen=str(tmp_path / "seen"))
+            await server.until(lambda status: status["state"] == "ready")
+            assert len((tmp_path / "seen").read_text().splitlines()) == 64
+            assert (server.folder / "adaptation" / "adapted" / "drafter").is_dir()
+            assert not list(server.folder.rglob("answers.jsonl"))
+
+        asyncio.run(main())
+
+
+def test_answers_that_were_deleted_are_not_waited_for_and_cost_no_attempt(
+    new_server: Any, target: Target, weak: str, tmp_path: Path
+) -> None:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
+        for file in server.folder.glob("answers-*"):
+            file.unlink()
+
+        async def main() -> None:
+            assert server.loop.new_answers == 64
+            await server.loop.tick()
+            status = server.loop.status()
+            assert (status["state"], status["attempts"], status["new_answers"]) == ("collecting", 0, 0)
+
+        asyncio.run(main())
+
+
+def test_an_operator_who_is_quicker_has_the_last_word(
+    new_server: Any, target: Target, weak: str, good: str, tmp_path: Path
+) -> None:
+    """While a better drafter is put on the shelf, somebody chooses another one."""
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64) as server:
+        add, slot = server.loop._shelf.add, server.loop._swaps.slot
+
+        def late(*given: Any, **options: Any) -> Path:
+            slot.source = good
+            return add(*given, **options)
+
+        server.loop._shelf.add = late  # type: ignore[method-assign]
+
+        async def main() -> None:
+            server.plan(made=good)
+            await server.ask(16)
+            status = await server.until(lambda status: status["last"] is not None and status["state"] != "ready")
+            assert (status["drafter"]["number"], status["last"]["outcome"]) == (0, "refused")
+            assert "another drafter was chosen meanwhile" in status["last"]["reason"]
+            assert server.story(1)["state"] == "rejected"
+            await server.loop.tick()
+            assert (slot.source, server.loop._source) == (good, good)
+
+        asyncio.run(main())
+
+
+def test_a_learnt_drafter_that_is_deleted_while_it_serves_makes_way_for_the_first(
+    new_server: Any, target: Target, weak: str, good: str, tmp_path: Path
+) -> None:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=64, answers=64) as server:
+
+        async def main() -> None:
+            server.plan(made=good)
+            await server.ask(16)
+            await server.until(lambda status: status["state"] == "watching")
+            server.loop._watch = None
+            shutil.rmtree(server.folder / "drafters")
+            server.plan()
+            await server.ask(64)
+            await server.settled(80)
+            status = await server.until(lambda status: status["attempts"] == 2 and status["state"] != "adapting")
+            assert (status["drafter"]["number"], status["last"]["outcome"]) == (0, "not_better")
 
         asyncio.run(main())

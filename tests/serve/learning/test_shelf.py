@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 import pytest
 
 from eyas.errors import UserError
-from eyas.serve.learning.shelf import KEPT, DrafterShelf, ServiceStory
+from eyas.serve.learning.shelf import KEPT, DrafterShelf, ServiceStory, fingerprint_drafter
 
 
 def made(folder: Path, text: str = "weights") -> Path:
@@ -43,19 +44,16 @@ def test_only_the_last_ones_are_kept_and_those_that_are_needed(tmp_path: Path) -
 
 def test_the_last_good_one_is_of_this_target_and_of_this_drafter_and_was_not_rejected(tmp_path: Path) -> None:
     shelf = DrafterShelf(tmp_path / "drafters")
-    assert shelf.last_good(root="r", target_fingerprint="t") is None
+    assert shelf.good(root="r", target_fingerprint="t") == []
     for number, changes in enumerate(
         [{}, {"state": "watching"}, {"state": "rejected"}, {"target_fingerprint": "other"}], start=1
     ):
         shelf.add(made(tmp_path / "made"), story(number, **changes), needed=())
-    found = shelf.last_good(root="r", target_fingerprint="t")
-    assert found is not None
-    assert found.number == 2
-    shelf.amend(found.model_copy(update={"state": "rejected", "reason": "worse"}))
-    again = shelf.last_good(root="r", target_fingerprint="t")
-    assert again is not None
-    assert again.number == 1
-    assert shelf.last_good(root="another", target_fingerprint="t") is None
+    found = shelf.good(root="r", target_fingerprint="t")
+    assert [one.number for one in found] == [2, 1]
+    shelf.amend(found[0].model_copy(update={"state": "rejected", "reason": "worse"}))
+    assert [one.number for one in shelf.good(root="r", target_fingerprint="t")] == [1]
+    assert shelf.good(root="another", target_fingerprint="t") == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"service": 3}', '{"service": {"number": "x"}}', "\x00" * 9])
@@ -87,3 +85,21 @@ def test_a_drafter_that_cannot_be_put_there_leaves_the_shelf_as_it_was(
         with pytest.raises(UserError, match="No space left"):
             shelf.add(second, story(2), needed=())
     assert names(shelf) == ["0001"]
+
+
+def test_a_drafter_whose_weights_are_others_than_those_that_came_to_work_is_not_whole(tmp_path: Path) -> None:
+    shelf = DrafterShelf(tmp_path / "drafters")
+    folder = made(tmp_path / "made")
+    told = story(1, fingerprint=fingerprint_drafter(str(folder)))
+    place = shelf.add(folder, told, needed=())
+    shelf.require_whole(told)
+    (place / "model.safetensors").write_text("others")
+    with pytest.raises(UserError, match="are not those that were learnt"):
+        shelf.require_whole(told)
+    shelf.require_whole(story(1))  # of an earlier release
+
+
+def test_only_the_owner_can_read_a_story(tmp_path: Path) -> None:
+    shelf = DrafterShelf(tmp_path / "drafters")
+    place = shelf.add(made(tmp_path / "made"), story(1), needed=())
+    assert stat.S_IMODE((place / "record.json").stat().st_mode) == 0o600

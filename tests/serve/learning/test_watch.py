@@ -64,14 +64,20 @@ def test_of_a_tree_first_candidates_count_as_if_they_had_been_a_chain() -> None:
 
 def test_requests_under_way_at_a_swap_count_for_neither_drafter() -> None:
     log = RoundLog()
+    log.begin("old")
     log.observe("old", [delta(3, 1)])
+    log.begin("read")
     log.begin_anew()
     assert (log.passes, log.tallies) == (0, [])
     log.observe("old", [delta(3, 1), delta(3, 1)])
+    log.observe("read", [delta(3, 1)])
+    for name in ("new", "undrafted"):
+        log.begin(name)
     log.observe("new", [delta(3, 2)])
     log.observe("undrafted", [delta(0, 0)])
     assert (log.passes, [tally.hits for tally in log.tallies]) == (2, [[1, 1, 0], [0, 0, 0]])
     log.end("old")
+    log.begin("old")
     log.observe("old", [delta(3, 1)])
     assert log.passes == 3, "a name that comes again is another request"
 
@@ -166,3 +172,22 @@ def test_a_baseline_comes_back_from_a_record() -> None:
     for old, new in zip(before, again, strict=True):
         assert new.acceptance_length == pytest.approx(old.acceptance_length, abs=1e-4)
         assert (new.requests, new.rounds) == (old.requests, old.rounds)
+
+
+def test_where_nothing_is_known_of_the_drafter_before_the_last_look_ends_the_watch() -> None:
+    after, watch = requests(50, Random(7), 0.5), SwapWatch([])
+    assert watch.look(after, FIRST_LOOK) is None
+    assert not watch.over
+    assert watch.look(after, LAST_LOOK) is None
+    assert watch.given_up(after, LAST_LOOK) is None
+    assert watch.over
+
+
+def test_how_often_a_drafter_is_drafted_with_is_of_the_requests_that_are_remembered() -> None:
+    """Passes of all requests since the swap would make it look ever rarer."""
+    draw = Random(8)
+    before = requests(50, draw, 0.6, rounds=1)
+    after = requests(50, draw, 0.6, rounds=1)
+    for tally in (*before, *after):
+        tally.passes = 200
+    assert SwapWatch(lengths_of(before)).given_up(after, 100 * LAST_LOOK) is None

@@ -176,6 +176,9 @@ class Endpoint:
             for event in formatter.delta(index, choice):
                 await writer.event(event)
 
+        if learning_loop is not None:
+            for index in range(len(trace.choices)):
+                learning_loop.rounds.begin((trace.request_id, index))
         await self._context.engine_client.generate(engine_requests.requests, on_output)
         ends = {choice.deltas[-1].finished for choice in trace.choices}
         trace.outcome = "+".join(sorted(end.value for end in ends if end is not None))

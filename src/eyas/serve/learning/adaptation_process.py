@@ -39,6 +39,7 @@ class AdaptationProcess:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
+                umask=0o077,  # what it writes has learnt from private answers
             )
         try:
             self._keeper = subprocess.Popen(

@@ -3,7 +3,7 @@
 Invariants: the files together never hold more than `max_bytes`; a file that has its name holds at least one line; all
 lines are whole, but for the last one of a file while it is written, or if the process was killed while it was (the next
 start takes that off). Only the user who runs the server can read any of it: the folder has mode 0700 and its files
-0600, and a folder that lets others in is refused.
+0600, and a folder that lets others in is refused, at the start and with every line.
 
 Files may be deleted or replaced at any time by whoever may: the next line then begins a new one.
 """
@@ -11,6 +11,7 @@ Files may be deleted or replaced at any time by whoever may: the next line then 
 import json
 import os
 import re
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from eyas.errors import UserError
 FILES = 16
 """As many share the bytes, so that a sixteenth goes at a time."""
 LEAST_BYTES = 2**20
+ATTEMPT = "adaptation"
+"""The folder within in which an adaptation has its copy of answers (`learner.py`)."""
 _NAME = re.compile(r"answers-(\d{8,})\.jsonl")
 _CHUNK = 2**16
 
@@ -65,6 +68,8 @@ class AnswerRing:
             self._lock.acquire()
             self._mend()
             self.bytes = sum(size for _, size in self._files())
+            self._newest = max((file.number for file in ring_files(folder)), default=0)
+            """The number of the newest file that there ever was, as far as this process knows."""
         except Timeout as error:
             raise UserError(f"another server keeps its answers in {folder}; name another folder by --learn") from error
         except OSError as error:
@@ -96,19 +101,30 @@ class AnswerRing:
         if len(line) > self.max_bytes:
             return False
         try:
-            if self._open is not None:
-                before = os.fstat(self._open[1])
-                if not before.st_nlink or before.st_size + len(line) > self.max_bytes // FILES:
-                    self._end_file()
+            self._require_private()
+            if self._open is not None and (
+                not self._is_in_place() or os.fstat(self._open[1]).st_size + len(line) > self.max_bytes // FILES
+            ):
+                self._end_file()
             self._make_room(len(line))
             if self._open is None:
                 self._begin_file(line)
             else:
                 self._extend_file(line)
         finally:
+            self.bytes = 0
             with suppress(OSError):
                 self.bytes = sum(size for _, size in self._files())
         return True
+
+    def _is_in_place(self) -> bool:
+        """Whether the newest file is still what has its name: it may have been deleted, moved or replaced."""
+        assert self._open is not None
+        path, descriptor = self._open
+        try:
+            return os.path.samestat(os.fstat(descriptor), path.stat())
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """End the newest file and let others use the folder; a second time does nothing."""
@@ -133,7 +149,9 @@ class AnswerRing:
         return [(file.path, file.size) for file in ring_files(self.folder)]
 
     def _mend(self) -> None:
-        """Take off what a kill left: a begun file without its name, and the part of a line at the end of one."""
+        """Take off what a kill left: a begun file without its name, the part of a line at the end of one, and the copy
+        of answers of an adaptation."""
+        shutil.rmtree(self.folder / ATTEMPT, ignore_errors=True)
         for path in self.folder.glob(".answers-*.partial"):
             path.unlink()
         for path, size in self._files():
@@ -158,9 +176,8 @@ class AnswerRing:
 
     def _begin_file(self, line: bytes) -> None:
         """Under a hidden name until its first line is whole: readers refuse an empty file."""
-        self._require_private()
-        newest = [int(match[1]) for path, _ in self._files() if (match := _NAME.fullmatch(path.name))]
-        path = self.folder / f"answers-{max(newest, default=0) + 1:08d}.jsonl"
+        newest = max([self._newest, *(file.number for file in ring_files(self.folder))])
+        path = self.folder / f"answers-{newest + 1:08d}.jsonl"
         staging = self.folder / f".{path.name}.partial"
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL
         staging.unlink(missing_ok=True)
@@ -173,7 +190,7 @@ class AnswerRing:
             with suppress(OSError):
                 staging.unlink()
             raise
-        self._open = path, descriptor
+        self._open, self._newest = (path, descriptor), newest + 1
 
     def _extend_file(self, line: bytes) -> None:
         assert self._open is not None

@@ -2,7 +2,7 @@
 
 An attempt gets a copy of the newest answers and runs `eyas adapt` on it, from the drafter in service, on the stated
 share of the device's time. It ends with a drafter that is better, with one that is not, or with a failure: killed, out
-of disk, a record that cannot be read. Then the copies of answers are deleted.
+of disk, a record that cannot be read. As soon as it has ended, the copies of answers are deleted.
 
 FOLDER/learner.json has how far answers were learnt from, so that a server that starts again knows how many are new.
 """
@@ -22,6 +22,7 @@ from eyas.atomic import new_file
 from eyas.errors import UserError
 from eyas.serve.learning.adaptation_process import AdaptationProcess
 from eyas.serve.learning.adaptation_record import AdaptationRecord
+from eyas.serve.learning.answer_ring import ATTEMPT
 from eyas.serve.learning.answer_snapshot import RingEnd, copy_newest, count_behind, end_of
 from eyas.serve.learning.shelf import RECORD, read_record
 
@@ -30,9 +31,11 @@ MOST_ANSWERS = 4000
 """The newest that one adaptation learns from and is judged by."""
 LEAST_ANSWERS = 64
 """Of fewer, an interval says little: `eyas adapt` holds out 16 at least."""
+LEAST_SHARE = 0.001
+"""Of the device's time, as `eyas adapt --device-share` has it."""
 MOST_SECONDS = 6 * 3600.0
 """An adaptation that takes longer hangs, or its share of the device is too small to be of use."""
-DRAFTER = "drafter"
+ANSWERS, ADAPTED, DRAFTER = "answers.jsonl", "adapted", "drafter"
 
 AttemptOutcome = Literal["better", "not_better", "failed"]
 Command = Callable[[str, Path, Path], Sequence[str]]
@@ -55,8 +58,8 @@ class LearnerSettings:
     """Whether a server that starts takes up the last good drafter of its folder."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise UserError(f"--learn-share is {self.share:g}; give a share of the device's time above 0, at most 1")
+        if not LEAST_SHARE <= self.share <= 1:
+            raise UserError(f"--learn-share is {self.share:g}; give a share of the device's time, {LEAST_SHARE} to 1")
         if self.answers < LEAST_ANSWERS:
             raise UserError(f"--learn-answers is {self.answers}; an adaptation takes {LEAST_ANSWERS} at least")
         if not self.interval >= 0:
@@ -95,11 +98,10 @@ class Learner:
     ) -> None:
         """`fingerprint` is the target's."""
         self._folder, self._fingerprint, self._command, self._clock = folder, fingerprint, command, clock
-        self._out, self._notes = folder / "adaptation", folder / "learner.json"
+        self._out, self._notes = folder / ATTEMPT, folder / "learner.json"
         self._process: AdaptationProcess | None = None
         self._answers = 0
         self._taken_until = RingEnd()
-        shutil.rmtree(self._out, ignore_errors=True)  # what a kill left holds answers
 
     @property
     def running(self) -> bool:
@@ -128,7 +130,7 @@ class Learner:
         try:
             shutil.rmtree(self._out, ignore_errors=True)
             self._out.mkdir(mode=0o700)
-            answers = self._out / "answers.jsonl"
+            answers = self._out / ANSWERS
             self._taken_until = end_of(self._folder)
             counts = copy_newest(self._folder, answers, most=MOST_ANSWERS, fingerprint=self._fingerprint)
             if counts.others:
@@ -139,7 +141,7 @@ class Learner:
                     f"{LEAST_ANSWERS} at least; collect more"
                 )
             self._answers = counts.answers
-            command = self._command(drafter, answers, self._out / "adapted")
+            command = self._command(drafter, answers, self._out / ADAPTED)
             self._process = AdaptationProcess(command, self._folder / "learner.log", self._clock)
         except BaseException:
             shutil.rmtree(self._out, ignore_errors=True)
@@ -155,10 +157,12 @@ class Learner:
         self._process = None
         if code is None:
             process.stop()
+        self._forget_answers()
+        if code is None:
             return self._failed(f"it took more than {MOST_SECONDS / 3600:g} hours", process, seconds)
         if code < 0:
             return self._failed(f"it was killed by signal {-code}", process, seconds)
-        out = self._out / "adapted"
+        out = self._out / ADAPTED
         made = out / DRAFTER
         if code > 1 or (code == 1 and not (out / RECORD).exists()):  # 1 is also said of a drafter that is not better
             return self._failed(f"it ended with code {code}", process, seconds)
@@ -182,12 +186,18 @@ class Learner:
         """The answers that the attempt took are not new any more. A disk that is full costs the note."""
         try:
             with new_file(self._notes) as staging:
+                staging.touch(mode=0o600)
                 staging.write_text(json.dumps({"learnt_until": self._taken_until}), encoding="utf-8")
         except UserError as error:
             logger.warning(f"how far answers were learnt from could not be written down: {error}")
 
+    def _forget_answers(self) -> None:
+        """Delete the copies that the attempt had; a drafter that it made may wait for long."""
+        (self._out / ANSWERS).unlink(missing_ok=True)
+        shutil.rmtree(self._out / ADAPTED / "training" / "encoded", ignore_errors=True)
+
     def clear(self) -> None:
-        """Delete what the last attempt left, the copies of answers above all."""
+        """Delete what the last attempt left."""
         shutil.rmtree(self._out, ignore_errors=True)
 
     def stop(self) -> None:

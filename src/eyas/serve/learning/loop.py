@@ -15,18 +15,18 @@ No answer can change by any of it (docs/lossless.md). Whatever fails costs the a
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from eyas.errors import UserError
-from eyas.serve.drafter_swaps import DrafterSwaps
+from eyas.serve.drafter_swaps import DrafterChangedError, DrafterSwaps
 from eyas.serve.engine_client import EngineClient, EngineSnapshot
 from eyas.serve.learning.attempt_schedule import AskedBy, AttemptSchedule
 from eyas.serve.learning.collector import AnswerCollector
-from eyas.serve.learning.learner import AttemptResult, Learner, LearnerSettings
-from eyas.serve.learning.round_tally import RoundLog
+from eyas.serve.learning.learner import LEAST_ANSWERS, AttemptResult, Learner, LearnerSettings
+from eyas.serve.learning.round_tally import RoundLog, RoundTally
 from eyas.serve.learning.shelf import DrafterShelf, ServiceStory, fingerprint_drafter
 from eyas.serve.learning.watch import LAST_LOOK, LengthEstimate, SwapWatch, lengths_of
 from eyas.serve.monitoring.drafter_changes import ChangeKind
@@ -34,10 +34,11 @@ from eyas.serve.monitoring.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
-ALARM_ANSWERS = 64
-"""New answers that an adaptation takes which the drift alarm asks for."""
 BASELINE_REQUESTS = 16
-"""Requests of the drafter before that a swap waits for: the new one is held against them."""
+"""Requests with drafts of the drafter before that a swap waits for: the new one is held against them. Where that one is
+hardly drafted with, there may never be as many; then the new one comes without, on the word of the gate."""
+UNDRAFTED_REQUESTS = 512
+"""Requests that show that."""
 MOST_BASELINE = 256
 """The latest of them that count. As answers become known to the suffix index it takes the easy places, and the drafter
 is left with harder ones: what was long ago is no measure."""
@@ -151,23 +152,29 @@ class LearningLoop:
             return
         try:
             self._root = await asyncio.to_thread(fingerprint_drafter, self._root_source)
-            found = await asyncio.to_thread(
-                self._shelf.last_good, root=self._root, target_fingerprint=self._fingerprint
-            )
-            if found is None:
-                return
-            if not self._settings.resume:
-                logger.warning(f"drafter {found.number} was learnt here before and is left aside (--no-learn-resume)")
-                return
-            before = [LengthEstimate.from_json(one) for one in found.before]
-            await self._put_to_work(found, only_in_place=True, reason="learnt here before, and taken up again")
-        except Exception as error:  # whatever keeps it from being loaded
-            why = error if isinstance(error, UserError | OSError) else type(error).__name__
-            logger.warning(f"the last good drafter cannot be taken up, and {self._name} serves: {why}")
+        except (OSError, UserError) as error:
+            logger.warning(f"it is not known which drafters of this folder came from {self._name}: {error}")
             return
-        logger.warning(f"drafter {found.number}, learnt from this folder's answers, is taken up ({found.state})")
-        if found.state == "watching":
-            self._begin_watch(before)
+        found = await asyncio.to_thread(self._shelf.good, root=self._root, target_fingerprint=self._fingerprint)
+        if found and not self._settings.resume:
+            logger.warning(f"drafter {found[0].number} was learnt here before and is left aside (--no-learn-resume)")
+            return
+        for story in found:
+            try:
+                await asyncio.to_thread(self._shelf.require_whole, story)
+                before = [LengthEstimate.from_json(one) for one in story.before]
+                await self._put_to_work(story, only_in_place=True, reason="learnt here before, and taken up again")
+            except DrafterChangedError as error:
+                logger.warning(f"drafter {story.number} is not taken up: {error}")
+                return
+            except Exception as error:  # whatever keeps it from being loaded
+                why = error if isinstance(error, UserError | OSError) else type(error).__name__
+                logger.warning(f"drafter {story.number}, learnt here before, cannot be taken up: {why}")
+                continue
+            logger.warning(f"drafter {story.number}, learnt from this folder's answers, is taken up ({story.state})")
+            if story.state == "watching":
+                self._begin_watch(before)
+            return
 
     async def tick(self) -> None:
         """Do what is due."""
@@ -191,12 +198,20 @@ class LearningLoop:
             return None
         if self.new_answers >= self._settings.answers:
             return "answers"
-        return "alarm" if _raised(snapshot) and self.new_answers >= ALARM_ANSWERS else None
+        return "alarm" if _raised(snapshot) and self.new_answers >= LEAST_ANSWERS else None
 
     # --- adapt -------------------------------------------------------------------------------------------------
 
     async def _begin_attempt(self, asked_by: AskedBy) -> None:
         assert self._source is not None
+        collected = self._collector.status.collected
+        self._unlearnt, self._collected_before = await asyncio.to_thread(self._learner.count_new), collected
+        if self.new_answers < (self._settings.answers if asked_by == "answers" else LEAST_ANSWERS):
+            return  # some were deleted, or fell out of the ring
+        if self._service is not None and not self._shelf.place(self._service.number).is_dir():
+            logger.warning(f"drafter {self._number} was deleted while it served; learning begins anew")
+            await self._put_to_work(self._root_source, kind="rollback", reason="it was deleted while it served")
+            assert self._source is not None
         number = self._schedule.begin(asked_by)
         self._collected_at_start = self._collector.status.collected
         asked = f"{self.new_answers} new answers" if asked_by == "answers" else "an alarm about the drafter asks for it"
@@ -246,16 +261,21 @@ class LearningLoop:
     async def _swap_in(self, candidate: AttemptResult, snapshot: EngineSnapshot) -> None:
         """Put the new drafter to work, as soon as there is something that it can be held against."""
         tallies = self.rounds.tallies
-        before = lengths_of(tallies[-MOST_BASELINE:])
-        if not before or before[0].requests < BASELINE_REQUESTS:
+        before = lengths_of(_latest_drafted(tallies))
+        known = bool(before) and before[0].requests >= BASELINE_REQUESTS
+        if not known and not snapshot.collapsed and len(tallies) < UNDRAFTED_REQUESTS:
             return
         assert candidate.made is not None
+        assert candidate.record is not None
+        named = candidate.record.drafter
+        assert named is not None, "its record was looked at"
         self._candidate = None
         story = ServiceStory(
             number=await asyncio.to_thread(lambda: self._shelf.next_number),
             parent=None if self._service is None else self._service.number,
             root=self._root,
             target_fingerprint=self._fingerprint,
+            fingerprint=named.fingerprint,
             swapped_at=datetime.now(UTC).isoformat(timespec="seconds"),
             state="watching",
             before=[one.as_json() for one in before],
@@ -282,8 +302,7 @@ class LearningLoop:
             self._schedule.settle("refused", words, candidate)
             return
         await self._note_learnt()
-        self._begin_watch(before)
-        self._raised_before = raised
+        self._begin_watch(before, raised)
         self._tell("swap", candidate.reason)
 
     async def _put_to_work(
@@ -295,7 +314,9 @@ class LearningLoop:
             story, source = drafter, str(self._shelf.place(drafter.number))
             name = f"{self._name}-learnt-{drafter.number:04d}"
         assert not isinstance(source, ServiceStory)
-        await self._swaps.swap(source, name=name, only_in_place=only_in_place, kind=kind, reason=reason)
+        await self._swaps.swap(
+            source, name=name, only_in_place=only_in_place, kind=kind, reason=reason, instead_of=self._source
+        )
         self._source, self._service = source, story
         self.rounds.begin_anew()
 
@@ -315,8 +336,9 @@ class LearningLoop:
 
     # --- watch -------------------------------------------------------------------------------------------------
 
-    def _begin_watch(self, before: list[LengthEstimate]) -> None:
-        self._watch, self._swapped_at, self._raised_before = SwapWatch(before), time.monotonic(), frozenset()
+    def _begin_watch(self, before: list[LengthEstimate], raised: frozenset[str] = frozenset()) -> None:
+        """From now on; these alarms were raised before."""
+        self._watch, self._swapped_at, self._raised_before = SwapWatch(before), time.monotonic(), raised
 
     async def _keep_watch(self, watch: SwapWatch, snapshot: EngineSnapshot) -> None:
         """Look at real acceptance if it is time, and go back if it is worse."""
@@ -335,6 +357,8 @@ class LearningLoop:
         if seen is None:
             if (words := watch.given_up(tallies, passes)) is not None:
                 await self._roll_back(words)
+            elif watch.over:
+                await self._confirm(self._service, "nothing was known of the one before, and no alarm was raised")
             return
         self._swaps.changes.note_seen(seen.before.acceptance_length, seen.after.acceptance_length)
         if seen.verdict == "worse":
@@ -342,11 +366,16 @@ class LearningLoop:
             return
         story = self._service.model_copy(update={"watch": seen.as_json()})
         if watch.over:
-            self._watch = None
-            words = "better" if seen.verdict == "better" else "not worse"
-            story = story.model_copy(update={"state": "confirmed", "reason": f"{words}: {seen.words}"})
-            logger.warning(f"drafter {story.number} is confirmed, {story.reason}")
-        self._service = story
+            await self._confirm(story, f"{'better' if seen.verdict == 'better' else 'not worse'}: {seen.words}")
+        else:
+            self._service = story
+            await self._amend(story)
+
+    async def _confirm(self, story: ServiceStory, reason: str) -> None:
+        """The watch over the drafter at work has ended well."""
+        self._watch = None
+        self._service = story = story.model_copy(update={"state": "confirmed", "reason": reason})
+        logger.warning(f"drafter {story.number} is confirmed, {reason}")
         await self._amend(story)
 
     async def _roll_back(self, reason: str) -> None:
@@ -377,6 +406,12 @@ class LearningLoop:
 
     async def _amend(self, story: ServiceStory) -> None:
         await asyncio.to_thread(self._shelf.amend, story)
+
+
+def _latest_drafted(tallies: Sequence[RoundTally]) -> Sequence[RoundTally]:
+    """The latest of them, with so many as there are wanted that had drafts."""
+    drafted = [number for number, tally in enumerate(tallies) if tally.tries[0]]
+    return tallies[drafted[-MOST_BASELINE] :] if len(drafted) > MOST_BASELINE else tallies
 
 
 def _raised(snapshot: EngineSnapshot) -> frozenset[str]:

@@ -5,8 +5,8 @@ too: the controller drafts less deep for many requests at once. So drafts are co
 draft of a position was verified behind accepted ones, and how often it was accepted. Of a tree the first candidates
 count, as if they had been a chain. Suffix drafts are no drafter's merit and are left out.
 
-Requests that were under way at a swap count neither for the drafter before it nor for the one behind it: what the
-drafter had read of them was read with the old weights.
+Requests that were under way at a swap, even those whose prompt was being read, count neither for the drafter before it
+nor for the one behind it: what the drafter had read of them was read with the old weights.
 """
 
 from collections import deque
@@ -59,12 +59,14 @@ class RoundLog:
         """Of requests that have got something, the oldest first; those under way go on counting."""
         return [tally for tally in self._tallies if tally.passes]
 
+    def begin(self, request: Hashable) -> None:
+        """A request goes to the engine."""
+        begun = self._open[request] = RoundTally()
+        self._tallies.append(begun)
+
     def observe(self, request: Hashable, deltas: Sequence[OutputDelta]) -> None:
         """Take what steps gave a request."""
-        if request not in self._open:
-            begun = self._open[request] = RoundTally()
-            self._tallies.append(begun)
-        tally = self._open[request]
+        tally = self._open.get(request)
         if tally is None:
             return
         for delta in deltas:

@@ -5,7 +5,8 @@ kept), and under `service` what became of it here: which number it has, which dr
 it is watched, confirmed or rejected, and what the watch saw.
 
 Invariants: a folder that has its number is whole; the shelf holds `KEPT` drafters at most, beside those that are in
-service or to be gone back to; a rejected one is never taken up again. Whatever cannot be read is passed over.
+service or to be gone back to; a rejected one is never taken up again, nor one whose weights are not those that came to
+work. Whatever cannot be read is passed over. Only the user who runs the server can read any of it.
 """
 
 import json
@@ -44,6 +45,8 @@ class ServiceStory(BaseModel):
     root: str
     """SHA-256 of the weights of the drafter that the server was started with."""
     target_fingerprint: str
+    fingerprint: str | None = None
+    """SHA-256 of its weights; None in stories of earlier releases."""
     swapped_at: str
     """By the wall clock, for people: nothing is decided by it."""
     state: DrafterState
@@ -75,14 +78,18 @@ class DrafterShelf:
                 logger.warning(f"the story of {place} cannot be read and the drafter is passed over: {_words(error)}")
         return found
 
-    def last_good(self, *, root: str, target_fingerprint: str) -> ServiceStory | None:
-        """The newest drafter of this descent and for this target that was not rejected."""
-        fitting = [
+    def good(self, *, root: str, target_fingerprint: str) -> list[ServiceStory]:
+        """Drafters of this descent and for this target that were not rejected, the newest first."""
+        return [
             story
-            for story in self.stories()
+            for story in reversed(self.stories())
             if story.state != "rejected" and (story.root, story.target_fingerprint) == (root, target_fingerprint)
         ]
-        return fitting[-1] if fitting else None
+
+    def require_whole(self, story: ServiceStory) -> None:
+        """Raise an error for a drafter whose weights are gone, or others than those that came to work."""
+        if story.fingerprint is not None and fingerprint_drafter(str(self.place(story.number))) != story.fingerprint:
+            raise UserError(f"the weights in {self.place(story.number)} are not those that were learnt; delete it")
 
     @property
     def next_number(self) -> int:
@@ -105,12 +112,19 @@ class DrafterShelf:
         return place
 
     def amend(self, story: ServiceStory) -> None:
-        """Write down what has become of a drafter; a disk that is full costs the note, and the log says so."""
+        """Write down what has become of a drafter; a disk that is full costs the note, and the log says so.
+
+        If a rejection cannot be written down, the weights go: that takes no room, and nobody takes them up again.
+        """
         place = self.place(story.number)
         try:
             _write(place, _read(place) | {"service": story.model_dump()})
         except (OSError, UserError, ValueError) as error:
             logger.warning(f"what became of drafter {story.number} could not be written down: {_words(error)}")
+            if story.state == "rejected":
+                for weights in place.glob("*.safetensors"):
+                    with suppress(OSError):
+                        weights.unlink()
 
     def _places(self) -> list[Path]:
         with suppress(OSError):
@@ -141,6 +155,7 @@ def _read(place: Path) -> dict[str, Any]:
 
 def _write(place: Path, record: dict[str, Any]) -> None:
     with new_file(place / RECORD) as staging:
+        staging.touch(mode=0o600)
         staging.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

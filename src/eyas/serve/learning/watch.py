@@ -10,8 +10,9 @@ than independent rounds would have.
 There are `LOOKS` looks, after 64, 128, ... passes of the new drafter's requests, and `ERROR` is shared out among
 them, so that a drafter that is as good as the old one is sent back in at most so many cases. The last look ends the
 watch: who was not seen to be worse by then stays. A look with too few requests or drafts says nothing, and while the
-last one does it is repeated. But a drafter that is hardly drafted with any more, where the one before was, is worse
-whatever its drafts would be worth: the controller has given it up.
+last one does it is repeated; where nothing is known of the drafter before, it ends the watch all the same. But a
+drafter that is hardly drafted with any more, where the one before was, is worse whatever its drafts would be worth: the
+controller has given it up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -198,6 +199,7 @@ class SwapWatch:
         last = passes >= LAST_LOOK
         while self.next_look <= passes:
             self.next_look += min(self.next_look, LAST_LOOK)
+        self.over = self.over or (last and not self.before)
         seen = look(self.before, lengths_of(after), passes=passes)
         if seen is not None:
             self.last = seen
@@ -209,6 +211,7 @@ class SwapWatch:
         if passes < LAST_LOOK or self.over or not self.before:
             return None
         rounds, old = sum(tally.tries[0] for tally in after), self.before[0]
+        passes = sum(tally.passes for tally in after)  # of the requests that are remembered, as the rounds are
         if rounds * old.passes >= GIVEN_UP * old.rounds * passes:
             return None
         return (
