@@ -46,6 +46,8 @@ ANSWERS = 36
         (["--learn", "kept", "--learn-share", "0.1", "--revision", "main"], ["revision main", "serve a folder"]),
         (["--learn", "kept", "--learn-share", "0.1", "--learn-answers", "3"], ["--learn-answers is 3", "64 at least"]),
         (["--learn", "kept", "--learn-share", "0.1", "--learn-options", "'"], ["--learn-options", "command line"]),
+        (["--learn", "kept", "--learn-share", "0.1", "--learn-options", "--bogus 3"], ["--learn-options", "--bogus"]),
+        (["--learn", "kept", "--learn-share", "0.1", "--learn-options", "--minutes x"], ["--learn-options", "number"]),
         (["--learn", "kept", "--learn-share", "2"], ["--learn-share", "equal to 1"]),
     ],
 )

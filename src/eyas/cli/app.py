@@ -4,7 +4,6 @@ Nothing heavy is imported here or at the top of a command's file: `eyas --help` 
 """
 
 import sys
-from typing import Any
 
 import typer
 
@@ -20,7 +19,7 @@ from eyas.cli.export import app as export_app
 from eyas.cli.features import app as features_app
 from eyas.cli.fetch import fetch
 from eyas.cli.generate import generate
-from eyas.cli.help import GroupedCommand, new_app
+from eyas.cli.help import GroupedCommand, UsageFault, new_app
 from eyas.cli.log import shown_logs
 from eyas.cli.plan import plan
 from eyas.cli.serve import serve
@@ -59,11 +58,6 @@ def options(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-# The base of every usage error. Older typer imports click, newer typer carries a copy of its own: only through
-# typer's public BadParameter is it the right class in both.
-_UsageFault: Any = typer.BadParameter.__mro__[2]
-
-
 def main() -> None:
     """Run the command line."""
     try:
@@ -71,7 +65,7 @@ def main() -> None:
             code = app(standalone_mode=False)
     except UserError as error:
         _fail(str(error), 2)
-    except _UsageFault as error:
+    except UsageFault as error:
         _fail(error.format_message(), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)

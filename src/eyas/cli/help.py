@@ -14,6 +14,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from eyas import __version__
 
+UsageFault: Any = typer.BadParameter.__mro__[2]
+"""The base of every usage error. Older typer imports click, newer typer carries a copy of its own: only through typer's
+public BadParameter is it the right class in both."""
 MODEL = "Model"
 """What is loaded: target, precision, place, template."""
 SPECULATION = "Speculation"

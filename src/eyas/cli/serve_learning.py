@@ -63,9 +63,27 @@ def adapt_options(
     words += ["--raw"] if raw else []
     words += [] if cache is None else ["--cache", str(cache)]
     try:
-        return words + shlex.split(more)
+        words += shlex.split(more)
     except ValueError as error:
         raise UserError(f"--learn-options is {more!r} ({error}); write it as on a command line") from error
+    _require_known(words, more)
+    return words
+
+
+def _require_known(words: Sequence[str], more: str) -> None:
+    """Refuse now what `eyas adapt` would refuse once there are answers."""
+    import typer
+
+    from eyas.cli.adapt import adapt
+    from eyas.cli.help import UsageFault
+
+    app = typer.Typer(add_completion=False)
+    app.command()(adapt)
+    try:
+        typer.main.get_command(app).make_context("adapt", ["DRAFTER", "ANSWERS", "--out", "OUT", *words])
+    except UsageFault as error:
+        message = error.format_message().rstrip(".")
+        raise UserError(f"--learn-options is {more!r}: {message}; see `eyas adapt --help`") from error
 
 
 def learner_settings(
