@@ -95,6 +95,9 @@ def test_one_answer_with_params_for_each_prompt(llm: LLM) -> None:
     ("call", "words"),
     [
         (lambda llm: LLM("smollm2", max_num_seq=3), "did you mean max_num_seqs"),
+        (lambda llm: LLM("smollm2", depth=100), "depth is 100; give 0 to 48, or 'auto'"),
+        (lambda llm: LLM("smollm2", depth="3"), "depth is '3'; give 0 to 48, or 'auto'"),
+        (lambda llm: LLM("smollm2", suffix=True), "suffix is True; give SuffixConfig"),
         (lambda llm: SamplingParams(regex="a", choice=["b"]), "regex and choice"),
         (lambda llm: SamplingParams(max_tokens=0), "max_tokens is 0"),
         (lambda llm: SamplingParams(depth=-1), "depth is -1"),

@@ -28,6 +28,7 @@ from eyas.engine.grammar.base import Grammar
 from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.output import OutputDelta, RequestOutput, SpecDecodeStats
 from eyas.engine.request import Request, Speculation
+from eyas.engine.speculation.draft import MOST_IN_CHAIN
 from eyas.errors import UserError
 from eyas.loading import load_another, load_pair, require_fit
 from eyas.sampling import Sampling
@@ -344,6 +345,8 @@ def _load_engine(
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise UserError(f"there is no setting {given!r} of the engine; {hint}")
     config = EngineConfig(**settings)
+    if depth != "auto" and not (isinstance(depth, int) and 0 <= depth <= MOST_IN_CHAIN):
+        raise UserError(f"depth is {depth!r}; give 0 to {MOST_IN_CHAIN}, or 'auto' for as deep as pays")
     if depth != "auto" and "max_depth" not in settings:
         config = replace(config, max_depth=max(config.max_depth, depth))
     name = choose_drafter(drafter, target)

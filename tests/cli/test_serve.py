@@ -30,7 +30,13 @@ Run = Callable[..., Any]
         (["--speculative-config", '{"method": "eagle3", "suffix_decoding_max_tree_depth": 9}'], ["eagle3", "auto"]),
         (["--speculative-config", '{"suffix_decoding_max_tree_depth": true}'], ["max_tree_depth", "whole number"]),
         (["--speculative-config", '{"suffix_decoding_max_tree_depth": 1}'], ["max_tree_depth is 1", "2 to 48"]),
-        (["--speculative-config", '{"num_speculative_tokens": 0}'], ["0 tokens", "1 or more"]),
+        (["--speculative-config", '{"num_speculative_tokens": 0}'], ["0 tokens", "1 to 48", "leave it out for auto"]),
+        (["--speculative-config", '{"num_speculative_tokens": 100}'], ["100 tokens", "1 to 48"]),
+        (["--speculative-config", '{"num_speculative_tokens": ' + "9" * 5001 + "}"], ["no JSON", "..."]),
+        (["--speculative-config", "[" * 50_000], ["no JSON", "..."]),
+        (["--speculative-config", '{"suffix_decoding_max_age_seconds": 1' + "0" * 400 + "}"], ["max_age_seconds"]),
+        (["--speculative-config", '{"model": "none", "num_speculative_tokens": 3}'], ["model none", "name a drafter"]),
+        (["--speculative-config", '{"model": "none", "method": "eagle3"}'], ["model none", "method eagle3"]),
         (["--speculative-config", '{"model": 3}'], ["model 3"]),
         (["somewhere", "--speculative-config", '{"num_speculative_tokens": 3}'], ["somewhere", "add one"]),
         (["--host", "nowhere.invalid"], ["nowhere.invalid", "--host"]),
@@ -77,6 +83,13 @@ def test_the_config_means_what_it_means_to_vllm(text: str, target: str, drafter:
         ("none", "smollm2", None, "auto", None),
         ('{"model": "none"}', "smollm2", None, "auto", None),
         ('{"method": "auto", "model": "none"}', "smollm2", None, "auto", SuffixConfig()),
+        (
+            '{"model": "none", "suffix_decoding_max_tree_depth": 8}',
+            "smollm2",
+            None,
+            "auto",
+            SuffixConfig(max_tree_depth=8),
+        ),
         ('{"method": "auto"}', "somewhere", None, "auto", SuffixConfig()),
         ('{"model": "d"}', "somewhere", "d", "auto", SuffixConfig()),
         ('{"method": "eagle3"}', "smollm2", "smollm2-eagle3.1", "eagle3", None),
@@ -120,6 +133,19 @@ def test_vllm_drafts_by_eagle3_alone() -> None:
     for method in ("suffix", "auto"):
         with pytest.raises(UserError, match=f"{method}.*vLLM"):
             read_speculative_config(json.dumps({"method": method}), "smollm2", with_table=True)
+
+
+def test_how_deep_vllm_may_draft_is_its_own_business() -> None:
+    assert read_speculative_config('{"num_speculative_tokens": 100}', "smollm2", with_table=True).depth == 100
+    with pytest.raises(UserError, match="0 tokens; give 1 or more"):
+        read_speculative_config('{"num_speculative_tokens": 0}', "smollm2", with_table=True)
+
+
+def test_text_that_is_no_config_is_told_of_in_few_words() -> None:
+    for text in ('{"num_speculative_tokens": ' + "9" * 5001 + "}", "[" * 50_000, '"' + "a" * 50_000 + '"'):
+        with pytest.raises(UserError, match=r"--speculative-config .* is no JSON") as refused:
+            read_speculative_config(text, "smollm2")
+        assert len(str(refused.value)) < 600
 
 
 def test_booleans_are_no_depths() -> None:

@@ -17,6 +17,7 @@ from eyas.engine.proposer import Proposer
 from eyas.engine.request import FinishReason, Request, Speculation
 from eyas.engine.runner import drafter
 from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import MOST_IN_CHAIN
 from eyas.errors import UserError
 from eyas.sampling import Sampling, probabilities
 from eyas.target.model import Target
@@ -354,6 +355,19 @@ def test_depth_without_a_drafter_or_beyond_the_engines_is_refused(
         Engine(target, config=options()).submit(request(prompts[0], speculation=at_depth(2)))
     with pytest.raises(UserError, match="max_depth 7"):
         Engine(target, tiny_drafter, config=options()).submit(request(prompts[0], speculation=at_depth(8)))
+
+
+def test_chains_as_deep_as_may_be_give_the_same_answers_and_deeper_ones_are_refused_at_the_start(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]]
+) -> None:
+    engine = Engine(target, tiny_drafter, config=options(max_depth=MOST_IN_CHAIN, max_num_batched_tokens=512))
+    answers = run(
+        engine, [request(prompt, max_new_tokens=70, speculation=at_depth(MOST_IN_CHAIN)) for prompt in prompts]
+    )
+    assert [answer.tokens[:NEW_TOKENS] for answer in answers] == expected
+    assert engine.stats.accepted > 0
+    with pytest.raises(UserError, match="max_depth is 49; it must be 1 to 48"):
+        options(max_depth=MOST_IN_CHAIN + 1)
 
 
 def test_a_refused_request_takes_the_others_of_its_call_with_it(

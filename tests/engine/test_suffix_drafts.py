@@ -1,6 +1,7 @@
 """Suffix drafts change when a token is computed, never which it is; nobody's text is drafted for anybody else."""
 
 import random
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,9 +15,11 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
+from eyas.engine.speculation.draft import MOST_IN_CHAIN, MOST_IN_TREE
 from eyas.engine.speculation.suffix_choice import SuffixChoice
-from eyas.engine.suffix.config import SuffixConfig
+from eyas.engine.suffix.config import MOST_DRAFTS, SuffixConfig
 from eyas.engine.suffix.drafts import SuffixDrafts
+from eyas.engine.suffix.proposer import MOST_BEHIND_A_CHAIN
 from eyas.errors import UserError
 from eyas.kernels import suffix_index
 from eyas.sampling import Sampling
@@ -80,13 +83,15 @@ def test_answers_with_suffix_drafts_are_those_without(
         assert engine.stats.suffix_accepted > 0
 
 
-def extend_every_chain(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> list[tuple[int, int]]:
+def extend_every_chain(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, depths: Sequence[int] = (1, 2, 4)
+) -> list[tuple[int, int]]:
     """From now on the drafter drafts for all, and whatever the text has behind its chains is verified.
 
     Gives, while the engine runs, the drafts of each continued chain: of the drafter and of the text.
     """
     source, continued = random.Random(6), list[tuple[int, int]]()
-    make_moody(engine, lambda: source.choice([1, 2, 4]))
+    make_moody(engine, lambda: source.choice(depths))
     monkeypatch.setattr(SuffixChoice, "may_pay", lambda *_: True)
     monkeypatch.setattr(SuffixChoice, "take", lambda *_, **__: {})
     monkeypatch.setattr(SuffixChoice, "extend", lambda _self, _batch, _drafts, survivals, _rate: len(survivals))
@@ -118,6 +123,21 @@ def test_answers_are_the_same_where_the_text_continues_a_drafters_chain(
     assert continued
     assert all(by_drafter and by_suffix for by_drafter, by_suffix in continued)
     assert engine.stats.suffix_accepted > 0
+
+
+def test_the_deepest_chain_that_the_text_continues_gives_the_same_answers(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [request(prompt, max_new_tokens=120, speculation=OFF) for prompt in quoting]
+    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
+    settings = with_suffix(max_depth=MOST_IN_CHAIN, max_num_batched_tokens=512)
+    engine = Engine(target, tiny_drafter, config=settings)
+    continued = extend_every_chain(monkeypatch, engine, [MOST_IN_CHAIN])
+    answers = run(engine, [replace(one, speculation=AUTO) for one in wanted])
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert (MOST_IN_CHAIN, MOST_BEHIND_A_CHAIN) in continued
+    assert MOST_IN_CHAIN + MOST_BEHIND_A_CHAIN < MOST_IN_TREE
+    assert MOST_DRAFTS < MOST_IN_TREE
 
 
 def test_preemption_does_not_show_where_the_text_continues_a_drafters_chain(
@@ -275,8 +295,68 @@ def test_what_cannot_be_drafted_is_refused(target: Target, tiny_drafter: Drafter
         engine.submit(request((1, 2), speculation=FORCED))
     with pytest.raises(UserError, match="method 'ngram' is unknown"):
         Speculation(method="ngram")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="max_tree_depth is 1"):
-        SuffixConfig(max_tree_depth=1)
+
+
+def test_who_asks_for_a_depth_is_told_of_suffix_drafts_where_they_are_made(target: Target) -> None:
+    with pytest.raises(UserError, match=r"depth 3 .* no drafter; load one or use mode auto, or use method suffix"):
+        Engine(target, None, config=with_suffix()).submit(request((1, 2), speculation=at_depth(3)))
+    with pytest.raises(UserError, match=r"depth 3 .* no drafter; load one or use mode auto$"):
+        Engine(target, None, config=options()).submit(request((1, 2), speculation=at_depth(3)))
+
+
+@pytest.mark.parametrize("speculation", [AUTO, FORCED], ids=["auto", "forced"])
+def test_nothing_is_kept_of_a_request_that_was_refused(target: Target, speculation: Speculation) -> None:
+    engine = Engine(target, None, config=with_suffix(max_model_len=16))
+    with pytest.raises(UserError, match="shorten it"):
+        engine.submit(request((1,) * 16, speculation=speculation))
+    assert engine._suffix is not None
+    assert not engine._suffix._seqs
+    assert not engine._suffix.bound
+    run(engine, [request((1, 2), speculation=speculation)])
+
+
+TOO_LARGE = 10**400
+"""For a float."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_tree_depth": 1}, "max_tree_depth is 1; .* from 2 to 48"),
+        ({"max_tree_depth": "8"}, "max_tree_depth is '8'; it must be a whole number"),
+        ({"max_tree_depth": 8.5}, "max_tree_depth is 8.5; it must be a whole number"),
+        ({"max_tree_depth": None}, "max_tree_depth is None; it must be a whole number"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens is True; it must be a whole number"),
+        ({"max_callers": 2.0}, "max_callers is 2.0; it must be a whole number of 1 or more"),
+        ({"min_token_prob": "0.1"}, "min_token_prob is '0.1'; it must be a number from 0 to 1"),
+        ({"min_token_prob": float("nan")}, "min_token_prob is nan"),
+        ({"min_token_prob": TOO_LARGE}, "min_token_prob is 1000"),
+        ({"max_spec_factor": 0}, "max_spec_factor is 0; it must be a number above 0"),
+        ({"max_spec_factor": TOO_LARGE}, "max_spec_factor is 1000.*infinity"),
+        ({"max_age_seconds": TOO_LARGE}, "max_age_seconds is 1000.*infinity"),
+        ({"max_age_seconds": None}, "max_age_seconds is None"),
+        ({"max_age_seconds": True}, "max_age_seconds is True"),
+    ],
+)
+def test_bounds_that_no_step_could_keep_to_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        SuffixConfig(**changes)
+
+
+def test_numbers_that_are_large_or_without_end_are_bounds_like_others(
+    target: Target, quoting: list[tuple[int, ...]]
+) -> None:
+    for large in (10**308, float("inf")):
+        suffix = SuffixConfig(max_spec_factor=large, max_age_seconds=large, max_cached_requests=TOO_LARGE)
+        engine = Engine(target, None, config=with_suffix(suffix=suffix))
+        for _ in range(2):
+            run(engine, [request(quoting[0], max_new_tokens=20, speculation=FORCED)])
+        assert engine.stats.suffix_accepted > 0
+
+
+def test_suffix_drafts_are_turned_on_by_how_they_are_made_alone() -> None:
+    with pytest.raises(UserError, match=r"suffix is True; give SuffixConfig"):
+        EngineConfig(suffix=True)  # type: ignore[arg-type]
 
 
 def test_a_swap_keeps_texts_and_answers(target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]) -> None:

@@ -15,12 +15,15 @@ from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.request import SequenceState, Speculation
 from eyas.engine.speculation.captured_plan import OFFERED_ROWS
+from eyas.engine.speculation.draft import MOST_IN_CHAIN
 from eyas.engine.speculation.policy import POLICY
 from eyas.engine.speculation.suffix_choice import SuffixChoice
+from eyas.engine.suffix.config import MOST_DRAFTS, SuffixConfig
 from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.lookup_gate import LookupGate
 from eyas.engine.suffix.lookup_pace import LookupPace
 from eyas.engine.suffix.proposer import SuffixProposer
+from eyas.plan.shapes import OFFERED
 from eyas.target.model import Target
 
 __all__ = ["dense_where_padded", "quoting"]
@@ -97,6 +100,30 @@ def test_rounds_of_suffix_drafts_go_deeper_than_a_drafter_may(target: Target, sy
     (answer,) = run(engine, [request(prompt, max_new_tokens=120, speculation=deep, sampling=looping)])
     assert answer.tokens == (5,) * 120
     assert engine.stats.tokens_per_pass > 8
+
+
+@pytest.mark.parametrize(
+    ("speculation", "most"),
+    [
+        (at_depth(MOST_IN_CHAIN), MOST_IN_CHAIN),
+        (Speculation(mode="fixed", depth=MOST_DRAFTS, method="suffix"), OFFERED),
+        (AUTO, 0),
+    ],
+    ids=["drafter", "suffix", "auto"],
+)
+def test_rounds_of_the_deepest_chains_give_the_same_answers(
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], speculation: Speculation, most: int
+) -> None:
+    wanted = [request(prompt, max_new_tokens=60, speculation=OFF) for prompt in quoting[:4]]
+    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
+    suffix = SuffixConfig(num_speculative_tokens=MOST_DRAFTS, max_spec_factor=48.0)
+    settings = with_suffix(suffix=suffix, max_depth=MOST_IN_CHAIN, max_num_batched_tokens=512)
+    engine, drafted = round_engine(target, tiny_drafter, settings), list[int]()
+    answers = engine.generate(
+        [replace(one, speculation=speculation) for one in wanted], on_piece=lambda piece: drafted.append(piece.drafted)
+    )
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    assert max(drafted) >= most
 
 
 def test_many_requests_draft_no_deeper_than_a_drafter_may(target: Target, quoting: list[tuple[int, ...]]) -> None:

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 def read_depth(text: str, drafter: str | None) -> "Speculation":
     """Whether and how deep to draft: auto, 0 or a number."""
     from eyas.engine.request import Speculation
+    from eyas.engine.speculation.draft import MOST_IN_CHAIN
 
+    shortened = text if len(text) < 20 else f"{text[:20]}..."
     if text == "auto":
         return Speculation()
     if not text.isdigit():
-        raise UserError(f"--depth {text} is neither a number from 0 nor auto")
+        raise UserError(f"--depth {shortened} is neither a number from 0 nor auto")
+    if len(text) > 4 or int(text) > MOST_IN_CHAIN:
+        raise UserError(f"--depth {shortened} is above the {MOST_IN_CHAIN} tokens of a chain; lower it, or say auto")
     if int(text) == 0:
         return Speculation(mode="off")
     if drafter is None:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, Literal
 
 from eyas.drafter.shipped import NO_DRAFTER, choose_drafter
@@ -20,20 +21,22 @@ DRAFTERS = ("eagle3", "eagle")
 KEYS = ("model", "method", "num_speculative_tokens")
 """Of both engines; vLLM also takes `TABLE`."""
 OF_SUFFIX = "suffix_decoding_"
-SUFFIX_KEYS = {
-    f"{OF_SUFFIX}{name}": kind
-    for name, kind in {
-        "max_tree_depth": int,
-        "max_spec_factor": float,
-        "min_token_prob": float,
-        "max_cached_requests": int,
-        "max_cached_tokens": int,
-        "max_callers": int,
-        "max_age_seconds": float,
-    }.items()
-}
+SUFFIX_KEYS = tuple(
+    f"{OF_SUFFIX}{name}"
+    for name in (
+        "max_tree_depth",
+        "max_spec_factor",
+        "min_token_prob",
+        "max_cached_requests",
+        "max_cached_tokens",
+        "max_callers",
+        "max_age_seconds",
+    )
+)
 """Of suffix drafts, which eyas' own engine makes; the first four are vLLM's."""
 METHODS = ("auto", *DRAFTERS, "suffix")
+SHOWN = 120
+"""Characters of a text that is no JSON, in what is said of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,25 +94,29 @@ def read_speculative_config(text: str | None, target: str, *, with_table: bool =
     drafter_method = given["method"] if given.get("method") in DRAFTERS else None
     if drafter_method is not None:
         method = "eagle3"
-    model, depth = given.get("model"), given.get("num_speculative_tokens")
+    model, depth = given.get("model"), _depth(given, bounded=not with_table)
     if model is not None and not isinstance(model, str):
-        raise UserError(f"--speculative-config names model {model!r}; give a drafter's name, folder or hub id")
-    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 1):
-        raise UserError(f"--speculative-config drafts {depth!r} tokens; give 1 or more, or leave it out for auto")
+        raise UserError(f"--speculative-config names model {shortened(model)}; give a drafter's name, folder or hub id")
     if method == "suffix":
         if model is not None:
             raise UserError(f"--speculative-config names model {model!r}, and suffix drafts have none; use method auto")
         return SpeculativeConfig(drafter=None, depth=None, method="suffix", suffix=_suffix(given, depth))
     suffix = _suffix(given, None) if method == "auto" else None
-    if method == "eagle3" and (wrong := [key for key in given if key in SUFFIX_KEYS]):
-        raise UserError(f"--speculative-config has {wrong[0]} with method {drafter_method}; use method auto or suffix")
+    of_suffix = [key for key in given if key in SUFFIX_KEYS]
+    if method == "eagle3" and of_suffix:
+        raise UserError(
+            f"--speculative-config has {of_suffix[0]} with method {drafter_method}; use method auto or suffix"
+        )
+    if model == NO_DRAFTER:
+        _require_no_drafter(given)
+        # Nobody drafts, unless what drafts without a model was named too.
+        asked = "method" in given or bool(of_suffix)
+        return SpeculativeConfig(drafter=None, depth=None, suffix=suffix if asked else None)
     drafter = choose_drafter(model, target)
-    if drafter is None and model is None and method == "auto" and depth is None and not with_table:
+    if drafter is None and method == "auto" and depth is None:
         return SpeculativeConfig(drafter=None, depth=None, suffix=suffix)
-    if drafter is None and model != NO_DRAFTER:
+    if drafter is None:
         raise UserError(f"--speculative-config names no model, and none is shipped for {target}; add one: {EXAMPLE}")
-    if drafter is None:  # which was asked for, and is all that was, unless a method was named too
-        return SpeculativeConfig(drafter=None, depth=None, suffix=suffix if "method" in given else None)
     return SpeculativeConfig(
         drafter=drafter,
         depth=depth,
@@ -120,18 +127,38 @@ def read_speculative_config(text: str | None, target: str, *, with_table: bool =
     )
 
 
+def _depth(given: dict[str, Any], *, bounded: bool) -> int | None:
+    """How many tokens to draft; how many may be in vLLM is its own business."""
+    depth = given.get("num_speculative_tokens")
+    if depth is None:
+        return None
+    from eyas.engine.speculation.draft import MOST_IN_CHAIN
+
+    whole = isinstance(depth, int) and not isinstance(depth, bool)
+    if not whole or depth < 1 or (bounded and depth > MOST_IN_CHAIN):
+        bounds = f"1 to {MOST_IN_CHAIN}" if bounded else "1 or more"
+        raise UserError(
+            f"--speculative-config drafts {shortened(depth)} tokens; give {bounds}, or leave it out for auto"
+        )
+    return int(depth)
+
+
+def _require_no_drafter(given: dict[str, Any]) -> None:
+    """Refuse what only a drafter could do."""
+    told = [f"method {given['method']}"] if given.get("method") in DRAFTERS else []
+    told += [key for key in ("num_speculative_tokens", TABLE) if given.get(key) is not None]
+    if told:
+        raise UserError(
+            f"--speculative-config names model {NO_DRAFTER}, and {told[0]} is for a drafter; leave it out or name a "
+            "drafter"
+        )
+
+
 def _suffix(given: dict[str, Any], most: int | None) -> "SuffixConfig":
     """How suffix drafts are made, by what was given."""
     from eyas.engine.suffix.config import SuffixConfig
 
-    values: dict[str, Any] = {}
-    for key, kind in SUFFIX_KEYS.items():
-        if key in given:
-            value = given[key]
-            if isinstance(value, bool) or not isinstance(value, (int, kind)):
-                what = "a whole number" if kind is int else "a number"
-                raise UserError(f"--speculative-config has {key} {value!r}; give {what}")
-            values[key.removeprefix(OF_SUFFIX)] = value
+    values = {key.removeprefix(OF_SUFFIX): given[key] for key in SUFFIX_KEYS if key in given}
     return SuffixConfig(**values, num_speculative_tokens=most)
 
 
@@ -151,10 +178,11 @@ def _table(given: dict[str, Any], depth: int | None) -> "DepthTable | None":
 
 
 def _object(text: str) -> dict[str, Any]:
+    shown = repr(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
     try:
         given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"--speculative-config {text!r} is no JSON ({error}); for example {EXAMPLE}") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or brackets too deep, too
+        raise UserError(f"--speculative-config {shown} is no JSON ({error}); for example {EXAMPLE}") from error
     if not isinstance(given, dict):
-        raise UserError(f"--speculative-config {text!r} is no JSON object; for example {EXAMPLE}")
+        raise UserError(f"--speculative-config {shown} is no JSON object; for example {EXAMPLE}")
     return given

@@ -9,7 +9,7 @@ from eyas.drafter.cost import kv_bytes_per_token
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache, free_bytes
 from eyas.engine.runner.target import TargetRunner
-from eyas.engine.speculation.draft import Tree
+from eyas.engine.speculation.draft import MOST_IN_CHAIN, Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.kernels.attention.choose import has_triton
@@ -83,9 +83,13 @@ class EngineConfig:
                 )
             if self.memory is not None:
                 raise UserError("memory and gpu_memory_utilization both say how much blocks may take; give one of them")
-        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_depth", 1), ("drafter_sinks", 0)):
+        for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("drafter_sinks", 0)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if not 1 <= self.max_depth <= MOST_IN_CHAIN:
+            raise UserError(f"max_depth is {self.max_depth}; it must be 1 to {MOST_IN_CHAIN}")
+        if not isinstance(self.suffix, SuffixConfig | None):
+            raise UserError(f"suffix is {self.suffix!r}; give SuffixConfig(...), or None for no suffix drafts")
 
     def batched_tokens(self, device: torch.device) -> int:
         """Tokens of one target pass, as told or by default."""

@@ -133,8 +133,8 @@ class Engine:
             )
         key, self._keys = self._keys, self._keys + 1
         seq = SequenceState(key=key, arrival=key, request=request)
+        self.scheduler.add(seq)  # which may refuse it, before anybody else knows of it
         self.proposer.admit(seq)
-        self.scheduler.add(seq)
         if self.rounds is not None:
             self.rounds.submit(seq)
         self._outputs.open(key, request)
@@ -153,7 +153,8 @@ class Engine:
             if depth > suffix.deepest:
                 raise UserError(f"depth {depth} is above the {suffix.deepest} suffix drafts of a step; lower it")
         elif not self.drafts:
-            raise UserError(f"depth {depth} was asked for, but there is no drafter; load one or use mode auto")
+            ways = "use mode auto" if suffix is None else "use mode auto, or use method suffix"
+            raise UserError(f"depth {depth} was asked for, but there is no drafter; load one or {ways}")
         elif depth > self.config.max_depth:
             raise UserError(f"depth {depth} is above the engine's max_depth {self.config.max_depth}; lower it")
 

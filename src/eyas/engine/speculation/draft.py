@@ -13,6 +13,9 @@ from eyas.plan.shapes import Shape
 MOST_IN_TREE = 64
 """Slots behind the committed ones that a tree may take, the newest token included; attention keeps who sees whom as
 bits of an int64."""
+MOST_IN_CHAIN = 48
+"""Tokens that a drafter may draft in a row: with the newest token before them and suffix drafts behind them, a chain
+stays within what a tree may take."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,9 @@
 """How suffix drafts are made. The names are those of vLLM's suffix decoding."""
 
+import sys
 from dataclasses import dataclass
+from math import nan
+from reprlib import repr as shortened
 
 from eyas.errors import UserError
 
@@ -39,16 +42,34 @@ class SuffixConfig:
             ("num_speculative_tokens", 1, MOST_DRAFTS),
         ):
             value = getattr(self, name)
-            if value is not None and (value < least or (most is not None and value > most)):
-                bounds = f"{least} or more" if most is None else f"{least} to {most}"
-                raise UserError(f"suffix drafts: {name} is {value}; it must be {bounds}")
-        if not 0 <= self.min_token_prob <= 1:
-            raise UserError(f"suffix drafts: min_token_prob is {self.min_token_prob}; it must be 0 to 1")
+            if value is None and name == "num_speculative_tokens":
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < least or (most is not None and value > most):
+                bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
+                raise UserError(f"suffix drafts: {name} is {shortened(value)}; it must be a whole number {bounds}")
+        if not 0 <= _as_float(self.min_token_prob) <= 1:
+            given = shortened(self.min_token_prob)
+            raise UserError(f"suffix drafts: min_token_prob is {given}; it must be a number from 0 to 1")
         for name in ("max_spec_factor", "max_age_seconds"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"suffix drafts: {name} is {getattr(self, name)}; it must be above 0")
+            value = getattr(self, name)
+            if not _as_float(value) > 0:
+                raise UserError(
+                    f"suffix drafts: {name} is {shortened(value)}; it must be a number above 0, up to "
+                    f"{sys.float_info.max:.1e} or infinity"
+                )
 
     @property
     def deepest(self) -> int:
         """The most drafts of a request in a step."""
         return self.num_speculative_tokens or self.max_tree_depth
+
+
+def _as_float(value: object) -> float:
+    """A number as steps compute with it; what is none, or too large for that, is nan, which is within no bounds."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return nan
+    try:
+        return float(value)
+    except OverflowError:
+        return nan

@@ -176,7 +176,7 @@ class EngineCollector(Collector):
         )
         depths = GaugeMetricFamily(
             "eyas_spec_decode_chosen_depth_share",
-            "Share of steps drafted this deep, 0 is not at all.",
+            "Share of steps that the drafter drafted this deep, 0 is not at all; suffix drafts are counted by source.",
             labels=["depth"],
         )
         for depth, share in snapshot.depth_shares.items():

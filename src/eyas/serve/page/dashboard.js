@@ -55,7 +55,9 @@ function showOverTime({ figure, title, names, read, marks: moments, least, most,
 function showByDepth({ figure, title, most, first = 1, lately, always }, latest, recent) {
   const whole = always(latest.counts);
   const now = recent ? lately(recent) : [];
-  const groups = Array.from({ length: Math.max(1, latest.served.max_depth + 1 - first) }, (_, i) => ({
+  // Suffix drafts may be deeper than the drafter's.
+  const depths = Math.max(1, latest.served.max_depth + 1 - first, whole.length);
+  const groups = Array.from({ length: depths }, (_, i) => ({
     name: String(i + first),
     values: [now[i] ?? null, whole[i] ?? null],
   }));

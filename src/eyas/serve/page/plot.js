@@ -8,6 +8,7 @@ const LEFT = 46;
 const RIGHT = 12;
 const TOP = 12;
 const BOTTOM = 34;
+const NAME = 20; // what the name of a bar takes
 
 /** Round numbers from below `low` to above `high`; natural ones where nothing is in between. */
 export function ticks(low, high, { about = 4, natural = false } = {}) {
@@ -50,6 +51,7 @@ export function bars({ groups, across, most = null, format = plain, label }) {
   const up = upScale(0, most ?? Math.max(1e-9, ...values), false);
   const picture = frame(label, up, format, across);
   const room = (WIDTH - LEFT - RIGHT) / Math.max(1, groups.length);
+  const named = Math.ceil(NAME / room); // where bars are narrow, not each has its name below
   groups.forEach((group, place) => {
     const thick = Math.min(26, (room * 0.7) / group.values.length);
     const start = LEFT + (place + 0.5) * room - (thick * group.values.length) / 2;
@@ -59,7 +61,7 @@ export function bars({ groups, across, most = null, format = plain, label }) {
       const bar = { class: `bar c${i}`, x: start + i * thick + 1, y, width: thick - 2, height: Math.max(0.5, foot - y), rx: 2 };
       picture.append(drawn("rect", bar, drawn("title", {}, `${group.name}: ${format(value)}`)));
     });
-    picture.append(text("tick", LEFT + (place + 0.5) * room, HEIGHT - BOTTOM + 15, "middle", group.name));
+    if (place % named === 0) picture.append(text("tick", LEFT + (place + 0.5) * room, HEIGHT - BOTTOM + 15, "middle", group.name));
   });
   return picture;
 }
