@@ -66,7 +66,7 @@ def test_a_better_drafter_is_kept_with_its_story(folder: Path, tmp_path: Path, r
     assert change["after"]["acceptance_length"] > change["before"]["acceptance_length"]
     assert change["conversations"] == 16
     assert record["data"]["conversations"] == ANSWERS - 16
-    assert record["changes"]["replay"]["conversations"] == 8
+    assert record["changes"]["replay"]["conversations"] == 10, "half of them"
     assert record["from"]["drafter"] == str(folder / "drafter")
     assert record["from"]["fingerprint"] != record["drafter"]["fingerprint"]
     assert record["doctor"]["outcome"] in ("ship", "do_not_ship", "cannot_tell")
@@ -85,6 +85,8 @@ def test_a_better_drafter_is_kept_with_its_story(folder: Path, tmp_path: Path, r
 
 def test_a_drafter_that_is_not_better_does_not_take_the_place(folder: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "adapted"
+    (out / "drafter").mkdir(parents=True)
+    (out / "drafter" / "record.json").write_text("{}")  # of an earlier one, whose training was removed
     outcome = run(*words(folder, out, "--lr", 1e-9, "--epochs", 1, "--no-doctor", "--json"))
     assert outcome.code == 1, outcome
     record = json.loads(outcome.out)
@@ -120,6 +122,45 @@ def test_what_cannot_be_adapted_is_refused_at_once(folder: Path, tmp_path: Path,
     run(*given).assert_refused("1 conversations in", "32 at least", "collect more")
     run(*given[:2], tmp_path / "none.jsonl", *given[3:]).assert_refused("none.jsonl")
     assert not (tmp_path / "out").exists()
+
+
+def test_answers_that_cannot_be_read_are_told(folder: Path, tmp_path: Path, run: Run) -> None:
+    lines = (folder / "answers.jsonl").read_text().splitlines()
+    mixed = tmp_path / "mixed.jsonl"
+    asked = json.dumps({"prompt": "What then?"})
+    mixed.write_text("\n".join(["{", "{", "{", asked, *lines[:20]]))
+    given = ["adapt", folder / "drafter", mixed, "--target", folder / "target", "--out", tmp_path / "out"]
+    run(*given).assert_refused("3 of 24 records are bad", "mixed.jsonl:1", "--set data.max_bad_share")
+    run(*given, "--set", "data.max_bad_share=0.5").assert_refused(
+        "20 conversations in", "1 without an answer and 3 bad: 3 x not JSON, as", "collect more"
+    )
+
+
+def test_too_little_to_judge_by_is_refused_before_it_is_trained(folder: Path, tmp_path: Path, run: Run) -> None:
+    answers, out = tmp_path / "answers.jsonl", tmp_path / "adapted"
+    long = "".join(conversation(n, "it is fine, " * 30) for n in range(10))
+    short = (folder / "answers.jsonl").read_text()
+    answers.write_text(long + "".join(short.splitlines(keepends=True)[:31]))
+    given = [word if word != folder / "answers.jsonl" else answers for word in words(folder, out, *FAST)]
+    refused = run(*given, "--no-doctor")
+    assert refused.code == 2, refused
+    assert "31 conversations fit data.max_length 128 (10 are too long, 0 unanswered, 0 bad)" in refused.err
+    assert "takes 32 at least; --set a higher data.max_length, or collect more" in refused.err
+    assert not (out / "training" / "checkpoints").exists()
+    answers.write_text(long + short)
+    assert run(*given, "--no-doctor").code in (0, 1)
+    record = json.loads((out / "record.json").read_text())
+    assert record["changes"]["traffic"]["conversations"] == 16, "of 40 that fit, as many as it takes"
+    one = tmp_path / "one.jsonl"
+    one.write_text(conversation(0, "say it"))
+    refused = run(*words(folder, tmp_path / "other", *FAST, "--no-doctor", "--replay", one))
+    assert refused.code == 2, refused
+    assert "1 conversations of --replay fit data.max_length 128" in refused.err
+    assert "takes 2 at least" in refused.err
+
+
+def test_the_drafter_to_start_from_is_not_written_over(folder: Path, run: Run) -> None:
+    run(*words(folder, folder)).assert_refused("the drafter to start from", "choose another --out")
 
 
 def test_a_dry_run_prints_the_recipe(folder: Path, tmp_path: Path, run: Run) -> None:

@@ -241,6 +241,15 @@ def test_globs_and_folders_stand_for_their_files(tmp_path: Path) -> None:
         expand_files([tmp_path / "empty"])
 
 
+def test_what_says_how_a_file_of_a_folder_was_made_is_no_data(tmp_path: Path) -> None:
+    for name in ("answers.jsonl", "other.json"):
+        (tmp_path / name).write_bytes(LINES)
+    (tmp_path / "answers.jsonl.json").write_text('{"seed": 0}')
+    (tmp_path / "lone.jsonl.json").write_bytes(LINES)
+    assert [file.name for file in expand_files([tmp_path])] == ["answers.jsonl", "lone.jsonl.json", "other.json"]
+    assert expand_files([tmp_path / "answers.jsonl.json"]) == [tmp_path / "answers.jsonl.json"], "named, it is read"
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow"])
 def test_how_far_it_is_grows_to_all_bytes(tmp_path: Path, name: str) -> None:
     rows = ROWS * 50

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny
+from eyas.data.bad_records import BadRecords
 from eyas.drafter.drift import Estimate
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
@@ -179,6 +180,12 @@ def test_a_drafter_is_kept_if_it_is_better_beyond_the_interval_and_forgets_littl
     assert said in verdict.text
 
 
+def test_the_loss_that_is_allowed_is_told_without_a_sign() -> None:
+    changes = {"traffic": change_of(0.1, 0.02, 0.2), "replay": change_of(-0.03, -0.05, 0.01)}
+    assert decide_adaptation(changes, max_loss=0.0).text.endswith("and a loss of 0.0% is the limit")
+    assert decide_adaptation(changes, max_loss=0.02).text.endswith("and a loss of 2.0% is the limit")
+
+
 def test_the_recipe_of_an_adaptation_keeps_the_drafters_flags_and_is_an_ordinary_one(tmp_path: Path) -> None:
     config = tiny.drafter_config(fc_norm=False, norm_output=False)
     settings = settings_of(tmp_path, overrides=["train.depths=3", "data.seed=4"], replay=["general.jsonl"])
@@ -199,11 +206,54 @@ def test_a_step_on_a_cpu_is_no_longer_than_the_answers_need(tmp_path: Path) -> N
 
 def test_enough_is_held_out_to_judge_by_and_too_little_is_refused(tmp_path: Path) -> None:
     config = tiny.drafter_config()
-    for answered, held_out in ((2000, 200), (80, 16), (32, 16)):
-        recipe = adaptation_recipe(settings_of(tmp_path), config, answered=answered, context=512, on_cpu=True)
-        assert round(recipe.data.held_out_share * answered) == held_out
+    recipe = adaptation_recipe(settings_of(tmp_path), config, answered=32, context=512, on_cpu=True)
+    assert (recipe.data.held_out_share, recipe.data.held_out_least) == (0.1, 16)
     with pytest.raises(UserError, match=r"31 conversations in answers\.jsonl.*32 at least"):
         adaptation_recipe(settings_of(tmp_path), config, answered=31, context=512, on_cpu=True)
+
+
+def test_records_that_cannot_be_read_are_refused_as_training_does_and_told_where_there_are_too_few(
+    tmp_path: Path,
+) -> None:
+    config, bad = tiny.drafter_config(), BadRecords(read=60)
+    for line in range(8):
+        bad.add(UserError(f"answers.jsonl:{line}: oh"), "odd")
+    given: dict[str, Any] = {"context": 512, "on_cpu": True}
+    with pytest.raises(
+        UserError, match=r"8 of 60 records are bad, above .* 0\.05 that --set data\.max_bad_share allows"
+    ):
+        adaptation_recipe(settings_of(tmp_path), config, answered=20, unanswered=32, bad=bad, **given)
+    with pytest.raises(UserError, match="8 of 60 records are bad"):
+        adaptation_recipe(settings_of(tmp_path), config, answered=50, bad_replay=bad, **given)
+    lenient = settings_of(tmp_path, overrides=["data.max_bad_share=0.2"])
+    with pytest.raises(
+        UserError, match=r"20 conversations .*beside 32 without an answer and 8 bad: 8 x odd, as answers"
+    ):
+        adaptation_recipe(lenient, config, answered=20, unanswered=32, bad=bad, **given)
+    assert adaptation_recipe(lenient, config, answered=50, bad=bad, **given).data.max_bad_share == 0.2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"overrides": ["data.held_out_share=0"]}, "held_out_share is 0 and there is no data.held_out"),
+        ({"replay": ["general.jsonl"], "replay_share": 0.0}, "--replay-share is 0.*leave --replay out"),
+        (
+            {"replay": ["general.jsonl"], "overrides": ["data.held_out=a.jsonl", "data.held_out_share=0"]},
+            "nothing of --replay is left to judge by",
+        ),
+    ],
+)
+def test_an_adaptation_that_nothing_could_judge_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        adaptation_recipe(
+            settings_of(tmp_path, **changes), tiny.drafter_config(), answered=50, context=512, on_cpu=True
+        )
+
+
+def test_a_file_of_its_own_may_be_all_that_is_held_out(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, overrides=["data.held_out=a.jsonl", "data.held_out_share=0"], replay_share=0.0)
+    assert adaptation_recipe(settings, tiny.drafter_config(), answered=50, context=512, on_cpu=True).data.replay == ()
 
 
 def test_one_drafter_is_adapted_at_a_time(tmp_path: Path) -> None:

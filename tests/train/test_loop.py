@@ -18,13 +18,14 @@ import tiny
 from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
+from eyas.train import resume
 from eyas.train.batch import TrainingBatch
 from eyas.train.corpus.corpus import Corpus
 from eyas.train.epochs import CorpusPacks
 from eyas.train.estimate import RoundCounts
 from eyas.train.features import Features
 from eyas.train.init import config_for, init_drafter
-from eyas.train.loop import DivergedError, LoopConfig, TrainMetrics, train
+from eyas.train.loop import DivergedError, LoopConfig, LoopResult, TrainMetrics, train
 from eyas.train.ranks import Ranks
 from eyas.train.recipe import DrafterSettings, TrainSettings
 from eyas.train.schedule import LearningRateSchedule, RunLength
@@ -204,21 +205,45 @@ def test_a_run_of_minutes_follows_the_clock(tiny_target: Target, tmp_path: Path,
     source = LiveSource(tiny_target, tiny.AUX_IDS)
     packs = packs_of(corpus_of(24))
     asked = iter([False, False, False, True])
-    parts = [
-        train([state], packs, [], source, plan, observer=diary, clock=Ticks(), stop=lambda: next(asked, False))
-        for _ in range(2)
-    ]
+    parts, taken_up = list[LoopResult](), 0.0
+    for _ in range(2):
+        if (place := resume.newest(tmp_path / "checkpoints")) is not None:
+            taken_up = resume.read_point(place, same=plan.same).seconds
+        parts += [
+            train([state], packs, [], source, plan, observer=diary, clock=Ticks(), stop=lambda: next(asked, False))
+        ]
     assert [part.finished for part in parts] == [False, True]
     seconds = [report.seconds for report in diary.reports]
     assert parts[0].seconds < seconds[4] < 30.0 <= seconds[-1], "taken up where it stopped, over at its end"
     assert seconds == sorted(seconds)
     shares = [report.lr_share for report in diary.reports]
-    assert shares == [curve.share(min(30_000, round(1000 * second)), 30_000) for second in seconds]
+    begun = [0.0, *seconds[:-1]]
+    begun[4] = taken_up
+    assert shares == [curve.share(round(1000 * second), 30_000) for second in begun], "by when the step began"
     assert 0 < shares[0] < 1
     assert max(shares) == pytest.approx(1.0, abs=0.05)
-    assert shares[-1] == pytest.approx(0.02)
+    assert shares[-1] < 0.25
     again = train([state], packs, [], source, plan, observer=diary, clock=Ticks())
     assert (again.step, again.first_step_seconds) == (parts[1].step, None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_minutes_that_are_not_reached_change_no_learning_rate(
+    tiny_target: Target, tmp_path: Path, *, compiled: bool
+) -> None:
+    def shares(length: RunLength) -> list[float]:
+        diary, folder = Diary(), tmp_path / str(length)
+        plan = loop_config_of(folder, length=length, compiled=compiled)
+        source, packs = LiveSource(tiny_target, tiny.AUX_IDS), packs_of(corpus_of(24))
+        asked = iter([False, False, True])
+        for _ in range(2):  # stopped behind the third step, and taken up
+            states = [train_state_of(tiny_target)]
+            train(states, packs, [], source, plan, observer=diary, clock=Ticks(), stop=lambda: next(asked, False))
+        return [report.lr_share for report in diary.reports]
+
+    by_steps = shares(RunLength(steps=STEPS))
+    assert len(by_steps) == STEPS
+    assert shares(RunLength(steps=STEPS, minutes=3.0)) == by_steps
 
 
 def test_compiling_does_not_count_as_training_and_is_said(

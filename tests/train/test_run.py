@@ -225,7 +225,7 @@ def test_minutes_say_how_long_a_run_is_also_over_interruptions(tables: Tables, t
     record = json.loads((folder_of(tables) / "record.json").read_text())
     assert record["training_seconds"] >= 1.8
     assert record["first_step_seconds"] > 0
-    assert record["last"]["lr_share"] == pytest.approx(0.02)
+    assert 0.02 < record["last"]["lr_share"] < 1, "on its way down where the last step began"
     # Minutes may become more, or steps may say it from here on.
     del tables["train"]["minutes"]
     tables["train"]["steps"] = outcome.step + 2

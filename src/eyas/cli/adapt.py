@@ -18,8 +18,10 @@ from eyas.cli.options import (
     Dtype,
     Raw,
 )
+from eyas.errors import UserError
 
 if TYPE_CHECKING:
+    from eyas.data.bad_records import BadRecords
     from eyas.data.conversations import Conversation
 
 
@@ -134,7 +136,8 @@ def adapt(
     require_models(target, drafter)
     import_libraries()
     from eyas.cli.adaptation import DOCTOR_PROMPTS, Adaptation
-    from eyas.drafter.checkpoint import read_config
+    from eyas.data.bad_records import BadRecords
+    from eyas.drafter.checkpoint import find_folder, read_config
     from eyas.loading import require_fit
     from eyas.target.facts import read_facts
     from eyas.train.adaptation.recipe import AdaptationSettings, adaptation_recipe
@@ -143,6 +146,10 @@ def adapt(
     arguments = {name: as_json_value(value) for name, value in context.params.items()}
     facts = read_facts(target, cache=cache)
     require_fit(drafter, facts)
+    if find_folder(drafter).resolve() == (out / "drafter").resolve():
+        raise UserError(
+            f"{out / 'drafter'} is the drafter to start from, and where the new one would lie; choose another --out"
+        )
     chosen_device = _device(device)
     settings = AdaptationSettings(
         drafter=drafter,
@@ -167,12 +174,17 @@ def adapt(
         folder=str(out / "training"),
         overrides=overrides or (),
     )
-    conversations = [one for one in _conversations(settings.answers) if one.answered]
+    bad, bad_replay = BadRecords(), BadRecords()
+    found = _conversations(settings.answers, bad)
+    conversations = [one for one in found if one.answered]
     recipe = adaptation_recipe(
         settings,
         read_config(drafter),
         answered=len(conversations),
-        longest=_longest([*conversations, *_conversations(settings.replay)]),
+        unanswered=len(found) - len(conversations),
+        longest=_longest([*conversations, *_conversations(settings.replay, bad_replay)]),
+        bad=bad,
+        bad_replay=bad_replay,
         context=facts.max_position_embeddings,
         on_cpu=chosen_device == "cpu",
     )
@@ -193,12 +205,11 @@ def adapt(
     ).run(resume=resume, as_json=as_json)
 
 
-def _conversations(files: Sequence[str]) -> "list[Conversation]":
-    """All that can be read, in order."""
-    from eyas.data.bad_records import BadRecords
+def _conversations(files: Sequence[str], bad: "BadRecords") -> "list[Conversation]":
+    """All that can be read, in order; what cannot is counted in `bad`."""
     from eyas.data.files import ConversationReader, expand_files
 
-    return list(ConversationReader(expand_files(files), BadRecords()))
+    return list(ConversationReader(expand_files(files), bad))
 
 
 def _longest(conversations: "Sequence[Conversation]") -> int | None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import shlex
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ import typer
 
 from eyas.cli.options import Ticker, report
 from eyas.cli.stop import StopRequest
+from eyas.errors import UserError
 
 if TYPE_CHECKING:
     from eyas.data.conversations import Conversation
@@ -122,6 +124,7 @@ class Adaptation:
         self, parts: "TargetParts", open_source: "OpenSource", stop: StopRequest, pace: "Pace", *, resume: bool
     ) -> "TrainResult":
         from eyas.cli.train import TrainScreen
+        from eyas.train.adaptation.enough import require_held_out
         from eyas.train.run import run
 
         tick = Ticker()
@@ -140,6 +143,7 @@ class Adaptation:
                 on_first_step=stop.saves_from_now_on,
                 resuming=resume,
                 on_encoded=encoded,
+                on_data=functools.partial(require_held_out, self.recipe),
                 cache=self.cache,
                 clock=pace.seconds_worked,
             )
@@ -219,7 +223,7 @@ class Adaptation:
         return dict(record["decision"])
 
     def _record(self, parts: "TargetParts", changes: Mapping[str, "AcceptanceChange"]) -> dict[str, Any]:
-        from eyas.train.adaptation.outcome import fingerprint_weights
+        from eyas.drafter.checkpoint import fingerprint_drafter
         from eyas.train.journal import versions
 
         training = self._training_record()
@@ -229,7 +233,7 @@ class Adaptation:
             "schema": SCHEMA,
             "versions": versions(),
             "arguments": dict(self.arguments),
-            "from": {"drafter": start, "fingerprint": fingerprint_weights(start)},
+            "from": {"drafter": start, "fingerprint": fingerprint_drafter(start)},
             "target": {**asdict(parts.facts), "fingerprint": parts.fingerprint},
             "data": training["data"],
             "recipe": training["recipe"],
@@ -246,17 +250,19 @@ class Adaptation:
     def _write(
         self, record: dict[str, Any], candidate: "Checkpoint", changes: Mapping[str, "AcceptanceChange"]
     ) -> None:
-        from eyas.drafter.checkpoint import write_checkpoint
-        from eyas.train.adaptation.outcome import TRAFFIC, fingerprint_weights
+        from eyas.drafter.checkpoint import fingerprint_drafter, write_checkpoint
+        from eyas.train.adaptation.outcome import TRAFFIC
         from eyas.train.adaptation.plot import plot_adaptation
         from eyas.train.estimate import acceptance_file
         from eyas.train.journal import write_text
 
+        place = self.out / "drafter"
         if record["kept"]:
-            place = self.out / "drafter"
             story = {RECORD: json.dumps(record, indent=1) + "\n", **acceptance_file(changes[TRAFFIC].after)}
             write_checkpoint(candidate, place, replace=True, beside=story)
-            record["drafter"] = {"folder": str(place), "fingerprint": fingerprint_weights(str(place))}
+            record["drafter"] = {"folder": str(place), "fingerprint": fingerprint_drafter(str(place))}
+        elif (place / RECORD).exists():  # an earlier adaptation's, which nobody is to take for what came of this one
+            _remove(place)
         write_text(self.out / RECORD, json.dumps(record, indent=1))
         plot_adaptation(record["changes"], self.out / "adaptation.png")
 
@@ -275,3 +281,12 @@ class Adaptation:
         typer.echo(f"serve it: {shlex.join(['eyas', 'serve', target, '--speculative-config', config])}")
         if target != DEFAULT_TARGET:  # a name that only eyas knows
             typer.echo(f"with vLLM: {shlex.join(['vllm', 'serve', target, '--speculative-config', config])}")
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise UserError(
+            f"{folder} is of an earlier adaptation and cannot be removed: {error.strerror or error}; remove it"
+        ) from error

@@ -151,7 +151,7 @@ def _in_folder(folder: Path) -> list[Path]:
     by_split = {}
     for file in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if file.is_file() and not hidden and file.name not in METADATA and _is_data(file):
+        if file.is_file() and not hidden and file.name not in METADATA and _is_data(file) and not _is_about_data(file):
             by_split.setdefault(_split_of(file.relative_to(folder)), []).append(file)
     if not by_split:
         raise UserError(
@@ -179,6 +179,12 @@ def _is_data(file: Path) -> bool:
     return (suffixes[-2:-1] if suffixes[-1:] and suffixes[-1] in COMPRESSED else suffixes[-1:]) in [
         [suffix] for suffix in SUFFIXES
     ]
+
+
+def _is_about_data(file: Path) -> bool:
+    """Whether it says how the file beside it was made, as `eyas data answer` writes answers.jsonl.json."""
+    made = file.with_suffix("")
+    return file.suffix == ".json" and _is_data(made) and made.is_file()
 
 
 def _split_of(file: Path) -> str:

@@ -8,7 +8,7 @@ running.
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +29,7 @@ def resumable_file(out: Path, arguments: Mapping[str, object], *, what: str) -> 
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             opened.enter_context(FileLock(out.with_name(f".{out.name}.lock"), timeout=0))
-            stream = opened.enter_context(out.open("a+b"))
+            stream = opened.enter_context(_closed_in_the_end(out.open("a+b"), what))
             stream.seek(0)
             lines = stream.read()
             lines = lines[: lines.rfind(b"\n") + 1]
@@ -49,9 +49,28 @@ def write_line(stream: IO[bytes], row: Mapping[str, object], what: str) -> None:
         stream.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
         stream.flush()
     except OSError as error:
-        raise UserError(
-            f"cannot write {what}: {error.strerror or error}; what was written before is kept, free space and run again"
-        ) from error
+        raise _cannot_write(what, error) from error
+
+
+@contextmanager
+def _closed_in_the_end(stream: IO[bytes], what: str) -> Iterator[IO[bytes]]:
+    """Close a stream. Where a line could not be written, closing tries that again, and its error is the same one."""
+    try:
+        yield stream
+    except BaseException:
+        with suppress(OSError):
+            stream.close()
+        raise
+    try:
+        stream.close()
+    except OSError as error:  # disks over a network may say only now that they are full
+        raise _cannot_write(what, error) from error
+
+
+def _cannot_write(what: str, error: OSError) -> UserError:
+    return UserError(
+        f"cannot write {what}: {error.strerror or error}; what was written before is kept, free space and run again"
+    )
 
 
 def _written_ids(lines: bytes, out: Path, what: str) -> set[int]:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from eyas.atomic import new_folder
+from eyas.checksum import sha256_of_all
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.eagle1 import BIAS_KEY
 from eyas.drafter.layer_json import QUANTIZATION_KEY
@@ -95,6 +96,12 @@ def find_folder(source: str) -> Path:
             f"{source} is no folder here and could not be fetched from the hub ({type(error).__name__}); "
             "check the name and the network, or give a folder"
         ) from error
+
+
+def fingerprint_drafter(source: str) -> str:
+    """Tells a drafter's weights from others: the SHA-256 of its files."""
+    folder = find_folder(source)
+    return sha256_of_all(sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")))
 
 
 def read_raw_config(folder: Path) -> Json:

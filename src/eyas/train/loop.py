@@ -3,7 +3,8 @@
 Several drafters may learn side by side from the same batches: the target runs once for all of them, and the comparison
 between them is fair. Packs are a function of seed and epoch, so a run that is taken up at step n sees what it would
 have seen; noise on states is a function of seed and pack (noise.py), and nothing random happens elsewhere. Where a run
-ends after so much time, the main process's clock counts for all, and the learning rate follows it.
+ends after so much time, the main process's clock counts for all, and the learning rate follows it: by when a step
+begins, as it is steps begun that it goes by otherwise.
 
 Shapes: S depths.
 """
@@ -169,7 +170,7 @@ def train(
         point = resume.ResumePoint(step=step, seconds=watch.seconds(), planned=config.length)
         return resume.save(checkpoints, states, point, same=config.same)
 
-    done, last = start, False
+    done, last, seconds = start, False, before
     with _first_step_watched() as first_step_done, ThreadPoolExecutor(1) as builder:
         steps = _prefetched(_steps(packs, config, ranks, start), builder, source)
         for step, planned, built in steps:
@@ -187,6 +188,8 @@ def train(
                 for state in states:
                     state.backward(batch, features, counts, pack=pack, last_among=last_among)
             norms = _gradient_norms(states, ranks)
+            # Of this step's time no step is counted yet: by time as by steps, a run stands where the last one left it.
+            share = config.schedule.share(*config.length.position(step, seconds))
             first = step == start
             if first:
                 first_step_seconds = watch.seconds() - before
@@ -196,7 +199,6 @@ def train(
             seconds = watch.seconds()
             if config.length.minutes is not None:
                 seconds = ranks.from_main(seconds, device)
-            share = config.schedule.share(*config.length.position(step, seconds))
             for state, norm in zip(states, norms, strict=True):
                 if not torch.isfinite(norm):
                     _stop_diverged(states, state, planned, source, checkpoints, step, save, ranks)

@@ -200,6 +200,9 @@ class DataSettings(_Table):
     """A file or folder of conversations to evaluate on; none: a share of `files` is set aside."""
     held_out_share: _ShareBelowOne = 0.01
     """Share of the documents that is set aside when there is no `held_out` file; 0: none."""
+    held_out_least: _CountOrZero = 0
+    """Conversations that are set aside at least, or half of all where these are too few, whatever share it is; of those
+    of `replay` too."""
     held_out_newest: bool = False
     """Set the last conversations of the files aside, which are the newest of a log, instead of any."""
     replay: Annotated[tuple[_Text, ...], _LIST] = ()

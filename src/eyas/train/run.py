@@ -118,6 +118,7 @@ def run(
     on_first_step: Callable[[], None] = lambda: None,
     resuming: bool = False,
     on_encoded: Callable[[EncodingProgress], None] | None = None,
+    on_data: Callable[[RunData], None] = lambda _: None,
     cache: Path | None = None,
     source_record: Callable[[], dict[str, Any]] = dict,
     clock: Callable[[], float] = time.perf_counter,
@@ -126,6 +127,7 @@ def run(
 
     `open_source` opens what computes states, where they are not in a cache yet, and `source_record` is what the record
     says of it; `cache` is where the target was found, if not in the user's. `clock` gives seconds of training.
+    `on_data` is told of the conversations before anything is made of them, and may refuse them.
     """
     started = time.time()
     folder = Path(recipe.output.folder)
@@ -134,6 +136,7 @@ def run(
     check_run(recipe, target.facts, processes=ranks.world, resuming=resuming)
     require_attention(recipe.data.pack_length, getattr(torch, precision_of(recipe, target)), target.device)
     data = read_data(recipe, target, on_encoded=on_encoded, cache=cache, ranks=ranks)
+    on_data(data)
     corpus, held_out, data_record = data.corpus, data.held_out, data.record
     packs = CorpusPacks(
         corpus=corpus,

@@ -87,7 +87,9 @@ def read_data(
     if data.held_out is not None:
         held_out, held_out_record = read([data.held_out], "held-out")
     elif data.held_out_share:
-        corpus, held_out = split(corpus, data.held_out_share, data.seed, newest=data.held_out_newest)
+        corpus, held_out = split(
+            corpus, data.held_out_share, data.seed, newest=data.held_out_newest, least=data.held_out_least
+        )
     if not len(teaching_rows(corpus.mask, corpus.positions)):
         raise UserError(
             f"the answers of {corpus.conversations} conversations have one token each, or none, and a draft is of the "
@@ -112,7 +114,7 @@ def read_data(
         _report_bad(replay_record)
     replay_held_out: Corpus | None = None
     if data.held_out_share and mixed_in.conversations > 1:
-        mixed_in, replay_held_out = split(mixed_in, data.held_out_share, data.seed)
+        mixed_in, replay_held_out = split(mixed_in, data.held_out_share, data.seed, least=data.held_out_least)
     logger.info(
         f"{data.replay_share:.0%} of the tokens of an epoch are of {mixed_in.conversations:,} conversations of "
         f"{', '.join(data.replay)}; {0 if replay_held_out is None else replay_held_out.conversations:,} held out"

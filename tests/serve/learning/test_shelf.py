@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from eyas.drafter.checkpoint import fingerprint_drafter
 from eyas.errors import UserError
-from eyas.serve.learning.shelf import KEPT, DrafterShelf, ServiceStory, fingerprint_drafter
+from eyas.serve.learning.shelf import KEPT, DrafterShelf, ServiceStory
 
 
 def made(folder: Path, text: str = "weights") -> Path:

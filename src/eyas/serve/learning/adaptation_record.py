@@ -5,7 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from eyas.serve.learning.shelf import RECORD, fingerprint_drafter, read_record
+from eyas.drafter.checkpoint import fingerprint_drafter
+from eyas.serve.learning.shelf import RECORD, read_record
 
 TRAFFIC = "traffic"
 

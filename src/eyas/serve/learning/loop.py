@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from eyas.drafter.checkpoint import fingerprint_drafter
 from eyas.errors import UserError
 from eyas.serve.drafter_swaps import DrafterChangedError, DrafterSwaps
 from eyas.serve.engine_client import EngineClient, EngineSnapshot
@@ -27,7 +28,7 @@ from eyas.serve.learning.attempt_schedule import AskedBy, AttemptSchedule
 from eyas.serve.learning.collector import AnswerCollector
 from eyas.serve.learning.learner import LEAST_ANSWERS, AttemptResult, Learner, LearnerSettings
 from eyas.serve.learning.round_tally import RoundLog, RoundTally
-from eyas.serve.learning.shelf import DrafterShelf, ServiceStory, fingerprint_drafter
+from eyas.serve.learning.shelf import DrafterShelf, ServiceStory
 from eyas.serve.learning.watch import LAST_LOOK, LengthEstimate, SwapWatch, lengths_of
 from eyas.serve.monitoring.drafter_changes import ChangeKind
 from eyas.serve.monitoring.metrics import ServerMetrics

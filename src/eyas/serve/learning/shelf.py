@@ -21,8 +21,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from eyas.atomic import new_file
-from eyas.checksum import sha256_of_all
-from eyas.drafter.checkpoint import find_folder
+from eyas.drafter.checkpoint import fingerprint_drafter
 from eyas.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -131,12 +130,6 @@ class DrafterShelf:
             found = [one for one in self.folder.iterdir() if _NAME.fullmatch(one.name) and one.is_dir()]
             return sorted(found, key=lambda one: int(one.name))
         return []
-
-
-def fingerprint_drafter(source: str) -> str:
-    """Tells a drafter's weights from others, as the record of an adaptation does: the SHA-256 of its files."""
-    folder = find_folder(source)
-    return sha256_of_all(sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")))
 
 
 def read_record(path: Path) -> dict[str, Any]:

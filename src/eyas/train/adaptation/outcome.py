@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from eyas.checksum import sha256_of_all
-from eyas.drafter.checkpoint import Checkpoint, find_folder, read_checkpoint
+from eyas.drafter.checkpoint import Checkpoint, read_checkpoint
 from eyas.train.adaptation.judge import AcceptanceChange
 
 TRAFFIC, REPLAY = "traffic", "replay"
@@ -35,7 +34,8 @@ def decide_adaptation(changes: Mapping[str, AcceptanceChange], max_loss: float =
         return AdaptationVerdict(
             kept=False,
             text=f"the old drafter stays: the new one is better, {found}, but forgets: {other.gain.value:+.1%} on "
-            f"{other.conversations} replayed ones ({interval_of(other.gain)}), and {-max_loss:.1%} is the limit",
+            f"{other.conversations} replayed ones ({interval_of(other.gain)}), and a loss of {max_loss:.1%} is "
+            "the limit",
         )
     elsewhere = "" if other is None else f"; {other.gain.value:+.1%} on replayed ones ({interval_of(other.gain)})"
     return AdaptationVerdict(kept=True, text=f"the new drafter is better: {found}{elsewhere}")
@@ -44,13 +44,6 @@ def decide_adaptation(changes: Mapping[str, AcceptanceChange], max_loss: float =
 def interval_of(estimate: Any) -> str:
     """An estimate's interval in words."""
     return f"{estimate.low:+.1%} to {estimate.high:+.1%}"
-
-
-def fingerprint_weights(source: str) -> str:
-    """Tells a drafter's weights from others: the SHA-256 of its files."""
-    folder = find_folder(source)
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    return sha256_of_all(files)
 
 
 def as_stored_like(trained: Path, start: str) -> Checkpoint:

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eyas.data.bad_records import BadRecords
 from eyas.drafter.config import DrafterConfig
 from eyas.errors import UserError
+from eyas.train.adaptation.enough import LEAST_HELD_OUT, require_answers, require_judgement
 from eyas.train.recipe import Recipe
 from eyas.train.recipe_file import read_recipe
 from eyas.train.toml import apply_override, parse_override
@@ -24,9 +26,6 @@ DEVICE_SHARE = 1.0
 DEPTHS = 7
 REPLAY_SHARE = 0.25
 HELD_OUT_SHARE = 0.1
-LEAST_HELD_OUT = 16
-"""Conversations that are held out at least: of fewer, the interval would say little."""
-LEAST_ANSWERED = 2 * LEAST_HELD_OUT
 LEAST_ON_CPU = 512
 """Tokens of a pack on a CPU, where a pack is a step and takes a second for some tens of tokens."""
 PACK_ELSEWHERE = 8192
@@ -58,28 +57,23 @@ class AdaptationSettings:
     """`table.key=value` over all of it."""
 
 
-def share_held_out(settings: AdaptationSettings, answered: int) -> float:
-    """The share of so many conversations that is set aside: what was asked for, and enough to judge by."""
-    if answered < LEAST_ANSWERED:
-        raise UserError(
-            f"there are {answered} conversations in {', '.join(settings.answers)}, and to adapt to them and to judge "
-            f"that takes {LEAST_ANSWERED} at least, better a thousand; collect more"
-        )
-    return max(settings.held_out_share, LEAST_HELD_OUT / answered)
-
-
 def adaptation_recipe(
     settings: AdaptationSettings,
     config: DrafterConfig,
     *,
     answered: int,
+    unanswered: int = 0,
+    bad: BadRecords | None = None,
+    bad_replay: BadRecords | None = None,
     context: int | None,
     on_cpu: bool,
     longest: int | None = None,
 ) -> Recipe:
     """The recipe for a drafter of this config, a target of this context, and so many conversations.
 
-    `longest` has as many tokens as any of them, if that is known: on a CPU, packs are then no longer than need be.
+    `bad` and `bad_replay` are records that cannot be read, which are refused where the recipe says that they are too
+    many. `longest` has as many tokens as any conversation, if that is known: on a CPU, packs are then no longer than
+    need be.
     """
     most = min(LONGEST_ON_CPU if on_cpu else LONGEST_ELSEWHERE, context or LONGEST_ELSEWHERE)
     if on_cpu and longest is not None:
@@ -88,7 +82,8 @@ def adaptation_recipe(
         "target": dict(settings.target),
         "data": {
             "files": list(settings.answers),
-            "held_out_share": share_held_out(settings, answered),
+            "held_out_share": settings.held_out_share,
+            "held_out_least": LEAST_HELD_OUT,
             "held_out_newest": True,
             "replay": list(settings.replay),
             "replay_share": settings.replay_share,
@@ -126,4 +121,9 @@ def adaptation_recipe(
             f"drafters.{next(iter(recipe.drafters))} is set, but one drafter is adapted at a time; leave it out, or "
             "print the recipe with --dry-run, add to it and run it with `eyas train`"
         )
+    bad = bad or BadRecords()
+    for found in (bad, bad_replay or BadRecords()):
+        found.require_few(recipe.data.max_bad_share, "--set data.max_bad_share")
+    require_answers(settings.answers, answered=answered, unanswered=unanswered, bad=bad)
+    require_judgement(recipe)
     return recipe

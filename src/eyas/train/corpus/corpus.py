@@ -113,10 +113,11 @@ def concatenate(corpora: Sequence[Corpus]) -> Corpus:
     )
 
 
-def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False) -> tuple[Corpus, Corpus]:
+def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False, least: int = 0) -> tuple[Corpus, Corpus]:
     """Set a random share of the conversations aside, or the last ones: what remains for training, and what is held out.
 
-    All documents of a conversation stay on one side: they repeat each other's text.
+    At least so many are, or half of all where these are too few. All documents of a conversation stay on one side: they
+    repeat each other's text.
     """
     if not 0 < share < 1:
         raise UserError(f"the held-out share {share} is not between 0 and 1; set data.held_out_share to 0.01, say")
@@ -128,7 +129,7 @@ def split(corpus: Corpus, share: float, seed: int, *, newest: bool = False) -> t
             f"{count} conversation cannot be split into training and held-out ones; "
             "give more conversations or a separate file as data.held_out"
         )
-    aside = min(max(1, round(share * count)), count - 1)
+    aside = min(max(1, round(share * count), min(least, count // 2)), count - 1)
     held = np.zeros(count, dtype=np.bool_)
     held[np.arange(count - aside, count) if newest else np.random.default_rng(seed).permutation(count)[:aside]] = True
     return corpus.take(np.flatnonzero(~held[place])), corpus.take(np.flatnonzero(held[place]))
