@@ -173,12 +173,14 @@ INLINE void mix_all(const int rows, const float *weight, const float *values, lo
     for (; c + WIDE * LANES <= V; c += WIDE * LANES)
         mix(rows, WIDE, weight, values + c, V, slot, count, mixed + c, stride);
     for (; c + LANES <= V; c += LANES) mix(rows, 1, weight, values + c, V, slot, count, mixed + c, stride);
-    for (; c < V; c++)
-        for (int r = 0; r < rows; r++) {
-            float sum = 0;
-            for (long j = 0; j < count; j++) sum += weight[r * CHUNK + j] * values[slot[j] * V + c];
-            mixed[r * stride + c] = sum;
-        }
+    /* Slot by slot: compilers may make of one sum over all slots products in vectors that are rounded before they are
+     * added, and of another one, of other lines, none. */
+    for (int r = 0; r < rows && c < V; r++) {
+        float *left = mixed + r * stride;
+        for (long i = c; i < V; i++) left[i] = 0;
+        for (long j = 0; j < count; j++)
+            for (long i = c; i < V; i++) left[i] += weight[r * CHUNK + j] * values[slot[j] * V + i];
+    }
 }
 
 INLINE void fetch(const float *x, long size) {
