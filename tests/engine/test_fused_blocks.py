@@ -15,7 +15,7 @@ from eyas.engine.runner.model_runner import ModelRunner
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.llama.packed_experts import pack_experts
-from kernels.test_recognise import plain
+from kernels.test_recognise import plain, sizes_of_panels
 from tiny import Letters
 
 NEW_TOKENS = 12
@@ -30,7 +30,7 @@ NEW_TOKENS = 12
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_answers_are_transformers_own(block: str, packed: bool) -> None:
-    target = replace(plain(block), tokenizer=Letters())
+    target = replace(plain(block, **(sizes_of_panels(block) if packed else {})), tokenizer=Letters())
     model: Any = target.model
     model.generation_config.eos_token_id = None
     if packed:
@@ -67,7 +67,7 @@ def test_drafts_do_not_change_what_experts_answer(block: str) -> None:
 @pytest.mark.parametrize("block", ["qwen3", "gemma2"])
 @pytest.mark.parametrize("keep", [None, [1, 4]])
 def test_logits_are_written_where_they_are_asked_for(block: str, packed: bool, keep: list[int] | None) -> None:
-    target = plain(block)
+    target = plain(block, **(sizes_of_panels(block) if packed else {}))
     if packed:
         pack_linears(target.model)
     runner = ModelRunner(target, KVCache(blocks=2, block_size=16))

@@ -11,7 +11,7 @@ from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.linear.packed_linear import load_kernel, pack_linears
 from eyas.kernels.llama.packed_experts import CompiledExperts, PackedExperts, pack_experts
-from kernels.test_recognise import WITH_EXPERTS, lean_of, plain, zeros
+from kernels.test_recognise import WITH_EXPERTS, lean_of, plain, sizes_of_panels, zeros
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason="there is no compiler")
@@ -35,7 +35,7 @@ def test_a_model_with_packed_experts_is_the_same_and_is_saved_as_it_was(block: s
 @pytest.mark.parametrize("block", WITH_EXPERTS)
 @torch.inference_mode()
 def test_a_token_is_the_same_to_the_last_bit_alone_and_among_others(block: str) -> None:
-    target = plain(block, hidden_size=64, head_dim=32)
+    target = plain(block, **sizes_of_panels(block))
     pack_linears(target.model)
     pack_experts(target.model)
     lean = lean_of(target)
