@@ -75,7 +75,7 @@ def plain(block: str = "llama", **changes: Any) -> Target:
 
 
 def sizes_of_panels(block: str) -> dict[str, int]:
-    """Sizes that fill panels and vectors of every processor: else linears cannot be joined, and ends round otherwise."""
+    """Sizes that fill panels and vectors of every processor: else linears cannot be joined and ends round otherwise."""
     return {"hidden_size": 64, "intermediate_size": 64} | ({} if block.startswith("phi3") else {"head_dim": 32})
 
 
