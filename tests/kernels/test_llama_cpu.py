@@ -94,7 +94,7 @@ def test_a_pass_is_the_same_to_the_last_bit(changes: dict[str, Any], aux_layer_i
     assert len(target.model.model.layers) == 4
     lean = lean_of(target)
     assert lean.layers is not None
-    assert_same_pass(target, lean, rtol=1e-3, atol=1e-3)  # of states whose RMS is 19
+    assert_same_pass(target, lean, rtol=0, atol=1e-3)  # states have an RMS of 19, and all err alike
     ours, theirs = passes_of(lean, aux_layer_ids), passes_of(replace(lean, layers=None), aux_layer_ids)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -348,7 +348,8 @@ class RoundLoop:
             if of_drafter:
                 seqs.append(seq)
                 numbers.append(number)
-                pieces.append(piece)
+                if of_trees:
+                    pieces.append(piece)
                 made.append(of_drafter)
                 drafted.append(min(offered, of_drafter))
                 accepted.append(min(taken, of_drafter) if by_suffix else taken)

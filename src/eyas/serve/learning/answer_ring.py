@@ -27,7 +27,7 @@ FILES = 16
 """As many share the bytes, so that a sixteenth goes at a time."""
 LEAST_BYTES = 2**20
 ATTEMPT = "adaptation"
-"""The folder within in which an adaptation has its copy of answers (`learner.py`)."""
+"""The folder inside it in which an adaptation has its copy of answers (`learner.py`)."""
 _NAME = re.compile(r"answers-(\d{8,})\.jsonl")
 _CHUNK = 2**16
 
