@@ -219,3 +219,17 @@ def test_kernels_of_few_tokens_that_fail_their_trial_are_left_out(
     assert chosen is not None
     assert (type(chosen).__name__, chosen.few_rows) == ("TritonLlama", 0)
     assert "without kernels of its own for few tokens" in caplog.text
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="only there kernels are chosen")
+def test_kernels_that_only_longer_passes_use_are_tried_as_well(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from eyas.kernels.llama import triton
+
+    gate = triton.gate
+    monkeypatch.setattr(triton, "gate", lambda both, activation, out: (gate(both, activation, out), out.mul_(1.5)))
+    with caplog.at_level("INFO"):
+        chosen = fused_target(target("llama", HALF, 9, 3, 16))
+    assert type(chosen).__name__ == "FusedLlama"
+    assert "without kernels of its own between its products" in caplog.text

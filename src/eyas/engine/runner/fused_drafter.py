@@ -71,18 +71,20 @@ def _by_kernels(drafter: Drafter) -> Drafts:
 
     try:
         fused = TritonDrafter(drafter)
-        few = fused.with_few_rows()
-        try:
-            if few is not None:
-                require_same(few, drafter)
-                return few
-        except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
-            logger.info(f"the drafter runs without kernels of its own for few tokens: {reason}")
         require_same(fused, drafter)
-    except Exception as reason:
+    except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
         logger.info(f"the drafter runs by its own code: {reason}")
         return drafter
-    return fused
+    few = fused.with_few_rows()
+    if few is None:
+        return fused
+    try:
+        # A trial of its own: a trial has few tokens, so it would not see kernels that only passes of more tokens use.
+        require_same(few, drafter)
+    except Exception as reason:
+        logger.info(f"the drafter runs without kernels of its own for few tokens: {reason}")
+        return fused
+    return few
 
 
 class _FusedDrafter:

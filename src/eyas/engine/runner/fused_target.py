@@ -38,18 +38,10 @@ def fused_target(target: Target) -> FusedLlama | None:
             from eyas.kernels.llama.triton import TritonLlama  # torch for CPUs comes without triton
 
             by_kernels = TritonLlama(**{part.name: getattr(fused, part.name) for part in fields(fused)})
-            for tried, without in (
-                (by_kernels.with_few_rows(), "for few tokens"),
-                (by_kernels, "between its products"),
-            ):
-                try:
-                    if tried is not None:
-                        require_same(tried, target)
-                        return tried
-                except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
-                    # Quantised weights gain nothing without them.
-                    level = logging.WARNING if by_kernels.phased else logging.INFO
-                    logger.log(level, f"{target.facts.source} runs without kernels of its own {without}: {reason}")
+            if _holds(by_kernels, target, "between its products"):
+                few = by_kernels.with_few_rows()
+                # A trial of its own: a trial has few tokens, so it would not see kernels that only longer passes use.
+                return few if few is not None and _holds(few, target, "for few tokens") else by_kernels
         if target.device.type == "cuda" and any(isinstance(block.mlp, Experts) for block in fused.blocks):
             raise NotLlamaError("its experts need kernels of ours on a GPU")  # by torch they wait for the device
         require_same(fused, target)
@@ -57,6 +49,18 @@ def fused_target(target: Target) -> FusedLlama | None:
         logger.info(f"{target.facts.source} runs by transformers' own code: {reason}")
         return None
     return fused
+
+
+def _holds(by_kernels: FusedLlama, target: Target, what: str) -> bool:
+    """Whether a pass by kernels computes what the target computes; why it does not is logged."""
+    try:
+        require_same(by_kernels, target)
+    except Exception as reason:  # kernels fail in many ways, and none is a reason not to serve
+        # Quantised weights gain nothing without them.
+        level = logging.WARNING if by_kernels.phased else logging.INFO
+        logger.log(level, f"{target.facts.source} runs without kernels of its own {what}: {reason}")
+        return False
+    return True
 
 
 def recognised(target: Target) -> FusedLlama:
