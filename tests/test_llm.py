@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from eyas import LLM, AsyncLLM, SamplingParams, UserError
+from eyas import LLM, AsyncLLM, SamplingParams, SuffixConfig, UserError
 
 pytestmark = pytest.mark.default
 
@@ -16,7 +16,7 @@ SHORT = SamplingParams(max_tokens=12)
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return LLM("smollm2", max_num_seqs=4, max_model_len=512)
+    return LLM("smollm2", max_num_seqs=4, max_model_len=512, suffix=SuffixConfig())
 
 
 def test_importing_the_package_imports_no_torch() -> None:
@@ -49,6 +49,17 @@ def test_drafts_never_change_an_answer(llm: LLM) -> None:
         deep = llm.chat(QUESTIONS, [SamplingParams(**{**vars(params), "depth": 4, "seed": 7 + i}) for i in range(2)])
         assert [output.tokens for output in plain] == [output.tokens for output in deep]
     assert llm.stats.accepted > 0
+
+
+def test_who_drafts_may_be_chosen(llm: LLM) -> None:
+    line = "The owl sleeps by day and hunts by night. "
+    prompt, params = 4 * line + line[:12], SamplingParams(max_tokens=20)
+    (plain,) = llm.generate(prompt, SamplingParams(**{**vars(params), "depth": 0}))
+    for method in ("eagle3", "suffix"):
+        (drafted,) = llm.generate(prompt, SamplingParams(**{**vars(params), "depth": 4, "speculation_method": method}))
+        assert drafted.tokens == plain.tokens
+        assert drafted.stats.drafted > 0
+        assert drafted.stats.suffix_drafted == (drafted.stats.drafted if method == "suffix" else 0)
 
 
 def test_prompts_may_be_text_or_tokens(llm: LLM) -> None:
@@ -101,6 +112,7 @@ def test_one_answer_with_params_for_each_prompt(llm: LLM) -> None:
         (lambda llm: SamplingParams(regex="a", choice=["b"]), "regex and choice"),
         (lambda llm: SamplingParams(max_tokens=0), "max_tokens is 0"),
         (lambda llm: SamplingParams(depth=-1), "depth is -1"),
+        (lambda llm: llm.chat("hello", SamplingParams(speculation_method="ngram")), "use auto, eagle3 or suffix"),
         (lambda llm: llm.chat("hello", SamplingParams(max_tokens=10_000)), "max_tokens 10000"),
         (lambda llm: llm.chat(QUESTIONS, [SHORT]), "2 prompts and 1 params"),
         (lambda llm: llm.chat("hello", SamplingParams(depth=30)), "max_depth"),

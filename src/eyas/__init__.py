@@ -11,12 +11,23 @@ if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.engine.config import EngineConfig
     from eyas.engine.output import RequestOutput
+    from eyas.engine.suffix.config import SuffixConfig
     from eyas.errors import UserError
     from eyas.llm import LLM, AsyncLLM
     from eyas.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Drafter", "EngineConfig", "RequestOutput", "SamplingParams", "UserError", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Drafter",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "SuffixConfig",
+    "UserError",
+    "__version__",
+]
 
 _HOME = {
     "LLM": "eyas.llm",
@@ -25,6 +36,7 @@ _HOME = {
     "EngineConfig": "eyas.engine.config",
     "RequestOutput": "eyas.engine.output",
     "SamplingParams": "eyas.sampling_params",
+    "SuffixConfig": "eyas.engine.suffix.config",
     "UserError": "eyas.errors",
 }
 

@@ -305,7 +305,7 @@ class _RequestMaker:
             seed=params.seed,
             logprobs=params.logprobs,
             prompt_logprobs=params.prompt_logprobs,
-            speculation=_speculation(self._depth if params.depth is None else params.depth),
+            speculation=_speculation(self._depth if params.depth is None else params.depth, params.speculation_method),
             grammar=self._grammar(params),
         )
 
@@ -358,10 +358,10 @@ def _load_engine(
     return Engine(loaded, model, config=config)
 
 
-def _speculation(depth: int | Literal["auto"]) -> Speculation:
+def _speculation(depth: int | Literal["auto"], method: Literal["auto", "eagle3", "suffix"]) -> Speculation:
     if depth == "auto":
-        return Speculation()
-    return Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
+        return Speculation(method=method)
+    return Speculation(mode="fixed", depth=depth, method=method) if depth else Speculation(mode="off", method=method)
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

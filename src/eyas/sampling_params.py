@@ -62,6 +62,8 @@ class SamplingParams:
     """The answer is derived by this grammar, in Lark's syntax or llama.cpp's GBNF."""
     depth: int | Literal["auto"] | None = None
     """Tokens to draft per verification: a number, 0 for none, auto for as deep as pays; None: as the LLM was told."""
+    speculation_method: Literal["auto", "eagle3", "suffix"] = "auto"
+    """Who drafts: whatever pays of what the LLM has, the drafter alone, or suffix drafts alone."""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) is not None]
