@@ -100,6 +100,24 @@ def test_a_learner_that_is_killed_costs_the_attempt_alone(
         asyncio.run(main())
 
 
+def test_an_adaptation_whose_drafter_an_operator_replaces_is_told_and_is_no_failure(
+    new_server: Any, target: Target, weak: str, good: str, tmp_path: Path
+) -> None:
+    with learning_server(new_server, target, weak, tmp_path / "kept", kept=ANSWERS) as server:
+        server.client.application.context.learning_loop._swaps.slot.allowed = [good]
+
+        async def main() -> None:
+            server.plan(sleep=60)
+            pid = await begin(server)
+            assert (await server.client.send("POST", "/v1/drafter", json={"model": good})).status == 200
+            status = await server.until(lambda status: status["last"] is not None)
+            wait_for_end(pid)
+            assert (status["last"]["outcome"], status["failures"]) == ("superseded", 0)
+            assert status["last"]["reason"] == "the drafter was changed by a request"
+
+        asyncio.run(main())
+
+
 @pytest.mark.parametrize("code", [1, 2, 130])
 def test_an_adaptation_that_fails_is_told_with_its_code_and_its_words_in_the_log_alone(
     new_server: Any, target: Target, good: str, tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture

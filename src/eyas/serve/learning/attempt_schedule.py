@@ -18,8 +18,8 @@ LEAST_BACKOFF = 1.0
 """Seconds that a failure counts for at least, whatever the interval is."""
 
 AskedBy = Literal["answers", "alarm"]
-SettledOutcome = Literal[AttemptOutcome, "refused"]
-"""refused: it would be better, and must not serve."""
+SettledOutcome = Literal[AttemptOutcome, "refused", "superseded"]
+"""refused: it would be better, and must not serve; superseded: the drafter that it began with was changed meanwhile."""
 
 
 class AttemptSchedule:
@@ -68,7 +68,7 @@ class AttemptSchedule:
         logger.warning(f"adaptation {self.attempts}: {outcome}: {reason}")
         if outcome in ("failed", "refused"):
             self.back_off()
-        else:
+        elif outcome != "superseded":  # which says nothing of what the next one will come to
             self.failures, self._not_before = 0, self.clock() + self._interval
 
     def back_off(self) -> None:

@@ -324,6 +324,8 @@ class LearningLoop:
     async def _follow_operator(self) -> None:
         """Somebody else has changed the drafter: what was under way was about another one."""
         logger.warning("the drafter was changed by a request; learning begins anew from it")
+        if self._learner.running or self._candidate is not None:
+            self._schedule.settle("superseded", "the drafter was changed by a request", self._candidate)
         await asyncio.to_thread(self._learner.stop)
         self._service, self._watch, self._candidate, self._condemned = None, None, None, None
         self._source = self._root_source = source = self._swaps.slot.source

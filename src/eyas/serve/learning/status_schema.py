@@ -21,7 +21,7 @@ LEARNER_SCHEMA: dict[str, Any] = {
             "properties": {
                 "attempt": {"type": "integer"},
                 "asked_by": {"enum": ["answers", "alarm"]},
-                "outcome": {"enum": ["better", "not_better", "failed", "refused"]},
+                "outcome": {"enum": ["better", "not_better", "failed", "refused", "superseded"]},
                 "reason": {"type": "string"},
                 "answers": {"type": "integer"},
                 "seconds": {"type": "number"},

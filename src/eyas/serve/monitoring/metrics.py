@@ -92,7 +92,7 @@ class ServerMetrics:
         )
         self.learn_attempts = Counter(
             "eyas_learn_attempts",
-            "Adaptations of the learner: better, not_better, failed, or refused though better.",
+            "Adaptations: better, not_better, failed, refused though better, superseded by a drafter asked for.",
             ["outcome"],
             registry=self.registry,
         )
