@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from eyas.engine.config import EngineConfig
+from eyas.engine.engine import Engine
 from eyas.engine.kv_cache.cache import KVCache
+from eyas.engine.request import Request
 from eyas.engine.runner.target import TargetRunner
 from eyas.errors import UserError
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
+from eyas.sampling import Sampling
 from eyas.target.capture import capture
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
@@ -30,6 +34,13 @@ MORE: dict[str, dict[str, Any]] = {
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 512},
 }
+SHARED_KV = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2, "pad_token_id": 0}
+EMBEDDED_BY_LAYER = {"vocab_size_per_layer_input": 80, "hidden_size_per_layer_input": 16, "sliding_window": 8}
+BY_LAYER: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {**SHARED_KV, **EMBEDDED_BY_LAYER, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
+    "gemma4_text": {**SHARED_KV, **EMBEDDED_BY_LAYER},
+}
+"""Widths of the MLP as a list, or other heads in layers that see everything."""
 
 
 @torch.no_grad()
@@ -248,7 +259,34 @@ def test_sinks_are_honoured() -> None:
 
 
 def test_attention_that_cannot_be_replaced_is_refused() -> None:
-    assert "the attention of BloomForCausalLM cannot be replaced" in refusal(built("bloom"))
+    assert "the attention of GPTJForCausalLM cannot be replaced" in refusal(built("gptj", rotary_dim=4))
+
+
+@pytest.mark.parametrize("family", ["bart", "bloom", "pegasus"])
+def test_targets_that_count_positions_by_themselves_are_refused(family: str) -> None:
+    heads = {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "is_encoder_decoder": False}
+    assert f"{family} ({family}) counts positions by itself" in refusal(built(family, **heads))
+
+
+def test_scales_by_positions_that_the_target_counts_itself_are_refused() -> None:
+    told_elsewhere = {"layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 0, 1, 0], "num_local_experts": 2}
+    target = built("llama4_text", intermediate_size_mlp=48, **told_elsewhere)
+    assert "(attn_temperature_tuning)" in refusal(target)
+    target.model.config.attn_temperature_tuning = False
+    TargetRunner(target, KVCache(blocks=4, block_size=4))
+
+
+@pytest.mark.parametrize("family", BY_LAYER)
+def test_targets_whose_layers_have_sizes_of_their_own_are_served(family: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}; a newer one runs it")
+    target, prompts = built(family, **BY_LAYER[family]), [tuple(range(1, 4)), tuple(range(40, 65))]
+    asked = {"sampling": Sampling(), "max_new_tokens": 9, "detokenize": False}
+    requests = [Request(prompt=prompt, **asked) for prompt in prompts]
+    answers = Engine(target, None, config=EngineConfig(max_num_seqs=2, max_model_len=64)).generate(requests)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=9, eos_token_id=None)
+        assert list(answer.tokens) == alone[0, len(prompt) :].tolist()
 
 
 def test_attention_that_is_not_told_of_the_pass_is_refused() -> None:

@@ -51,6 +51,31 @@ def test_a_token_is_the_same_to_the_last_bit_alone_and_among_others(block: str) 
         assert torch.equal(logits[0], together[at]), at
 
 
+def test_numbers_that_a_gate_reads_are_taken_over_under_any_name() -> None:
+    target = plain("mixtral")
+    model: Any = target.model
+    experts = model.model.layers[1].mlp.experts
+
+    class Clamping(type(experts)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.clamp(-self.swiglu_limit, self.swiglu_limit).chunk(2, dim=-1)
+            return self.act_fn(gate) * (up + self.more.sum())
+
+    experts.__class__, experts.swiglu_limit, experts.more = (
+        Clamping,
+        0.5,
+        torch.ones(2),
+    )  # which is no number: these stay
+    assert pack_experts(model) == len(model.model.layers) - 1
+    Clamping._apply_gate = lambda self, x: (
+        self.act_fn(x.chunk(2, -1)[0].clamp(max=self.swiglu_limit)) * x.chunk(2, -1)[1]
+    )
+    ids = torch.arange(40)[None]
+    before = model(ids).logits
+    assert pack_experts(model) == 1
+    torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=2e-4)
+
+
 def test_experts_that_compute_more_than_their_parts_tell_stay() -> None:
     target = plain("mixtral")
     model: Any = target.model

@@ -191,9 +191,9 @@ def _memory_of_share(share: float, device: torch.device, footprint: Footprint) -
 def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig, max_model_len: int) -> Footprint:
     """What a loaded pair takes: its weights and one token's keys and values as they are, the rest by formula."""
     trial = KVCache(blocks=1, block_size=options.block_size, dtype=options.kv_cache_type)
-    TargetRunner(target, trial)
+    calls = TargetRunner(target, trial).calls
     config, element = target.model.config.get_text_config(), target.dtype.itemsize
-    heads = getattr(config, "num_attention_heads", None) or 1
+    intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     room = options.room(target.device, max_model_len)
     hidden = len(options.hidden_state_layers or ()) * config.hidden_size
     states, drafter_token = hidden, 0
@@ -204,8 +204,8 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
     on_gpu = target.device.type == "cuda"
     working = working_bytes(
         hidden=config.hidden_size,
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        heads_width=heads * (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        intermediate=intermediate if isinstance(intermediate, int) else max(intermediate),  # some say it by layer
+        heads_width=max(call.heads * call.head_dim for call in calls),
         vocab_size=target.facts.vocab_size,
         states=states,
         room=room,

@@ -46,7 +46,10 @@ def attending_through(model: PreTrainedModel) -> Iterator[None]:
     """
     config = model.config
     if not model._can_set_attn_implementation():
-        raise UserError(f"the attention of {type(model).__name__} cannot be replaced; choose another target")
+        raise UserError(
+            f"the attention of {type(model).__name__} cannot be replaced, since its code does not go through "
+            "transformers' attention interface; choose another target"
+        )
     parts = {part: getattr(config, part) for part in config.sub_configs}
     before = {"": config._attn_implementation}
     before |= {part: found._attn_implementation for part, found in parts.items() if found is not None}

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -138,6 +139,11 @@ def _refuse_other_layers(target: Target) -> None:
     config, source = target.model.config.get_text_config(), target.facts.source
     if len({parameter.device for parameter in target.model.parameters()}) > 1:
         raise UserError(f"{source} lies on several devices; blocks need it on one")
+    if "position_ids" not in signature(target.model.forward).parameters:
+        raise UserError(
+            f"{source} ({target.facts.model_type}) counts positions by itself, and blocks need a target that is told "
+            "them; choose another target"
+        )
     kinds = getattr(config, "layer_types", None)
     if kinds is None and getattr(config, "attention_chunk_size", None) is not None:
         kinds = ["chunked_attention"]
@@ -145,6 +151,11 @@ def _refuse_other_layers(target: Target) -> None:
     if others:
         raise UserError(
             f"{source} has layers of type {', '.join(others)}; blocks serve full and sliding attention only"
+        )
+    if getattr(config, "attn_temperature_tuning", False) and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        raise UserError(
+            f"{source} scales attention by positions that it counts itself (attn_temperature_tuning), and blocks need "
+            "a target that is told them; choose another target"
         )
 
 
