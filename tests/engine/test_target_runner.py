@@ -21,6 +21,7 @@ from eyas.sampling import Sampling
 from eyas.target.capture import capture
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
+from eyas.target.packed import tells_layers
 from target.test_capture import EXTRA, FAMILIES
 
 CPU = torch.device("cpu")
@@ -289,8 +290,12 @@ def test_targets_whose_layers_have_sizes_of_their_own_are_served(family: str) ->
         assert list(answer.tokens) == alone[0, len(prompt) :].tolist()
 
 
-def test_attention_that_is_not_told_of_the_pass_is_refused() -> None:
-    assert "StableLmAttention does not hand its attention" in refusal(built("stablelm"))
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_layers_that_drop_what_the_caller_passes_attend_all_the_same(family: str) -> None:
+    target = built(family)
+    assert_serves(target)
+    assert not tells_layers(target)
+    assert tells_layers(built("llama"))
 
 
 def test_layers_that_attend_twice_are_refused() -> None:

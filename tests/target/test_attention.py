@@ -39,3 +39,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Tensor], me
     arguments: dict[str, Any] = {"attention_mask": None, "eyas_attend": lambda *_: x[0], **given}
     with pytest.raises(UserError, match=f"Linear attends with {message}"):
         attend_for_transformers(torch.nn.Linear(1, 1), x, x, x, **arguments)
+
+
+def test_a_layer_that_is_told_by_nobody_is_refused() -> None:
+    x = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(UserError, match="Linear does not hand its attention what the caller passed"):
+        attend_for_transformers(torch.nn.Linear(1, 1), x, x, x, None)

@@ -2,14 +2,16 @@
 
 The model runs unchanged; only where it would attend does it call the function registered here, which hands queries,
 keys and values to the callable that the caller passed to the model as `eyas_attend`: transformers hands unknown keyword
-arguments down to every layer. No masks are built for such a function, so who sees whom is the callable's business.
-What a model adds to causal attention and the callable could not know of is refused, never ignored.
+arguments down to every layer. For layers that drop them (StableLM, Nemotron) the engine also puts it into a context
+variable. No masks are built for such a function, so who sees whom is the callable's business. What a model adds to
+causal attention and the callable could not know of is refused, never ignored.
 
 Shapes: N tokens of a pass, H query heads, G key heads, K head dim.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -38,9 +40,22 @@ class AttendFor(Protocol):
         ...
 
 
+_ATTEND: ContextVar[AttendFor | None] = ContextVar("eyas_attend", default=None)
+
+
 @contextmanager
-def attending_through(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model attend through `eyas_attend`; everybody else finds it as it was.
+def attending_by(attend: AttendFor | None) -> Iterator[None]:
+    """Who attends meanwhile for layers that are not told."""
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+@contextmanager
+def attending_through(model: PreTrainedModel, attend: AttendFor | None = None) -> Iterator[None]:
+    """Let the model attend through `eyas_attend`, or by `attend` where layers drop that; then it is as it was.
 
     Every step does this, so it sets what `set_attn_implementation` sets without the checks that walk all modules.
     """
@@ -55,7 +70,8 @@ def attending_through(model: PreTrainedModel) -> Iterator[None]:
     before |= {part: found._attn_implementation for part, found in parts.items() if found is not None}
     try:
         config._attn_implementation = IMPLEMENTATION
-        yield
+        with attending_by(attend):
+            yield
     finally:
         config._attn_implementation = before
 
@@ -76,6 +92,8 @@ def attend_for_transformers(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: q [1, H, N, K] and new k, v [1, G, N, K] to [1, N, H, K]."""
+    if eyas_attend is None:
+        eyas_attend = _ATTEND.get()
     if eyas_attend is None:
         name = type(module).__name__
         raise UserError(f"{name} does not hand its attention what the caller passed; choose another target")

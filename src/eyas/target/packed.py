@@ -110,7 +110,7 @@ class PackedTarget:
 def runs_in_one_pass(target: Target) -> bool:
     """Whether flash attention takes this target's documents in one pass: half precision on a GPU, plain attention."""
     half = target.dtype in (torch.bfloat16, torch.float16)
-    return half and target.device.type == "cuda" and attends_plainly(target.model)
+    return half and target.device.type == "cuda" and attends_plainly(target.model) and tells_layers(target)
 
 
 def attends_plainly(model: PreTrainedModel) -> bool:
@@ -128,6 +128,22 @@ def attends_plainly(model: PreTrainedModel) -> bool:
         and not getattr(config, "num_kv_shared_layers", None)
         and not any(name.endswith(".sinks") for name, _ in model.named_parameters())
     )
+
+
+@torch.no_grad()
+def tells_layers(target: Target) -> bool:
+    """Whether layers hand on what a caller passes, since compiled ones are to find it nowhere else: one token tells."""
+
+    def nothing(_: nn.Module, q_NHK: Tensor, k_NGK: Tensor, v_NGK: Tensor, *more: object) -> Tensor:
+        return q_NHK.new_zeros(*q_NHK.shape[:2], v_NGK.shape[-1])
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
+    with attending_through(target.model):
+        try:
+            target.model(input_ids=token, use_cache=False, eyas_attend=nothing)
+        except UserError:
+            return False
+    return True
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import FusedLlama, NotLlamaError
 from eyas.kernels.llama.experts import Experts, Router, Routes
 from eyas.kernels.llama.recognise import recognise
-from eyas.target.attention import AttendFor
+from eyas.target.attention import AttendFor, attending_by
 from eyas.target.capture import capture, decoder_layers
 from eyas.target.model import Target
 
@@ -103,7 +103,8 @@ def _running_beside(
     hooks = []
 
     def run(number: int, copied: nn.Module, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        made = copied(*_in_float32(given), **_in_float32(named) | {"eyas_attend": attend})
+        with attending_by(attend):
+            made = copied(*_in_float32(given), **_in_float32(named) | {"eyas_attend": attend})
         states[number] = (made[0] if isinstance(made, tuple) else made)[0]
 
     try:

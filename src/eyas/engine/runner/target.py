@@ -75,7 +75,7 @@ class TargetRunner:
 
     def _run(self, ids_N: Tensor, metadata: AttentionMetadata, keep_M: Tensor | None, attend: AttendFor) -> Tensor:
         model = self._target.model
-        with attending_through(model):
+        with attending_through(model, attend):
             logits_BMV: Tensor = model(
                 input_ids=ids_N[None],
                 position_ids=metadata.position_N[None],
