@@ -59,21 +59,27 @@ def test_numbers_that_a_gate_reads_are_taken_over_under_any_name() -> None:
     class Clamping(type(experts)):  # type: ignore[misc]
         def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
             gate, up = gate_up.clamp(-self.swiglu_limit, self.swiglu_limit).chunk(2, dim=-1)
-            return self.act_fn(gate) * (up + self.more.sum())
+            return self.act_fn(gate) * up
 
-    experts.__class__, experts.swiglu_limit, experts.more = (
-        Clamping,
-        0.5,
-        torch.ones(2),
-    )  # which is no number: these stay
-    assert pack_experts(model) == len(model.model.layers) - 1
-    Clamping._apply_gate = lambda self, x: (
-        self.act_fn(x.chunk(2, -1)[0].clamp(max=self.swiglu_limit)) * x.chunk(2, -1)[1]
-    )
+    experts.__class__, experts.swiglu_limit = Clamping, 0.5
     ids = torch.arange(40)[None]
     before = model(ids).logits
-    assert pack_experts(model) == 1
+    assert pack_experts(model) == len(model.model.layers)
     torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=2e-4)
+
+
+def test_experts_whose_gate_reads_more_than_numbers_stay() -> None:
+    model: Any = plain("mixtral").model
+    experts = model.model.layers[1].mlp.experts
+
+    class Shifted(type(experts)):  # type: ignore[misc]
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate) * (up + self.shift)
+
+    experts.__class__, experts.shift = Shifted, torch.ones(1)
+    assert pack_experts(model) == len(model.model.layers) - 1
+    assert model.model.layers[1].mlp.experts is experts
 
 
 def test_experts_that_compute_more_than_their_parts_tell_stay() -> None:
