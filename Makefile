@@ -143,6 +143,8 @@ drafters: $(READY)
 	$(BIN)/eyas data answer prompts.jsonl --out answers-sampled.jsonl $(ANSWER) --temperature 0.8 --seed 1
 	$(BIN)/eyas data answer held-out.jsonl --out answers-held-out.jsonl $(ANSWER) --temperature 0
 	$(BIN)/eyas train recipes/smollm2/drafters.toml
+	DRAFTER=runs/smollm2/eagle31 EXCLUDE="$(EXCLUDE)" PYTHON=$(BIN)/python \
+		recipes/smollm2/own-prompts.sh prompts.jsonl held-out.jsonl runs/own-prompts
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Trains the shipped drafter on with answers of temperature 0 and 1, and judges it beside the shipped one. What is done
-# is not done again: a second call goes on.
+# Trains DRAFTER (default: the shipped one) on with answers of temperature 0 and 1, and judges it beside what it was. What
+# is done is not done again: a second call goes on.
 #
 #     recipes/smollm2/own-prompts.sh PROMPTS HELD_OUT FOLDER [options of eyas train, such as --set train.minutes=3]
 #
 # The target is asked OWN times for a prompt of its own and answers each at both temperatures. Of PROMPTS the first half of
 # LIMIT lines is answered at temperature 0, the second at 1. Prompts of HELD_OUT are for judging; prompts of the target's
-# own that are like those in EXCLUDE (a file or folder) are left out. Up to four processes answer at a time, since one
+# own that are like those in EXCLUDE (files or folders) are left out. Up to four processes answer at a time, since one
 # does not fill a large GPU.
 set -eu
 prompts=$1 held_out=$2 folder=$3
@@ -14,7 +14,11 @@ shift 3
 root=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-python3}
 own=${OWN:-36000} limit=${LIMIT:-44000} device=${DEVICE:-cuda} max_tokens=${MAX_TOKENS:-400}
-recipe=$root/recipes/smollm2/own-prompts.toml
+drafter=${DRAFTER:-smollm2-eagle3.1} recipe=$root/recipes/smollm2/own-prompts.toml
+evaluated=
+for file in ${EXCLUDE:-}; do
+    evaluated="$evaluated --eval $file"
+done
 PYTHONPATH=$root/src${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 
@@ -27,7 +31,7 @@ answer() {  # PROMPTS OUT TEMPERATURE SEED
 }
 say_prompts() {
     [ -e "$folder/own.jsonl.done" ] && return
-    eyas data prompts "$own" --out "$folder/own.jsonl" --max-tokens 256 --device "$device" ${EXCLUDE:+--eval "$EXCLUDE"}
+    eyas data prompts "$own" --out "$folder/own.jsonl" --max-tokens 256 --device "$device" $evaluated
     touch "$folder/own.jsonl.done"
 }
 all_done() {
@@ -68,12 +72,13 @@ if [ ! -e "$run/trained" ]; then
         files="$files${files:+, }\"$folder/$made.jsonl\""
     done
     eyas train "$recipe" $resume --set target.device="$device" --set output.folder="\"$run\"" \
-        --set data.files="[$files]" --set data.held_out="\"$folder/held-out-0.jsonl\"" "$@"
+        --set drafter.init_from="\"$drafter\"" --set data.files="[$files]" \
+        --set data.held_out="\"$folder/held-out-0.jsonl\"" "$@"
     touch "$run/trained"
 fi
 trained=$(now)
 echo "training: $((trained - answered)) s"
 "$python" "$root/benchmarks/variants.py" "$run" --greedy "$folder/held-out-0.jsonl" \
-    --sampled "$folder/held-out-1.jsonl" --also smollm2-eagle3.1 --device "$device" \
+    --sampled "$folder/held-out-1.jsonl" --also "$drafter" --device "$device" \
     --seconds "${STEP_SECONDS:-0.3}" --rounds "${STEP_ROUNDS:-3}"
 echo "judging: $(($(now) - trained)) s"

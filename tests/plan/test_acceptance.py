@@ -15,7 +15,7 @@ def test_shares_by_position_are_kept() -> None:
     assert usual_profile().length(3) == pytest.approx(2.605)
 
 
-@pytest.mark.parametrize(("length", "depth"), [(2.7, 3), (1.01, 1), (4.0, 3), (3.45, 7)])
+@pytest.mark.parametrize(("length", "depth"), [(2.7, 3), (1.01, 1), (4.0, 3), (3.54, 7)])
 def test_a_length_comes_true_at_its_depth(length: float, depth: int) -> None:
     profile = read_length(f"{length}@{depth}")
     assert profile.length(depth) == pytest.approx(length)
@@ -24,7 +24,7 @@ def test_a_length_comes_true_at_its_depth(length: float, depth: int) -> None:
 
 def test_the_shipped_drafter_has_its_measured_lengths() -> None:
     profile = SHIPPED["smollm2-eagle3.1"]
-    assert [profile.length(depth) for depth in (3, 5, 7)] == pytest.approx([2.67, 3.16, 3.45])
+    assert [profile.length(depth) for depth in (3, 5, 7)] == pytest.approx([2.71, 3.23, 3.54])
     lengths = [profile.length(depth) for depth in range(1, 17)]
     assert lengths == sorted(lengths)
     assert 1.68 < lengths[0] < 1.80, "short rounds leave more of easy stretches to the next one"

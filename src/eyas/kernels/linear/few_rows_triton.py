@@ -33,8 +33,10 @@ MOST_ROWS = 4
 """Rows up to which these kernels are ahead of a general product."""
 MOST_SMALL_ROWS = 32
 """The same where weights are small."""
-FUSED_ROWS = 4
+FUSED_ROWS = 2
 """Rows up to which every program norms them again; for more, norms have a kernel of their own."""
+WHOLE_ROWS = 4
+"""Rows up to which a small product has a kernel for each number of them; more go in eights."""
 SMALL_BYTES = 8 << 20
 """Weights up to which a product is a matter of latency, not of bandwidth."""
 FEW_OUTPUTS = 4224
@@ -337,7 +339,7 @@ def _launch(
         *(weight_ED if bias_E is None else bias_E, x_ND if x_out_ND is None else x_out_ND),
         *(x_ND if kept_ND is None else kept_ND, out_NE, 0 if kept_ND is None else kept_ND.stride(0)),
         *(rows, 0.0 if norm is None else norm.eps),
-        ROWS=rows if rows <= FUSED_ROWS else 0,
+        ROWS=rows if rows <= WHOLE_ROWS else 0,
         SIZE=size,
         OUTPUTS=outputs,
         ROWS_PADDED=padded,
@@ -394,7 +396,7 @@ def tiling_for(rows: int, size: int, outputs: int, *, small: bool, norms: bool, 
     so many weights under way that memory is busy, and about as many programs as processors hold at a time.
     """
     whole = triton.next_power_of_2(size)
-    if small and rows > FUSED_ROWS:
+    if small and rows > WHOLE_ROWS:
         # Rows in eights, whose sums are short enough for many programs at once; weights are read again from the cache.
         inputs = min(64 if gates else 128, max(16, whole))
         return Tiling(outputs=32 if gates and rows > 8 else 16, inputs=inputs, warps=4, stages=5, dot=True, rows=8)

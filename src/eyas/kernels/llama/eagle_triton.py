@@ -30,7 +30,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.dependent_launch_triton import begin_dependent, dependent_launch
 from eyas.kernels.elementwise import Activation, FusedNorm
 from eyas.kernels.elementwise_triton import weighted
-from eyas.kernels.linear.few_rows_triton import FUSED_ROWS, few_linear, most_rows_of_all, norm_gate_up
+from eyas.kernels.linear.few_rows_triton import few_linear, fuses_norm, most_rows_of_all, norm_gate_up
 from eyas.kernels.llama.block import PhasedProduct, PlainProduct, Product
 from eyas.kernels.llama.block_triton import add_norm, gate, rotate
 from eyas.kernels.llama.cpu import LlamaSizes
@@ -209,7 +209,7 @@ class TritonEagle:
         tokens, more_ND = len(mixed_NE), self._product(self.output, mixed_NE)
         if tokens <= self.few_rows:
             gates = *plain_weights(self.gate_up), Activation.SILU
-            if tokens <= FUSED_ROWS:
+            if fuses_norm(*x_ND.shape):
                 before_ND, x_ND = x_ND, torch.empty_like(x_ND)
                 gated_NI = norm_gate_up(before_ND, more_ND, self.mlp_norm, *gates, x_out_ND=x_ND)
             else:
