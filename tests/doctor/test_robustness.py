@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ from eyas.target.template_override import apply_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from eyas.kernels.linear.quantised_linear import Bits
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
 ASKED = {
@@ -118,6 +121,18 @@ def test_rounded_weights_are_read_anew_and_so_are_the_true_ones_behind_them(
     assert not torch.allclose(found.aux_TX[:10], before[asked[0].key][:10], rtol=1e-3, atol=1e-3)
     after = states(shared)
     assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_target_in_half_precision_is_rounded_too(target: Target, bits: Bits) -> None:
+    """Compiled products are in float32: the model's own code hands them what they read, and a fused pass would not."""
+    half = replace(target, model=deepcopy(target.model).bfloat16())
+    asked, how = [Asked(key=0, ids=tuple(range(2, 12)))], conditions().answering()
+    (before,) = Transcriber(half, tiny.AUX_IDS).answer(asked, how)
+    with quantised(half, bits):
+        (rounded,) = Transcriber(half, tiny.AUX_IDS).answer(asked, how)
+    apart = (rounded.aux_TX[:10] - before.aux_TX[:10]).float().norm() / before.aux_TX[:10].float().norm()
+    assert 0 < apart < 0.3
 
 
 def test_nothing_begins_when_no_time_is_left(target: Target, subject: Subject, base: list[Transcript]) -> None:

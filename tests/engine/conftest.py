@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,12 +14,37 @@ from real_prompts import read_prompts, spread
 from tiny import language
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
 
     from eyas.drafter.model import Drafter
+    from eyas.kernels.llama.block import FusedLlama
     from eyas.target.model import Target
 
     RealPrompts = Callable[[int, int], list[list[int]]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tried_once() -> Iterator[None]:
+    """A fused pass of a model is tried for its first engine and not for the thousands that tests make: a seventh of the
+    time. A pass of other settings is another, and one that was refused is tried again.
+    """
+    from eyas.engine.runner import fused_target
+
+    passed: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
+    require_same = fused_target.require_same
+
+    def once(fused: FusedLlama, target: Target) -> None:
+        tried = passed.setdefault(target.model, set())
+        kind = type(fused), fused.dtype, fused.quantised, fused.phased, fused.rounds_rows, fused.few_rows
+        if kind not in tried:
+            require_same(fused, target)
+            tried.add(kind)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_target, "require_same", once)
+        yield
 
 
 @pytest.fixture(scope="session")

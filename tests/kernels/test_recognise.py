@@ -19,6 +19,7 @@ from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
 from eyas.kernels.elementwise import Activation
 from eyas.kernels.linear.packed_linear import pack_linears
+from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised, quantise
 from eyas.kernels.linear.w8a8_linear import W8A8Linear, rows_kept
 from eyas.kernels.llama import trial
 from eyas.kernels.llama.block import FusedLlama, GatedMlp, KVLayers, NotLlamaError, Product, join
@@ -476,6 +477,20 @@ def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str)
     wrong = Wrong(**{part.name: getattr(lean, part.name) for part in fields(lean)})
     with pytest.raises(NotLlamaError, match="all layers gave other states"):
         require_same(wrong, target)
+
+
+def test_compiled_products_among_weights_of_half_precision_are_a_reason_against(reason_against: ReasonAgainst) -> None:
+    """They read and write float32, and a pass in half precision would have them write past its memory."""
+    kernel, words = load_quantised()
+    if kernel is None:
+        pytest.skip(words)
+    target = plain()
+    model: Any = target.model.bfloat16()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = QuantisedLinear.of(kernel, quantise(layer.mlp.down_proj.weight, 8))
+    assert "read and write float32" in reason_against(target)
+    with pytest.raises(TypeError, match=r"not torch\.bfloat16"):
+        model.model.layers[0].mlp.down_proj.product(torch.zeros(1, 1, dtype=torch.bfloat16))
 
 
 def test_linears_that_are_not_alike_are_not_joined() -> None:

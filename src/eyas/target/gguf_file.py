@@ -28,6 +28,8 @@ _STRING, _ARRAY = 8, 9
 # Scalar value types of the format by number, as struct letters.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
+_LENGTH = struct.Struct("<Q")
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Stored:
@@ -59,7 +61,21 @@ class _Cursor:
         return int(self.scalars(letter, 1)[0])
 
     def string(self) -> str:
-        return self.bytes(self.number("Q")).decode("utf-8")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """So many in a row. A vocabulary has a hundred thousand, so nothing is called for each that need not be."""
+        data, position, size = self._data, self.position, len(self._data)
+        found = []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(data, position)
+            position += _LENGTH.size
+            if length > size - position:
+                raise _DamagedError(f"{length} bytes wanted at {position} of {size}")
+            found.append(data[position : position + length].decode("utf-8"))
+            position += length
+        self.position = position
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -67,7 +83,7 @@ class _Cursor:
         if kind == _ARRAY:
             inner, count = self.number("I"), self.number("Q")
             if inner == _STRING:
-                return [self.string() for _ in range(count)]
+                return self.strings(count)
             return self.scalars(_scalar(inner), count)
         return self.scalars(_scalar(kind), 1)[0]
 

@@ -69,6 +69,8 @@ class LinearKernel:
         """As torch's linear; x, bias and `out` are float32 on the processor, and all lie densely but for x."""
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], layer.out_features)) if out is None else out
+        if x.dtype != torch.float32 or y.dtype != torch.float32:  # anything else would be read and written past its end
+            raise TypeError(f"compiled products read and write float32, not {x.dtype} and {y.dtype}")
         self.library.packed_linear(
             x.data_ptr(),
             x.numel() // layer.in_features,

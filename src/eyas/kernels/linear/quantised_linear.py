@@ -174,6 +174,8 @@ class QuantisedKernel:
         """As torch's linear; x and `out` are float32 on the processor, and lie densely but for x."""
         x = x.contiguous()
         y = x.new_empty((*x.shape[:-1], layer.out_features)) if out is None else out
+        if x.dtype != torch.float32 or y.dtype != torch.float32:  # anything else would be read and written past its end
+            raise TypeError(f"compiled products read and write float32, not {x.dtype} and {y.dtype}")
         rows = x.numel() // layer.in_features
         workspace = torch.empty(rows * self.workspace_bytes(layer.in_features), dtype=torch.uint8)
         self.library.quantised_linear(

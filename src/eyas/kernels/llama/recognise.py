@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from eyas.kernels.attention.backend import AttentionCall
 from eyas.kernels.elementwise import Activation, FusedNorm
-from eyas.kernels.linear.packed_linear import LinearKernel, pack
-from eyas.kernels.linear.quantised_linear import QuantisedEmbedding
+from eyas.kernels.linear.packed_linear import LinearKernel, PackedLinear, pack
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.llama.block import (
     DecoderLayer,
     FusedLlama,
@@ -62,6 +62,9 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
             raise NotLlamaError(f"its weights are of several {what}: {', '.join(sorted(map(str, found)))}")
     if weights[0].dtype not in DTYPES:
         raise NotLlamaError(f"its weights are {weights[0].dtype}")
+    compiled = any(isinstance(module, PackedLinear | QuantisedLinear) for module in model.modules())
+    if compiled and weights[0].dtype != torch.float32:
+        raise NotLlamaError(f"its products read and write float32, and its other weights are {weights[0].dtype}")
     _expect(model, "model", "lm_head")
     decoder = model.model
     _expect(decoder, "embed_tokens", "layers", "norm", "rotary_emb")
