@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     RealPrompts = Callable[[int, int], list[list[int]]]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def tried_once() -> Iterator[None]:
-    """A fused pass of a model is tried for its first engine and not for the thousands that tests make: a seventh of the
+    """A fused pass of a model is tried for its first engine and not for the thousands that tests make: an eighth of the
     time. A pass of other settings is another, and one that was refused is tried again.
     """
     from eyas.engine.runner import fused_target
