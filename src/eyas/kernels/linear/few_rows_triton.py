@@ -36,7 +36,7 @@ MOST_SMALL_ROWS = 32
 FUSED_ROWS = 2
 """Rows up to which every program norms them again; for more, norms have a kernel of their own."""
 WHOLE_ROWS = 4
-"""Rows up to which a small product has a kernel for each number of them; more go in eights."""
+"""Rows up to which each number of them has a kernel of its own; more rows of a small product go in eights."""
 SMALL_BYTES = 8 << 20
 """Weights up to which a product is a matter of latency, not of bandwidth."""
 FEW_OUTPUTS = 4224
