@@ -14,15 +14,30 @@ DRAFTER ?= smollm2-eagle3.1
 GIVEN ?=
 EXCLUDE ?=
 
-.PHONY: demo test lint parity vllm-engine lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead vllm-front \
+.PHONY: demo test test-all test-slow mutations lint parity vllm-engine lossless gpu browser train-speed engine-speed gpu-speed long-context zero-tax arrivals spec-bench soak attack http-overhead vllm-front \
 	drafters clean
 
 demo: $(READY)
 	$(BIN)/eyas demo
 
 # One process for each core, four at most since each loads the target, on one thread each: more would only wait.
+# Bytecode is kept, whatever the environment says: tests start in half the time.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# The fast tier. `make test-all` adds the slow one: statistics, many prompts, whole runs, processes.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
+
+test-all: lint
+	$(PYTEST) -m ""
+
+# The slow tier alone until UNTIL (seconds since 1970), what the last change touches first: .ci/run.
+test-slow: $(READY)
+	$(PYTEST) --no-loadscope-reorder -m slow --until $(UNTIL)
+
+# Faults planted one by one into a copy of the tree: fails if `make test` would miss one.
+mutations: $(READY)
+	$(BIN)/python tests/mutations.py
 
 lint: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks recipes

@@ -50,6 +50,8 @@ from eyas.target.quantise import ON_THE_FLY
 from eyas.train.journal import versions
 
 Json = dict[str, Any]
+TOSSED_FOR_AUTO = 3
+"""Where the policy chooses the depth, the coin gives the mean acceptance length at this one."""
 
 
 def main() -> None:
@@ -57,7 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--users", type=int, action="append", help="default 1, 4, 16, 64, 256, 512")
-    parser.add_argument("--depth", type=int, action="append", help="0 decodes plainly; default 0 and 3")
+    parser.add_argument(
+        "--depth", type=int, action="append", help="0 decodes plainly, -1 leaves it to the policy; default 0 and 3"
+    )
     parser.add_argument(
         "--tree", help="DEPTHxWIDTHxBUDGET: ours grows such trees where it drafts; first candidates are tossed"
     )
@@ -176,7 +180,9 @@ class Benchmark:
                 others.append(vllm.answer(prompts, users=users, max_tokens=arguments.new))
         context = arguments.prompt + arguments.new / 2
         kept = read_kv_cache_dtype(arguments.kv_cache_dtype)
-        read = step_bytes(self.target, self.drafter, users=users, context=context, depth=depth, kv_cache_dtype=kept)
+        read = step_bytes(
+            self.target, self.drafter, users=users, context=context, depth=max(0, depth), kv_cache_dtype=kept
+        )
         floor = read / self.bandwidth
         row = row_of(users, depth, runs, others, 1000 * floor) | ours.parts()
         self.rows.append(row)
@@ -235,9 +241,15 @@ class OurEngine:
             kv_cache_dtype=arguments.kv_cache_dtype,
             tree=read_tree(arguments.tree, "random") if depth else None,
         )
-        self.engine = TossedEngine(target, drafter, config=options, length=arguments.length, depth=depth)
-        self.engine.proposer.rehearse()  # as `eyas serve` does: the first look for drift takes much longer than others
-        self._speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(mode="off")
+        auto = depth < 0
+        self.engine = TossedEngine(
+            target, drafter, config=options, length=arguments.length, depth=TOSSED_FOR_AUTO if auto else depth
+        )
+        if auto:
+            self.engine.capture_graphs()
+        self.engine.proposer.warm_up()  # as `eyas serve` does: the first look for drift takes much longer than others
+        fixed = Speculation(mode="fixed", depth=depth) if depth > 0 else Speculation(mode="off")
+        self._speculation = Speculation() if auto else fixed
         self._sampling, self._new = Sampling(temperature=arguments.temperature), arguments.new
         self._before = (0, 0)
 
@@ -272,8 +284,7 @@ class OurEngine:
 
     def begin(self) -> None:
         """Count from now."""
-        if self.engine.capture is not None:
-            self.engine.capture.events.clear()
+        self.engine.capture.events.clear()
         self._before = (self.engine.stats.accepted, self.engine.stats.drafts)
 
     def parts(self) -> Json:
@@ -282,9 +293,9 @@ class OurEngine:
         drafts = engine.stats.drafts - self._before[1]
         return {
             "acceptance_length": 1 + (engine.stats.accepted - self._before[0]) / max(1, drafts),
-            "graphs": 0 if capture is None else len(capture),
-            "graph_mebibytes": 0 if capture is None else capture.bytes >> 20,
-            "device_ms": {} if capture is None else {kind: capture.milliseconds(kind) for kind in list(capture.events)},
+            "graphs": len(capture),
+            "graph_mebibytes": capture.bytes >> 20,
+            "device_ms": {kind: capture.milliseconds(kind) for kind in list(capture.events)},
         }
 
 

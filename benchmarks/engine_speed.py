@@ -38,7 +38,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.evaluate.evaluate import looping

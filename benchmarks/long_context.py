@@ -232,7 +232,7 @@ class LongEngine:
         self.engine = TossedEngine(
             target, drafter, config=options, length=arguments.length, depth=max(1, arguments.depth)
         )
-        self.engine.proposer.rehearse()  # as `eyas serve` does: the first look for drift takes longer than others
+        self.engine.proposer.warm_up()  # as `eyas serve` does: the first look for drift takes longer than others
         self._prompts: list[tuple[int, ...]] = []
 
     def read(self, users: int) -> float:
@@ -258,8 +258,7 @@ class LongEngine:
         missed = engine.block_manager.lookups - asked - (engine.block_manager.hits - found)
         for _ in range(WARM_UPS):
             self._step(begun)
-        if engine.capture is not None:
-            engine.capture.events.clear()
+        engine.capture.events.clear()
         accepted, drafts, gaps = stats.accepted, stats.drafts, list[float]()
         before, last = sum(begun.values()), time.perf_counter()
         for _ in range(self._steps):
@@ -276,9 +275,9 @@ class LongEngine:
             "answered": (sum(begun.values()) + before) / users,
             "missed_blocks": missed,
             "acceptance_length": 1 + (stats.accepted - accepted) / max(1, made),
-            "device_ms": {} if capture is None else {kind: capture.milliseconds(kind) for kind in list(capture.events)},
-            "graphs": 0 if capture is None else len(capture),
-            "graph_mebibytes": 0 if capture is None else capture.bytes >> 20,
+            "device_ms": {kind: capture.milliseconds(kind) for kind in list(capture.events)},
+            "graphs": len(capture),
+            "graph_mebibytes": capture.bytes >> 20,
         }
         for key in begun:
             engine.cancel(key)

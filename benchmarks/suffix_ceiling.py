@@ -26,24 +26,27 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from engine_speed import OFF, read_drafter, read_prompts, requests_of
 
-import eyas.engine.host_loop as steps
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.request import Speculation
-from eyas.engine.speculation.draft import Draft
-from eyas.engine.verify import VerifyResult, verify
+from eyas.engine.proposer import DraftPlan, NoProposer
+from eyas.engine.request import SequenceState, Speculation
+from eyas.engine.runner.device_queue import ImmediateQueue
+from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.engine.runner.round import Round
+from eyas.engine.runner.round_device import RoundDevice
 from eyas.evaluate.evaluate import looping
 from eyas.kernels.suffix_index import SuffixIndex, SuffixLimits
 from eyas.loading import load_target
 
 DEPTH, LONGEST, MOST_TOKENS, REPEATS = 7, 24, 32, 7
 """Depth of the drafter, the longest match of the text, tokens of the largest pass, and how often each is timed."""
+TIMED = REPEATS * MOST_TOKENS + 2 * MOST_TOKENS
+"""Tokens of an answer in which all of them are."""
 KINDS = ("any", "suffix", "drafter", "both", "behind")
 Move = tuple[int, float]
 """Tokens that a step gives, and its seconds."""
@@ -89,8 +92,15 @@ def main() -> None:
     torch.set_num_threads(1)
     target = load_target(arguments.target, dtype="auto", device="cpu", quantization=arguments.quantization)
     prompts = read_prompts(arguments.prompts, target, arguments.limit, arguments.category)
-    config = EngineConfig(max_num_seqs=1, max_model_len=max(map(len, prompts)) + arguments.max_tokens)
-    engine = Engine(target, read_drafter(arguments.drafter, target), config=config, clock=time.thread_time)
+    longest = max(map(len, prompts)) + max(arguments.max_tokens, TIMED)
+    config = EngineConfig(max_num_seqs=1, max_model_len=longest, max_depth=MOST_TOKENS - 1, drift_share=0.0)
+    engine = Engine(
+        target,
+        read_drafter(arguments.drafter, target),
+        config=config,
+        clock=time.thread_time,
+        device=refusing_device(target.device),
+    )
     answers, drafting = replay(engine, prompts, arguments.max_tokens)
     times = given or time_passes(engine, max(prompts, key=len), drafting)
     print("ms of a pass by tokens: " + ", ".join(f"{n} {1e3 * s:.2f}" for n, s in enumerate(times.verify, 1)))
@@ -107,31 +117,60 @@ def _kinds(answers: Sequence[Replayed]) -> dict[str, list[Replayed]]:
     return {"all": list(answers), "without loops": [answer for answer in answers if not answer.loops]}
 
 
+def refusing_device(device: torch.device) -> RoundDevice:
+    """The processor by the time that the thread computes; every draft is refused, so that a step gives one token."""
+    capture = GraphCapture(device=device, enabled=False)
+    return RoundDevice(capture=capture, queue=ThreadQueue(), synchronous=True, chance=0.0)
+
+
+class ThreadQueue(ImmediateQueue):
+    """The processor, by the time that the thread computes."""
+
+    def mark(self) -> "ThreadMark":
+        """The present time."""
+        return ThreadMark()
+
+
+class ThreadMark:
+    """A time of the thread."""
+
+    def __init__(self) -> None:
+        self._at = time.thread_time()
+
+    def wait(self) -> None:
+        """All before it is done."""
+
+    def seconds_since(self, earlier: "ThreadMark") -> float:
+        """What the thread has computed since."""
+        return self._at - earlier._at
+
+
 @dataclass(kw_only=True)
 class Drafting:
     """What the drafter's passes took in each step."""
 
     first: list[float] = field(default_factory=list)
-    further: list[float] = field(default_factory=list)
+    """Where one draft was made."""
+    whole: list[float] = field(default_factory=list)
+    """Where DEPTH were."""
     rest: list[float] = field(default_factory=list)
+    """What else such a step took."""
 
 
 def replay(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> tuple[list[Replayed], Drafting]:
-    """Answer prompts, drafting at every place: whatever is accepted, a step gives one token."""
+    """Answer prompts, drafting at every place: whatever is right, a step gives one token."""
     drafted: dict[int, tuple[int, ...]] = {}
+    draft, state = engine.proposer.draft, engine.core.runner.state
 
-    def one_by_one(*asked: Any) -> list[VerifyResult]:
-        results = []
-        for result in verify(*asked):
-            if result.row.samples and result.row.drafts:
-                drafted[len(result.row.seq.tokens) - result.row.seq.prompt_length] = result.draft.tokens
-                result = replace(result, nodes=[], tokens=result.tokens[:1])
-            results.append(result)
-        return results
+    def noted(made: Round, plan: DraftPlan) -> None:
+        draft(made, plan)
+        if made.depth:
+            seq, count = made.rows[0].seq, int(state.depth_R[0])
+            drafted[len(seq.tokens) - seq.prompt_length] = tuple(state.drafts_RK[0, :count].tolist())
 
     drafting, answers = Drafting(), []
     stops, deep = engine.target.stop_ids(), Speculation(mode="fixed", depth=DEPTH)
-    steps.verify = one_by_one  # type: ignore[attr-defined]
+    engine.proposer.draft = noted  # type: ignore[method-assign]
     try:
         for prompt in prompts:
             drafted.clear()
@@ -144,18 +183,24 @@ def replay(engine: Engine, prompts: Sequence[tuple[int, ...]], max_tokens: int) 
             answers.append(_compare(prompt, tuple(tokens), dict(drafted), stops))
             print(f"{len(answers)} of {len(prompts)} answers", flush=True)
     finally:
-        steps.verify = verify  # type: ignore[attr-defined]
+        engine.proposer.draft = draft  # type: ignore[method-assign]
+    engine.submit(*requests_of(engine.target, prompts[:1], max_tokens, Speculation(mode="fixed", depth=1)))
+    while engine.busy:
+        engine.step()
+        _note(drafting, engine, 0.0)
     return answers, drafting
 
 
 def _note(drafting: Drafting, engine: Engine, seconds: float) -> None:
-    report = engine.host_loop.last_report
-    if report is None or report.draft is None or report.target is None or report.draft.first is None:
+    report = engine.core.last_report
+    if report is None or report.target is None:
         return
-    draft, first = report.draft, report.draft.first[1]
-    drafting.first.append(first)
-    drafting.further.append((draft.seconds - first) / max(1, draft.passes - 1))
-    drafting.rest.append(seconds - draft.seconds - report.target.seconds)
+    made = [drafted for drafted, _ in report.chains]
+    if made == [1]:
+        drafting.first.append(report.draft_seconds)
+    elif made == [DEPTH]:
+        drafting.whole.append(report.draft_seconds)
+        drafting.rest.append(seconds - report.draft_seconds - report.target.seconds)
 
 
 def _compare(
@@ -181,32 +226,54 @@ def _right(drafts: Iterable[int], came: Sequence[int]) -> int:
     return count
 
 
-@torch.inference_mode()
+class Drafts(NoProposer):
+    """Drafts without sense, as many as it is told, for passes of the target that are to be timed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.count, self.layer_ids = 0, engine.proposer.layer_ids
+        self._state = engine.core.runner.state
+
+    def plan(self, decoding: Sequence[SequenceState]) -> DraftPlan:
+        """Room for so many."""
+        return DraftPlan(slots={seq.key: self.count for seq in decoding}, drafter_depth=0)
+
+    def draft(self, made: Round, plan: DraftPlan) -> None:
+        """Leave them where the drafter would."""
+        if not made.of_prompts:
+            self._state.drafts_RK[0, : self.count] = 0
+            self._state.depth_R[0] = self.count
+
+
 def time_passes(engine: Engine, prompt: tuple[int, ...], drafting: Drafting) -> Times:
     """Passes of every size behind a prompt; medians."""
-    key = engine.submit(*requests_of(engine.target, [prompt], 2 * MOST_TOKENS, OFF))
-    while not engine.scheduler.running or engine.scheduler.running[0].pending > 1:
-        engine.step()
-    seq, found = engine.scheduler.running[0], dict[bool, list[float]]()
-    for states in (False, True):
-        seconds: list[list[float]] = [[] for _ in range(MOST_TOKENS)]
-        for _ in range(REPEATS):
-            for drafts in range(MOST_TOKENS):
-                (row,) = engine.scheduler.plan(lambda _, drafts=drafts: {key: drafts}).rows  # type: ignore[misc]
-                chain = Draft(
-                    tokens=tuple(seq.tokens[:drafts]), parents=tuple(range(-1, drafts - 1)), confidences=(1.0,) * drafts
-                )
-                made = {key: chain} if drafts else {}
-                began = time.thread_time()
-                verify([row], made, engine.runner.run_rows([row], made, states=states))
-                seconds[drafts].append(time.thread_time() - began)
-        found[states] = [statistics.median(some) for some in seconds]
-    engine.cancel(key)
+    core, usual, found = engine.core, engine.core.proposer, dict[bool, list[float]]()
+    core.proposer = drafts = Drafts(engine)
+    try:
+        for followed in (False, True):
+            seconds: list[list[float]] = [[] for _ in range(MOST_TOKENS)]
+            (asked,) = requests_of(engine.target, [prompt], TIMED, Speculation() if followed else OFF)
+            key = engine.submit(replace(asked, stop_ids=frozenset()))
+            while not engine.scheduler.running or engine.scheduler.running[0].pending > 1:
+                engine.step()
+            for _ in range(REPEATS):
+                for drafts.count in range(MOST_TOKENS):
+                    engine.step()
+                    report = core.last_report
+                    assert report is not None
+                    assert report.target is not None
+                    assert report.target.tokens == 1 + drafts.count
+                    seconds[drafts.count].append(report.target.seconds)
+            engine.cancel(key)
+            drafts.count = 0
+            found[followed] = [statistics.median(some) for some in seconds]
+    finally:
+        core.proposer = usual
+    first = statistics.median(drafting.first)
     return Times(
         verify=found[False],
         verify_followed=found[True],
-        first=statistics.median(drafting.first),
-        further=statistics.median(drafting.further),
+        first=first,
+        further=max(0.0, statistics.median(drafting.whole) - first) / (DEPTH - 1),
         rest=max(0.0, statistics.median(drafting.rest)),
     )
 

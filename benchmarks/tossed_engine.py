@@ -3,7 +3,6 @@
 Everything about forced acceptance is here; the benchmarks that use it see an engine.
 """
 
-import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -13,50 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eyas.drafter.model import Drafter
+from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
+from eyas.engine.runner.round_device import RoundDevice
+from eyas.target.model import Target
 
 
 class TossedEngine(Engine):
-    """Accepts drafts by a coin instead of by what the target said.
+    """Accepts drafts by a coin instead of by what the target said, and times what is captured.
 
-    The whole comparison has run by then, so a step costs what it costs with a drafter of that acceptance. Where rounds
-    live on the device, it is tossed there, and the host does not see it before the tokens have arrived.
+    The whole comparison has run by then, so a step costs what it costs with a drafter of that acceptance. The coin is
+    tossed on the device, and the host does not see it before the tokens have arrived.
     """
 
-    def __init__(self, *arguments: Any, length: float, depth: int, **options: Any) -> None:
-        self._chance, self._coin = chance_of(length, depth), random.Random(0)
-        super().__init__(*arguments, **options)
-
-    def use_rounds(self, capture: GraphCapture, queue: DeviceQueue, **options: Any) -> None:
-        """Toss on the device, and time what is captured."""
-        timed = TimedCapture(device=capture.device, enabled=capture.enabled)
-        super().use_rounds(timed, queue, **{**options, "chance": self._chance})
+    def __init__(
+        self, target: Target, drafter: Drafter | None, *, config: EngineConfig, length: float, depth: int
+    ) -> None:
+        usual = RoundDevice.of(target.device, graphs=config.graphs, overlap=config.async_scheduling)
+        capture = TimedCapture(device=usual.capture.device, enabled=usual.capture.enabled)
+        device = replace(usual, capture=capture, chance=chance_of(length, depth))
+        super().__init__(target, drafter, config=config, device=device)
 
     @property
-    def capture(self) -> "TimedCapture | None":
-        """Captured passes, where there are rounds."""
-        capture = None if self.rounds is None else self.rounds.runner.capture
-        return capture if isinstance(capture, TimedCapture) else None
-
-    def _begin_to_learn(self, *given: Any) -> None:
-        super()._begin_to_learn(*given)
-        verify = self.host_loop._verify
-
-        def tossed(*asked: Any) -> Any:
-            results, output = verify(*asked)
-            return [self._toss(result) if result.draft.tokens else result for result in results], output
-
-        self.host_loop._verify = tossed  # type: ignore[method-assign]
-
-    def _toss(self, result: Any) -> Any:
-        first_child, nodes = dict[int, int](), list[int]()
-        for node, parent in enumerate(result.draft.parents):
-            first_child.setdefault(parent, node)
-        while (node := first_child.get(nodes[-1] if nodes else -1, -1)) >= 0 and self._coin.random() < self._chance:
-            nodes.append(node)
-        return replace(result, nodes=nodes, tokens=[*(result.draft.tokens[n] for n in nodes), result.tokens[-1]])
+    def capture(self) -> "TimedCapture":
+        """Captured passes; on a CPU there are none."""
+        capture = self.core.runner.capture
+        assert isinstance(capture, TimedCapture)
+        return capture
 
 
 class TimedCapture(GraphCapture):
@@ -75,7 +59,7 @@ class TimedCapture(GraphCapture):
         shapes: Callable[[], Mapping[str, tuple[int, ...]]],
         function: Function,
     ) -> CapturedGraph | None:
-        """The same, timed."""
+        """A graph whose replays are timed."""
         graph = super().get(kind, bucket, shapes, function)
         if graph is None:
             return None

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from pairs import turns
 
 from eyas.atomic import new_file
-from eyas.cli.plan_calibrate import StepTimes, measure
+from eyas.cli.plan_calibrate import TimedSteps, measure
 from eyas.data.author_check import AuthorCheck
 from eyas.drafter.checkpoint import (
     checkpoint_of,
@@ -202,11 +202,11 @@ def step_seconds(record: Json, device: str, *, seconds: float, rounds: int) -> J
         for config in record["configs"].values():
             if (shape := shape_of(config)) not in engines:
                 engines[shape] = Engine(target, _random_drafter(target, config, Path(folder)), config=options)
-    cells = {("plain", 0): StepTimes(users=1, depth=0)}
-    cells |= {(shape, k): StepTimes(users=1, depth=k) for shape in engines if shape != "plain" for k in DEPTHS}
+    cells = {("plain", 0): TimedSteps(users=1, depth=0)}
+    cells |= {(shape, k): TimedSteps(users=1, depth=k) for shape in engines if shape != "plain" for k in DEPTHS}
     names = {f"{shape}, depth {k}": (shape, k) for shape, k in cells}
     for cell in cells:  # captures, compiles and warms up
-        measure(engines[cell[0]], StepTimes(users=1, depth=cell[1]), seconds=0.0)
+        measure(engines[cell[0]], TimedSteps(users=1, depth=cell[1]), seconds=0.0)
     for number in range(rounds):
         for name in turns(list(names), number):
             shape, depth = names[name]

@@ -55,7 +55,6 @@ from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.suffix.config import SuffixConfig
-from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.errors import UserError
 from eyas.loading import load_target
 from eyas.target.locate import locate
@@ -296,9 +295,7 @@ class ZeroTax:
             rounds = list(self._rounds(users, prompts, until))
             self.rows += rows_of(users, rounds, cold)
             self.controllers[str(users)] = self.auto.controller.report() | {
-                mode: {"lookups_by_requests": engine.proposer.lookups_by_requests}
-                for mode, engine in self.with_suffix.items()
-                if isinstance(engine.proposer, SuffixProposer)
+                mode: {"lookups_by_requests": engine.lookups_by_requests} for mode, engine in self.with_suffix.items()
             }
             self._write()
         if arguments.suffix:

@@ -16,8 +16,8 @@ from eyas.engine.request import Request, Speculation
 from eyas.sampling import Sampling
 
 if TYPE_CHECKING:
+    from eyas.engine.logprobs import TokenLogprobs
     from eyas.engine.output import OutputDelta
-    from eyas.engine.sampler import TokenLogprobs
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge

@@ -99,6 +99,7 @@ def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert exit_.value.code == 0, shlex.join(words)
 
 
+@pytest.mark.slow
 def test_a_drafter_for_qwen3_by_the_documented_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of the hub id's name is taken before the hub: there lies a tiny Qwen3."""
     import tiny_qwen3
@@ -113,6 +114,7 @@ def test_a_drafter_for_qwen3_by_the_documented_commands(tmp_path: Path, monkeypa
     assert all(tensor.isfinite().all() for tensor in trained.values())
 
 
+@pytest.mark.slow(minutes=4)
 @pytest.mark.default
 def test_every_documented_command_and_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tiny

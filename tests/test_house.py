@@ -5,9 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 import eyas
+from each import each
 
 SOURCE = Path(eyas.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -22,7 +21,7 @@ def test_a_class_name_stands_for_one_thing_in_the_whole_package() -> None:
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
-@pytest.mark.parametrize(
+@each(
     ("pattern", "home"),
     [
         (r"AttentionInterface\.register\(", "target/attention.py"),
@@ -31,7 +30,6 @@ def test_a_class_name_stands_for_one_thing_in_the_whole_package() -> None:
         (r"def race\(", "kernels/noise.py"),
         (r"LLMatcher\(", "engine/grammar/compile.py"),
     ],
-    ids=["transformers' attention hook", "CUDA graph capture", "rms norm", "the race for a token", "grammar matcher"],
 )
 def test_it_is_written_once(pattern: str, home: str) -> None:
     found = {str(file.relative_to(SOURCE)) for file in FILES if re.search(pattern, file.read_text())}

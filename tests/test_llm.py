@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from each import each
 from eyas import LLM, AsyncLLM, SamplingParams, SuffixConfig, UserError
 
 pytestmark = pytest.mark.default
@@ -51,6 +52,7 @@ def test_drafts_never_change_an_answer(llm: LLM) -> None:
     assert llm.stats.accepted > 0
 
 
+@pytest.mark.slow
 def test_who_drafts_may_be_chosen(llm: LLM) -> None:
     line = "The owl sleeps by day and hunts by night. "
     prompt, params = 4 * line + line[:12], SamplingParams(max_tokens=20)
@@ -102,7 +104,7 @@ def test_one_answer_with_params_for_each_prompt(llm: LLM) -> None:
     assert [len(output.tokens) for output in outputs] == [2, 5]
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "words"),
     [
         (lambda llm: LLM("smollm2", max_num_seq=3), "did you mean max_num_seqs"),
@@ -126,6 +128,7 @@ def test_what_cannot_be_done_is_refused_with_the_value_and_the_fix(llm: LLM, cal
     assert llm.chat("hello", SamplingParams(max_tokens=1)), "and nothing is lost"
 
 
+@pytest.mark.slow
 def test_many_tasks_share_an_asynchronous_engine(llm: LLM) -> None:
     async def ask() -> tuple[list[str], str]:
         async with AsyncLLM("smollm2", max_num_seqs=4, max_model_len=512) as served:

@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from each import each
 from eyas import sampling as sampling_module
 from eyas.errors import UserError
 from eyas.sampling import Sampling, one_hot, probabilities
@@ -69,7 +70,7 @@ class ScriptedCoins:
         raise AssertionError("acceptance only flips coins")
 
 
-@pytest.mark.parametrize("sampling", SHAPES, ids=str)
+@each("sampling", SHAPES)
 def test_shaping_equals_the_plain_implementation(sampling: Sampling) -> None:
     for seed in range(5):
         logits_V = random_logits(seed)
@@ -79,7 +80,7 @@ def test_shaping_equals_the_plain_implementation(sampling: Sampling) -> None:
         )
 
 
-@pytest.mark.parametrize("sampling", SHAPES, ids=str)
+@each("sampling", SHAPES)
 def test_shaping_equals_the_warpers_of_transformers(sampling: Sampling) -> None:
     logits_BV = torch.stack([random_logits(seed) for seed in range(20)])
     scores_BV = TemperatureLogitsWarper(sampling.temperature)(None, logits_BV)
@@ -112,8 +113,8 @@ def test_ties_stay_together_under_top_k_and_go_by_index_under_top_p() -> None:
     assert probabilities(torch.zeros(4), Sampling(temperature=1, top_p=0.5)).tolist() == [0.5, 0.5, 0, 0]
 
 
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 3.0, 8.0])
-@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999, 1 - 1e-9])
+@each("spread", [0.0, 0.01, 1.0, 3.0, 8.0])
+@each("top_p", [0.1, 0.9, 0.999, 1 - 1e-9])
 def test_the_nucleus_of_a_large_vocabulary_is_that_of_the_whole_order(spread: float, top_p: float) -> None:
     # From a single likely token to thousands of equal ones: the short ways and the whole sort, and ties among them.
     noise_BV = spread * torch.randn(3, 3000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -132,7 +133,7 @@ def test_temperature_0_is_certain_of_the_first_of_the_most_likely() -> None:
         assert probabilities(logits_BV, sampling).tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_logits_are_shaped_in_float32(dtype: torch.dtype) -> None:
     logits_V = random_logits(0).to(dtype)
     p_V = probabilities(logits_V, Sampling(temperature=0.7, top_k=5, top_p=0.9))
@@ -140,7 +141,7 @@ def test_low_precision_logits_are_shaped_in_float32(dtype: torch.dtype) -> None:
     assert torch.equal(p_V, probabilities(logits_V.float(), Sampling(temperature=0.7, top_k=5, top_p=0.9)))
 
 
-@pytest.mark.parametrize("sampling", SHAPES, ids=str)
+@each("sampling", SHAPES)
 def test_a_token_that_cannot_be_drafted_has_no_probability(sampling: Sampling) -> None:
     logits_V = random_logits(1)
     logits_V[[0, 3, 7]] = float("-inf")
@@ -241,7 +242,7 @@ def test_tables_are_kept_for_the_vocabulary_they_were_made_for() -> None:
     assert sampling_module._membership.cache_info().hits == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "named"),
     [
         ({"temperature": -0.1}, "temperature -0.1"),

@@ -1,7 +1,7 @@
 """Small real models: a target that learnt a small language, and drafters that learnt that target.
 
 Random weights would accept nothing and tell little: a wrong norm, a shifted position or a swapped layer goes unseen
-where every draft is wrong anyway. These train in seconds on a CPU.
+where every draft is wrong anyway. These train in seconds on a CPU, once: see `trained_once`.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,11 @@ from transformers import (
 )
 
 from eyas.drafter.config import DrafterConfig, LatentSizes
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.model import Drafter
 from eyas.target.capture import capture
 from eyas.train.init import set_vocabulary
+from trained_once import trained_once
 
 VOCAB = 96
 LAYERS = 4
@@ -123,16 +125,20 @@ def trained_target(
     """A target that speaks the language."""
     torch.manual_seed(seed)
     model: Any = LlamaForCausalLM(target_config()) if config is None else AutoModelForCausalLM.from_config(config)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        ids = language(16, 32, generator)
-        loss = model(input_ids=ids, labels=ids).loss
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        schedule.step()
+
+    def train() -> None:
+        optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            ids = language(16, 32, generator)
+            loss = model(input_ids=ids, labels=ids).loss
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            schedule.step()
+
+    trained_once(list(model.parameters()), train, steps, model.config)
     return model.eval().requires_grad_(False)
 
 
@@ -183,7 +189,7 @@ def random_drafter(
 ) -> Drafter:
     """Random weights, norms included, so that no norm is the identity."""
     torch.manual_seed(seed)
-    drafter = Drafter(config, own_embedding=own_embedding, own_head=own_head and not config.eagle1)
+    drafter = new_drafter(config, own_embedding=own_embedding, own_head=own_head and not config.eagle1)
     for name, parameter in drafter.named_parameters():
         if name.endswith("norm.weight") or "fc_norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
@@ -223,7 +229,7 @@ def trained_drafter(
     """A drafter that learnt the target; it shares the target's embeddings where the widths agree."""
     torch.manual_seed(2)
     same_width = config.hidden_size == config.target_hidden_size
-    drafter = Drafter(config, own_embedding=not same_width, own_head=not config.eagle1)
+    drafter = new_drafter(config, own_embedding=not same_width, own_head=not config.eagle1)
     for name, parameter in drafter.named_parameters():
         # Norms of the input start far from the identity, signs included, and training keeps them there: a norm that
         # is skipped or misplaced then shows, as it does in drafters of large targets.
@@ -237,18 +243,22 @@ def trained_drafter(
         drafter.lm_head.weight.data.copy_(model.lm_head.weight[drafter.vocab().target_ids_W])
     drafter.share_target(model.get_input_embeddings().weight, model.lm_head.weight, model.model.norm)
     trainable = [p for p in drafter.parameters() if p.requires_grad]
-    optimiser = torch.optim.AdamW(trainable, lr=4e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
-    generator = torch.Generator().manual_seed(3)
     layer_ids = (LAYERS,) if config.eagle1 else config.aux_layer_ids
     assert layer_ids is not None
-    for _ in range(steps):
-        ids = language(16, 32, generator)
-        logits, aux = features(model, ids, layer_ids)
-        loss = unroll_loss(drafter, ids, logits, aux, depths)
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
-        optimiser.step()
-        schedule.step()
+
+    def train() -> None:
+        optimiser = torch.optim.AdamW(trainable, lr=4e-3)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, total_steps=steps)
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(steps):
+            ids = language(16, 32, generator)
+            logits, aux = features(model, ids, layer_ids)
+            loss = unroll_loss(drafter, ids, logits, aux, depths)
+            optimiser.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+            optimiser.step()
+            schedule.step()
+
+    trained_once(trainable, train, steps, depths, config, model.config, *model.parameters())
     return drafter.eval().requires_grad_(False)

@@ -12,7 +12,7 @@ last. The order matters where two meet: a repetition penalty divides the biased 
 probability among what min-p and top-k left (transformers applies min-p after top-p, which keeps more). A token that
 is forbidden has a logit of minus infinity, which no later step can raise, so when it is forbidden does not matter.
 
-How a token is chosen from p is the engine's affair (`engine/sampler.py`).
+How a token is chosen from p is the engine's affair (`engine/runner/slot_sampling.py`).
 
 Shapes: V target vocabulary, K the head of a distribution, N sequences, M tokens named in a list.
 """

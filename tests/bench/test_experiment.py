@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.bench.experiment import Experiment, ExperimentConfig
 from eyas.bench.load import Load
 from eyas.bench.record import RecordBuilder
@@ -151,7 +152,7 @@ def test_single_failures_are_counted_and_a_server_that_refuses_all_is_given_up()
     assert "answered none of 6 requests: 400: never" in experiment.problems[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("behaviour", "words"),
     [
         (Behaviour(raw=b"<html>no</html>"), "no events"),

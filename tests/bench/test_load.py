@@ -6,6 +6,7 @@ from statistics import mean
 
 import pytest
 
+from each import each
 from eyas.bench.client_overhead import ClientOverhead
 from eyas.bench.load import Load, arrival_times, run_load
 from eyas.bench.workload import Task
@@ -30,7 +31,7 @@ class Watch:
         self.now -= 1
 
 
-@pytest.mark.parametrize("users", [1, 4, 50])
+@each("users", [1, 4, 50])
 def test_a_closed_loop_has_as_many_under_way_as_users(users: int) -> None:
     watch = Watch()
     asyncio.run(run_load(Load(users=users), TASKS, watch, seed=0))
@@ -68,7 +69,7 @@ def test_what_goes_wrong_in_one_conversation_ends_all() -> None:
     assert len(done) < 5
 
 
-@pytest.mark.parametrize("wrong", [{}, {"users": 1, "rate": 1.0}, {"users": 0}, {"rate": 0.0}, {"rate": float("inf")}])
+@each("wrong", [{}, {"users": 1, "rate": 1.0}, {"users": 0}, {"rate": 0.0}, {"rate": float("inf")}])
 def test_loads_that_are_none_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError):
         Load(**wrong)  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.bench.draft_counts import DraftCounts, draft_counts_of_event, pooled
 from eyas.bench.stream import StreamedAnswer, parse_stream
 
@@ -38,7 +39,7 @@ def test_times_are_those_of_the_text() -> None:
     assert (found.tokens, found.prompt_tokens, found.chunks) == (7, 5, 2)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@each("size", [1, 2, 7, 1000])
 def test_it_does_not_matter_where_the_bytes_are_cut(size: int) -> None:
     stream = b": ping\r\n\r\n" + chunk("hällo").replace(b"\n", b"\r\n") + chunk(" wörld", "length") + END
     parts = [(2.0, stream[i : i + size]) for i in range(0, len(stream), size)]
@@ -52,7 +53,7 @@ def test_reasoning_and_plain_completions_are_text_too() -> None:
     assert parse_stream(ASKED, [(2.0, thought + plain + END)]).text == "hm so"
 
 
-@pytest.mark.parametrize(
+@each(
     ("stream", "words"),
     [
         (b"<html>hello</html>", "no events"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.bench.workload import Task, read_workload, sample_tasks, synthetic_workload
 from eyas.errors import UserError
 
@@ -36,7 +37,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 SHAREGPT = {"from": "human", "value": "A"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "category", "context", "turns"),
     [
         (SPEC_BENCH, "writing", 0, ("Write.", "Again.")),

@@ -1,8 +1,8 @@
 """The benchmark beside llama-batched-bench counts every token once."""
 
-import pytest
 from batched_speed import _run
 
+from each import each
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
@@ -10,7 +10,7 @@ from eyas.sampling import Sampling
 from eyas.target.model import Target
 
 
-@pytest.mark.parametrize("users", [1, 3])
+@each("users", [1, 3])
 def test_steps_that_read_and_steps_that_decode_are_told_apart(tiny_target: Target, users: int) -> None:
     engine = Engine(tiny_target, config=EngineConfig(max_num_seqs=users, max_model_len=64, memory=2**22))
     for first in range(users):

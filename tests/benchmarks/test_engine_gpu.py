@@ -13,6 +13,7 @@ from memory_floor import bandwidth, step_bytes
 from random_models import random_drafter, random_target
 from tossed_engine import chance_of
 
+from each import each
 from eyas.target.model import Target
 
 
@@ -78,12 +79,13 @@ def test_of_experts_a_step_reads_those_that_are_chosen() -> None:
     assert many - two == pytest.approx(experts * (6 / 8) ** 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("length", "depth"), [(1.0, 3), (2.5, 3), (4.0, 3), (1.5, 1)])
+@each(("length", "depth"), [(1.0, 3), (2.5, 3), (4.0, 3), (1.5, 1)])
 def test_the_coin_gives_the_length(length: float, depth: int) -> None:
     chance = chance_of(length, depth)
     assert sum(chance**d for d in range(depth + 1)) == pytest.approx(length)
 
 
+@pytest.mark.slow
 def test_both_engines_are_measured_in_turn(
     vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from long_context import Context, line_of, with_growth
 from memory_floor import step_bytes
 from random_models import LONGEST, random_drafter, random_target, write_configs
 
+from each import each
 from eyas.drafter.layouts import LAYOUTS
 
 
@@ -48,7 +49,7 @@ def test_held_memory_is_compared_with_the_plan() -> None:
     assert "held 0.50 GiB, planned 1.00: 0.500" in line_of(grown)
 
 
-@pytest.mark.parametrize("words", ["1024", "1024:", "1024:0", "x:1", "0:1"])
+@each("words", ["1024", "1024:", "1024:0", "x:1", "0:1"])
 def test_contexts_that_are_none_are_refused(words: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=words):
         Context.parse(words)

@@ -5,6 +5,8 @@ from collections import Counter
 import pytest
 from pairs import interval, turns
 
+from each import each
+
 
 def test_the_interval_holds_the_median_and_narrows_with_pairs() -> None:
     few, many = interval([0.9, 1.0, 1.1, 1.0]), interval([0.9, 1.0, 1.1, 1.0] * 16)
@@ -24,7 +26,7 @@ def test_one_outlier_does_not_move_the_median() -> None:
     assert (found.high or 9) < 1.02
 
 
-@pytest.mark.parametrize("ratios", [[1.2], [1.0, 1.4]])
+@each("ratios", [[1.2], [1.0, 1.4]])
 def test_too_few_pairs_have_no_interval(ratios: list[float]) -> None:
     found = interval(ratios)
     assert (found.median, found.low, found.high) == (pytest.approx(1.2), None, None)

@@ -3,11 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 from repeating_workloads import make_records
 
 from eyas.bench.workload import read_workload
 
 
+@pytest.mark.slow
 def test_every_category_is_there_and_can_be_read_by_the_bench(tmp_path: Path) -> None:
     records = make_records(5, seed=0)
     file = tmp_path / "repeating.jsonl"

@@ -55,10 +55,12 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> I
 def save(tmp_path: Path) -> Callable[..., Path]:
     """Write a drafter of this config and say where."""
 
-    def write(name: str = "drafter", *, layout: str = "vllm", shipped: bool = False, **changes: Any) -> Path:
+    def write(
+        name: str = "drafter", *, inside: Path = tmp_path, layout: str = "vllm", shipped: bool = False, **changes: Any
+    ) -> Path:
         drafter = random_drafter(drafter_config(**changes), own_embedding=shipped)
-        write_checkpoint(checkpoint_of(drafter), tmp_path / name, layout=layout)
-        return tmp_path / name
+        write_checkpoint(checkpoint_of(drafter), inside / name, layout=layout)
+        return inside / name
 
     return write
 

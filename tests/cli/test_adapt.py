@@ -21,6 +21,8 @@ from eyas.train.adaptation.outcome import MAX_LOSS
 from eyas.train.adaptation.recipe import AdaptationSettings
 from eyas.train.recipe_file import load_recipe
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Any]
 ANSWERS = 40
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from chat_targets import FAMILIES, LETTERS, save_target
+from each import each
 from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation
 from eyas.data.files import read_conversations
@@ -35,7 +35,7 @@ def expected_rows(conversation: Conversation) -> list[tuple[list[int], list[bool
     return rows
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@each("name", FAMILIES)
 def test_trained_ids_are_served_ids_for_all_records_cut_answers_included(name: str, tmp_path: Path, run: Run) -> None:
     folder, prompts, out = save_target(FAMILIES[name], tmp_path / "t"), tmp_path / "p.jsonl", tmp_path / "a.jsonl"
     kwargs: list[dict[str, Any]] = [{}, {"enable_thinking": True}, {"enable_thinking": False}]

@@ -17,6 +17,8 @@ import pytest
 
 from chat_targets import FAMILIES, save_target
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Any]
 LIMITS = ["--max-tokens", 24, "--max-thinking-tokens", 30, "--max-length", 300]
 
@@ -108,6 +110,7 @@ def test_a_servers_prompts_are_the_engines(folder: Path, port: int, tmp_path: Pa
     assert len(rows(tmp_path / "s")) > 3
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_costs_time_and_nothing_else(
     folder: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -139,6 +142,7 @@ def test_a_server_that_is_killed_and_started_again_costs_time_and_nothing_else(
     assert rows(out) == rows(other)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     folder: Path, port: int, tmp_path: Path, run: Run
 ) -> None:

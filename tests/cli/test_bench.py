@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.bench.report import render_report
 from fake_openai import Behaviour, Fake
 from reports.hostile import hostile
@@ -29,7 +30,7 @@ def prompts(tmp_path: Path) -> Path:
     return tmp_path / "prompts.jsonl"
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "parts"),
     [
         ([], ["--workload", "--synthetic"]),
@@ -131,6 +132,7 @@ def test_a_server_is_started_and_stopped(run: Run, prompts: Path, tmp_path: Path
     run("bench", "--url", server["url"], "--workload", prompts, *FAST).assert_refused("no server at")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_keeps_what_was_measured_and_stops_the_server(
     prompts: Path, tmp_path: Path, kind: signal.Signals

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from each import each
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.layer_json import IDS_KEY
@@ -342,33 +343,22 @@ FOLDERS: dict[str, tuple[dict[str, Any], Break, tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture
-def broken(save: Save, request: pytest.FixtureRequest) -> Path:
-    made, damage, _ = FOLDERS[request.param]
-    folder = save(**made)
-    damage(folder)
-    return folder
-
-
-BROKEN = pytest.mark.parametrize(
-    ("broken", "parts"), [(name, row[2]) for name, row in FOLDERS.items()], ids=list(FOLDERS), indirect=["broken"]
-)
-
-
-@BROKEN
-def test_convert_refuses_a_broken_drafter(
-    run: Run, broken: Path, parts: tuple[str, ...], tmp_path: Path, contents: Contents
-) -> None:
+@each("name", FOLDERS)
+def test_convert_refuses_a_broken_drafter(run: Run, save: Save, name: str, tmp_path: Path, contents: Contents) -> None:
+    made, damage, parts = FOLDERS[name]
+    broken = save(inside=tmp_path, **made)
+    damage(broken)
     before = contents(tmp_path)
     run("convert", broken, tmp_path / "deep" / "out", "--to", "vllm").assert_refused(str(broken), *parts)
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == [broken.name]
 
 
-@BROKEN
-def test_check_finds_a_broken_drafter(
-    run: Run, broken: Path, parts: tuple[str, ...], tmp_path: Path, contents: Contents
-) -> None:
+@each("name", FOLDERS)
+def test_check_finds_a_broken_drafter(run: Run, save: Save, name: str, tmp_path: Path, contents: Contents) -> None:
+    made, damage, parts = FOLDERS[name]
+    broken = save(inside=tmp_path, **made)
+    damage(broken)
     before = contents(tmp_path)
     outcome = run("check", broken)
     if outcome.out:
@@ -400,8 +390,8 @@ def test_a_prefix_is_named_with_its_fix(run: Run, save: Save) -> None:
 # --- sources that are no folder --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["check", "convert"])
-@pytest.mark.parametrize(
+@each("command", ["check", "convert"])
+@each(
     ("source", "parts"),
     [
         ("./nowhere", ("./nowhere does not exist", "give a drafter's folder or a hub id")),
@@ -412,7 +402,6 @@ def test_a_prefix_is_named_with_its_fix(run: Run, save: Save) -> None:
         ("x" * 300, ("File name too long", "check the path")),
         ("nobody-at-all/no-such-drafter", ("nobody-at-all/no-such-drafter", "the hub", "give a folder")),
     ],
-    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
 def test_a_source_that_is_no_folder_is_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, source: str, parts: tuple[str, ...]
@@ -519,6 +508,7 @@ def test_convert_names_a_parent_that_cannot_be_written(
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs a limit on file sizes")
 def test_a_full_disk_leaves_nothing_behind(save: Save, tmp_path: Path, contents: Contents) -> None:
     """For real: the system refuses to let files grow."""
@@ -570,7 +560,7 @@ def taken_whole(folder: Path, raw: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
+@each("layout", ["vllm", "sglang", "speculators"])
 def test_no_value_in_a_config_leads_to_anything_but_a_line(tmp_path: Path, layout: str) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
     config = drafter_config(rope_parameters=yarn, num_hidden_layers=2)

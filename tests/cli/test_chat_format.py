@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from chat_tokenizer import chat_tokenizer, with_bos
+from each import each
 from eyas import LLM, SamplingParams
 from eyas.cli.eval import _read_answer
 from eyas.data.conversations import Conversation
@@ -87,6 +88,7 @@ def shown(run: Run, file: Path, target: Path, *more: object) -> str:
     return str(load_tokenizer(str(target))[0].decode(row["ids"]))
 
 
+@pytest.mark.slow
 def test_a_base_model_goes_from_training_to_its_examination(
     run: Run, base: Path, asked: Path, answered: Path, tmp_path: Path
 ) -> None:
@@ -187,6 +189,7 @@ def test_a_stop_text_ends_an_answer_that_is_kept_with_it(run: Run, base: Path, a
     assert tokenizer.decode(kept).endswith(stop)
 
 
+@pytest.mark.slow
 def test_arguments_of_the_recipe_reach_the_encoding_and_are_part_of_its_key(
     run: Run, thinker: Path, answered: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +211,7 @@ def test_another_template_writes_conversations(run: Run, thinker: Path, answered
     assert f"target.chat_template {tmp_path / 'none.jinja'} cannot be read" in outcome.err
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "parts"),
     [
         (["--chat-template-kwargs", "{"], ["--chat-template-kwargs", "not JSON"]),

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas import __version__
 
 Run = Callable[..., Any]
 Save = Callable[..., Path]
 
 
+@pytest.mark.slow
 def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys; sys.argv = ['eyas', *sys.argv[1:]]\n"
@@ -58,7 +60,7 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@each("command", ["", *COMMANDS])
 def test_every_level_has_help_and_a_version(run: Run, command: str) -> None:
     for flag in ("--version", "-V"):
         outcome = run(*command.split(), flag)
@@ -68,7 +70,7 @@ def test_every_level_has_help_and_a_version(run: Run, command: str) -> None:
     assert "-h, --help" in short.out
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
+@each("command", ["", *COMMANDS])
 def test_help_fits_a_narrow_terminal(run: Run, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = run(*command.split(), "--help").out.splitlines()
@@ -96,7 +98,7 @@ def test_a_flag_is_not_shown_as_if_it_took_a_value(run: Run) -> None:
     assert line.split()[:2] == ["--json", "Print"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "part"),
     [
         (["nonsense"], "nonsense"),

@@ -26,6 +26,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_targets_answers_are_written_and_gone_on_with(
     file: Path, tmp_path: Path, run: Run, default_target: Target
 ) -> None:
@@ -87,6 +88,7 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert len(out.read_text(encoding="utf-8").splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_drawn_answer_does_not_depend_on_its_company_or_on_a_drafter(file: Path, tmp_path: Path, run: Run) -> None:
     found = []
     for slots, drafter in ((1, []), (2, ["--drafter", "smollm2-eagle3.1"])):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from each import each
+
 Run = Callable[..., Any]
 
 
@@ -31,7 +33,7 @@ def test_people_see_both_speeds(run: Run) -> None:
     assert "acceptance length" in outcome.out
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "parts"),
     [
         (["--target", "somewhere"], ["somewhere", "--drafter"]),

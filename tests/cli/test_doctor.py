@@ -44,6 +44,7 @@ def words(folder: Path, *more: object) -> list[object]:
     return [*given, "--length", 60, "--dtype", "float32", "--device", "cpu", *more]
 
 
+@pytest.mark.slow
 def test_a_whole_examination_is_told_and_written(folder: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "report"
     outcome = run(*words(folder, "--against", folder / "eagle3", "--out", out, "--require", "length@3>=1"))

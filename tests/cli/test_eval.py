@@ -45,6 +45,7 @@ def arguments(file: Path, *drafters: Path) -> list[object]:
     return given + [word for drafter in drafters for word in ("--drafter", drafter)]
 
 
+@pytest.mark.slow
 def test_everything_is_measured_estimated_told_and_written(
     file: Path, drafters: list[Path], tmp_path: Path, run: Run
 ) -> None:

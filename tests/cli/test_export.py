@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from each import each
 from eyas.cli.app import app
 from eyas.drafter.checkpoint import read_checkpoint, write_checkpoint
 from eyas.errors import UserError
@@ -94,7 +95,7 @@ def test_a_drafter_of_another_target_is_refused(folder: Path) -> None:
     assert "target_hidden_size 576" in refused("export", "vllm-command", str(folder), "--speculative-config", told)
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "said"),
     [
         (["--engine", "vllm"], "needs --vllm-python"),
@@ -106,7 +107,6 @@ def test_a_drafter_of_another_target_is_refused(folder: Path) -> None:
             "it goes with --engine vllm",
         ),
     ],
-    ids=["no interpreter", "an option without vLLM", "two targets", "depths without vLLM", "a table without vLLM"],
 )
 def test_what_does_not_fit_the_engine_is_refused(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch

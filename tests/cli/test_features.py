@@ -94,6 +94,7 @@ def test_layers_that_are_no_numbers_are_refused(run: Run, model: Path) -> None:
     run("features", "serve", model, "--aux-layer-ids", "1,9").assert_refused("9 is outside 0..4")
 
 
+@pytest.mark.slow
 def test_a_run_from_a_server_ends_in_a_drafter_and_prints_the_command_it_needs(model: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in CHATS))
     server = StatesServer(Target.load(str(model)), tmp_path / "states", AUX_IDS).start()

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from each import each
+
 Run = Callable[..., Any]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "parts"),
     [
         ([], ["a prompt or --file"]),

@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.config import LatentSizes
 from tiny import drafter_config, random_drafter
@@ -61,7 +61,7 @@ def save_pair(folder: Path, family: str) -> tuple[Path, Path]:
     return folder / "target", folder / "drafter"
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "kimi_k2"])
+@each("family", ["deepseek_v2", "deepseek_v3", "kimi_k2"])
 def test_a_pair_with_latent_attention_is_checked_planned_and_answers(family: str, run: Run, tmp_path: Path) -> None:
     target, drafter = save_pair(tmp_path, family)
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HEAVY = "('torch._dynamo', 'torch.distributed.tensor', 'sympy', 'scipy', 'llguidance')"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from each import each
 from eyas.cli.app import app
 from eyas.errors import UserError
 from eyas.plan.report import render_report
@@ -100,6 +101,7 @@ def test_fit_for_a_home_lab(llama: str, qwen: str) -> None:
     assert record["changes"] == ["nothing: it fits as asked"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("card", ["rtx4090", "l4", "a100-40", "h200"])
 @pytest.mark.parametrize("users", [1, 7, 300])
 def test_what_was_fitted_fits(llama: str, card: str, users: int) -> None:
@@ -220,7 +222,7 @@ def test_calibration_on_measured_rows_predicts_the_others_within_10_percent(tmp_
     assert f"{found['worst_speedup_error']:.1%} off at worst" in drawn
 
 
-@pytest.mark.parametrize("words", [["--gpu", "h100", "--users", "8"], ["--drafter", "none", "--users", "100000"]])
+@each("words", [["--gpu", "h100", "--users", "8"], ["--drafter", "none", "--users", "100000"]])
 def test_the_page_shows_the_plan_and_needs_nothing_else(tmp_path: Path, words: list[str]) -> None:
     page = tmp_path / "plan.html"
     _, record = run("smollm2", *words, "--page", str(page))
@@ -259,7 +261,7 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, monkeypatch: pytes
         run("other/model")
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "said"),
     [
         (["no-such-folder"], "no-such-folder.*config.json"),
@@ -295,9 +297,7 @@ def test_a_target_in_place_of_its_drafter_is_told(llama: str) -> None:
         run(llama, "--drafter", llama)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"), [("{", "not valid JSON"), ("[]", "must be an object"), ('{"model_type": "rwkv"}', "rwkv")]
-)
+@each(("text", "said"), [("{", "not valid JSON"), ("[]", "must be an object"), ('{"model_type": "rwkv"}', "rwkv")])
 def test_a_broken_configuration_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=said):

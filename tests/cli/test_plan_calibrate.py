@@ -3,14 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.cli import plan_calibrate
-from eyas.cli.plan_calibrate import StepTimes, measure
+from eyas.cli.plan_calibrate import TimedSteps, measure
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.plan.measured import read_measured
@@ -21,16 +23,17 @@ from tiny import drafter_config, random_drafter, target_config
 Run = Callable[..., Any]
 
 
-@pytest.mark.parametrize(("users", "depth"), [(1, 0), (1, 3), (4, 0), (4, 2)])
+@each(("users", "depth"), [(1, 0), (1, 3), (4, 0), (4, 2)])
 def test_steps_of_all_users_are_counted_and_nothing_is_left_behind(users: int, depth: int) -> None:
     model = LlamaForCausalLM(target_config()).eval().requires_grad_(False)
     target = Target(facts=facts_of(model.config, "tiny"), model=model, tokenizer=letter_tokenizer())
     drafter = random_drafter(drafter_config(), own_embedding=False).share_target(target.embedding(), target.head())
     engine = Engine(target, drafter, config=EngineConfig(max_num_seqs=4, max_model_len=128, memory=2**24))
-    times = StepTimes(users=users, depth=depth)
+    times, shallow = TimedSteps(users=users, depth=depth), TimedSteps(users=users, depth=1)
     for _ in range(2):
         measure(engine, times, seconds=0.2)
-    found = times.record()
+        measure(engine, shallow, seconds=0.1)
+    found = times.record(median(shallow.draft_seconds))
     assert len(times.seconds) >= 6
     assert found["users"] == users
     assert 64 < found["context"] < 128

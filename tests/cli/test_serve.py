@@ -12,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from each import each
 from eyas.cli.speculative_config import read_speculative_config
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
@@ -19,7 +20,7 @@ from eyas.errors import UserError
 Run = Callable[..., Any]
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "parts"),
     [
         (["--speculative-config", "{"], ["no JSON", "eagle3"]),
@@ -58,7 +59,7 @@ def test_what_cannot_be_served_is_refused_before_anything_is_loaded(
     run("serve", *arguments).assert_refused(*parts)
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "target", "drafter", "depth"),
     [
         (None, "smollm2", "smollm2-eagle3.1", None),
@@ -75,7 +76,7 @@ def test_the_config_means_what_it_means_to_vllm(text: str, target: str, drafter:
     assert config.speculation.mode == ("auto" if depth is None else "fixed")
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "target", "drafter", "method", "suffix"),
     [
         (None, "smollm2", "smollm2-eagle3.1", "auto", SuffixConfig()),
@@ -153,6 +154,7 @@ def test_booleans_are_no_depths() -> None:
         read_speculative_config('{"num_speculative_tokens": true}', "smollm2")
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_the_default_serves_and_stops_when_told() -> None:
     command = [sys.executable, "-m", "eyas", "serve", "--port", "0", "--max-model-len", "512", "--max-num-seqs", "4"]

@@ -109,6 +109,7 @@ def stop(server: subprocess.Popen[str]) -> str:
     return rest
 
 
+@pytest.mark.slow
 def test_answers_that_a_server_kept_adapt_its_drafter(pair: Path, tmp_path: Path, run: Run) -> None:
     kept = tmp_path / "kept"
     with serving(pair, "--learn", kept, "--learn-key", "yes", keys="yes no") as (server, url, said):
@@ -135,6 +136,7 @@ def test_answers_that_a_server_kept_adapt_its_drafter(pair: Path, tmp_path: Path
     assert data["trained_on"] == tokens, data
 
 
+@pytest.mark.slow
 def test_a_server_learns_by_itself_and_its_gate_refuses_what_nobody_can_foretell(pair: Path, tmp_path: Path) -> None:
     """Poisoned traffic: tokens drawn at random from a random target. The whole loop, with `eyas adapt` itself."""
     kept, config = tmp_path / "kept", json.dumps({"model": str(pair / "drafter"), "method": "eagle3"})

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from each import each
+
 COMMAND = [sys.executable, "-m", "eyas"]
 
 
-@pytest.mark.parametrize(("users", "code"), [(1, 0), (100_000, 1)])
+@each(("users", "code"), [(1, 0), (100_000, 1)])
 def test_a_reader_that_leaves_does_not_change_the_exit_code(users: int, code: int) -> None:
     command = [*COMMAND, "plan", "smollm2", "--context", "8192", "--users", str(users)]
     reader, writer = os.pipe()
@@ -24,7 +26,7 @@ def test_a_reader_that_leaves_does_not_change_the_exit_code(users: int, code: in
     assert (done.returncode, done.stderr) == (code, "")
 
 
-@pytest.mark.parametrize("seconds", [0.5, 1.5])
+@each("seconds", [0.5, 1.5])
 def test_an_interruption_is_one_line_wherever_it_comes(tmp_path: Path, seconds: float) -> None:
     """While libraries are imported, and while a command waits for its input."""
     script = "import eyas.cli.entry as entry; print('begun', flush=True); entry.main()"

@@ -88,6 +88,7 @@ def test_the_command_line_says_what_the_target_is_quantised_as(run: Run, recipe:
     assert "target.spread" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_drafter_is_trained_on_a_quantised_target(run: Run, recipe: Path, tmp_path: Path) -> None:
     if load_quantised()[0] is None:
         pytest.skip("no compiler here for integer products")
@@ -97,6 +98,7 @@ def test_a_drafter_is_trained_on_a_quantised_target(run: Run, recipe: Path, tmp_
     assert load_drafter(str(tmp_path / "run" / "drafter")).fc.weight.isfinite().all()
 
 
+@pytest.mark.slow
 def test_several_processes_share_a_run_as_the_documents_say(recipe: Path, tmp_path: Path) -> None:
     """`torchrun ... -m eyas train`, by the module that torchrun is."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eyas"]

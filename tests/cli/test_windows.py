@@ -13,6 +13,8 @@ from eyas.sampling_params import SamplingParams
 from eyas.target.model import Target
 from tiny_gguf import tiny_model, write_gguf
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Any]
 WINDOW, NEW_TOKENS = 8, 12
 PROMPTS = [f"{word} the 12 {word}\n" * times for word in ("th", "é", "zebra", "1") for times in (1, 30)]

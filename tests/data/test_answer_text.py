@@ -5,6 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML
+from each import each
 from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation, Message
 from eyas.errors import UserError
@@ -149,7 +150,7 @@ def said(
     return [(prompt.rsplit("<|im_start|>", 1)[-1], answer) for prompt, answer in texts]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "variables", "message", "prompt", "answer"),
     [
         (QWEN_LIKE, {}, A, "assistant\n", "Hello"),  # no block that nobody said
@@ -202,7 +203,7 @@ def test_an_answer_is_what_the_target_says_behind_its_prompt(
     assert said(template, Q, message, **variables) == [(prompt, answer + END)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "messages", "answers"),
     [
         (CLOSES_ONLY, [Q, A], ["Hello<|user|>"]),
@@ -247,7 +248,7 @@ def test_channels_calls_and_ends_are_said_as_the_template_has_them(
     assert [answer for _, answer in said(template, *messages)] == answers
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "message", "answer"),
     [
         (QWEN_LIKE, {**A, "content": "<think>\nHm and"}, "<think>\nHm and"),
@@ -264,8 +265,8 @@ def test_behind_an_answer_that_a_length_ended_nothing_is_said(template: str, mes
     assert [text for _, text in said(template, Q, message, finished=False)] == [answer]
 
 
-@pytest.mark.parametrize("reasoning", ["\nHm\n", "Hm", "Hm\n"])
-@pytest.mark.parametrize("content", ["\n\nHello", "Hello"])
+@each("reasoning", ["\nHm\n", "Hm", "Hm\n"])
+@each("content", ["\n\nHello", "Hello"])
 def test_blanks_that_a_parser_left_at_the_seams_count_once(reasoning: str, content: str) -> None:
     message = {"role": "assistant", "content": content, "reasoning": reasoning}
     assert said(QWEN_LIKE, Q, message) == [("assistant\n", f"<think>\nHm\n</think>\n\nHello{END}")]
@@ -311,7 +312,7 @@ def test_an_argument_that_is_not_the_templates_to_choose_is_refused() -> None:
         ChatEncoder(tokenizer(CHATML), []).encode(conversation)
 
 
-@pytest.mark.parametrize(
+@each(
     "template",
     [
         "{{ raise_exception('no') }}",

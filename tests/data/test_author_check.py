@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from each import each
 from eyas.data.author_check import AuthorCheck
 from eyas.data.conversations import Conversation, Sample
 from eyas.errors import UserError
@@ -30,7 +31,7 @@ def test_the_weights_decide_and_not_the_name() -> None:
     assert replace(CHECK, allow_others=True)(other) is other
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "qwen3-8b", "/data/Qwen3-8B/", "C:\\models\\Qwen3-8B"])
+@each("name", ["Qwen/Qwen3-8B", "qwen3-8b", "/data/Qwen3-8B/", "C:\\models\\Qwen3-8B"])
 def test_names_decide_where_weights_are_unknown(name: str) -> None:
     served = replace(OURS, author=name, author_fingerprint=None)
     assert CHECK(served) is served
@@ -46,9 +47,7 @@ def test_conversations_of_nobody_in_particular_pass() -> None:
         assert CHECK(given) is given
 
 
-@pytest.mark.parametrize(
-    "sample", [Sample(prompt_ids=(10,), answer_ids=(1,)), Sample(prompt_ids=(1,), answer_ids=(10,))]
-)
+@each("sample", [Sample(prompt_ids=(10,), answer_ids=(1,)), Sample(prompt_ids=(1,), answer_ids=(10,))])
 def test_tokens_beyond_the_vocabulary_are_refused_whoever_is_allowed(sample: Sample) -> None:
     foreign = replace(OURS, samples=(*OURS.samples, sample))
     for check in (CHECK, replace(CHECK, allow_others=True)):

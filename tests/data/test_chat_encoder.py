@@ -5,6 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, masked_runs
+from each import each
 from eyas.data.chat_encoder import ChatEncoder, Encoded, merge
 from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
@@ -62,20 +63,18 @@ def turns(*texts: str) -> list[Message]:
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "closing"),
     [(CHATML, "<|im_end|>"), (MISTRAL, "</s>"), (MARKED, "<|im_end|>"), (BARE, "\n")],
-    ids=["chatml", "mistral", "markers", "bare"],
 )
 def test_every_answer_is_masked_with_its_closing_token_and_nothing_else(template: str, closing: str) -> None:
     chosen, encoded = encode(template, turns("Hi", "Hello, you", "And?", "Bye"))
     assert masked_runs(chosen, encoded) == [f"Hello, you{closing}", f"Bye{closing}"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "closing"),
     [(CHATML, "<|im_end|>"), (MISTRAL, "</s>"), (MARKED, "<|im_end|>")],
-    ids=["chatml", "mistral", "markers"],
 )
 def test_the_closing_token_of_an_answer_that_a_length_ended_is_not_masked(template: str, closing: str) -> None:
     messages = turns("Hi", "Hello, you", "And?", "Bye and")
@@ -153,7 +152,7 @@ def test_a_sample_extends_the_row_that_its_prompt_begins_with() -> None:
     assert merge([first, second]) == (Encoded(ids=(1, 2, 3, 4, 5), mask=(False, True, True, False, True)),)
 
 
-@pytest.mark.parametrize("prompt", [(1, 2), (1, 2, 9, 4), (9, 2, 3, 4)], ids=["cut", "end", "beginning"])
+@each("prompt", [(1, 2), (1, 2, 9, 4), (9, 2, 3, 4)])
 def test_a_sample_whose_prompt_is_another_text_starts_a_row(prompt: tuple[int, ...]) -> None:
     first, second = Sample(prompt_ids=(1,), answer_ids=(2, 3)), Sample(prompt_ids=prompt, answer_ids=(5,))
     assert merge([first, second]) == (*merge([first]), *merge([second]))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from each import each
 from eyas.data.bad_records import RecordError
 from eyas.data.conversations import Conversation, Sample, parse_conversation
 from eyas.data.files import read_conversations
@@ -34,9 +35,7 @@ def test_openai_and_sharegpt_records_read_as_the_same_conversation() -> None:
     assert ours.answered
 
 
-@pytest.mark.parametrize(
-    ("row", "texts"), [({"prompt": "Why?"}, ["Why?"]), ({"turns": ["Why?", "How?"]}, ["Why?", "How?"])]
-)
+@each(("row", "texts"), [({"prompt": "Why?"}, ["Why?"]), ({"turns": ["Why?", "How?"]}, ["Why?", "How?"])])
 def test_prompts_are_user_turns_without_an_answer(row: dict[str, object], texts: list[str]) -> None:
     conversation = parse_conversation(row, "f:1")
     assert [message["content"] for message in conversation.messages] == texts
@@ -70,7 +69,7 @@ def test_json_lines_and_parquet_read_alike(tmp_path: Path) -> None:
     assert [c.where.rpartition(":")[2] for c in read_conversations(lines)] == ["1", "3"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "said"),
     [
         ('{"messages": [', ("data.jsonl:2", "not JSON", "mend or remove")),
@@ -95,7 +94,7 @@ def test_a_broken_record_is_named_with_its_line(tmp_path: Path, row: object, sai
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["missing.jsonl", "missing.parquet"])
+@each("name", ["missing.jsonl", "missing.parquet"])
 def test_a_missing_file_is_one_line(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="cannot read"):
         list(read_conversations(tmp_path / name))
@@ -125,7 +124,7 @@ def test_a_record_keeps_tokens_tools_and_template_arguments() -> None:
     assert read.author == "smollm2"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "named"),
     [
         ({"tools": "nothing"}, "tools"),
@@ -148,7 +147,7 @@ def said(row: dict[str, object]) -> list[tuple[str, str]]:
 HI = [("user", "Hi"), ("assistant", "Hello")]
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "expected"),
     [
         ({"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}, HI),
@@ -203,7 +202,7 @@ def test_every_known_record_reads_as_turns(row: dict[str, object], expected: lis
     assert said(row) == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("row", "reason"),
     [
         (

@@ -10,6 +10,7 @@ import pyarrow
 import pytest
 from pyarrow import ipc, parquet
 
+from each import each
 from eyas.data import files as files_module
 from eyas.data.bad_records import BadRecords
 from eyas.data.files import ConversationReader, expand_files, read_conversations
@@ -44,7 +45,7 @@ def questions(path: Path, bad: BadRecords | None = None) -> list[str]:
 EXPECTED = [row["conversations"][0]["value"] for row in ROWS]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "data"),
     [
         ("lines.jsonl", LINES),
@@ -91,8 +92,8 @@ def test_sequences_of_objects_may_be_stored_as_columns(tmp_path: Path) -> None:
     assert read.tools == ({"type": "function"},)
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("compress", [None, gzip.compress])
+@each("indent", [None, 2])
+@each("compress", [None, gzip.compress])
 def test_a_file_cut_off_in_its_last_record_gives_the_whole_ones(
     tmp_path: Path, indent: int | None, compress: Callable[[bytes], bytes] | None
 ) -> None:
@@ -107,7 +108,7 @@ def test_a_file_cut_off_in_its_last_record_gives_the_whole_ones(
         questions(tmp_path / "cut.json")
 
 
-@pytest.mark.parametrize(("name", "squeeze"), [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)])
+@each(("name", "squeeze"), [("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)])
 def test_a_compressed_file_that_is_cut_off_gives_what_can_be_read(
     tmp_path: Path, name: str, squeeze: Callable[[bytes], bytes]
 ) -> None:
@@ -120,7 +121,7 @@ def test_a_compressed_file_that_is_cut_off_gives_what_can_be_read(
     assert all("cut off" in reason or reason == "not JSON" for reason in bad.by_reason)
 
 
-@pytest.mark.parametrize("indent", [None, 2])
+@each("indent", [None, 2])
 def test_a_broken_record_inside_an_array_is_one_bad_record(tmp_path: Path, indent: int | None) -> None:
     records = [json.dumps(row, indent=indent) for row in ROWS]
     records[5] = records[5].replace('"human"', 'human"')
@@ -250,7 +251,7 @@ def test_what_says_how_a_file_of_a_folder_was_made_is_no_data(tmp_path: Path) ->
     assert expand_files([tmp_path / "answers.jsonl.json"]) == [tmp_path / "answers.jsonl.json"], "named, it is read"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow"])
+@each("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet", "a.arrow"])
 def test_how_far_it_is_grows_to_all_bytes(tmp_path: Path, name: str) -> None:
     rows = ROWS * 50
     path = tmp_path / name

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.data.conversations import Conversation, Sample, parse_conversation
 from eyas.data.files import read_conversations
 from eyas.data.regenerate import ChatPrompt, Progress, Reply, regenerate
@@ -169,8 +170,8 @@ def test_what_does_not_fit_or_stays_silent_is_left_out_and_counted_but_earlier_a
 GIVEN = [conversation(f"one {i}", f"two {i}") for i in range(9)]
 
 
-@pytest.mark.parametrize("dies_after", [0, 1, 7, 17])
-@pytest.mark.parametrize("torn", [0, 1, 30])
+@each("dies_after", [0, 1, 7, 17])
+@each("torn", [0, 1, 30])
 def test_an_interrupted_run_goes_on_without_losing_or_repeating_an_answer(
     tmp_path: Path, dies_after: int, torn: int
 ) -> None:
@@ -227,7 +228,7 @@ def test_other_arguments_may_replace_a_run_that_wrote_nothing(tmp_path: Path) ->
     assert json.loads((tmp_path / "out.json").read_text()) == {"target": "other"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("line", "reason"),
     [("nonsense", "out:1 is not JSON"), ('{"a": 1}', "out:1 has no id"), ('{"id": 1}\n{"id": 1}', "out:2 holds id 1")],
 )

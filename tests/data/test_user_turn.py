@@ -9,6 +9,7 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 from chat_targets import FAMILIES, LETTERS
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.data.conversations import Sample, parse_conversation
 from eyas.data.files import read_conversations
 from eyas.data.overlap import PromptIndex
@@ -33,7 +34,7 @@ def turn_of(template: str | None, *, system: str | None = None, special: tuple[s
     return UserTurn.of(tokenizer_of(template, special), "t", ChatFormat(), system)
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "system", "opening", "end"),
     [
         ("qwen3", None, "<|im_start|>user\n", "<|im_end|>"),
@@ -65,7 +66,7 @@ def test_an_opening_is_written_as_it_is() -> None:
     assert render_chat(tokenizer, asked, None, ChatTemplateOptions()) == TURN.opening
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "system", "told"),
     [
         (None, None, "t has no chat template"),

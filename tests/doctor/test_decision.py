@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from doctor.findings import case_of, drift_of, sure
+from each import each
 from eyas.doctor.decision import Decision, decide
 from eyas.doctor.measures import Drift
 from eyas.doctor.requirements import RequirementResult
@@ -91,7 +92,7 @@ def test_weaknesses_stand_behind_the_decision_in_words() -> None:
     assert found.weaknesses == ("weak without a template",)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "group", "words"),
     [
         ("Llama-3 template", "template", "weak with the Llama-3 template"),

@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from doctor.planted import broken
+from each import each
 from eyas.doctor.candidate import DrafterCandidate, prepare_candidate
 from eyas.doctor.diagnosis import DEPTH, Diagnosis, diagnose
 from eyas.doctor.quantise import quantised
@@ -20,6 +21,8 @@ from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_linear import load_quantised
 from eyas.target.model import Target
+
+pytestmark = pytest.mark.slow
 
 
 def examined(checkpoint: Checkpoint, target: Target, asked: Sequence[Asked]) -> tuple[Diagnosis, Verdict]:
@@ -38,7 +41,7 @@ def faults_of(verdict: Verdict) -> list[str]:
     return [statement.name for statement in verdict.statements if statement.level == "fault"]
 
 
-@pytest.mark.parametrize(
+@each(
     "fault",
     [
         "fc_norm",

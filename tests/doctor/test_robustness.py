@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer, with_bos
+from each import each
 from eyas.data.conversations import Conversation
 from eyas.data.encode_prompt import encode_prompt
 from eyas.doctor.long_prompts import Filler, allowed_lengths, long_prompts
@@ -72,6 +73,7 @@ def matrix(
     return list(tried.cases())
 
 
+@pytest.mark.slow
 def test_every_condition_is_measured_or_says_why_not(target: Target, subject: Subject, base: list[Transcript]) -> None:
     cases = {case.name: case for case in matrix(target, subject, base)}
     for name in ("noise 1", "no template", "no system prompt", "long system prompt", "Llama-3 template", "German"):
@@ -83,6 +85,7 @@ def test_every_condition_is_measured_or_says_why_not(target: Target, subject: Su
     assert {case.group for case in cases.values()} == {"noise", "template", "text", "sampling", "weights", "context"}
 
 
+@pytest.mark.slow
 def test_prompts_that_do_not_fit_in_the_targets_context_are_left_out(
     target: Target, subject: Subject, base: list[Transcript]
 ) -> None:
@@ -123,7 +126,7 @@ def test_rounded_weights_are_read_anew_and_so_are_the_true_ones_behind_them(
     assert all(torch.equal(after[key], before[key]) for key in before)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@each("bits", [8, 4])
 def test_a_target_in_half_precision_is_rounded_too(target: Target, bits: Bits) -> None:
     """Compiled products are in float32: the model's own code hands them what they read, and a fused pass would not."""
     half = replace(target, model=deepcopy(target.model).bfloat16())
@@ -182,14 +185,14 @@ R1_LIKE = (
 )
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@each(
     ("template", "left_out"),
     [
         (QWEN3_LIKE, {"no BOS", "no system prompt", "ChatML template"}),
         (R1_LIKE, {"no system prompt", "long system prompt", "foreign system prompt"}),
         (None, {"no template", "no system prompt"}),
     ],
-    ids=["thinks", "opens with a thought", "raw"],
 )
 def test_thinking_and_plain_text_are_perturbed_or_it_is_said(
     template: str | None, left_out: set[str], subject: Subject
@@ -219,7 +222,7 @@ def test_a_records_own_template_arguments_stay_when_it_is_perturbed() -> None:
     assert tokenizer.decode(list(long.asked.ids)).endswith("</think>\n\n")
 
 
-@pytest.mark.parametrize("template", [QWEN3_LIKE, None], ids=["rewrites turns", "raw"])
+@each("template", [QWEN3_LIKE, None])
 def test_a_system_prompt_is_taken_away_where_turns_are_rewritten(template: str | None) -> None:
     tokenizer = with_bos(chat_tokenizer(template or "", bos="<s>"))
     if template is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from each import each
 from eyas.doctor.measures import measure_prompt, summarise
 from eyas.doctor.rounds import Noise, Rounds, round_starts, run_rounds
 from eyas.doctor.transcripts import Answering, Asked, Transcriber, Transcript
@@ -59,7 +60,8 @@ def test_transcripts_hold_what_plain_decoding_gives(tiny_target: Target, transcr
         torch.testing.assert_close(one.aux_TX, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("depth", [1, 3, DEPTH])
+@pytest.mark.slow
+@each("depth", [1, 3, DEPTH])
 def test_the_walk_accepts_round_by_round_what_serving_accepts(
     tiny_target: Target, tiny_drafter: Drafter, transcripts: list[Transcript], depth: int
 ) -> None:
@@ -82,7 +84,7 @@ def test_the_walk_accepts_round_by_round_what_serving_accepts(
     assert pooled_length(rounds, depth) == pytest.approx(1 + sum(total) / len(total))
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@each("layers", [1, 2])
 def test_each_round_drafts_what_the_reference_drafts_also_beyond_a_miss(
     tiny_target: Target, transcripts: list[Transcript], layers: int
 ) -> None:

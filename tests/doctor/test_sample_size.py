@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from each import each
 from eyas.doctor.sample_size import FADES, LEAST_PAIRS, LEAST_PROMPTS, least_to_hold, too_few, wilson
 from eyas.doctor.statistics import depth_curve, with_wilson
 
 
-@pytest.mark.parametrize(
+@each(
     ("hits", "of", "low", "high"),
     [(3, 3, 0.4385, 1.0), (0, 3, 0.0, 0.5615), (60, 100, 0.5020, 0.6906), (1, 2, 0.0945, 0.9055)],
 )

@@ -8,6 +8,7 @@ import pytest
 
 import tiny
 from doctor.findings import case_of, drift_of, sure
+from each import each
 from eyas.doctor.measures import Drift
 from eyas.doctor.requirements import check_requirements, parse_requirement
 from eyas.doctor.robustness import Case, Cell
@@ -138,7 +139,7 @@ def record_of() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "passed", "reason"),
     [
         ("length@3>=2.1", True, "2.1 >= 2.1"),
@@ -163,7 +164,7 @@ def test_a_gate_holds_or_says_why_not(text: str, passed: bool, reason: str) -> N
     assert reason in outcome.reason
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "message"),
     [
         ("length at 3", "is no condition"),

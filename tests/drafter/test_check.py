@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from each import each
 from eyas.drafter.check import CheckReport, check
 from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.layer_json import IDS_KEY, NORM_FLAGS
-from eyas.drafter.model import Drafter
 from eyas.errors import UserError
 from eyas.target.embedding import read_embedding
 from eyas.target.facts import TargetFacts
@@ -48,8 +49,8 @@ def only_finding(report: CheckReport, severity: str, text: str) -> None:
     assert report.ok == (severity != "error")
 
 
-@pytest.mark.parametrize("layout", ["vllm", "sglang", "speculators"])
-@pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 32}])
+@each("layout", ["vllm", "sglang", "speculators"])
+@each("changes", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 32}])
 def test_a_clean_drafter_has_no_findings(tmp_path: Path, layout: str, changes: dict[str, Any]) -> None:
     report = check(save(tmp_path / "it", layout=layout, **changes), target=target(), target_embedding=lambda: None)
     assert report.findings == ()
@@ -63,7 +64,7 @@ def test_the_report_states_the_facts(tmp_path: Path) -> None:
     config = report.config
     assert (report.source, report.target, report.family) == (source, "the-target", "EAGLE-3.1")
     assert config == drafter_config(fc_norm=True, norm_output=True, draft_vocab_size=32)
-    assert report.parameters == sum(weight.numel() for weight in Drafter(config).parameters())
+    assert report.parameters == sum(weight.numel() for weight in new_drafter(config).parameters())
     assert report.bytes == 4 * report.parameters + 8 * 32 + 96  # float32 weights, int64 d2t, bool t2d
     assert report.kv_bytes_per_token == 2 * 32 * 4
     assert (report.ships_embedding, report.ships_head) == (False, True)
@@ -79,8 +80,8 @@ def test_the_report_says_what_comes_from_the_target(tmp_path: Path) -> None:
     assert (report.ships_embedding, report.ships_head, report.target) == (True, False, None)
 
 
-@pytest.mark.parametrize("value", ["absent", None])
-@pytest.mark.parametrize("flag", NORM_FLAGS)
+@each("value", ["absent", None])
+@each("flag", NORM_FLAGS)
 def test_a_flag_left_to_the_readers_guess_is_a_warning(tmp_path: Path, flag: str, value: str | None) -> None:
     source = save(tmp_path / "it")
     edit(source, drop=(flag,), **({} if value == "absent" else {flag: None}))
@@ -109,7 +110,7 @@ def test_a_tied_flag_beside_a_head_is_a_warning(tmp_path: Path) -> None:
     only_finding(check(source), "warning", "tie_word_embeddings is true beside a shipped lm_head")
 
 
-@pytest.mark.parametrize(
+@each(
     ("facts", "severity", "text"),
     [
         ({"vocab_size": 97}, "error", "vocab_size 96 is not the target's 97; this drafter was trained for another"),
@@ -122,9 +123,7 @@ def test_a_drafter_of_another_target_is_found(tmp_path: Path, facts: dict[str, A
     only_finding(check(save(tmp_path / "it"), target=target(**facts)), severity, text)
 
 
-@pytest.mark.parametrize(
-    "facts", [{"num_hidden_layers": 3}, {"max_position_embeddings": 512}, {"max_position_embeddings": None}]
-)
+@each("facts", [{"num_hidden_layers": 3}, {"max_position_embeddings": 512}, {"max_position_embeddings": None}])
 def test_the_limits_themselves_are_allowed(tmp_path: Path, facts: dict[str, Any]) -> None:
     assert check(save(tmp_path / "it"), target=target(**facts)).findings == ()
 
@@ -140,8 +139,8 @@ def test_absent_ids_of_another_number_are_an_error(tmp_path: Path) -> None:
     only_finding(check(source, target=target()), "error", "num_aux_hidden_states is 2; servers would assume the 3 ids")
 
 
-@pytest.mark.parametrize(("stale", "found"), [(False, 0), (True, 1)])
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "transformer.wte.weight"])
+@each(("stale", "found"), [(False, 0), (True, 1)])
+@each("name", ["model.embed_tokens.weight", "transformer.wte.weight"])
 def test_a_stale_copy_of_the_embeddings_is_a_warning(tmp_path: Path, stale: bool, found: int, name: str) -> None:
     drafter = random_drafter(drafter_config())
     assert drafter.embed_tokens is not None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from each import each
 from eyas.atomic import new_folder
 from eyas.drafter import checkpoint as checkpoint_module
 from eyas.drafter.attention import DenseAttention
@@ -88,9 +89,9 @@ def edit(folder: Path, *, drop: tuple[str, ...] = (), **changes: Any) -> None:
 # --- round trips -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("middle", ["sglang", "speculators", "vllm"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each("middle", ["sglang", "speculators", "vllm"])
+@each("kind", KINDS)
+@each("dtype", ["float32", "bfloat16"])
 def test_a_round_trip_gives_the_same_bytes(tmp_path: Path, kind: str, middle: str, dtype: str) -> None:
     first = save(tmp_path / "first", dtype=dtype, **KINDS[kind])
     there = convert(first, tmp_path / "there", middle)
@@ -101,8 +102,8 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path: Path, kind: str, middle: st
     assert (contents(there) == contents(first)) == spelt_alike
 
 
-@pytest.mark.parametrize("middle", ["sglang", "speculators"])
-@pytest.mark.parametrize(
+@each("middle", ["sglang", "speculators"])
+@each(
     "options",
     [
         {"shipped": True},
@@ -110,7 +111,6 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path: Path, kind: str, middle: st
         {"extras": {"eyas_source": PROVENANCE}},
         {"dtype": "float16"},
     ],
-    ids=["embeddings", "harmless_keys", "provenance", "float16"],
 )
 def test_a_round_trip_loses_no_extras(tmp_path: Path, middle: str, options: dict[str, Any]) -> None:
     first = save(tmp_path / "first", **options)
@@ -119,8 +119,8 @@ def test_a_round_trip_loses_no_extras(tmp_path: Path, middle: str, options: dict
     assert options.get("extras", {}).items() <= config_of(back).items()
 
 
-@pytest.mark.parametrize("middle", ["sglang", "vllm"])
-@pytest.mark.parametrize("kind", ["eagle31", "pruned", "two_layers"])
+@each("middle", ["sglang", "vllm"])
+@each("kind", ["eagle31", "pruned", "two_layers"])
 def test_a_round_trip_from_speculators_keeps_what_only_speculators_knows(
     tmp_path: Path, middle: str, kind: str
 ) -> None:
@@ -159,7 +159,7 @@ def test_midlayer_and_layers_0_read_the_same(tmp_path: Path) -> None:
     assert_same(read_checkpoint(str(first)), read_checkpoint(str(other)))
 
 
-@pytest.mark.parametrize(
+@each(
     ("new", "old"),
     [
         ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5}),
@@ -222,7 +222,7 @@ def test_eagle_config_decides_norm_before_fc(tmp_path: Path) -> None:
     assert read_checkpoint(str(folder)).config.norm_before_fc is True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_loaded_drafter_computes_what_the_saved_one_did(tmp_path: Path, kind: str) -> None:
     config = drafter_config(**KINDS[kind])
     original = random_drafter(config)
@@ -249,7 +249,7 @@ def test_a_missing_t2d_is_made_from_d2t(tmp_path: Path) -> None:
 # --- what each format says -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "norm_before_fc", "one_state"])
+@each("kind", ["eagle3", "eagle31", "norm_before_fc", "one_state"])
 def test_the_vllm_layout_writes_every_flag_and_the_ids_in_all_three_places(tmp_path: Path, kind: str) -> None:
     raw = config_of(save(tmp_path / "it", **KINDS[kind]))
     config = drafter_config(**KINDS[kind])
@@ -274,7 +274,7 @@ def test_the_sglang_layout_stores_the_input_norm_of_later_layers_twice(tmp_path:
     assert stored.keys() - plain.keys() == {"layers.1.hidden_norm.weight"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "changes", "reason"),
     [
         ("sglang", {"norm_before_residual": True}, "norm_before_residual is true .* always adds the residual"),
@@ -305,8 +305,8 @@ def test_an_incomplete_drafter_is_not_written(tmp_path: Path) -> None:
 # --- whole or not at all ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), RuntimeError("bug"), KeyboardInterrupt()])
-@pytest.mark.parametrize("replace_old", [False, True])
+@each("fault", [OSError(28, "No space left on device"), RuntimeError("bug"), KeyboardInterrupt()])
+@each("replace_old", [False, True])
 def test_an_interrupted_write_leaves_everything_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, replace_old: bool
 ) -> None:
@@ -329,8 +329,8 @@ def test_an_interrupted_write_leaves_everything_as_it_was(
         assert "No space left on device; nothing was left behind" in str(caught.value)
 
 
-@pytest.mark.parametrize("fault", [OSError(13, "Permission denied"), KeyboardInterrupt()])
-@pytest.mark.parametrize("which", ["first", "second"])
+@each("fault", [OSError(13, "Permission denied"), KeyboardInterrupt()])
+@each("which", ["first", "second"])
 def test_a_failed_replacement_keeps_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, which: str
 ) -> None:
@@ -362,7 +362,7 @@ def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert not (place / "stale.txt").exists()
 
 
-@pytest.mark.parametrize("replace_old", [False, True])
+@each("replace_old", [False, True])
 def test_a_reader_never_sees_half_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace_old: bool) -> None:
     """Look at every moment of a write, also around each rename: the old folder, the new one, or none at all."""
     place = tmp_path / "it"

@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from each import each
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.layouts import LAYOUTS
 from eyas.errors import UserError
@@ -38,28 +39,28 @@ ROPES = (
 )
 
 
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("value", [0, -1, 1.0, "64", None, True, [64], 2**31])
+@each("name", SIZES)
+@each("value", [0, -1, 1.0, "64", None, True, [64], 2**31])
 def test_a_size_is_a_whole_number_from_one(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{name} is .*; it must be a whole number from 1"):
         drafter_config(**{name: value})
 
 
-@pytest.mark.parametrize("name", FLAGS)
-@pytest.mark.parametrize("value", [None, 0, 1, "true"])
+@each("name", FLAGS)
+@each("value", [None, 0, 1, "true"])
 def test_a_flag_is_true_or_false(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{name} is {value!r}; it must be true or false"):
         drafter_config(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["rms_norm_eps", "logit_scale"])
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1e-5", None, True])
+@each("name", ["rms_norm_eps", "logit_scale"])
+@each("value", [0, -1.0, float("nan"), float("inf"), "1e-5", None, True])
 def test_a_scale_is_a_finite_number_above_zero(name: str, value: object) -> None:
     with pytest.raises(UserError, match=f"{name} is .*; it must be a number above 0"):
         drafter_config(**{name: value})
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"draft_vocab_size": 97}, "draft_vocab_size 97 exceeds vocab_size 96; .* at most that"),
@@ -78,7 +79,7 @@ def test_values_that_contradict_each_other_are_refused(changes: dict[str, object
         drafter_config(**changes)
 
 
-@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+@each("rope", ROPES)
 def test_known_ropes_are_taken_and_each_needs_its_keys(rope: dict[str, object]) -> None:
     drafter_config(rope_parameters=rope)
     for key in rope.keys() - {"rope_type", "truncate"}:
@@ -90,13 +91,13 @@ def test_known_ropes_are_taken_and_each_needs_its_keys(rope: dict[str, object]) 
                 drafter_config(rope_parameters={**rope, key: bad})
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", None])
+@each("kind", ["dynamic", "longrope", "mrope", None])
 def test_ropes_that_readers_compute_differently_are_refused(kind: object) -> None:
     with pytest.raises(UserError, match=f"rope_type '{kind}' is not one of default, linear, llama3, yarn"):
         drafter_config(rope_parameters={"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})
 
 
-@pytest.mark.parametrize(
+@each(
     ("extra", "message"),
     [
         ({"factor": 2.0}, "rope_type 'default' does not take factor"),
@@ -117,7 +118,7 @@ def test_a_config_does_not_change() -> None:
         drafter_config().hidden_size = 32  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "family"),
     [
         ({}, "EAGLE-3"),
@@ -139,7 +140,7 @@ def read(raw: dict[str, object]) -> DrafterConfig:
     return LAYOUTS["vllm"].read_config(raw)[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "nearest"),
     [
         ("norm_outputs", "norm_output"),

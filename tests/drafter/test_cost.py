@@ -3,11 +3,10 @@
 from dataclasses import replace
 from math import prod
 
-import pytest
-
+from each import each
 from eyas.drafter.config import DrafterConfig, LatentSizes
 from eyas.drafter.cost import flops_per_token, kv_bytes_per_token
-from eyas.drafter.model import Drafter
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.tensors import WEIGHT_DTYPES, expected_tensors
 from tiny import drafter_config
 
@@ -35,14 +34,14 @@ def parameter_count(config: DrafterConfig, *, own_embedding: bool = False, own_h
     return sum(prod(spec.shape) for name, spec in tensors if spec.dtypes == WEIGHT_DTYPES and name not in lent)
 
 
-@pytest.mark.parametrize("own_embedding", [False, True])
-@pytest.mark.parametrize("own_head", [False, True])
-@pytest.mark.parametrize("changes", CONFIGS, ids=str)
+@each("own_embedding", [False, True])
+@each("own_head", [False, True])
+@each("changes", CONFIGS)
 def test_the_parameter_count_is_the_built_modules(
     changes: dict[str, object], own_embedding: bool, own_head: bool
 ) -> None:
     config = drafter_config(**changes)
-    built = Drafter(config, own_embedding=own_embedding, own_head=own_head)
+    built = new_drafter(config, own_embedding=own_embedding, own_head=own_head)
     counted = parameter_count(config, own_embedding=own_embedding, own_head=own_head)
     assert counted == sum(parameter.numel() for parameter in built.parameters())
 
@@ -54,8 +53,8 @@ def test_parameters_by_hand() -> None:
     assert parameter_count(drafter_config()) == by_hand
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
-@pytest.mark.parametrize("layers", [1, 2])
+@each(("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+@each("layers", [1, 2])
 def test_a_token_keeps_keys_and_values_in_every_layer(dtype: str, size: int, layers: int) -> None:
     assert kv_bytes_per_token(drafter_config(num_hidden_layers=layers), dtype) == 2 * layers * 32 * size
 

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from each import each
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import build_drafter, checkpoint_of, read_checkpoint, write_checkpoint
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.cost import flops_per_token, matrix_sizes, remembering_weights
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.layouts import LAYOUTS
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantise import quantised
@@ -57,7 +59,7 @@ def store(folder: Path, changes: dict[str, Any], tensors: dict[str, Tensor | Non
 # --- what it computes ---
 
 
-@pytest.mark.parametrize("changes", [{}, {"fc_bias": True}, {"num_hidden_layers": 2, "attention_bias": True}], ids=str)
+@each("changes", [{}, {"fc_bias": True}, {"num_hidden_layers": 2, "attention_bias": True}])
 @torch.no_grad()
 def test_a_depth_is_that_of_llamas_layers_behind_fc_without_the_first_norm(changes: dict[str, Any]) -> None:
     drafter = drafter_of(**changes)
@@ -144,8 +146,8 @@ def test_a_published_drafter_is_read_and_written_as_vllm_loads_it(tmp_path: Path
     assert (report.ok, report.family, report.findings) == (True, "EAGLE-1/2", ())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("layout", ["vllm", "sglang"])
+@each("bias", [False, True])
+@each("layout", ["vllm", "sglang"])
 def test_it_comes_back_as_it_was(tmp_path: Path, layout: str, bias: bool) -> None:
     if bias and layout == "vllm":
         with pytest.raises(UserError, match="has a bias, and vLLM's has none"):
@@ -205,7 +207,7 @@ def test_vllm_is_given_a_copy_in_safetensors(tmp_path: Path) -> None:
 # --- what is found and refused ---
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         (
@@ -237,7 +239,7 @@ def test_drafters_of_another_kind_are_refused_by_name(tmp_path: Path, changes: d
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "tensors", "message"),
     [
         ({}, {"fc.weight": None}, r"fc.weight is missing \(expected \[64, 128\]\); .* is this path the target"),
@@ -265,7 +267,7 @@ def test_broken_ones_are_refused_by_name(
         read_checkpoint(str(tmp_path / "drafter"))
 
 
-@pytest.mark.parametrize("name", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
+@each("name", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
 def test_a_drafter_of_another_target_is_found(tmp_path: Path, name: str) -> None:
     folder = store(tmp_path / "drafter", {"architectures": [name]}, {})
     report = check(str(folder), target=facts_of(target_config(hidden_size=128), "wide"))
@@ -282,10 +284,9 @@ def test_what_servers_make_of_it_is_told(tmp_path: Path) -> None:
     assert "as of a target" in finding.message
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [{"qk_norm": True}, {"num_aux_hidden_states": 3}, {"aux_layer_ids": (4,)}, {"norm_before_fc": True}],
-    ids=str,
 )
 def test_what_belongs_to_eagle3_is_no_part_of_it(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="EAGLE-1 drafter"):
@@ -302,10 +303,10 @@ def test_it_is_not_quantised(tmp_path: Path) -> None:
 # --- what it costs ---
 
 
-@pytest.mark.parametrize("changes", [{}, {"fc_bias": True, "num_hidden_layers": 2}], ids=str)
+@each("changes", [{}, {"fc_bias": True, "num_hidden_layers": 2}])
 def test_the_table_of_tensors_is_what_the_module_has(tmp_path: Path, changes: dict[str, Any]) -> None:
     config = eagle1_config(**changes)
-    built = Drafter(config, own_embedding=True, own_head=False)
+    built = new_drafter(config, own_embedding=True, own_head=False)
     checkpoint = replace(checkpoint_of(random_drafter(config)), config=config)
     assert build_drafter(checkpoint).state_dict().keys() == built.state_dict().keys()
 

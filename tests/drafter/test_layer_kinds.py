@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import checkpoint_of, read_checkpoint, write_checkpoint
 from eyas.drafter.quantise import quantised
@@ -35,7 +36,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@each("layers", [1, 2])
 def test_qwen3_layers_come_back_from_speculators_as_they_were(tmp_path: Path, layers: int) -> None:
     first = save(tmp_path / "first", qk_norm=True, num_hidden_layers=layers, **V31)
     write_checkpoint(read_checkpoint(str(first)), tmp_path / "there", layout="speculators")
@@ -79,7 +80,7 @@ def test_an_architecture_beside_layers_of_another_type_is_refused(tmp_path: Path
         read_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias"])
+@each("bias", ["attention_bias", "mlp_bias"])
 def test_qwen3_layers_with_biases_are_refused(bias: str) -> None:
     with pytest.raises(UserError, match=f"{bias} .* beside qk_norm"):
         drafter_config(qk_norm=True, **{bias: True})
@@ -104,10 +105,9 @@ def save_latent(folder: Path, layout: str = "vllm", *, mla: dict[str, Any] | Non
     return folder
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [V31, {"num_hidden_layers": 2}, {"mla": {"q_lora_rank": None}}, {"rope_parameters": YARN, "draft_vocab_size": 32}],
-    ids=["eagle31", "two_layers", "plain_queries", "yarn_pruned"],
 )
 def test_latent_drafters_come_back_as_they_were(tmp_path: Path, changes: dict[str, Any]) -> None:
     first = save_latent(tmp_path / "first", **changes)
@@ -133,7 +133,7 @@ def test_latent_drafters_come_back_from_sglang(tmp_path: Path) -> None:
     assert contents(tmp_path / "back") == contents(first)
 
 
-@pytest.mark.parametrize(
+@each(
     ("layout", "changes", "message"),
     [
         ("speculators", {}, "has deepseek_v2 layers, and speculators' .* use --to vllm"),
@@ -158,7 +158,7 @@ def test_published_configs_of_large_targets_are_read(tmp_path: Path) -> None:
     assert experts.items() <= read.extras.items()
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"kv_lora_rank": None}, "lacks kv_lora_rank"),

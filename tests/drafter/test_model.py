@@ -17,6 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from each import each
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.checkpoint import checkpoint_of
 from eyas.drafter.config import DrafterConfig
@@ -160,13 +161,13 @@ def assert_equal_runs(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tens
         assert_close(mine, other, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("values", list(product([False, True], repeat=4)), ids=lambda v: "".join("01"[x] for x in v))
+@each("values", list(product([False, True], repeat=4)))
 def test_the_forward_is_the_contracts_for_every_combination_of_flags(values: tuple[bool, ...]) -> None:
     drafter = random_drafter(drafter_config(**dict(zip(FLAGS, values, strict=True))))
     assert_equal_runs(run_ours(drafter), run_equations(drafter))
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"num_hidden_layers": 2},
@@ -188,7 +189,6 @@ def test_the_forward_is_the_contracts_for_every_combination_of_flags(values: tup
         {"draft_vocab_size": 48},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 37.0}},
     ],
-    ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items())[:60],
 )
 def test_the_forward_is_the_contracts_for_every_shape(changes: dict[str, object]) -> None:
     drafter = random_drafter(drafter_config(**changes))
@@ -204,8 +204,8 @@ def with_flag(drafter: Drafter, flag: str, value: bool) -> Drafter:
     return other
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("others", [False, True])
+@each("flag", FLAGS)
+@each("others", [False, True])
 def test_each_flag_changes_the_result_on_the_same_weights(flag: str, others: bool) -> None:
     off = random_drafter(drafter_config(**dict.fromkeys(FLAGS, others) | {flag: False}))
     on = with_flag(off, flag, True)
@@ -232,7 +232,7 @@ def test_norm_output_changes_the_feedback_and_nothing_else() -> None:
     assert not torch.allclose(plain.feedback, plain.normed, atol=1e-2)
 
 
-@pytest.mark.parametrize("norm_output", [False, True])
+@each("norm_output", [False, True])
 def test_logits_come_from_the_normed_state_either_way(norm_output: bool) -> None:
     drafter = random_drafter(drafter_config(norm_output=norm_output))
     output = first_depth(drafter)
@@ -274,8 +274,8 @@ def test_bfloat16_is_close_to_float32() -> None:
 # --- attention -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cuts", [(1,), (3,), (2, 5), (1, 2, 3, 4, 5, 6)])
-@pytest.mark.parametrize("layers", [1, 2])
+@each("cuts", [(1,), (3,), (2, 5), (1, 2, 3, 4, 5, 6)])
+@each("layers", [1, 2])
 def test_passes_in_parts_equal_one_full_pass(cuts: tuple[int, ...], layers: int) -> None:
     drafter = random_drafter(drafter_config(num_hidden_layers=layers))
     aux, tokens = inputs(drafter.config)
@@ -353,8 +353,8 @@ def assert_later_layer_is(config: DrafterConfig, theirs: nn.Module) -> None:
     assert_close(actual, expected.reshape(TOKENS, -1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rope", ROPES)
+@each("bias", [False, True])
+@each("rope", ROPES)
 def test_later_layers_are_llamas(rope: str, bias: bool) -> None:
     config = drafter_config(num_hidden_layers=2, rope_parameters=ROPES[rope], attention_bias=bias, mlp_bias=bias)
     assert_later_layer_is(config, LlamaDecoderLayer(llama_config(config), layer_idx=0))
@@ -381,8 +381,8 @@ LATENT_ROPES = {
 }
 
 
-@pytest.mark.parametrize("q_lora_rank", [16, None])
-@pytest.mark.parametrize("rope", LATENT_ROPES)
+@each("q_lora_rank", [16, None])
+@each("rope", LATENT_ROPES)
 def test_latent_attention_is_deepseeks(rope: str, q_lora_rank: int | None) -> None:
     sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
     sizes |= {"q_lora_rank": q_lora_rank}
@@ -433,7 +433,7 @@ def test_what_a_latent_drafter_remembers_is_what_a_depth_shows_later_slots() -> 
             assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@each("kind", ROPES)
 def test_rope_is_llamas_far_beyond_the_trained_positions(kind: str) -> None:
     config = drafter_config(rope_parameters=ROPES[kind])
     positions = torch.tensor([0, 1, 511, 512, 5_000, 32_768, 99_999, 100_000])
@@ -451,7 +451,7 @@ def test_rope_kinds_differ_from_each_other() -> None:
         assert not any(torch.allclose(first, second, atol=1e-2) for second in tables[i + 1 :])
 
 
-@pytest.mark.parametrize("kind", ROPES)
+@each("kind", ROPES)
 def test_casting_the_drafter_leaves_the_frequencies_alone(kind: str) -> None:
     config = drafter_config(rope_parameters=ROPES[kind])
     exact = Rope(config).inverse_frequencies
@@ -510,7 +510,7 @@ def test_a_cast_drafter_is_saved_as_what_it_is() -> None:
     assert checkpoint_of(drafter).config == replace(drafter.config, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
+@each(
     ("embedding", "head", "message"),
     [
         ((95, 64), (96, 64), r"embed_tokens and the target's is \[95, 64\], but the drafter needs \[96, 64\]; ship"),
@@ -532,7 +532,7 @@ def test_a_drafter_without_its_target_says_so() -> None:
         drafter.logits(torch.zeros(1, 64))
 
 
-@pytest.mark.parametrize("values", product([False, True], repeat=3))
+@each("values", product([False, True], repeat=3))
 def test_what_is_remembered_is_what_a_depth_shows_later_slots(values: tuple[bool, ...]) -> None:
     flags = dict(zip(("fc_norm", "norm_before_residual", "qk_norm"), values, strict=True))
     drafter = random_drafter(drafter_config(**flags)).eval()

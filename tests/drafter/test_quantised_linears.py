@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from each import each
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import Checkpoint, checkpoint_of, load_drafter, read_checkpoint, write_checkpoint
 from eyas.drafter.quantise import dequantised, quantised
@@ -52,7 +53,7 @@ def configure(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_it_is_what_compressed_tensors_calls_w8a8(tmp_path: Path, kind: str) -> None:
     folder = save(tmp_path / "it", kind)
     tensors, before = load_file(folder / "model.safetensors"), plain()
@@ -83,10 +84,8 @@ def test_it_is_what_compressed_tensors_calls_w8a8(tmp_path: Path, kind: str) -> 
     assert "lm_head.weight" in tensors
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "changes", [{}, {"draft_vocab_size": 32}, {"num_hidden_layers": 2}, {"attention_bias": True, "mlp_bias": True}]
-)
+@each("kind", KINDS)
+@each("changes", [{}, {"draft_vocab_size": 32}, {"num_hidden_layers": 2}, {"attention_bias": True, "mlp_bias": True}])
 def test_conversions_keep_quantised_weights_bit_for_bit(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     first = save(tmp_path / "first", kind, **changes)
     write_checkpoint(read_checkpoint(str(first)), tmp_path / "there", layout="speculators")
@@ -97,7 +96,7 @@ def test_conversions_keep_quantised_weights_bit_for_bit(tmp_path: Path, kind: st
     assert nested["quantization_config"]["quant_method"] == "compressed-tensors"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_dequantised_it_is_a_plain_drafter_again(tmp_path: Path, kind: str) -> None:
     folder = save(tmp_path / "it", kind)
     read = read_checkpoint(str(folder))
@@ -171,7 +170,7 @@ def narrow(tensors: dict[str, Tensor]) -> None:
     tensors["fc.weight"] = tensors["fc.weight"][:, 1:].clone()
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (without_scale, "fc.weight is int8, expected BF16"),

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.drafter.recorded_acceptance import FILE, RecordedAcceptance, read_acceptance
 from eyas.engine.speculation.acceptance import Acceptance
-from eyas.engine.speculation.observations import RoundOutcome
 from eyas.errors import UserError
 
 GOOD = {"version": 1, "source": "measured", "rounds": 100, "accepted_at": [80, 60, 30]}
@@ -28,7 +28,7 @@ def test_depths_that_no_round_reached_are_left_open() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "said"),
     [
         ({"version": 2}, "version is 2"),
@@ -48,7 +48,7 @@ def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, change: dict[str
         read_acceptance(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]"])
+@each("text", ["{", "[]"])
 def test_so_is_one_that_is_no_record(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="delete it or write it again"):
@@ -62,6 +62,5 @@ def test_estimates_start_from_the_record_and_soon_leave_it() -> None:
     )
     assert acceptance.by_depth[3] < acceptance.by_depth[2], "deeper than recorded: a little less than the depth before"
     for _ in range(16):
-        acceptance.observe(RoundOutcome(key=0, drafted=3, accepted=0))
-    acceptance.refresh()
+        acceptance.observe([(3, 0)])
     assert acceptance.by_depth[0] < 0.3

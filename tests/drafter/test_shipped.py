@@ -2,6 +2,7 @@
 
 import pytest
 
+from each import each
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import find_folder, load_drafter
 from eyas.drafter.recorded_acceptance import read_acceptance
@@ -9,7 +10,7 @@ from eyas.drafter.shipped import DEFAULT_DRAFTER, SHIPPED, shipped_folder
 from eyas.target.facts import read_facts
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@each("name", SHIPPED)
 def test_a_name_leads_to_a_folder_that_fits_a_package(name: str) -> None:
     folder = shipped_folder(name)
     assert folder is not None

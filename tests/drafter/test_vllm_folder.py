@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
+from each import each
 from eyas.drafter.checkpoint import read_checkpoint, write_checkpoint
 from eyas.drafter.vllm_folder import is_explicit, vllm_folder
 
@@ -18,7 +17,7 @@ def test_a_drafter_that_says_everything_is_given_as_it_is(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("layout", ["speculators", "sglang"])
+@each("layout", ["speculators", "sglang"])
 def test_one_of_another_layout_is_copied_once_and_says_everything(tmp_path: Path, layout: str) -> None:
     original = read_checkpoint(SHIPPED)
     write_checkpoint(original, tmp_path / "other", layout=layout)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.drafter.vocab import DraftVocab, check_offsets, membership_from_target_ids, offsets_from_target_ids
 from eyas.errors import UserError
 
@@ -44,7 +45,7 @@ def test_scatter_keeps_every_probability() -> None:
     assert torch.equal(vocab.scatter(q_W, 0.0)[:, vocab.target_ids_W], q_W)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@each("seed", range(3))
 def test_absolute_ids_of_a_realistic_vocabulary_are_refused(seed: int) -> None:
     ids = random_ids(16384, seed=seed)
     with pytest.raises(UserError, match=r"absolute target ids .* subtract arange"):
@@ -52,12 +53,12 @@ def test_absolute_ids_of_a_realistic_vocabulary_are_refused(seed: int) -> None:
     check_offsets(offsets_from_target_ids(ids), V)  # the same choice, spelt rightly
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_a_small_sparse_vocabulary_is_not_taken_for_absolute_ids(seed: int) -> None:
     check_offsets(offsets_from_target_ids(random_ids(32, seed=seed)), V)
 
 
-@pytest.mark.parametrize(
+@each(
     ("d2t", "message"),
     [
         ([0, 0, 8], "target id 10, outside 0..9; rebuild"),

@@ -1,7 +1,6 @@
-"""Devices by how late they finish: one when somebody waits, or before by chance; one at once."""
+"""A device that finishes as late as it may: when somebody waits, or before by chance."""
 
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -47,26 +46,3 @@ class LateMark:
     def seconds_since(self, earlier: "LateMark") -> float:
         assert self._queue.done >= self._at, "to be waited for first"
         return 1e-3 * (self._at - earlier._at)
-
-
-class ImmediateQueue:
-    """A device that has done what it is told when it is told: the processor itself."""
-
-    def run(self, function: Callable[[], object]) -> None:
-        """Run it."""
-        function()
-
-    def mark(self) -> "_TimeMark":
-        """Now."""
-        return _TimeMark()
-
-
-class _TimeMark:
-    def __init__(self) -> None:
-        self._at = time.perf_counter()
-
-    def wait(self) -> None:
-        """All before it is done."""
-
-    def seconds_since(self, earlier: "_TimeMark") -> float:
-        return self._at - earlier._at

@@ -6,10 +6,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-import pytest
 import torch
 
-from engine.dense_tables import use_dense_tables
 from engine.late_queue import LateQueue
 from engine.test_engine import request
 from eyas.drafter.model import Drafter
@@ -19,13 +17,9 @@ from eyas.engine.request import Speculation
 from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
+from eyas.engine.runner.round_device import RoundDevice
+from eyas.plan.shapes import CHAIN
 from eyas.target.model import Target
-
-
-@pytest.fixture(autouse=True)
-def dense_where_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention of passes that are laid out on the device, without a GPU's kernels."""
-    use_dense_tables(monkeypatch)
 
 
 class Uncaptured(GraphCapture):
@@ -42,18 +36,27 @@ def round_engine(
     queue: DeviceQueue | None = None,
     *,
     synchronous: bool = False,
+    chance: float | None = None,
+    exact: bool = False,
     clock: Callable[[], float] = perf_counter,
 ) -> Engine:
-    """An engine whose rounds live on a device."""
-    engine = Engine(target, drafter, config=engine_options, clock=clock)
-    engine.use_rounds(Uncaptured(device=torch.device("cpu")), queue or LateQueue(), synchronous=synchronous)
-    return engine
+    """An engine whose steps are launched before the one before has landed, on a device that finishes late.
+
+    `exact` are its passes as on a CPU, else padded as captured.
+    """
+    cpu = torch.device("cpu")
+    device = RoundDevice(
+        capture=GraphCapture(device=cpu, enabled=False) if exact else Uncaptured(device=cpu),
+        queue=queue or LateQueue(),
+        synchronous=synchronous,
+        chance=chance,
+    )
+    return Engine(target, drafter, config=engine_options, clock=clock, device=device)
 
 
 def graphs_of(engine: Engine) -> GraphCapture:
     """Its captured passes."""
-    assert engine.rounds is not None
-    return engine.rounds.runner.capture
+    return engine.core.runner.capture
 
 
 def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
@@ -62,12 +65,7 @@ def make_moody(engine: Engine, mood: Callable[[], int]) -> None:
 
     def moody(rows: Sequence[Any], **options: Any) -> Any:
         depths = tuple(mood() for _ in rows)
-        choice = replace(choose(rows, **options), depths=depths, limits=depths, holds=1)
-        step = choice.under_way
-        assert step is not None
-        step.limits = {row.key: depth for row, depth in zip(rows, depths, strict=True)}
-        step.bound = frozenset(step.limits)
-        return choice
+        return replace(choose(rows, **options), depths=depths, shape=CHAIN, holds=1)
 
     engine.controller.choose = moody  # type: ignore[method-assign, assignment]
 

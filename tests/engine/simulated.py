@@ -11,17 +11,13 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any, Literal, Protocol
 
-from eyas.engine.runner.tree_growth import TreeGrowth
 from eyas.engine.speculation.controller import Choice, Controller, RowFacts
-from eyas.engine.speculation.draft import Candidates, Draft, Tree
-from eyas.engine.speculation.observations import CatchUpTiming, DraftTiming, TargetTiming
-from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import StepReport
-from eyas.engine.verify import VerifyResult, accepted_nodes, outcome_of
+from eyas.engine.speculation.step_report import Rehearsal, RoundOutcome, StepReport
 from eyas.plan.shapes import CHAIN
 
 LUMP = 64
 MAX_DEPTH = 7
+REHEARSED_ROWS, REHEARSED_DEPTHS = (1, 4, 16), (0, 1, 3, 7)
 
 Mode = Literal["auto", "off", "fixed"]
 Seconds = Callable[[int], float]
@@ -54,8 +50,6 @@ class Machine:
     verify: Seconds
     read: Seconds
     deepen: Seconds
-    look: float = 0.0
-    """What noting further candidates adds to a pass of the drafter."""
     wake: float = 0.0
     """What it takes beforehand to read more than a captured pass reads, for requests that have rested."""
     per_context_token: float = 0.0
@@ -68,6 +62,24 @@ class Machine:
     """How often a pass takes three to ten times as long."""
     slower: Callable[[int], float] = lambda step: 1.0
     """The machine as a whole, by step."""
+
+    def rehearsal(self) -> Rehearsal:
+        """Whole steps of some sizes with short contexts, each timed twice, through the same noise."""
+        chance = random.Random(1)
+
+        def seen(rows: int, depth: int) -> float:
+            drafting = self.read(rows) + (depth - 1) * self.deepen(rows) if depth else 0.0
+            seconds = seconds_of(self, rows, self.verify(rows * (1 + depth)) + drafting, drafting=depth > 0)
+            late = chance.uniform(3, 10) if chance.random() < self.outliers else 1.0
+            return seconds * late * chance.lognormvariate(0, self.noise)
+
+        return Rehearsal(
+            steps={
+                (rows, depth): min(seen(rows, depth), seen(rows, depth))
+                for rows in REHEARSED_ROWS
+                for depth in REHEARSED_DEPTHS
+            }
+        )
 
 
 CPU = Machine(
@@ -84,7 +96,6 @@ TWO_CORES = Machine(
     verify=through((1, 23), (2, 24.7), (3, 28.1), (4, 29.4), (5, 33.4), (6, 37.2), (8, 45.2), (16, 80)),
     read=lambda count: 3.7e-3 + 1.6e-4 * count,
     deepen=lambda count: 3.7e-3 + 1.6e-4 * count,
-    look=2.5e-4,
 )
 """SmolLM2 and the drafter that comes with eyas, as the controller saw them on two Neoverse-N1 cores."""
 GPU = Machine(
@@ -155,7 +166,7 @@ class Always:
 
     def choose(self, rows: Sequence[RowFacts]) -> Choice:
         depths = (self.depth,) * len(rows)
-        return Choice(depths=depths, limits=depths, shape=CHAIN, reason="always")
+        return Choice(depths=depths, shape=CHAIN, reason="always")
 
 
 @dataclass
@@ -167,11 +178,10 @@ class Request:
     depth: int | None = None
     pending: int = 8
     sure: list[float] = field(default_factory=list)
-    """The true chance of each first candidate of this round: the drafter knows it, and says so."""
-    ranks: list[int] = field(default_factory=list)
-    """Which candidate is the target's token at each depth, 0 for none."""
+    """The true chance of each draft of this round."""
+    hits: list[bool] = field(default_factory=list)
+    """Whether the first candidate of each depth is the target's token, if all before it are."""
     made: int = 0
-    draft: Draft = field(default_factory=Draft)
 
 
 @dataclass
@@ -182,9 +192,10 @@ class Run:
     seconds: list[float] = field(default_factory=lambda: [0.0])
     depths: list[tuple[int, ...]] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
-    trees: list[bool] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     events: list[tuple[int, str]] = field(default_factory=list)
+    reading: list[float] = field(default_factory=lambda: [0.0])
+    """Seconds so far in which the drafter read along, which nobody chooses."""
 
     def rate(self, start: int = 0, end: int = -1) -> float:
         """Tokens per second between two steps."""
@@ -202,25 +213,18 @@ class Engine:
     machine: Machine
     profile: Profile
     users: Callable[[int], int]
-    sees: bool = False
-    """Whether confidences are looked at while drafting."""
     spread: float = 0.3
     """How far the chances of single drafts lie from the profile's."""
-    siblings: Sequence[float] = ()
-    """How often the second, third, ... candidate is the token when the first is not."""
-    off_the_path: float = 1.0
-    """What chances behind a second candidate are in parts of those behind a first."""
     length: int = 200
     mode: Callable[[int], tuple[Mode, int | None]] = lambda number: ("auto", None)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.machine.overlapped and isinstance(self.policy, Controller):
-            self.policy.overlaps()
-        self.chance, self.beside = random.Random(self.seed), random.Random(-1 - self.seed)
+        self.chance = random.Random(self.seed)
         self.controller = self.policy if isinstance(self.policy, Controller) else None
         self.requests: list[Request] = []
         self.run, self.step, self.now, self.numbers = Run(), 0, 0.0, 0
+        self.read_along = 0.0
         self.seen = 0.0
         """Seconds of the step under way, as they were seen."""
         self.chosen_at, self.until, self.held = 0, 0, False
@@ -242,22 +246,21 @@ class Engine:
                 RowFacts(key=r.number, context=r.context, mode=r.mode, depth=r.depth, pending=r.pending)
                 for r in self.requests
             ]
-            self.held = self.step < self.until and {r.number for r in self.requests} == self.chosen_for
+            surprised = self.controller is not None and self.controller.surprised
+            same = {r.number for r in self.requests} == self.chosen_for
+            self.held = self.step < self.until and not surprised and same
             if not self.held:
                 after = max(1, self.step - self.chosen_at)
-                self.choice = choice = (
+                self.choice = (
                     self.controller.choose(facts, after=after) if self.controller else self.policy.choose(facts)
                 )
-                self.chosen_at, self.until = self.step, self.step + choice.holds
+                self.chosen_at, self.until = self.step, self.step + self.choice.holds
                 self.chosen_for = {r.number for r in self.requests}
             self.observe_late()
             self.throw_dice()
-            self.report = StepReport(choice=None if self.held else self.choice)
+            self.report = StepReport(choice=self.choice, requests=len(self.requests))
             began = self.now
-            if choice.shape.kind == "tree":
-                self.grow(choice)
-            else:
-                self.draft(choice.limits if self.sees else choice.depths, choice.look)
+            self.draft(self.choice.depths)
             self.verify()
             gained = self.accept()
             self.host(began, drafting=any(r.made for r in self.requests))
@@ -266,10 +269,10 @@ class Engine:
             self.read_lumps()
             self.run.tokens.append(self.run.tokens[-1] + gained)
             self.run.seconds.append(self.now)
-            self.run.depths.append(choice.depths)
+            self.run.reading.append(self.read_along)
+            self.run.depths.append(self.choice.depths)
             self.run.made.append(sum(r.made for r in self.requests))
-            self.run.trees.append(choice.shape.kind == "tree")
-            self.run.reasons.append(choice.reason)
+            self.run.reasons.append(self.choice.reason)
             if self.controller:
                 self.run.events += [(self.step, event) for event in self.controller.events()]
         return self.run
@@ -292,111 +295,30 @@ class Engine:
             r.sure = [
                 a + min(self.spread, a, 1 - a) * self.chance.choice((-1, 1)) for a in self.profile(r.number, self.step)
             ]
-            r.ranks = []
-            for depth, sure in enumerate(r.sure):
-                if 0 not in r.ranks and any(rank > 1 for rank in r.ranks):
-                    r.sure[depth] = sure = sure * self.off_the_path
-                r.ranks.append(self.rank(self.chance.random(), sure))
-            r.made, r.draft = 0, Draft()
+            r.hits = [self.chance.random() < sure for sure in r.sure]
+            r.made = 0
 
-    def rank(self, dice: float, sure: float) -> int:
-        """Which candidate wins; the same dice as if there were no others than the first."""
-        rest, below = 1 - sure, sure
-        for rank, share in enumerate((0.0, *self.siblings), 1):
-            below += rest * share
-            if dice < below:
-                return rank
-        return 0
-
-    def draft(self, limits: Sequence[int], look: int) -> None:
-        drafting = [(r, limit) for r, limit in zip(self.requests, limits, strict=True) if limit]
+    def draft(self, depths: Sequence[int]) -> None:
+        drafting = [(r, depth) for r, depth in zip(self.requests, depths, strict=True) if depth]
         if not drafting:
             return
         everyone = [r for r, _ in drafting]
         rested = [r for r in everyone if r.pending > MAX_DEPTH + 1]
         if rested and self.machine.wake:
-            woken = self.take_time(self.machine.wake)
-            self.report.catch_up = CatchUpTiming(requests=len(rested), seconds=woken)
+            self.report.catching_up = self.take_time(self.machine.wake)
             for r in rested:
                 r.pending = 1
-        tokens = reads = sum(r.pending for r in everyone)
-        seconds, depth = self.machine.read(tokens), 0
-        first = seconds + self.machine.look * (look > 1)
-        while drafting:
-            depth += 1
-            seconds += self.machine.look * (look > 1)
-            for r, _ in drafting:
-                r.made, r.pending = depth, 0
-            drafting = [(r, limit) for r, limit in drafting if limit > depth]
-            if drafting and self.sees and self.controller:
-                going = self.controller.while_drafting.continue_drafting(
-                    self.choice, [r.number for r, _ in drafting], [r.sure[:depth] for r, _ in drafting]
-                )
-                drafting = [each for each, goes in zip(drafting, going, strict=True) if goes]
-            if drafting:
-                tokens += len(drafting)
-                seconds += self.machine.deepen(len(drafting))
-        seen = self.take_time(seconds)
-        kept = [r.made for r in everyone]
-        self.report.draft = DraftTiming(
-            passes=depth, tokens=tokens, seconds=seen, first=(reads, seen * first / seconds)
-        )
-        if self.controller and self.sees:
-            kept = self.controller.while_drafting.keeps(
-                self.choice, [r.number for r in everyone], [r.sure[: r.made] for r in everyone]
-            )
-        for r, count in zip(everyone, kept, strict=True):
-            noted = {place - 1: self.candidates(r.sure[place]) for place in range(r.made)} if look > 1 else {}
-            line = tuple(range(-1, r.made - 1))
-            r.draft = Draft(
-                tokens=(1,) * r.made, parents=line, confidences=tuple(r.sure[: r.made]), candidates=noted
-            ).only(range(count))
-
-    def candidates(self, sure: float, count: int = POLICY.ranks) -> Candidates:
-        """A candidate's token is its rank; the drafter knows what each is worth."""
-        shares = [*self.siblings, *[0.0] * POLICY.ranks]
-        confidences = [sure, *((1 - sure) * share for share in shares)]
-        return Candidates(tuple(range(1, count + 1)), tuple(confidences[:count]))
-
-    def grow(self, choice: Choice) -> None:
-        """A tree for everyone on auto; the others do not draft here."""
-        shape = Tree(depth=choice.shape.depth, width=choice.shape.width, budget=choice.shape.budget)
-        growing = [r for r, depth in zip(self.requests, choice.depths, strict=True) if depth]
-        seconds = self.machine.read(sum(r.pending for r in growing))
-        seconds += (shape.depth - 1) * self.machine.deepen(shape.width * len(growing))
-        seconds += shape.depth * self.machine.look
-        tokens, width = sum(r.pending for r in growing) + shape.grown * len(growing), max(shape.width, choice.look)
-        for r in growing:
-            growth: Any = TreeGrowth(None, shape)  # type: ignore[arg-type]
-            growth.add(-1, self.candidates(r.sure[0], width))
-            for depth in range(2, shape.depth + 1):
-                for node in growth.grow(depth):
-                    on_the_path = growth.tokens_to(node) == r.ranks[: depth - 1]
-                    sure = r.sure[depth - 1] if on_the_path else self.beside.choice(r.sure)
-                    growth.add(node, self.candidates(sure, width))
-            r.draft, r.made, r.pending = growth.offered(), shape.depth, 0
-        seen = self.take_time(seconds)
-        assert self.controller is not None
-        self.report.draft = DraftTiming(passes=shape.depth, tokens=tokens, seconds=seen, trees=True)
-        if self.sees:
-            drafts = [r.draft for r in growing]
-            kept = self.controller.while_drafting.prunes(
-                self.choice,
-                [r.number for r in growing],
-                [draft.parents for draft in drafts],
-                [draft.confidences for draft in drafts],
-            )
-            for r, nodes in zip(growing, kept, strict=True):
-                r.draft = r.draft.only(nodes)
+        seconds = self.machine.read(sum(r.pending for r in everyone))
+        for deeper in range(1, max(depth for _, depth in drafting)):
+            seconds += self.machine.deepen(sum(depth > deeper for _, depth in drafting))
+        for r, depth in drafting:
+            r.made, r.pending = depth, 0
+        self.take_time(seconds)
 
     def verify(self) -> None:
-        tokens = sum(1 + len(r.draft.tokens) for r in self.requests)
+        tokens = sum(1 + r.made for r in self.requests)
         context = sum(r.context for r in self.requests)
-        seen = self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
-        if self.controller and self.controller.thinks_later:
-            self.controller.think()
-        if self.controller and not self.held:
-            self.report.target = TargetTiming(tokens=tokens, context=context, seconds=seen)
+        self.take_time(self.machine.verify(tokens) + self.machine.per_context_token * context)
 
     def observe_late(self) -> None:
         """Where steps overlap, the numbers of the step before have arrived by now: the next is already chosen."""
@@ -408,43 +330,28 @@ class Engine:
         seconds = self.machine.rest(len(self.requests), drafting)
         if self.machine.overlapped:
             seconds = max(0.0, seconds - (self.now - began) / self.machine.slower(self.step))
+        if seconds:
             self.take_time(seconds)
-            if self.controller and not self.held:
-                self.report.seconds = self.seen
-        elif seconds:
-            self.take_time(seconds)
-        if seconds and not self.machine.overlapped and self.controller and not self.held:
-            self.report.seconds = self.seen
-        self.seen = 0.0
+        self.report.seconds, self.seen = self.seen, 0.0
 
     def accept(self) -> int:
         gained = 0
         for r in self.requests:
-            verdict = self.judge(r)
-            accepted = len(verdict.nodes)
-            self.report.rounds.append(outcome_of(r.number, verdict))
+            accepted = [*r.hits[: r.made], False].index(False)
+            if r.made:
+                self.report.rounds.append(RoundOutcome(key=r.number, drafted=r.made, accepted=accepted))
             r.left -= 1 + accepted
             r.context += 1 + accepted
             r.pending += 1 + accepted
             gained += 1 + accepted
         return gained
 
-    def judge(self, r: Request) -> VerifyResult:
-        """The target's tokens are the ranks, along the one path that they make."""
-        own = []
-        for node in range(-1, len(r.draft.tokens)):
-            path = r.draft.tokens_to(node)
-            right = path == r.ranks[: len(path)] and len(path) < len(r.ranks)
-            own.append(r.ranks[len(path)] if right else 0)
-        nodes = accepted_nodes(r.draft, own)
-        tokens = [own[1 + node] for node in (-1, *nodes)]
-        row: Any = None
-        return VerifyResult(row=row, draft=r.draft, nodes=nodes, tokens=tokens, token_at=0, logits_at=0)
-
     def read_lumps(self) -> None:
         """Who has not drafted for long is read for all the same, all together, and only for keys and values."""
         if self.controller and max(r.pending for r in self.requests) >= LUMP:
-            self.now += self.machine.read(sum(r.pending for r in self.requests) // 3) * self.machine.slower(self.step)
+            seconds = self.machine.read(sum(r.pending for r in self.requests) // 3) * self.machine.slower(self.step)
+            self.now += seconds
+            self.read_along += seconds
             for r in self.requests:
                 r.pending = 0
 

@@ -6,21 +6,14 @@ arrived, and pays for all tokens of its shape, used or not.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from eyas.engine.speculation.captured_plan import CapturedShapes
-from eyas.engine.speculation.controller import Choice, Controller, RowFacts
-from eyas.engine.speculation.observations import (
-    CatchUpTiming,
-    DraftTiming,
-    Rehearsal,
-    RoundOutcome,
-    TargetTiming,
-)
-from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import RepeatedStep, StepReport
+from eyas.engine.speculation.captured_shapes import CapturedShapes
+from eyas.engine.speculation.controller import Controller, RowFacts
+from eyas.engine.speculation.step_report import Arm, Rehearsal, RoundOutcome, StepReport
 from eyas.plan.shapes import CAPTURED_TREES, CHAIN, Shape
 
 MAX_DEPTH, MOST_WAITING = 7, 24
@@ -28,7 +21,6 @@ SHAPES = CapturedShapes(
     rows=(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
     depths=(1, 2, 3, 5, 7),
     most_tokens=2048,
-    flat=True,
 )
 WITH_TREES = replace(SHAPES, trees=CAPTURED_TREES)
 Points = tuple[tuple[int, float], ...]
@@ -75,14 +67,13 @@ class Device:
 
     def rehearsal(self) -> Rehearsal:
         """As timed with nobody's rows: no contexts are read."""
-        rows = (1, 4, 16, 64, 256)
-        return Rehearsal(
-            verify={r * (1 + d): self.verify_seconds(r * (1 + d), 0) for r in rows[1:] for d in (0, *SHAPES.depths)},
-            verify_alone={1 + d: self.verify_seconds(1 + d, 0) for d in (0, *SHAPES.depths)},
-            draft={depth: {r: self.draft_seconds(depth, r) for r in rows} for depth in SHAPES.depths},
-            catch_up={r: self.catch_up_seconds(r) for r in rows},
-            trees={shape: {r: self.grow_seconds(shape, r) for r in (1, 2, 4)} for shape in CAPTURED_TREES},
-        )
+        steps: dict[tuple[int, Arm], float] = {}
+        for rows, depth in product((1, 4, 16, 64, 256), (0, *SHAPES.depths)):
+            drafting = self.draft_seconds(depth, rows) if depth else 0.0
+            steps[rows, depth] = self.verify_seconds(rows * (1 + depth), 0) + drafting
+        for rows, shape in product((1, 2, 4), CAPTURED_TREES):
+            steps[rows, shape] = self.verify_seconds(rows * (1 + shape.budget), 0) + self.grow_seconds(shape, rows)
+        return Rehearsal(steps=steps)
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,6 @@ class Served:
     tokens: list[int] = field(default_factory=lambda: [0])
     seconds: list[float] = field(default_factory=lambda: [0.0])
     depths: list[int] = field(default_factory=list)
-    budgets: list[int | None] = field(default_factory=list)
     shapes: list[Shape] = field(default_factory=list)
 
     def rate(self, start: int = 0, end: int = -1) -> float:
@@ -119,9 +109,10 @@ def serve_on(
     noise: float = 0.03,
     siblings: tuple[float, ...] = (),
 ) -> Served:
-    """So many steps. `chances` are those of the drafts of every depth, by step; the drafter knows how each of its
-    drafts lies above or below them, and says so. Where a first candidate is not the token, the second, third, ... is
-    with the chances of `siblings`."""
+    """So many steps. `chances` are those of the drafts of every depth, by step; each draft lies above or below them.
+
+    Where a first candidate is not the token, the second, third, ... is with the chances of `siblings`.
+    """
     source, run = np.random.default_rng(seed), Served()
     controller = policy if isinstance(policy, Controller) else None
     keys = list(range(users))
@@ -133,35 +124,29 @@ def serve_on(
         return seconds * float(source.lognormal(0, noise)) * (5.0 if source.random() < 0.01 else 1.0)
 
     for step in range(steps):
-        chosen: Choice | None = None
-        depth, budget = (policy.depth, None) if isinstance(policy, Fixed) else (0, None)
+        depth = policy.depth if isinstance(policy, Fixed) else 0
         if controller is not None:
             if choice is None or changed or since >= choice.holds or controller.surprised:
                 facts = [
                     RowFacts(key=key, context=200, pending=int(waits)) for key, waits in zip(keys, pending, strict=True)
                 ]
-                choice = chosen = controller.choose(facts, after=max(1, since))
+                choice = controller.choose(facts, after=max(1, since))
                 since, changed = 0, False
             since += 1
-            depth, budget = max(choice.depths), choice.budget
+            depth = choice.depth
             if late is not None:  # the numbers of the step before arrive when this one is launched
                 controller.observe(late)
-                controller.think()
-        report, passes = StepReport(choice=chosen), 0.0
+        report, passes = StepReport(choice=choice, requests=users), 0.0
         if pending.max() > (MAX_DEPTH + 1 if depth else MOST_WAITING - 1):
             passes += device.catch_up_seconds(bucket)
-            report.catch_up = CatchUpTiming(requests=users, seconds=seen(passes))
+            report.catching_up = seen(passes)
             pending[:] = 1
         shape = CHAIN if choice is None else choice.shape
-        sure_RK = np.zeros((users, 0))
-        verified_R = accepted_R = np.zeros(users, dtype=int)
+        accepted_R = np.zeros(users, dtype=int)
         tokens = bucket
         trees = list[RoundOutcome]()
         if depth and shape.kind == "tree":
             drafting = device.grow_seconds(shape, bucket)
-            report.draft = DraftTiming(
-                passes=depth, tokens=users, seconds=seen(drafting), trees=True, rows=bucket, shape=shape
-            )
             passes += drafting
             pending[:] = 0
             tokens = bucket * (1 + shape.budget)
@@ -169,40 +154,23 @@ def serve_on(
             accepted_R = np.array([outcome.accepted for outcome in trees])
         elif depth:
             drafting = device.draft_seconds(depth, bucket)
-            report.draft = DraftTiming(passes=depth, tokens=users, seconds=seen(drafting), rows=bucket)
             passes += drafting
             pending[:] = 0
             mean_K = np.asarray(chances(step)[:depth])
             away_K = np.minimum(np.minimum(mean_K, 1 - mean_K), spread)
             sure_RK = mean_K + away_K * source.choice((-1.0, 1.0), size=(users, depth))
-            flat = SHAPES.tokens_for(users, depth, budget)
-            tokens = bucket * (1 + depth) if flat is None else flat
-            verified_R = np.full(users, depth)
-            if flat is not None:
-                order = np.argsort(-np.cumprod(sure_RK, axis=1), axis=None, kind="stable")
-                keeps = np.zeros(users * depth, dtype=int)
-                keeps[order[: flat - users]] = 1
-                verified_R = keeps.reshape(users, depth).sum(axis=1)
-            hits_RK = (source.random((users, depth)) < sure_RK) & (np.arange(depth) < verified_R[:, None])
+            tokens = bucket * (1 + depth)
+            hits_RK = source.random((users, depth)) < sure_RK
             accepted_R = np.cumprod(hits_RK, axis=1).sum(axis=1)
         verifying = device.verify_seconds(tokens, users)
         passes += verifying
         seconds = max(passes, device.host_seconds(users, drafting=depth > 0))
         if controller is not None:
-            if chosen is not None:
-                report.target = TargetTiming(tokens=tokens, context=200 * users, seconds=seen(verifying), rows=bucket)
-                report.seconds = seen(seconds)
-            elif since <= 1 + POLICY.timed_repeats and choice is not None and choice.under_way is not None:
-                report.repeated = RepeatedStep(choice.under_way, users, seen(seconds))
+            report.seconds = seen(seconds)
             if trees:
                 report.rounds = trees
             elif depth:
-                report.rounds = [
-                    RoundOutcome(key=key, drafted=int(verified), accepted=int(accepted), confidences=sure)
-                    for key, verified, accepted, sure in zip(
-                        keys, verified_R, accepted_R, sure_RK.tolist(), strict=True
-                    )
-                ]
+                report.chains = [(depth, accepted) for accepted in accepted_R.tolist()]
             late = report
         left -= 1 + accepted_R
         pending += 1 + accepted_R
@@ -214,7 +182,6 @@ def serve_on(
         run.tokens.append(run.tokens[-1] + int(users + accepted_R.sum()))
         run.seconds.append(run.seconds[-1] + seconds)
         run.depths.append(depth)
-        run.budgets.append(budget)
         run.shapes.append(shape)
     return run
 
@@ -243,15 +210,7 @@ def _walk(
         if (*path, ranks[-1]) not in kept:
             break
         path = (*path, ranks[-1])
-    sure = at_depth[: len(ranks)]
-    return RoundOutcome(
-        key=key,
-        drafted=shape.depth,
-        accepted=len(path),
-        confidences=[candidates[0] for candidates in sure],
-        ranks=ranks,
-        candidates=sure,
-    )
+    return RoundOutcome(key=key, drafted=shape.depth, accepted=len(path), ranks=ranks)
 
 
 SMALL = Device(

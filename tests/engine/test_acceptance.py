@@ -1,37 +1,30 @@
-"""Acceptance is estimated by depth, by request and by confidence; what is no longer true is forgotten fast."""
+"""Acceptance is estimated by depth; what is no longer true is forgotten fast."""
 
 import random
 from itertools import accumulate
 from operator import mul
-from typing import Any
 
 import pytest
 
-from eyas.engine.speculation.acceptance import Acceptance
-from eyas.engine.speculation.observations import RoundOutcome
-from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.acceptance import GUESS, RECENT, Acceptance
+from eyas.engine.speculation.step_report import RoundOutcome
+from eyas.plan.shapes import Shape
 
 TRUE = [0.8, 0.7, 0.6, 0.5]
 
 
-def told(drafted: int, accepted: int, *, key: int = 0, **more: Any) -> RoundOutcome:
-    return RoundOutcome(key=key, drafted=drafted, accepted=accepted, **more)
-
-
-def play(acceptance: Acceptance, chances: list[float], rounds: int, chance: random.Random, key: int = 0) -> None:
+def play(acceptance: Acceptance, chances: list[float], rounds: int, chance: random.Random) -> None:
     """Rounds of full depth with these chances."""
     for _ in range(rounds):
         accepted = next((depth for depth, p in enumerate(chances) if chance.random() >= p), len(chances))
-        acceptance.observe(told(len(chances), accepted, key=key))
-        acceptance.end_steps(1)
-    acceptance.refresh()
+        acceptance.observe([(len(chances), accepted)])
 
 
 def test_an_unknown_drafter_is_given_a_chance_that_declines_with_depth() -> None:
     by_depth = Acceptance(4).by_depth
-    assert by_depth[0] == pytest.approx(POLICY.first_guess)
+    assert by_depth[0] == pytest.approx(GUESS)
     assert sorted(by_depth, reverse=True) == list(by_depth)
-    assert by_depth[3] > 0.8 * POLICY.first_guess
+    assert by_depth[3] > 0.8 * GUESS
 
 
 def test_a_few_misses_end_the_first_guess() -> None:
@@ -45,41 +38,16 @@ def test_estimates_approach_the_truth_at_every_depth(seed: int) -> None:
     acceptance = Acceptance(4)
     play(acceptance, TRUE, 2000, random.Random(seed))
     assert acceptance.by_depth == pytest.approx(TRUE, abs=0.12)
-    assert acceptance.survivals(0) == pytest.approx(list(accumulate(acceptance.by_depth, mul)))
+    assert acceptance.survivals == pytest.approx(list(accumulate(acceptance.by_depth, mul)))
 
 
 def test_drafts_behind_a_refused_one_are_not_counted() -> None:
     acceptance = Acceptance(4)
     for _ in range(100):
-        acceptance.observe(told(4, 1))
-    acceptance.refresh()
+        acceptance.observe([(4, 1)])
     assert acceptance.by_depth[0] > 0.95
     assert acceptance.by_depth[1] < 0.1
     assert acceptance.by_depth[2] == pytest.approx(0.95 * acceptance.by_depth[1]), "never tried"
-
-
-def test_a_request_differs_from_the_others_only_by_its_own_evidence() -> None:
-    acceptance, chance = Acceptance(4), random.Random(0)
-    for _ in range(60):
-        play(acceptance, [0.9] * 4, 1, chance, key=1)
-        play(acceptance, [0.3] * 4, 1, chance, key=2)
-    good, bad, new = (acceptance.settle(key) for key in (1, 2, 3))
-    assert good > 2 > new == 0 > -2 > bad
-    assert acceptance.survivals(good)[0] > 0.75 > 0.45 > acceptance.survivals(bad)[0]
-    assert acceptance.levels([1, 2, 3]) == [good, bad, 0]
-    acceptance.forget(1)
-    assert acceptance.levels([1]) == [0]
-
-
-def test_a_request_that_rests_becomes_like_the_others_again() -> None:
-    acceptance, chance = Acceptance(4), random.Random(0)
-    for _ in range(40):
-        play(acceptance, [0.9] * 4, 1, chance, key=1)
-        play(acceptance, [0.1] * 4, 1, chance, key=2)
-    assert acceptance.settle(2) < -3
-    for _ in range(500):
-        acceptance.end_steps(1)
-    assert acceptance.settle(2) == 0
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.8, 0.0), (0.05, 0.8)])
@@ -94,72 +62,70 @@ def test_probes_count_for_more_than_what_was_before_them() -> None:
     acceptance = Acceptance(4)
     play(acceptance, [0.0], 1000, random.Random(0))
     for _ in range(6):
-        acceptance.end_steps(1)
-        acceptance.note_probe()
-        acceptance.observe(told(1, 1))
-    acceptance.refresh()
+        acceptance.doubt()
+        acceptance.observe([(1, 1)])
     assert acceptance.by_depth[0] > 0.3
 
 
-def test_a_drafter_that_is_too_sure_of_itself_is_corrected() -> None:
-    acceptance, chance = Acceptance(4), random.Random(0)
-    assert acceptance.chances_of([0.95, 0.35]) == pytest.approx([0.95, 0.35]), "at first it is taken at its word"
-    for _ in range(400):
-        sure = chance.choice((0.95, 0.35))
-        acceptance.observe(told(1, int(chance.random() < (0.5 if sure > 0.9 else 0.1)), confidences=[sure]))
-    acceptance.refresh()
-    high, low = acceptance.chances_of([0.95])[0], acceptance.chances_of([0.35])[0]
-    assert high == pytest.approx(0.5, abs=0.1)
-    assert low == pytest.approx(0.1, abs=0.1)
+def test_a_drafter_is_proven_by_accepted_drafts_alone_and_no_longer_once_there_is_doubt() -> None:
+    acceptance = Acceptance(4, [0.9] * 4)
+    acceptance.observe([(3, 0)] * 200)
+    assert not acceptance.proven
+    acceptance.observe([(3, 2)] * 8)
+    assert acceptance.proven
+    acceptance.doubt()
+    assert not acceptance.proven
 
 
-def test_drafts_withheld_for_being_unlikely_do_not_flatter_the_drafter() -> None:
-    acceptance, chance = Acceptance(4), random.Random(0)
-    for _ in range(500):
-        if chance.random() < 0.5:
-            acceptance.observe(told(1, int(chance.random() < 0.9), confidences=[0.9]))
-        else:
-            acceptance.observe(told(0, 0), withheld=0.1)
-    acceptance.refresh()
-    assert acceptance.by_depth[0] == pytest.approx(0.5, abs=0.07)
+def test_rounds_told_at_once_count_as_one_by_one() -> None:
+    at_once, one_by_one = Acceptance(4), Acceptance(4)
+    at_once.observe([(4, 2)] * 30)
+    for _ in range(30):
+        one_by_one.observe([(4, 2)])
+    assert at_once.by_depth == pytest.approx(one_by_one.by_depth)
+    assert at_once.rounds == one_by_one.rounds == 30
 
 
-def test_ranks_tell_how_often_a_sibling_would_have_been_right() -> None:
-    acceptance = Acceptance(4)
-    for number in range(1000):
-        rank = (1, 1, 1, 1, 1, 2, 2, 3, 0, 0)[number % 10]
-        acceptance.observe(told(1, int(number % 10 < 5), ranks=[rank]))
-    acceptance.refresh()
-    assert acceptance.by_depth[0] == pytest.approx(0.5, abs=0.02)
-    assert acceptance.siblings.shares()[:3] == pytest.approx([0.4, 0.2, 0.0], abs=0.02)
+TREE = Shape(kind="tree", depth=3, width=2, budget=6)
 
 
 def test_in_a_tree_ranks_alone_tell_how_first_candidates_fared() -> None:
     acceptance = Acceptance(4)
-    for _ in range(300):
-        acceptance.observe(told(3, 2, ranks=[2, 1, 0]))  # by a sibling, by a first candidate, not at all
-    acceptance.refresh()
+    by_sibling = RoundOutcome(key=0, drafted=3, accepted=2, ranks=[2, 1, 0])
+    acceptance.observe_trees(TREE, [by_sibling] * 300)
     assert acceptance.by_depth[0] < 0.05
-    assert acceptance.by_depth[1] > 0.95
-    assert acceptance.by_depth[2] < 0.05
+    by_first = RoundOutcome(key=0, drafted=3, accepted=1, ranks=[1, 0])
+    acceptance.observe_trees(TREE, [by_first] * 3000)
+    assert acceptance.by_depth[0] > 0.95
+    assert acceptance.by_depth[1] < 0.05
+
+
+def test_what_trees_give_beyond_chains_is_learnt() -> None:
+    acceptance = Acceptance(4)
+    acceptance.observe([(3, 1)] * 500)
+    before = acceptance.gain(TREE)
+    acceptance.observe_trees(TREE, [RoundOutcome(key=0, drafted=3, accepted=2, ranks=[1, 2, 0])] * 200)
+    assert acceptance.gain(TREE) == pytest.approx(2.0, abs=0.1)
+    assert before == pytest.approx(1.3, abs=0.1)
+    assert acceptance.gain(3) == pytest.approx(1.0, abs=0.05)
 
 
 def test_collapse_and_return_are_said_once_each() -> None:
     acceptance, chance = Acceptance(4), random.Random(0)
     play(acceptance, TRUE, 300, chance)
-    assert acceptance.watch.take() == []
+    assert acceptance.take_events() == []
     play(acceptance, [0.0] * 4, 500, chance)
-    (said,) = acceptance.watch.take()
-    assert f"of the last {POLICY.latest_rounds} rounds" in said
+    (said,) = acceptance.take_events()
+    assert f"of the last {RECENT} rounds" in said
     assert "eyas check" in said
     play(acceptance, TRUE, 500, chance)
-    (said,) = acceptance.watch.take()
+    (said,) = acceptance.take_events()
     assert "back" in said
-    assert acceptance.watch.take() == []
+    assert acceptance.take_events() == []
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mediocre_drafter_is_not_called_collapsed(seed: int) -> None:
     acceptance = Acceptance(4)
     play(acceptance, [0.35] * 4, 3000, random.Random(seed))
-    assert acceptance.watch.take() == []
+    assert acceptance.take_events() == []

@@ -1,146 +1,80 @@
-"""Trees that the controller chooses: worth it or left alone, and answers never show them."""
+"""Trees that are grown for requests on auto: answers never show them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
-from statistics import fmean
 from typing import Any
 
 import pytest
 
-from engine.simulated import CPU, GPU, KIND_CPU, RANDOM, TWO_CORES, best_rate, chances, plain_rate, serve
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from engine.test_engine import expected as expected  # a fixture
 from eyas.drafter.model import Drafter
 from eyas.engine import drift_probe
 from eyas.engine.engine import Engine
-from eyas.engine.proposer import Proposer
-from eyas.engine.runner.drafter import DrafterRunner, Tree
-from eyas.engine.speculation.controller import Controller
-from eyas.engine.speculation.draft import Candidates, Draft
-from eyas.engine.speculation.observations import TargetTiming
-from eyas.engine.speculation.planner import KeptPlan, Situation
-from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.sibling_acceptance import SiblingAcceptance
-from eyas.engine.speculation.step_report import StepReport
-from eyas.engine.verify import VerifyResult, outcome_of
+from eyas.engine.runner.round import Round, RoundResults
+from eyas.engine.speculation.draft import Candidates, Draft, Tree
+from eyas.engine.speculation.drift import FEWEST_CHECKUPS
+from eyas.engine.speculation.step_report import RoundOutcome, StepReport, outcome_of_tree
 from eyas.errors import UserError
-from eyas.plan.shapes import Plan, Shape
 from eyas.sampling import Sampling
 from eyas.target.model import Target
-
-MACHINES = {"cpu": CPU, "kind cpu": KIND_CPU, "two cores": TWO_CORES, "gpu": GPU}
-SHIPPED, SHIPPED_SIBLINGS = chances(0.79, 0.8), (0.4, 0.18, 0.06)
-"""What the drafter that comes with eyas has on prompts like those it was trained on."""
-
-
-# --- where they pay, and where not ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("users", [1, 4])
-def test_where_tokens_are_nearly_free_trees_are_chosen_and_gain(users: int) -> None:
-    mediocre, siblings = chances(0.55, 0.5), (0.45, 0.2, 0.1)
-    settings: dict[str, Any] = {"users": users, "steps": 500, "sees": True, "siblings": siblings, "off_the_path": 0.8}
-    trees = serve(Controller(trees=True), GPU, mediocre, **settings)
-    chains = serve(Controller(), GPU, mediocre, **settings)
-    assert fmean(trees.trees[100:]) > 0.8
-    assert not any(chains.trees)
-    assert trees.rate(100) > 1.1 * chains.rate(100)
-    assert "in trees" in trees.reasons[-1]
-
-
-def test_where_every_token_costs_and_first_candidates_hit_chains_stay() -> None:
-    settings: dict[str, Any] = {"users": 1, "steps": 700, "sees": True, "siblings": SHIPPED_SIBLINGS}
-    ratios = []
-    for seed in range(3):
-        trees = serve(Controller(trees=True), TWO_CORES, SHIPPED, seed=seed, **settings)
-        chains = serve(Controller(), TWO_CORES, SHIPPED, seed=seed, **settings)
-        assert fmean(trees.trees) < 0.25
-        assert trees.rate(150) > 0.95 * best_rate(TWO_CORES, SHIPPED, users=1)
-        ratios.append(trees.rate() / chains.rate())
-    assert fmean(ratios) > 0.98
-
-
-@pytest.mark.parametrize("users", [1, 4])
-@pytest.mark.parametrize("machine", MACHINES)
-def test_a_random_drafter_costs_less_than_three_percent(machine: str, users: int) -> None:
-    run = serve(Controller(trees=True), MACHINES[machine], RANDOM, users=users, steps=500, sees=True)
-    assert run.rate() > 0.97 * plain_rate(MACHINES[machine], users), "from the first step on"
-
-
-def test_a_tree_that_does_not_keep_its_promise_is_given_up() -> None:
-    """Siblings are often right, and nothing ever comes after them: the plan cannot know."""
-    settings: dict[str, Any] = {"users": 1, "steps": 1500, "sees": True, "siblings": (0.6,), "off_the_path": 0.0}
-    machine = replace(GPU, deepen=lambda count: 1.5e-3 * count)
-    trees = serve(Controller(trees=True), machine, chances(0.8), **settings)
-    chains = serve(Controller(), machine, chances(0.8), **settings)
-    assert any(trees.trees)
-    assert trees.rate(200) > 0.97 * chains.rate(200)
-
-
-def test_some_rounds_look_at_further_candidates_and_only_where_trees_can_follow() -> None:
-    for trees, users, least, most in ((True, 1, 16, 60), (True, 16, 0, 0), (False, 1, 0, 0)):
-        looks = []
-
-        class Watched(Controller):
-            def choose(self, *rows: Any, **options: Any) -> Any:
-                choice = super().choose(*rows, **options)
-                looks.append(choice.look)  # noqa: B023
-                return choice
-
-        serve(Watched(trees=trees), replace(GPU, noise=0.0), chances(0.9), users=users, steps=600, sees=True)
-        assert set(looks) <= {1, POLICY.ranks}
-        assert least <= looks.count(POLICY.ranks) <= most
-
-
-def test_shares_are_believed_once_they_were_seen_and_only_of_candidates_looked_at() -> None:
-    siblings = SiblingAcceptance()
-    siblings.observe([2])
-    assert siblings.shares()[0] < 0.2
-    for _ in range(100):
-        siblings.observe([1, 2], [(0.9, 0.05), (0.5, 0.3)])
-        siblings.observe([0], [(0.5, 0.2, 0.1)])
-    assert siblings.shares()[0] == pytest.approx(0.5, abs=0.05)
-    assert siblings.shares()[1:] == [0.0] * (POLICY.ranks - 2)
-    surely, hardly = (siblings.chances(0.4, [0.5, sure])[0] for sure in (0.3, 0.2))
-    assert surely == pytest.approx(0.6, abs=0.05), "the first misses in 60 %, and then such a second one always hits"
-    assert hardly < 0.05
-
+from oracle.dense import DenseTarget, EagleDraft
+from oracle.reference import Tree as ReferenceTree
+from oracle.reference import decode_speculatively
+from oracle.rejection import SeededDraws
 
 # --- answers do not show them --------------------------------------------------------------------------------------
 
 
 def engine_with_trees(target: Target, drafter: Drafter, tree: Tree, **changes: Any) -> Engine:
-    """An engine whose controller finds that this tree pays, always, for whoever is on auto. Its clock ticks by use."""
+    """An engine whose controller finds that this tree pays for whoever is on auto, unless a depth is fixed for others.
+    Its clock ticks by use."""
     engine = Engine(target, drafter, config=options(**changes), clock=count(0.0, 1e-3).__next__)
-    controller = engine.controller
-    for tokens in (1, 2, 1, 2, 1, 2):
-        timing = TargetTiming(tokens=tokens, context=10, seconds=1e-3 * tokens)
-        controller.observe(StepReport(target=timing))
+    decide = engine.controller._decide
 
-    def plan(situation: Situation, step: int, deepest: int) -> KeptPlan:
-        depth = min(tree.depth, deepest)
-        shape = Shape(kind="tree", depth=depth, width=tree.width, budget=tree.budget)
-        # So low a rate makes every draft worth its price.
-        made = Plan(by_level={0: [depth]}, drafts=tree.budget, tokens=1.0, seconds=1e3, shape=shape, gain=9.0)
-        return KeptPlan(made, "trees", made, 1, until=step + 1)
+    def decided(rows: int, auto: int, fixed: int, **how: Any) -> Any:
+        return decide(rows, auto, fixed, **how) if fixed or not auto else ("draft", tree.shape, 9.0, "trees pay")
 
-    controller._planner.plan = plan  # type: ignore[method-assign]
+    engine.controller._decide = decided  # type: ignore[method-assign]
     return engine
 
 
+@dataclass
+class Grown:
+    """The tree of a row as it was verified."""
+
+    place: tuple[int, int]
+    """Its request, and how many tokens that had."""
+    depth: int
+    """Of the pass."""
+    slots: int
+    """That the row had."""
+    draft: Draft
+    candidates: list[Candidates]
+
+
 @pytest.fixture
-def grown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tree, Draft]]:
-    """All trees, each with what was offered of it."""
-    found: list[tuple[Tree, Draft]] = []
-    grow = DrafterRunner.tree
+def grown(monkeypatch: pytest.MonkeyPatch) -> list[Grown]:
+    """All trees."""
+    found: list[Grown] = []
+    collect = Round.collect
 
-    def tree(self: DrafterRunner, seqs: Any, shapes: Sequence[Tree], *rest: Any, **more: Any) -> list[Draft]:
-        drafts = grow(self, seqs, shapes, *rest, **more)
-        found.extend(zip(shapes, drafts, strict=True))
-        return drafts
+    def collected(made: Round) -> RoundResults:
+        results, trees = collect(made), made.trees
+        if trees is not None:
+            assert results.verified is not None
+            assert results.trees is not None
+            for number, (row, nodes) in enumerate(zip(made.rows, results.verified, strict=True)):
+                draft = Draft(
+                    tokens=tuple(trees.kept_token_RQ[number, 1 : 1 + nodes].tolist()),
+                    parents=tuple((trees.kept_parent_RQ[number, 1 : 1 + nodes] - 1).tolist()),
+                )
+                place, candidates = (row.seq.key, len(row.seq.tokens)), results.trees[number].candidates
+                found.append(Grown(place, trees.depth, row.drafts, draft, candidates))
+        return results
 
-    monkeypatch.setattr(DrafterRunner, "tree", tree)
+    monkeypatch.setattr(Round, "collect", collected)
     return found
 
 
@@ -156,12 +90,12 @@ def test_greedy_answers_equal_plain_decoding(
     expected: list[tuple[int, ...]],
     tree: Tree,
     rows: int,
-    grown: Any,
+    grown: list[Grown],
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, tree, max_num_seqs=rows)
     answers = run(engine, [request(prompt) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
-    assert any(not draft.is_chain for _, draft in grown)
+    assert any(not one.draft.is_chain for one in grown)
     assert engine.stats.accepted > 0
     assert max(depth for answer in answers for depth in answer.depths) <= tree.depth
     report = engine.controller.report()
@@ -169,15 +103,37 @@ def test_greedy_answers_equal_plain_decoding(
     assert set(report["rows_by_depth"]) <= {0, tree.depth}
 
 
+@pytest.mark.parametrize("tree", [*TREES, Tree(depth=5, width=1, budget=5), Tree(depth=9, width=2, budget=12)], ids=str)
+def test_they_are_the_trees_of_the_reference(
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], tree: Tree, grown: list[Grown]
+) -> None:
+    """Node by node, as long as there is room for whole trees."""
+    dense, eagle = DenseTarget(target, tiny_drafter.config), EagleDraft(tiny_drafter)
+    shape, most = ReferenceTree(depth=tree.depth, width=tree.width, budget=tree.budget), tree.slots + 24
+    for prompt in prompts[4:6]:
+        reference = decode_speculatively(dense, eagle, prompt, shape=shape, draws=SeededDraws(0), max_new_tokens=most)
+        expected, length = {}, len(prompt) + 1
+        for round_ in reference.rounds:
+            expected[length] = {path[:end] for path in round_.drafted for end in range(1, len(path) + 1)}
+            length += round_.accepted + 1
+        grown.clear()
+        run(engine_with_trees(target, tiny_drafter, tree), [request(prompt, max_new_tokens=most)])
+        whole = [one for one in grown if one.slots == tree.slots]
+        assert len(whole) > 2
+        for one in whole:
+            paths = {tuple(one.draft.tokens_to(node)) for node in range(len(one.draft.tokens))}
+            assert paths == expected[one.place[1]]
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
 def test_a_seed_gives_the_same_tokens(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any, grown: Any
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Any, grown: list[Grown]
 ) -> None:
     asked = [request(prompt, sampling=sampling, seed=seed) for seed, prompt in enumerate(prompts)]
     plainly = run(Engine(target, tiny_drafter, config=options()), [replace(one, speculation=OFF) for one in asked])
     answers = run(engine_with_trees(target, tiny_drafter, TREES[1]), asked)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plainly]
-    assert any(not draft.is_chain for _, draft in grown)
+    assert any(not one.draft.is_chain for one in grown)
 
 
 def test_ends_shortest_lengths_and_logprobs(
@@ -207,7 +163,7 @@ def test_a_tree_is_cut_where_slots_are_short(
     prompts: list[tuple[int, ...]],
     expected: list[tuple[int, ...]],
     changes: dict[str, Any],
-    grown: Any,
+    grown: list[Grown],
 ) -> None:
     per_block = Engine(target, tiny_drafter, config=options(**changes)).budget.bytes_per_block
     blocks = 120 // options(**changes).block_size
@@ -216,33 +172,38 @@ def test_a_tree_is_cut_where_slots_are_short(
     )
     answers = run(engine, [request(prompt) for prompt in prompts])
     assert [answer.tokens for answer in answers] == expected
-    assert any(shape.slots < TREES[1].slots for shape, _ in grown)
-    assert all(len(draft.tokens) <= shape.budget for shape, draft in grown)
+    assert any(one.slots < TREES[1].slots for one in grown)
+    assert all(len(one.draft.tokens) <= min(one.slots, TREES[1].budget) for one in grown)
 
 
-def test_requests_of_a_fixed_depth_draft_chains_beside_them(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], expected: list[tuple[int, ...]], grown: Any
+def test_beside_requests_of_a_fixed_depth_all_draft_chains(
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    expected: list[tuple[int, ...]],
+    grown: list[Grown],
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[0])
-    how = {"speculation": at_depth(5)}
-    answers = run(engine, [request(p, **(how if number % 2 else {})) for number, p in enumerate(prompts)])
-    assert [answer.tokens for answer in answers] == expected
-    chains = [(shape, draft) for shape, draft in grown if shape.width == 1]
-    assert chains
-    assert all(draft.is_chain and len(draft.tokens) == shape.depth <= 5 for shape, draft in chains)
-    assert max(shape.depth for shape, _ in chains) == 5
-    assert max(max(answer.depths) for answer in answers[1::2]) > TREES[0].depth
+    asked = [request(prompts[0], speculation=at_depth(5)), request(prompts[1])]
+    assert [answer.tokens for answer in run(engine, asked[:1])] == expected[:1]
+    assert not grown
+    answers = run(engine, asked)
+    assert [answer.tokens for answer in answers] == expected[:2]
+    assert max(answers[0].depths) > TREES[0].depth
+    run(engine, asked[1:])
+    assert any(not one.draft.is_chain for one in grown), "trees again, where there is nobody else"
 
 
 def test_they_grow_no_deeper_than_the_drift_alarm_allows(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], grown: Any
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], grown: list[Grown]
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[1], drift_share=1e-9)
-    for _ in range(POLICY.drift_fewest_probes):
+    for _ in range(FEWEST_CHECKUPS):
         engine.drift.observe_checkup([1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0], {})
     assert engine.drift.deepest == 2
     run(engine, [request(prompt) for prompt in prompts])
-    assert {shape.depth for shape, _ in grown} <= {1, 2}
+    assert {one.depth for one in grown} == {2}
+    assert max(one.draft.depth for one in grown) == 2
 
 
 def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
@@ -251,7 +212,7 @@ def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
     prompts: list[tuple[int, ...]],
     expected: list[tuple[int, ...]],
     monkeypatch: pytest.MonkeyPatch,
-    grown: Any,
+    grown: list[Grown],
 ) -> None:
     monkeypatch.setattr(drift_probe, "EVERY", 1)
     engine = engine_with_trees(target, tiny_drafter, TREES[0], drift_share=0.99)
@@ -259,87 +220,43 @@ def test_check_ups_go_on_and_tell_the_alarm_what_they_saw(
         answers = run(engine, [request(prompt) for prompt in prompts])
         assert [answer.tokens for answer in answers] == expected
     assert engine.drift.checkups > 16
-    assert any(not draft.is_chain for _, draft in grown)
+    assert any(not one.draft.is_chain for one in grown)
     assert len([chance for chance in engine.drift.report().acceptance if chance == chance]) == 7, "of every depth"
 
 
 # --- what is told --------------------------------------------------------------------------------------------------
 
 
-def test_the_costs_are_told_what_really_ran(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engine_with_trees(target, tiny_drafter, TREES[0], max_num_seqs=3, drift_share=0.0)
-    assert isinstance(engine.proposer, Proposer)
-    drafter = engine.proposer.drafter
-    read: list[int] = []
-    passes: list[int] = []
-    fuse, step = drafter.run.fuse, drafter.run.step
-
-    def fused(aux: Any) -> Any:
-        read.append(len(aux))
-        return fuse(aux)
-
-    def counted(hidden: Any, *rest: Any) -> Any:
-        passes.append(len(hidden))
-        return step(hidden, *rest)
-
-    told: list[tuple[int, int, bool]] = []
-
-    def observe(report: StepReport) -> None:
-        draft = report.draft
-        if draft is not None:
-            ran = len(passes), sum(read) + sum(passes[1:])
-            assert (draft.passes, draft.tokens) == ran, "the first pass reads what was fused"
-            told.append((draft.passes, draft.tokens, draft.trees))
-
-    verify = engine.host_loop._verify
-    monkeypatch.setattr(drafter.run, "fuse", fused)
-    monkeypatch.setattr(drafter.run, "step", counted)
-    monkeypatch.setattr(engine.controller, "observe", observe)
-    monkeypatch.setattr(engine.host_loop, "_verify", lambda *given: (read.clear(), passes.clear(), verify(*given))[2])
-    run(engine, [request(prompt) for prompt in prompts])
-    assert len(told) > 20
-    assert all(trees for _, _, trees in told)
-
-
-class Verdicts:
-    """All verdicts on drafts, by the request and the length of its tokens."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.found: dict[tuple[int, int], VerifyResult] = {}
-        commit = engine.host_loop._commit
-
-        def watched(verdict: VerifyResult, *rest: Any) -> None:
-            if verdict.draft.tokens:
-                self.found[verdict.row.seq.key, len(verdict.row.seq.tokens)] = verdict
-            commit(verdict, *rest)
-
-        engine.host_loop._commit = watched  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS[:3]], ids=range(4))
 def test_a_rank_says_which_trees_would_have_had_the_token(
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    sampling: Sampling,
+    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling, grown: list[Grown]
 ) -> None:
-    """Ranks noted beside chains, for the first depth, against trees of two and of four candidates at the same place."""
-    asked = [request(p, sampling=sampling, seed=7 + i, speculation=at_depth(3)) for i, p in enumerate(prompts)]
-    chains = Engine(target, tiny_drafter, config=options())
-    monkeypatch.setattr(chains.controller, "_looks_now", lambda situation: True)
-    ranked = Verdicts(chains)
-    run(chains, asked)
-    for width in (2, 4):
+    """Ranks of trees eight wide, for the first depth, against trees of two and of four candidates at the same place."""
+    asked = [request(p, sampling=sampling, seed=7 + i, speculation=at_depth(1)) for i, p in enumerate(prompts)]
+
+    def fates(width: int) -> dict[tuple[int, int], tuple[int, RoundOutcome]]:
+        """Nodes and what came of them."""
         engine = Engine(target, tiny_drafter, config=options(tree=Tree(depth=1, width=width, budget=width)))
-        wide = Verdicts(engine)
-        run(engine, [replace(one, speculation=at_depth(1)) for one in asked])
+        found, observe = dict[tuple[int, int], tuple[int, RoundOutcome]](), engine.controller.observe
+
+        def watched(report: StepReport) -> None:
+            trees = {one.place[0]: one for one in grown}
+            grown.clear()
+            for outcome in report.rounds:
+                one = trees[outcome.key]
+                found[one.place] = len(one.draft.tokens), outcome
+            observe(report)
+
+        engine.controller.observe = watched  # type: ignore[method-assign]
+        run(engine, asked)
+        return found
+
+    ranked = fates(8)
+    for width in (2, 4):
         compared = [
-            (outcome_of(0, ranked.found[place]).ranks[0], len(verdict.nodes))
-            for place, verdict in wide.found.items()
-            if place in ranked.found and len(verdict.draft.tokens) == width
+            (ranked[place][1].ranks[0], outcome.accepted)
+            for place, (nodes, outcome) in fates(width).items()
+            if place in ranked and nodes == width
         ]
         assert len(compared) > 25
         assert any(rank > 1 for rank, _ in compared)
@@ -347,45 +264,36 @@ def test_a_rank_says_which_trees_would_have_had_the_token(
 
 
 def test_ranks_of_trees_are_told_so_that_estimates_stay_alive(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    grown: list[Grown],
 ) -> None:
     engine = engine_with_trees(target, tiny_drafter, TREES[1], max_num_seqs=2)
     told = engine.controller.observe
-    heard: list[tuple[int, Sequence[int], Sequence[Any]]] = []
+    heard: list[tuple[int, Sequence[int]]] = []
 
     def observe(report: StepReport) -> None:
-        for one in report.rounds:
-            if one.drafted:
-                heard.append((one.accepted, one.ranks, one.candidates))
-                assert list(one.confidences) == [some[0] for some in one.candidates]
+        heard.extend((one.accepted, one.ranks) for one in report.rounds if one.drafted)
         told(report)
 
     monkeypatch.setattr(engine.controller, "observe", observe)
     run(engine, [request(prompt) for prompt in prompts])
     assert len(heard) > 30
-    assert all(max(1, accepted) <= len(ranks) <= accepted + 1 for accepted, ranks, _ in heard)
-    assert all(all(ranks[:accepted]) for accepted, ranks, _ in heard), "what was accepted was a candidate"
-    assert any(rank > 1 for accepted, ranks, _ in heard for rank in ranks[:accepted])
-    assert {len(some) for _, _, candidates in heard for some in candidates} == {TREES[1].width, POLICY.ranks}
-    assert engine.controller.acceptance.siblings.shares()[0] > 0
+    assert all(max(1, accepted) <= len(ranks) <= accepted + 1 for accepted, ranks in heard)
+    assert all(all(ranks[:accepted]) for accepted, ranks in heard), "what was accepted was a candidate"
+    assert any(rank > 1 for accepted, ranks in heard for rank in ranks[:accepted])
+    assert {len(some.tokens) for one in grown for some in one.candidates} == {TREES[1].width}
+    assert engine.controller.acceptance.rounds > 0
 
 
 def test_ranks_end_where_no_candidates_were_noted() -> None:
-    """Behind the last draft of a chain nothing was drafted."""
-    noted = {-1: Candidates((5, 6), (0.6, 0.2)), 0: Candidates((7, 8), (0.5, 0.4))}
-    draft = Draft(tokens=(5, 7), parents=(-1, 0), confidences=(0.6, 0.5), candidates=noted)
-    row: Any = None
-    for draft_kept, nodes, tokens, ranks in (
-        (draft, [0, 1], [5, 7, 9], [1, 1]),
-        (draft, [0], [5, 8], [1, 2]),
-        (draft, [], [4], [0]),
-        (draft.only(range(1)), [0], [5, 8], [1, 2]),
-        (draft.only(range(0)), [], [6], [2]),
-    ):
-        result = VerifyResult(row=row, draft=draft_kept, nodes=nodes, tokens=tokens, token_at=0, logits_at=0)
-        told = outcome_of(0, result)
-        assert told.ranks == ranks
-        assert told.confidences == [0.6, 0.5][: len(ranks)]
+    """Behind the last nodes of a tree nothing was drafted."""
+    candidates = [Candidates((5, 6), (0.6, 0.2)), Candidates((7, 8), (0.5, 0.4))]
+    for accepted, tokens, ranks in ((2, [5, 7, 9], [1, 1]), (1, [5, 8], [1, 2]), (0, [4], [0]), (0, [6], [2])):
+        told = outcome_of_tree(0, 2, accepted, tokens, candidates)
+        assert (told.drafted, told.accepted, told.ranks) == (2, accepted, ranks)
 
 
 def test_a_tree_with_no_room_in_the_kernels_is_refused() -> None:

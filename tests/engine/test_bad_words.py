@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
+from each import each
+from engine.round_engines import round_engine
 from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -17,7 +18,7 @@ def holds(tokens: tuple[int, ...], word: tuple[int, ...]) -> bool:
     return any(tokens[at : at + len(word)] == word for at in range(len(tokens)))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9)], ids=str)
+@each("sampling", [Sampling(), Sampling(temperature=0.9)])
 def test_they_do_not_come_and_drafts_do_not_matter(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling
 ) -> None:

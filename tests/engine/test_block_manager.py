@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from each import each
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.errors import UserError
 
@@ -29,11 +30,17 @@ def register(pool: BlockManager, blocks: list[int], tokens: list[int], *, drafte
         pool.register(blocks[i], after=after, tokens=tokens[start:end], successor=tokens[end], drafted=drafted)
 
 
-def found(pool: BlockManager, tokens: list[int], *, need_draft: bool = False) -> list[int]:
+def found(pool: BlockManager, tokens: list[int]) -> list[int]:
     """What a request would get, without keeping it."""
-    blocks = must(pool.match(tokens, need_draft=need_draft))
+    blocks = must(pool.match(tokens))
     pool.release(blocks)
     return blocks
+
+
+def drafted(pool: BlockManager, tokens: list[int]) -> list[int]:
+    """That much of it which the drafter has read."""
+    blocks = found(pool, tokens)
+    return blocks[: pool.drafted(blocks)]
 
 
 def test_a_pool_of_nothing_is_refused() -> None:
@@ -57,7 +64,7 @@ def test_a_block_is_free_when_its_last_owner_lets_go() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(9))
     first = store(pool, tokens)
-    second = must(pool.match(tokens, need_draft=False))
+    second = must(pool.match(tokens))
     assert second == first[:2]
     pool.check([first, second])
     pool.release(first)
@@ -132,7 +139,7 @@ def test_a_stored_beginning_is_found_and_referred_to() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(11))
     blocks = store(pool, tokens)
-    matched = must(pool.match([*tokens[:10], 99, 98], need_draft=True))
+    matched = must(pool.match([*tokens[:10], 99, 98]))
     assert matched == blocks[:2]
     pool.check([blocks, matched])
 
@@ -169,12 +176,12 @@ def test_equal_hashes_do_not_give_equal_content() -> None:
     assert found(pool, [-1] * SIZE + [0]) == blocks[:1]
 
 
-def test_undrafted_content_is_not_given_to_a_speculating_request() -> None:
+def test_undrafted_content_is_found_and_told_from_drafted_content() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(9))
     blocks = store(pool, tokens, drafted=False)
-    assert found(pool, tokens, need_draft=True) == []
-    assert found(pool, tokens, need_draft=False) == blocks[:2]
+    assert drafted(pool, tokens) == []
+    assert found(pool, tokens) == blocks[:2]
 
 
 def test_registering_again_tells_that_the_drafter_has_read() -> None:
@@ -182,16 +189,16 @@ def test_registering_again_tells_that_the_drafter_has_read() -> None:
     tokens = list(range(9))
     blocks = store(pool, tokens, drafted=False)
     register(pool, blocks[:1], tokens[:5], drafted=True)
-    assert found(pool, tokens, need_draft=True) == blocks[:1]
+    assert drafted(pool, tokens) == blocks[:1]
     register(pool, blocks, tokens, drafted=False)
-    assert found(pool, tokens, need_draft=True) == blocks[:1], "what is drafted stays so"
+    assert drafted(pool, tokens) == blocks[:1], "what is drafted stays so"
 
 
 def test_of_equal_blocks_the_first_is_found() -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(9))
     first, second = store(pool, tokens), store(pool, tokens)
-    assert found(pool, tokens, need_draft=True) == first[:2]
+    assert drafted(pool, tokens) == first[:2]
     pool.check([first, second])
     pool.release(second)
     pool.check([first])
@@ -200,7 +207,7 @@ def test_of_equal_blocks_the_first_is_found() -> None:
     assert pool.cached == 2
 
 
-@pytest.mark.parametrize("first_is_used", [True, False])
+@each("first_is_used", [True, False])
 def test_a_drafted_block_takes_the_place_of_an_equal_undrafted_one(first_is_used: bool) -> None:
     pool = BlockManager(8, SIZE)
     tokens = list(range(9))
@@ -210,8 +217,8 @@ def test_a_drafted_block_takes_the_place_of_an_equal_undrafted_one(first_is_used
     second = store(pool, tokens, drafted=True)
     owners = [first, second] if first_is_used else [second]
     pool.check(owners)
-    assert found(pool, tokens, need_draft=True) == second[:2]
-    assert found(pool, tokens, need_draft=False) == second[:2]
+    assert drafted(pool, tokens) == second[:2]
+    assert found(pool, tokens) == second[:2]
     for owner in owners:
         pool.release(owner)
     pool.check([])
@@ -238,7 +245,7 @@ def test_blank_blocks_go_before_idle_ones() -> None:
     assert pool.cached == 1
 
 
-@pytest.mark.parametrize(("taken", "left"), [(1, [0, 2]), (2, [0]), (3, [])])
+@each(("taken", "left"), [(1, [0, 2]), (2, [0]), (3, [])])
 def test_the_least_recently_used_content_is_evicted_first(taken: int, left: list[int]) -> None:
     pool = BlockManager(3, SIZE)
     contents = [[token] * (SIZE + 1) for token in range(3)]
@@ -305,10 +312,10 @@ def test_a_match_leaves_everything_as_it_was_if_the_rest_has_no_room() -> None:
     pool.release(store(pool, tokens))
     held = must(pool.allocate(2))
     before = (pool.lookups, pool.hits, pool.free, pool.cached)
-    assert pool.match(tokens, need_draft=True, total=5) is None, "2 found and free, 2 free beside them"
+    assert pool.match(tokens, total=5) is None, "2 found and free, 2 free beside them"
     pool.check([held])
     assert (pool.lookups, pool.hits, pool.free, pool.cached) == before
-    matched = must(pool.match(tokens, need_draft=True, total=4))
+    matched = must(pool.match(tokens, total=4))
     pool.check([held, matched, must(pool.allocate(2))])
 
 
@@ -324,7 +331,7 @@ def test_without_a_prefix_cache_nothing_is_found() -> None:
     pool = BlockManager(8, SIZE, prefix_cache=False)
     tokens = list(range(9))
     pool.release(store(pool, tokens))
-    assert pool.match(tokens, need_draft=False) == []
+    assert pool.match(tokens) == []
     assert (pool.cached, pool.free) == (0, 8)
 
 
@@ -347,8 +354,8 @@ def test_forgetting_drafts_keeps_the_targets_part() -> None:
     tokens = list(range(9))
     blocks = store(pool, tokens, drafted=True)
     pool.forget_drafts()
-    assert found(pool, tokens, need_draft=True) == []
-    assert found(pool, tokens, need_draft=False) == blocks[:2]
+    assert drafted(pool, tokens) == []
+    assert found(pool, tokens) == blocks[:2]
 
 
 def test_a_very_long_prefix_can_be_stored_found_and_evicted() -> None:
@@ -374,13 +381,13 @@ def test_any_order_of_operations_keeps_the_pool_whole() -> None:
         tokens = [chance.choice([0, 0, 0, 0, 0, 0, 0, 1]) for _ in range(chance.randrange(1, 30))]
         action = chance.random()
         if action < 0.35:
-            need_draft = chance.random() < 0.5
-            matched = must(pool.match(tokens, need_draft=need_draft))
+            matched = must(pool.match(tokens))
+            assert pool.drafted(matched) <= len(matched)
             rest = pool.allocate(pool.blocks_for(len(tokens)) - len(matched), after=matched[-1] if matched else None)
             if rest is None:
                 pool.release(matched)
             else:
-                register(pool, matched + rest, tokens, drafted=need_draft or chance.random() < 0.5)
+                register(pool, matched + rest, tokens, drafted=chance.random() < 0.5)
                 owners.append(matched + rest)
         elif action < 0.6:
             blocks = pool.allocate(chance.randrange(4), after=chance.randrange(24), room=chance.randrange(12))

@@ -4,16 +4,9 @@ from statistics import mean
 
 import pytest
 
-from engine.simulated_device import (
-    LARGE,
-    SMALL_WITH_LEAN_HOST,
-    WITH_TREES,
-    Device,
-    Served,
-    serve_on,
-)
-from engine.test_captured_plan import GOOD, batch_of, controller_on
-from eyas.engine.speculation.captured_plan import CapturedPrices, CapturedShapes, plan_captured_tree
+from engine.depth_cells import on as controller_on
+from engine.simulated_device import LARGE, SMALL_WITH_LEAN_HOST, WITH_TREES, Device, Served, serve_on
+from eyas.engine.speculation.captured_shapes import CapturedShapes
 from eyas.engine.speculation.controller import RowFacts
 from eyas.plan.shapes import CAPTURED_TREES
 
@@ -64,37 +57,11 @@ def test_beside_a_fixed_depth_all_draft_chains() -> None:
     controller.captures(WITH_TREES)
     rows = [RowFacts(key=0, context=50), RowFacts(key=1, context=50, mode="fixed", depth=2)]
     assert controller.choose(rows).shape.kind == "chain"
-    assert controller.choose(rows[:1]).shape in CAPTURED_TREES, "a look, to learn what trees would catch"
+    assert controller.choose(rows[:1]).shape in CAPTURED_TREES, "what trees give is not known to be less"
 
 
-def test_a_tree_is_priced_by_its_shape() -> None:
+def test_trees_come_in_their_shapes_for_few_requests() -> None:
     shapes = CapturedShapes(rows=(1, 2, 4, 8), depths=(1, 3), most_tokens=40, trees=CAPTURED_TREES)
     assert [len(shapes.trees_for(rows)) for rows in (1, 2, 3, 5)] == [2, 2, 1, 0]
     small, large = CAPTURED_TREES
     assert [shapes.trees_for(rows) for rows in (2, 4)] == [[small, large], [small]]
-
-    def planned(growing: float) -> object:
-        prices = CapturedPrices(
-            verify=lambda tokens: 1.0 + tokens / 100,
-            draft=lambda depth: 0.1,
-            step=lambda passes, _: passes,
-            step_of_trees=lambda passes, _: passes,
-            grow=lambda shape: 0.1 if shape == small else growing,
-        )
-        plan = plan_captured_tree(batch_of(1, GOOD), shapes, prices, GOOD, [0.4, 0.2, 0.1])
-        return None if plan is None else plan.shape
-
-    assert planned(0.2) == large
-    assert planned(2.0) == small
-    assert plan_captured_tree(batch_of(1, GOOD), shapes, _free(), GOOD, []) is None, "nothing is known of siblings"
-    assert plan_captured_tree(batch_of(2, GOOD, fixed=(1,)), shapes, _free(), GOOD, [0.5]) is None
-
-
-def _free() -> CapturedPrices:
-    return CapturedPrices(
-        verify=lambda tokens: 1.0,
-        draft=lambda depth: 0.0,
-        step=lambda passes, _: passes,
-        step_of_trees=lambda passes, _: passes,
-        grow=lambda shape: 0.0,
-    )

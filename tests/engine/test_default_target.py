@@ -5,6 +5,7 @@ import random
 import pytest
 
 from default_drafter import default_drafter_config
+from each import each
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
@@ -22,7 +23,7 @@ def encode(target: Target, question: str) -> list[int]:
     return target.encode_chat([{"role": "user", "content": question}])
 
 
-@pytest.mark.parametrize("shape", [Chain(depth=3), Tree(depth=2, width=2, budget=3)], ids=str)
+@each("shape", [Chain(depth=3), Tree(depth=2, width=2, budget=3)])
 def test_greedy_speculation_equals_plain_decoding_and_transformers(default_target: Target, shape: Chain | Tree) -> None:
     config = default_drafter_config(fc_norm=True, norm_output=True)
     drafter = random_drafter(config, own_embedding=False).share_target(

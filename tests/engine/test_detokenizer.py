@@ -3,8 +3,7 @@
 import random
 from collections.abc import Sequence
 
-import pytest
-
+from each import each
 from eyas.engine.detokenizer import TextStream
 
 WORDS = [b"Hello", b" world", b"\xe2\x82", b"\xac", b" STOP", b"ST", b"OP", b"\xf0\x9f", b"\xa6", b"\x85", b".", b"a"]
@@ -48,7 +47,7 @@ def test_a_beginning_of_a_stop_string_that_is_none_is_shown_after_all() -> None:
     assert not stream.stopped
 
 
-@pytest.mark.parametrize("seed", range(50))
+@each("seed", range(50))
 def test_pieces_equal_the_text_cut_at_the_earliest_stop_string(seed: int) -> None:
     source = random.Random(seed)
     tokens = [source.randrange(len(WORDS)) for _ in range(40)]

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.drafter.config import LatentSizes
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.sampling import Sampling
 from eyas.target.model import Target
 from oracle.dense import DenseTarget, EagleDraft
@@ -49,8 +50,8 @@ def answers(
     return engine.generate(asked), engine
 
 
-@pytest.mark.parametrize("tree", [None, Tree(depth=3, width=2, budget=6)], ids=["chain", "tree"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9)], ids=["greedy", "sampled"])
+@each("tree", [None, Tree(depth=3, width=2, budget=6)])
+@each("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9)])
 def test_answers_are_those_of_plain_decoding(
     target: Target, drafter: Drafter, prompts: list[tuple[int, ...]], sampling: Sampling, tree: Tree | None
 ) -> None:

@@ -1,6 +1,7 @@
 """However much the drafter reads at once, and whatever it leaves out, it knows the same and drafts the same."""
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 import torch
@@ -8,62 +9,84 @@ from torch import Tensor
 
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.request import Request, SequenceState
-from eyas.engine.runner import fused_drafter
-from eyas.engine.runner.drafter import MANY, Draft, DrafterRunner
-from eyas.engine.runner.hidden_states import HiddenStates
-from eyas.engine.sampler import SamplingMetadata
-from eyas.sampling import Sampling
+from eyas.engine.runner import exact_passes, fused_drafter, round_passes
+from eyas.engine.runner.device_queue import ImmediateQueue
+from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.exact_passes import MANY
+from eyas.engine.runner.round_state import RoundState
+from eyas.engine.runner.sampling_needs import NOTHING
+from eyas.engine.runner.slot_sampling import SlotSampling
 from tiny import drafter_config, random_drafter
 
-PAGE, LENGTHS = 8, (75, 41)
+PAGE, BLOCKS, DEPTH, LENGTHS = 8, 16, 3, (75, 41)
+CPU = torch.device("cpu")
 
 
-def sampling_metadata(seq: SequenceState, drafts: Sequence[int]) -> SamplingMetadata:
-    return SamplingMetadata(sampling=Sampling(), position=len(seq.tokens) + len(drafts))
+def read_in(drafter: Drafter, passes: ModuleType, parts: Sequence[int], *, drafts: bool) -> tuple[Tensor, Tensor]:
+    """Two requests, read by parts (of the first; the other keeps step), then drafted for; drafts, and what is cached.
 
-
-def read_in(drafter: Drafter, parts: Sequence[int], *, but_last: bool) -> tuple[list[Draft], Tensor]:
-    """Two requests, read by parts (of the first; the other keeps step), then drafted for; drafts, and the cache."""
+    Parts are read to draft behind each, or by passes that catch up; the last state is left to the final draft.
+    """
     config, generator = drafter.config, torch.Generator().manual_seed(3)
-    paged = DrafterRunner(drafter, KVCache(blocks=32, block_size=PAGE))
-    seqs, states = [], []
-    for key, length in enumerate(LENGTHS):
-        tokens = torch.randint(config.vocab_size, (length + 1,), generator=generator).tolist()
-        request = Request(prompt=tuple(tokens), sampling=Sampling(), max_new_tokens=8)
-        seq = SequenceState(key=key, arrival=key, request=request)
-        seq.blocks = list(range(key, 32, len(LENGTHS)))
-        seqs.append(seq)
-        width = config.num_aux_hidden_states * config.target_hidden_size
-        states.append(torch.randn(length, width, generator=generator))
+    width = config.num_aux_hidden_states * config.target_hidden_size
+    runner = DrafterRunner(drafter, KVCache(blocks=len(LENGTHS) * BLOCKS, block_size=PAGE))
+    slots, most = len(LENGTHS), max(LENGTHS)
+    state = RoundState(
+        slots=slots, blocks=BLOCKS, max_depth=DEPTH, like_X=torch.zeros(width), device=CPU, waiting=most + 1
+    )
+    assert state.states_SLX is not None
+    for slot, length in enumerate(LENGTHS):
+        state.table_SP[slot] = torch.arange(slot, slots * BLOCKS, slots)
+        state.tokens_SL[slot, : length + 1] = torch.randint(config.vocab_size, (length + 1,), generator=generator)
+        state.states_SLX[slot, :length] = torch.randn(length, width, generator=generator)
+        state.limit_S[slot], state.follows_S[slot] = length + 9, 1
+    sampling = SlotSampling(slots, config.vocab_size, CPU)
+
+    def draft(depth: int) -> Tensor:
+        state.send_rows(ImmediateQueue(), torch.arange(slots).numpy(), depth, 1)
+        return passes.draft(  # type: ignore[no-any-return]
+            {},
+            state=state,
+            drafter=runner,
+            sampling=sampling,
+            needs=NOTHING,
+            rows=slots,
+            reads=most,
+            depth=depth,
+            blocks=BLOCKS,
+        )
+
+    lengths, read = torch.tensor(LENGTHS), 0
     for part in parts:
-        for seq, state_TX in zip(seqs, states, strict=True):
-            size = min(part, len(state_TX) - seq.target_length)
-            if size:
-                paged.states.add(seq, HiddenStates(state_TX, seq.target_length, size))
-                seq.target_length += size
-        paged.read(seqs, but_last=but_last)
-        for seq in seqs:
-            seq.drafter_length = seq.target_length - but_last
-    if but_last:
-        paged.read(seqs)
-    for seq in seqs:
-        assert seq.target_length == len(seq.tokens) - 1
-        seq.drafter_length = seq.target_length
-    drafts = paged.chain(seqs, [3, 3], sampling_metadata)
-    return drafts, torch.stack(paged.cache.layers[0])
+        read += part
+        if drafts:
+            state.length_S[:slots] = lengths.clamp(max=read).minimum(lengths - 1)
+            draft(1 + read % DEPTH)
+        else:
+            state.length_S[:slots] = lengths.clamp(max=read)
+            state.send_rows(ImmediateQueue(), torch.arange(slots).numpy(), 0, 1)
+            passes.catch_up({}, state=state, drafter=runner, rows=slots, blocks=BLOCKS)
+            assert state.drafted_S[:slots].tolist() == (state.length_S[:slots] - 1).tolist()
+    state.length_S[:slots] = lengths
+    drafted_RK = draft(DEPTH).clone()
+    assert state.drafted_S[:slots].tolist() == list(LENGTHS)
+    assert state.depth_R.tolist() == [DEPTH] * slots
+    null_slot = runner.cache.null_slot
+    return drafted_RK, torch.stack([x_GCK[:, :null_slot] for pair in runner.cache.layers.values() for x_GCK in pair])
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("but_last", [False, True])
-@pytest.mark.parametrize("parts", [(75,), (40, 35), (MANY + 5, 2, 36), (5, 3, 7, 60)])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("parts", [(), (75,), (40, 35), (MANY + 5, 2, 36), (5, 3, 7, 60)])
+@pytest.mark.parametrize("passes", [exact_passes, round_passes])
 def test_a_prompt_read_in_bulk_is_known_as_one_read_bit_by_bit(
-    parts: tuple[int, ...], but_last: bool, layers: int
+    passes: ModuleType, parts: tuple[int, ...], drafts: bool, layers: int
 ) -> None:
     drafter = random_drafter(drafter_config(fc_norm=True, norm_output=True, num_hidden_layers=layers)).eval()
-    bit_by_bit, expected = read_in(drafter, [3] * 25, but_last=False)
-    drafts, cached = read_in(drafter, parts, but_last=but_last)
-    assert [draft.tokens for draft in drafts] == [draft.tokens for draft in bit_by_bit]
+    with torch.inference_mode():
+        expected_RK, expected = read_in(drafter, exact_passes, [3] * 25, drafts=True)
+        drafted_RK, cached = read_in(drafter, passes, parts, drafts=drafts)
+    assert torch.equal(drafted_RK, expected_RK)
     torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -79,5 +102,8 @@ def test_nothing_but_keys_and_values_is_computed_for_a_prompt(monkeypatch: pytes
 
     monkeypatch.setattr(fused_drafter, "_is_right", lambda *_: True)  # a trial takes steps of its own
     monkeypatch.setattr(type(draft), "step", counted)
-    read_in(drafter, [75], but_last=True)
-    assert ran == [2, 2, 2], "a token of each request, then two further depths"
+    for parts in ([], [75]):
+        with torch.inference_mode():
+            read_in(drafter, exact_passes, parts, drafts=False)
+        assert ran == [2, 2, 2], "a token of each request, then two further depths"
+        ran.clear()

@@ -6,11 +6,11 @@ from math import exp
 
 import pytest
 
+from each import each
 from engine.simulated import GPU, GREAT, serve
 from eyas.drafter.drift import conditional_acceptance, log_sizes, slope
 from eyas.engine.speculation.controller import Controller, RowFacts
-from eyas.engine.speculation.drift import DriftAlarm
-from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.drift import BEARABLE, CHECKUPS, FEWEST_CHECKUPS, DriftAlarm
 
 DEPTH = 7
 MASS = {"sink": [0.05] * DEPTH, "own": [0.1 * d for d in range(DEPTH)]}
@@ -47,7 +47,7 @@ def test_formulas() -> None:
 # --- growth --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_flat_states_are_no_alarm_however_noisy(seed: int) -> None:
     alarm = DriftAlarm(DEPTH)
     show(alarm, 0.0, 600, noise=0.2, seed=seed)
@@ -56,16 +56,16 @@ def test_flat_states_are_no_alarm_however_noisy(seed: int) -> None:
     assert alarm.deepest == DEPTH
 
 
-@pytest.mark.parametrize("growth", [0.15, 0.3, 0.6])
+@each("growth", [0.15, 0.3, 0.6])
 def test_growth_fires_once_with_its_evidence_and_leaves_the_bearable_depths(growth: float) -> None:
     alarm = DriftAlarm(DEPTH)
-    show(alarm, growth, POLICY.drift_fewest_probes - 1, noise=0.05)
+    show(alarm, growth, FEWEST_CHECKUPS - 1, noise=0.05)
     assert alarm.take() == [], "too few to tell"
-    show(alarm, growth, 2 * POLICY.drift_probes, noise=0.05)
+    show(alarm, growth, 2 * CHECKUPS, noise=0.05)
     (event,) = alarm.take()
     assert "the fed-back state grows by" in event
     assert "no deeper than" in event
-    assert exp(growth * (alarm.deepest - 1)) <= POLICY.bearable_growth * 1.1 < exp(growth * DEPTH)
+    assert exp(growth * (alarm.deepest - 1)) <= BEARABLE * 1.1 < exp(growth * DEPTH)
     report = alarm.report()
     assert (report.firing, report.fired, list(report.signs)) == (True, 1, ["growth"])
     assert report.growth.low < growth < report.growth.high
@@ -75,21 +75,21 @@ def test_growth_fires_once_with_its_evidence_and_leaves_the_bearable_depths(grow
 
 def test_a_state_that_overflows_has_grown() -> None:
     alarm = DriftAlarm(DEPTH)
-    for _ in range(POLICY.drift_fewest_probes):
+    for _ in range(FEWEST_CHECKUPS):
         alarm.observe_checkup([1.0, 9.0, float("inf"), *[float("nan")] * 4], MASS)
     assert alarm.report().firing
     assert alarm.deepest == 1
 
 
 def test_growth_at_the_bound_does_not_flicker() -> None:
-    alarm, bound = DriftAlarm(DEPTH), log_sizes([POLICY.bearable_growth])[0] / (DEPTH - 1)
-    show(alarm, 2 * bound, POLICY.drift_probes, noise=0.03)
+    alarm, bound = DriftAlarm(DEPTH), log_sizes([BEARABLE])[0] / (DEPTH - 1)
+    show(alarm, 2 * bound, CHECKUPS, noise=0.03)
     fired = alarm.take()
-    show(alarm, bound, 40 * POLICY.drift_probes, noise=0.03)
+    show(alarm, bound, 40 * CHECKUPS, noise=0.03)
     assert len(fired) == 1
     assert alarm.report().fired <= 2, "a thousand check-ups at the bound itself"
     alarm.take()
-    show(alarm, 0.0, POLICY.drift_probes, noise=0.03)
+    show(alarm, 0.0, CHECKUPS, noise=0.03)
     assert not alarm.report().firing
     assert alarm.deepest == DEPTH
     assert "as deep as pays again" in alarm.take()[-1]
@@ -98,8 +98,8 @@ def test_growth_at_the_bound_does_not_flicker() -> None:
 # --- fading --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize("chances", [[0.5] * 7, [0.8, 0.76, 0.72, 0.69, 0.65, 0.62, 0.59], [0.3] * 7], ids=str)
+@each("seed", range(10))
+@each("chances", [[0.5] * 7, [0.8, 0.76, 0.72, 0.69, 0.65, 0.62, 0.59], [0.3] * 7])
 def test_gentle_decline_is_no_alarm(chances: list[float], seed: int) -> None:
     alarm = DriftAlarm(DEPTH)
     draft(alarm, chances, 3000, seed=seed)
@@ -127,20 +127,19 @@ def test_requests_on_auto_keep_to_what_is_healthy_and_fixed_ones_to_their_depth(
     controller = Controller(DEPTH)
     before = serve(controller, GPU, GREAT, users=4, steps=400)
     assert max(before.depths[-1]) > 3, "or there is nothing to shorten"
-    show(controller.drift, 0.3, POLICY.drift_probes, noise=0.02)
+    show(controller.drift, 0.3, CHECKUPS, noise=0.02)
     assert controller.drift.deepest == 3
     rows = [RowFacts(key=key, context=100, pending=2) for key in range(4)]
     fixed = RowFacts(key=9, context=100, mode="fixed", depth=6, pending=2)
     for _ in range(50):
         choice = controller.choose([*rows, fixed])
         assert max(choice.depths[:4]) <= 3
-        assert max(choice.limits[:4]) <= 3
-        assert choice.depths[4] == choice.limits[4] == 6
+        assert choice.depths[4] == 6
     assert "no deeper than 3, since the drift alarm has fired" in choice.reason
     assert "drift alarm" in controller.events()[0]
     assert controller.events() == []
     assert controller.report()["drift"]["signs"]["growth"]
-    show(controller.drift, 0.0, POLICY.drift_probes, noise=0.02)
+    show(controller.drift, 0.0, CHECKUPS, noise=0.02)
     assert max(serve(controller, GPU, GREAT, users=4, steps=50).depths[-1]) > 3, "lifted"
 
 

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from default_drafter import training_prompts
-from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
+from engine.noted_drafts import Drafted, note_drafts
+from engine.round_engines import round_engine
 from engine.test_engine import OFF, SAMPLINGS, at_depth, options, request, run
 from eyas.doctor.rounds import run_rounds
 from eyas.doctor.transcripts import Transcript
@@ -21,13 +23,13 @@ from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.engine import drift_probe
 from eyas.engine.config import EngineConfig
-from eyas.engine.drift_probe import DriftSample
+from eyas.engine.drafter_proposer import DrafterProposer
+from eyas.engine.drift_probe import Draw, DriftSample
 from eyas.engine.engine import Engine
-from eyas.engine.proposer import Proposer
 from eyas.engine.request import SequenceState
-from eyas.engine.runner.drafter import DrafterRunner, SamplingMetadataFor
-from eyas.engine.speculation.draft import Draft, Tree
-from eyas.engine.speculation.policy import POLICY
+from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.speculation.draft import Tree
+from eyas.engine.speculation.drift import FEWEST_CHECKUPS
 from eyas.target.model import Target
 from tiny import AUX_IDS, language
 
@@ -46,10 +48,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], int, Dr
     found: list[tuple[tuple[int, ...], int, DriftSample]] = []
     look = drift_probe.examine
 
-    def examine(
-        drafter: DrafterRunner, seq: SequenceState, depth: int, sampling_metadata: SamplingMetadataFor
-    ) -> DriftSample:
-        one = look(drafter, seq, depth, sampling_metadata)
+    def examine(drafter: DrafterRunner, seq: SequenceState, states_TX: Tensor, depth: int, draw: Draw) -> DriftSample:
+        one = look(drafter, seq, states_TX, depth, draw)
         found.append((tuple(seq.tokens), seq.target_length - 1, one))
         return one
 
@@ -67,37 +67,15 @@ def engine_of(target: Target, drafter: Drafter, *, recorded: bool = False, **cha
     return Engine(target, drafter, config=settings, clock=clock)
 
 
-def chain_of(tokens: Sequence[int]) -> Draft:
-    return Draft(tokens=tuple(tokens), parents=tuple(range(-1, len(tokens) - 1)), confidences=())
-
-
 class Served:
     """The drafts of every step, by the tokens that they stand behind."""
 
     def __init__(self, engine: Engine) -> None:
-        self.drafts: dict[tuple[int, ...], Draft] = {}
-        if engine.rounds is None:
-            verify = engine.host_loop._verify
+        self.drafts: dict[tuple[int, ...], Drafted] = {}
+        note_drafts(engine, self._note)
 
-            def noted(*given: Any) -> Any:
-                results, output = verify(*given)
-                self.drafts |= {tuple(one.row.seq.tokens): one.draft for one in results if one.row.drafts}
-                return results, output
-
-            engine.host_loop._verify = noted  # type: ignore[method-assign]
-            return
-        commit = engine.rounds._commit
-
-        def note(launched: Any, *given: Any) -> int:
-            launched.landed.wait()
-            made = launched.output[:, launched.line.drafts : launched.line.sure].tolist()
-            for row, tokens in zip(launched.rows, made, strict=True):
-                drafts = min(row.drafts, row.seq.limit - len(row.seq.tokens) - 1)
-                if row.seq.finished is None and drafts > 0:
-                    self.drafts[tuple(row.seq.tokens)] = chain_of(tokens[:drafts])
-            return commit(launched, *given)
-
-        engine.rounds._commit = note  # type: ignore[method-assign]
+    def _note(self, drafted: Drafted) -> None:
+        self.drafts[drafted.behind] = drafted
 
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["eager", "fixed shapes"])
@@ -110,7 +88,7 @@ def test_it_drafts_what_serving_drafts(
     run(engine, [request(prompt, max_new_tokens=40, speculation=at_depth(DEPTH)) for prompt in prompts])
     compared = 0
     for tokens, _, one in seen:
-        drafts = served.drafts[tokens].tokens  # fewer towards the end of an answer
+        drafts = served.drafts[tokens].drafts  # fewer towards the end of an answer
         assert one.tokens[: len(drafts)] == drafts
         compared += len(drafts)
     assert compared > 40
@@ -122,19 +100,25 @@ def test_it_drafts_for_sampled_requests_as_serving_does(
     engine = engine_of(target, tiny_drafter)
     served = Served(engine)
     asked = [
-        request(prompt, seed=seed, sampling=SAMPLINGS[seed % len(SAMPLINGS)], speculation=at_depth(DEPTH))
+        request(
+            prompt,
+            seed=seed,
+            sampling=SAMPLINGS[seed % len(SAMPLINGS)],
+            max_new_tokens=30,
+            speculation=at_depth(DEPTH),
+        )
         for seed, prompt in enumerate(prompts)
     ]
     run(engine, asked)
     assert len(seen) > 8
-    assert all(one.tokens[: len(served.drafts[at].tokens)] == served.drafts[at].tokens for at, _, one in seen)
+    assert all(one.tokens[: len(served.drafts[at].drafts)] == served.drafts[at].drafts for at, _, one in seen)
 
 
 def test_it_measures_what_the_doctor_measures(
     target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
 ) -> None:
     engine = engine_of(target, tiny_drafter)
-    answers = run(engine, [request(prompt, speculation=at_depth(DEPTH)) for prompt in prompts])
+    answers = run(engine, [request(prompt, max_new_tokens=30, speculation=at_depth(DEPTH)) for prompt in prompts])
     whole = [(*prompt, *answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
     assert len(seen) > 8
     for tokens, start, one in seen:
@@ -164,9 +148,9 @@ def test_it_measures_what_the_doctor_measures(
 def test_answers_and_drafts_are_the_same_with_and_without(
     target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any, recorded: bool
 ) -> None:
-    asked = [request(prompt, speculation=at_depth(4)) for prompt in prompts]
+    asked = [request(prompt, max_new_tokens=30, speculation=at_depth(4)) for prompt in prompts]
     ours = run(engine_of(target, tiny_drafter, recorded=recorded), asked)
-    assert len(seen) > (4 if recorded else 8), "its clock is read less often by rounds"
+    assert len(seen) > 8
     watched = len(seen)
     theirs = run(engine_of(target, tiny_drafter, recorded=recorded, drift_share=0.0), asked)
     assert len(seen) == watched, "share 0 is off"
@@ -175,12 +159,17 @@ def test_answers_and_drafts_are_the_same_with_and_without(
 
 
 def test_what_a_check_up_drafted_is_followed_to_its_end(
-    target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]], seen: Any
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: Sequence[tuple[int, ...]],
+    seen: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(drift_probe, "EVERY", 4)  # the next one ends what is followed
     engine = engine_of(target, tiny_drafter)
     told: list[tuple[int, int]] = []
-    engine.drift.observe_round = lambda drafted, accepted: told.append((drafted, accepted))  # type: ignore[method-assign]
-    (answer,) = run(engine, [request(prompts[3], speculation=at_depth(1))])
+    engine.drift.observe_round = lambda *fate: told.append(fate[:2])  # type: ignore[method-assign]
+    (answer,) = run(engine, [request(prompts[3], max_new_tokens=90, speculation=at_depth(1))])
     whole = (*prompts[3], *answer.tokens)
     expected = []
     for tokens, _, one in seen:
@@ -303,12 +292,13 @@ def test_trees_of_requests_on_auto_grow_no_deeper_than_is_healthy(
     target: Target, tiny_drafter: Drafter, prompts: Sequence[tuple[int, ...]]
 ) -> None:
     engine = engine_of(target, tiny_drafter, tree=Tree(depth=4, width=2, budget=8), drift_share=1e-9)
-    for _ in range(POLICY.drift_fewest_probes):
+    for _ in range(FEWEST_CHECKUPS):
         engine.drift.observe_checkup([1.0, 1.0, 9.0, 9.0, 9.0], {})
     assert engine.drift.deepest == 2
     served = Served(engine)
     fixed = request(prompts[0], speculation=at_depth(4))
     run(engine, [fixed, *(request(prompt, max_new_tokens=40) for prompt in prompts[1:])])
+    run(engine, [fixed])  # among others it has trees of their shape
     auto = [one.depth for tokens, one in served.drafts.items() if tokens[:5] != prompts[0][:5]]
     assert max(auto) == 2
     assert max(one.depth for tokens, one in served.drafts.items() if tokens[:5] == prompts[0][:5]) == 4
@@ -324,7 +314,7 @@ def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
     expected = [answer.tokens for answer in run(engine, asked)] if served else None
     before = engine.drift.checkups
     engine.capture_graphs()
-    assert isinstance(engine.proposer, Proposer)
+    assert isinstance(engine.proposer, DrafterProposer)
     assert engine.proposer.drift_probe._cost is not None
     assert engine.proposer.drift_probe._cost > 0
     assert engine.drift.checkups == before
@@ -334,6 +324,7 @@ def test_a_rehearsal_tells_what_a_check_up_takes_and_leaves_nothing_behind(
     engine.scheduler.check()
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
     default_target: Target, monkeypatch: pytest.MonkeyPatch
@@ -352,6 +343,6 @@ def test_the_shipped_drafter_is_silent_and_fires_without_its_norm(
         )
         engine.generate([request(ids, max_new_tokens=18, speculation=at_depth(1)) for ids in asked])
         reports.append(engine.drift.report())
-        assert reports[-1].checkups >= POLICY.drift_fewest_probes
+        assert reports[-1].checkups >= FEWEST_CHECKUPS
         assert reports[-1].firing == bool(engine.controller.events()) == (shipped is lost)
     assert abs(reports[0].growth.value) < 0.02 < 0.2 < reports[1].growth.value

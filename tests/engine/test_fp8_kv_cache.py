@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from engine.round_engines import dense_where_padded, round_engine
+from each import each
+from engine.round_engines import round_engine
 from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.attention import attend_densely
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig, require_kv_cache_dtype
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
 from eyas.kernels.attention.kv_dtype import FP8, as_stored
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
@@ -24,7 +24,6 @@ from eyas.sampling import Sampling
 from eyas.target.model import Target
 from tiny import drafter_config, random_drafter
 
-__all__ = ["dense_where_padded"]
 CPU = torch.device("cpu")
 Prompts = list[tuple[int, ...]]
 
@@ -57,7 +56,7 @@ def test_numbers_are_rounded_to_the_nearest_and_never_beyond_the_largest() -> No
     assert as_stored(given, torch.float32) is given
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_a_pass_reads_what_it_has_written(dtype: torch.dtype) -> None:
     """Keys of the pass itself are as rounded as those of passes before it."""
     generator = torch.Generator().manual_seed(0)
@@ -108,16 +107,16 @@ def test_slots_move_as_they_are() -> None:
 # --- answers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("speculation", [OFF, at_depth(3), Speculation()], ids=["plain", "chain", "auto"])
+@each("rows", [1, 7])
+@each("speculation", [OFF, at_depth(3), Speculation()])
 def test_drafts_change_nothing(
     target: Target, tiny_drafter: Drafter, prompts: Prompts, plainly: list[Any], rows: int, speculation: Speculation
 ) -> None:
     engine = Engine(target, tiny_drafter, config=narrow(max_num_seqs=rows))
     assert [answer.tokens for answer in run(engine, asked(prompts, speculation))] == plainly
     assert speculation.mode != "fixed" or engine.stats.accepted > 0
-    assert isinstance(engine.proposer, Proposer)
-    caches = [engine.runner.cache] + ([engine.proposer.drafter.cache] if engine.stats.drafts else [])
+    assert engine._drafting is not None
+    caches = [engine.model_runner.cache] + ([engine._drafting.cache] if engine.stats.drafts else [])
     assert {x.dtype for cache in caches for pair in cache.layers.values() for x in pair} == {FP8}
 
 
@@ -130,10 +129,9 @@ def test_sampled_answers_are_the_same_with_drafts(target: Target, tiny_drafter: 
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [{"tree": Tree(depth=3, width=2, budget=6)}, {"prefix_cache": False}, {"max_num_batched_tokens": 9}],
-    ids=["trees", "no prefix cache", "small chunks"],
 )
 def test_trees_chunks_and_prefixes_do_not_show(
     target: Target, tiny_drafter: Drafter, prompts: Prompts, plainly: list[Any], changes: dict[str, Any]
@@ -177,8 +175,8 @@ def test_a_swapped_drafter_keeps_eight_bits(target: Target, tiny_drafter: Drafte
     engine = Engine(target, tiny_drafter, config=narrow())
     engine.swap_drafter(random_drafter(drafter_config()))
     run(engine, asked(prompts[:2], at_depth(2)))
-    assert isinstance(engine.proposer, Proposer)
-    assert engine.proposer.drafter.cache.layers[0][0].dtype == FP8
+    assert engine._drafting is not None
+    assert engine._drafting.cache.layers[0][0].dtype == FP8
 
 
 def test_the_drift_probe_reads_eight_bits(target: Target, tiny_drafter: Drafter, prompts: Prompts) -> None:
@@ -196,10 +194,10 @@ def test_as_many_bytes_hold_more_tokens(target: Target, tiny_drafter: Drafter) -
     wide, small = (Engine(target, tiny_drafter, config=make(**config)) for make in (options, narrow))
     assert wide.budget.bytes_per_block == 4 * small.budget.bytes_per_block
     assert 4 * wide.budget.blocks <= small.budget.blocks <= 4 * wide.budget.blocks + 3
-    assert small.runner.cache.bytes < 2**20
+    assert small.model_runner.cache.bytes < 2**20
 
 
-@pytest.mark.parametrize("name", ["fp8_e5m2", "int8", "bfloat16", ""])
+@each("name", ["fp8_e5m2", "int8", "bfloat16", ""])
 def test_other_types_are_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=f"kv_cache_dtype is '{name}'; it must be one of auto, fp8, fp8_e4m3"):
         EngineConfig(kv_cache_dtype=name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from each import each
 from engine.test_engine import OFF, at_depth, options, request
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache.cache import KVCache
@@ -21,14 +22,15 @@ from tiny import Letters
 NEW_TOKENS = 12
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@each(
     "block",
     [
         *("mistral with a window", "qwen2 with windows", "qwen3", "phi3 partly rotated", "gemma2", "gemma3"),
         *("mixtral", "qwen3 experts", "qwen3 experts here and there", "gpt-oss"),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
+@each("packed", [False, True])
 def test_answers_are_transformers_own(block: str, packed: bool) -> None:
     target = replace(plain(block, **(sizes_of_panels(block) if packed else {})), tokenizer=Letters())
     model: Any = target.model
@@ -47,7 +49,7 @@ def test_answers_are_transformers_own(block: str, packed: bool) -> None:
         assert list(answer.tokens) == ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("block", ["mixtral", "qwen3 experts", "gpt-oss"])
+@each("block", ["mixtral", "qwen3 experts", "gpt-oss"])
 def test_drafts_do_not_change_what_experts_answer(block: str) -> None:
     target = replace(plain(block), tokenizer=Letters())
     assert fused_target(target) is not None
@@ -63,9 +65,9 @@ def test_drafts_do_not_change_what_experts_answer(block: str) -> None:
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("keep", [None, [1, 4]])
+@each("packed", [False, True])
+@each("block", ["qwen3", "gemma2"])
+@each("keep", [None, [1, 4]])
 def test_logits_are_written_where_they_are_asked_for(block: str, packed: bool, keep: list[int] | None) -> None:
     target = plain(block, **(sizes_of_panels(block) if packed else {}))
     if packed:

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 
+from each import each
 from eyas.drafter.attention import DenseAttention
 from eyas.drafter.model import Drafter
 from eyas.engine.runner.drafts import Drafts
@@ -49,13 +50,13 @@ def assert_drafts_alike(lean: Drafts, drafter: Drafter) -> None:
         attends = DenseAttention(attends[0].present), DenseAttention(attends[1].present)
 
 
-@pytest.mark.parametrize("flags", SETTINGS, ids=lambda flags: "+".join(k for k, v in flags.items() if v) or "none")
+@each("flags", SETTINGS)
 def test_every_flag_is_honoured(flags: dict[str, bool]) -> None:
     drafter = drafter_of(**flags)
     assert_drafts_alike(fused_drafter(drafter), drafter)
 
 
-@pytest.mark.parametrize("residual", [False, True])
+@each("residual", [False, True])
 def test_norms_of_queries_and_keys_are_honoured(residual: bool) -> None:
     drafter = drafter_of(qk_norm=True, fc_norm=True, norm_output=True, norm_before_residual=residual)
     assert_drafts_alike(fused_drafter(drafter), drafter)
@@ -82,7 +83,7 @@ def test_more_layers_and_other_types_run_by_the_model_itself() -> None:
         assert fused_drafter(drafter) is drafter
 
 
-@pytest.mark.parametrize("step", ["gate", "rotate", "norm"])
+@each("step", ["gate", "rotate", "norm"])
 def test_a_step_that_computes_wrongly_is_found_out(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, right = drafter_of(), getattr(Elementwise, step)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +13,19 @@ import pytest
 import torch
 
 from chat_tokenizer import letter_tokenizer
-from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
+from each import each
+from engine.round_engines import round_engine
 from engine.test_auto_trees import engine_with_trees
 from engine.test_engine import OFF, at_depth, options
-from engine.test_suffix_drafts import extend_every_chain
+from engine.test_suffix_rounds import extend_every_round
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.grammar.base import filter_by_grammar
 from eyas.engine.grammar.compile import MOST_CHARACTERS, PARSER_LIMITS
 from eyas.engine.grammar.llguidance import LlGuidance
+from eyas.engine.output import OutputDelta
 from eyas.engine.request import FinishReason, Request, Speculation
-from eyas.engine.runner.drafter import Draft, Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -133,19 +136,6 @@ def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_alone_where_it_is
     assert allowed == [encode("a"), [1, 3, *encode("b")], [1, 3]]
 
 
-def test_unlawful_drafts_are_cut_with_all_behind_them(guidance: LlGuidance, letters: Target) -> None:
-    encode = letters.tokenizer.encode
-    a, b, c = encode("abc")
-    matcher = guidance.regex("(ab)*c").matcher(prompt_length=0, stop_ids=[1])
-    chain = Draft(tokens=(a, b, b, c), parents=(-1, 0, 1, 2), confidences=(0.9, 0.8, 0.7, 0.6))
-    assert filter_by_grammar(chain, matcher, []) == chain.only(range(2))
-    tree = Draft(tokens=(b, a, c, b, a, c), parents=(-1, -1, -1, 1, 0, 3), confidences=(0.6, 0.5, 0.4, 0.3, 0.2, 0.1))
-    expected = Draft(tokens=(a, c, b, c), parents=(-1, -1, 0, 2), confidences=(0.5, 0.4, 0.3, 0.1))
-    assert filter_by_grammar(tree, matcher, []) == expected
-    end = Draft(tokens=(c, 1, a), parents=(-1, 0, 1), confidences=(0.9, 0.9, 0.9))
-    assert filter_by_grammar(end, matcher, []) == end.only(range(2))
-
-
 # --- the answer is the same --------------------------------------------------------------------------------------
 
 
@@ -158,7 +148,7 @@ def test_every_way_of_drafting_gives_one_answer(letters: Target, tiny_drafter: D
     assert sum(answer.stats.accepted for answer in answers) > 0
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a drafter"])
+@each("beside", [False, True])
 def test_suffix_drafts_give_the_same_answer(
     letters: Target, tiny_drafter: Drafter, guidance: LlGuidance, beside: bool
 ) -> None:
@@ -175,15 +165,28 @@ def test_suffix_drafts_give_the_same_answer(
 
 
 def test_chains_that_the_text_continues_give_the_same_answer(
-    letters: Target, tiny_drafter: Drafter, guidance: LlGuidance, monkeypatch: pytest.MonkeyPatch
+    letters: Target,
+    tiny_drafter: Drafter,
+    guidance: LlGuidance,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = requests(letters, guidance.json_schema(SHORT), (Speculation(),))
+    """Under a grammar that forbids what the target says most, and leaves the drafter something to guess."""
+    (free,) = Engine(letters).generate(requests(letters, None, [OFF], prompt=prompts[-1])[:1])
+    grammar = guidance.regex(f"[^{re.escape(Counter(free.text).most_common(1)[0][0])}]+")
+    asked = requests(letters, grammar, [Speculation()], prompt=prompts[-1])
+    alone = [Engine(letters).generate([replace(one, speculation=OFF)])[0].tokens for one in asked]
+    assert free.tokens not in alone
     engine = Engine(letters, tiny_drafter, config=replace(options(), suffix=SuffixConfig(max_spec_factor=4.0)))
-    continued = extend_every_chain(monkeypatch, engine)
+    extend_every_round(monkeypatch, engine)
+    continued = 0
+
+    def count(piece: OutputDelta) -> None:
+        nonlocal continued
+        continued += piece.drafted > piece.suffix_drafted > 0
+
     for _ in range(2):  # the second time the answers are there to be drafted
-        answers = engine.generate(asked)
-        check_json(answers, {"a", "b"}, ways=1)
-    assert [answer.tokens for answer in answers] == [Engine(letters).generate([one])[0].tokens for one in asked]
+        assert [answer.tokens for answer in engine.generate(asked, on_piece=count)] == alone
     assert continued
 
 
@@ -233,6 +236,7 @@ def test_preemption_does_not_show(letters: Target, tiny_drafter: Drafter, guidan
     assert [tuple(pieces[key]) for key in keys] == [answer.tokens for answer in expected]
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_a_real_schema_on_the_default_target(default_target: Target) -> None:
     drafter = load_drafter("smollm2-eagle3.1").float()
@@ -264,7 +268,7 @@ def test_an_answer_may_be_too_short_for_its_grammar(letters: Target, guidance: L
     assert len(answer.tokens) == 4
 
 
-@pytest.mark.parametrize(
+@each(
     ("make", "reason"),
     [
         (lambda g: g.json_schema({"type": "objekt"}), "objekt"),

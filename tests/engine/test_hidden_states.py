@@ -12,8 +12,8 @@ from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request
-from eyas.engine.runner.drafter import Tree
 from eyas.engine.scheduler import SchedulerOutput
+from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
 from eyas.target.model import Target
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from each import each
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.errors import UserError
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
@@ -48,7 +49,7 @@ def test_memory_is_counted_and_taken_before_it_is_needed() -> None:
     one.write(0, metadata.slot_mapping_N, torch.ones(1, 2, 8), torch.ones(1, 2, 6))  # outside inference mode as well
 
 
-@pytest.mark.parametrize("name", ["blocks", "block_size"])
+@each("name", ["blocks", "block_size"])
 def test_a_cache_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} is 0"):
         KVCache(**{"blocks": 4, "block_size": 4, name: 0})

@@ -7,13 +7,14 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from each import each
 from eyas.drafter.config import LatentSizes
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.output import RequestOutput
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.sampling import Sampling
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
@@ -75,7 +76,7 @@ def answers(
     return engine.generate(asked), engine
 
 
-@pytest.mark.parametrize("batch", [1, 7])
+@each("batch", [1, 7])
 def test_plain_answers_are_those_of_transformers(
     pair: tuple[Target, Drafter], seven: list[tuple[int, ...]], batch: int
 ) -> None:
@@ -86,10 +87,9 @@ def test_plain_answers_are_those_of_transformers(
         assert list(output.tokens) == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    ("batch", "tree"), [(1, None), (7, None), (7, Tree(depth=3, width=2, budget=6))], ids=["alone", "seven", "trees"]
-)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9)], ids=["greedy", "sampled"])
+@pytest.mark.slow
+@each(("batch", "tree"), [(1, None), (7, None), (7, Tree(depth=3, width=2, budget=6))])
+@each("sampling", [Sampling(), Sampling(temperature=0.8, top_p=0.9)])
 def test_drafts_change_nothing(
     pair: tuple[Target, Drafter], seven: list[tuple[int, ...]], batch: int, sampling: Sampling, tree: Tree | None
 ) -> None:
@@ -102,6 +102,6 @@ def test_drafts_change_nothing(
 
 def test_blocks_keep_keys_and_values_of_every_head(pair: tuple[Target, Drafter]) -> None:
     engine = Engine(pair[0], None, config=EngineConfig(max_num_seqs=1, max_model_len=128, block_size=4))
-    cache = engine.runner.cache
+    cache = engine.model_runner.cache
     numbers = 2 * (SIZES.qk_head_dim + SIZES.v_head_dim)  # two heads
     assert cache.bytes_per_block == 4 * 4 * numbers * 4  # layers, slots, numbers, bytes

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from each import each
 from engine.scripted import (
     IMPOSSIBLE,
     ScriptedDrafter,
@@ -104,7 +105,7 @@ def caught(shape: Chain | Tree, sampling: Sampling, length: int = 2) -> float:
     return max(deviations)
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@each("sampling", SAMPLINGS.values())
 def test_enumeration_of_plain_decoding_is_the_product_of_its_probabilities(sampling: Sampling) -> None:
     target, _ = pair(0)
     expected = {}
@@ -118,38 +119,38 @@ def test_enumeration_of_plain_decoding_is_the_product_of_its_probabilities(sampl
     assert deviation(law, expected) < EXACT
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("shape", CHAINS, ids=str)
+@each("sampling", SAMPLINGS.values())
+@each("shape", CHAINS)
 def test_a_chain_leaves_the_law_as_it_is(shape: Chain, sampling: Sampling) -> None:
     target, drafter = pair(11, vocab=4 - shape.depth // 2)
     law = speculative_law(target, drafter, shape, sampling, 2)
     assert deviation(law, plain_law(target, sampling, 2)) < EXACT
 
 
-@pytest.mark.parametrize("shape", CHAINS, ids=str)
+@each("shape", CHAINS)
 def test_whole_drafts_leave_the_law_as_it_is(shape: Chain) -> None:
     target, drafter = pair(15)
     law = one_round_law(target, drafter, shape, Sampling(temperature=1.0, top_p=0.95), shape.depth + 1)
     assert deviation(law, plain_law(target, Sampling(temperature=1.0, top_p=0.95), shape.depth + 1)) < EXACT
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("shape", [*CHAINS[:4], Tree(depth=2, width=2, budget=3)], ids=str)
+@each("seed", range(2))
+@each("shape", [*CHAINS[:4], Tree(depth=2, width=2, budget=3)])
 def test_several_rounds_leave_the_law_as_it_is(shape: Chain | Tree, seed: int) -> None:
     target, drafter = pair(seed, vocab=2)
     law = speculative_law(target, drafter, shape, Sampling(temperature=1.0), 4)
     assert deviation(law, plain_law(target, Sampling(temperature=1.0), 4)) < EXACT
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("budget", [2, 3, 4, 6])
+@each("sampling", SAMPLINGS.values())
+@each("budget", [2, 3, 4, 6])
 def test_a_greedy_tree_cut_to_its_budget_leaves_the_law_as_it_is(budget: int, sampling: Sampling) -> None:
     target, drafter = pair(21)
     law = speculative_law(target, drafter, Tree(depth=2, width=2, budget=budget), sampling, 3)
     assert deviation(law, plain_law(target, sampling, 3)) < EXACT
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@each("sampling", SAMPLINGS.values())
 def test_a_tree_drawn_without_replacement_leaves_the_law_as_it_is(sampling: Sampling) -> None:
     target, drafter = pair(31)
     shape = Tree(depth=2, width=2, budget=6, probabilistic=True)
@@ -172,7 +173,7 @@ def test_which_drawn_nodes_grow_may_depend_on_every_token_drawn_before() -> None
     assert deviation(law, plain_law(target, Sampling(temperature=1.0), 4)) < EXACT
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@each("drawn", [False, True])
 def test_drafts_outside_the_support_of_p_leave_the_law_as_it_is(drawn: bool) -> None:
     target = ScriptedTarget(random_table(4, 0))
     drafter = ScriptedDrafter(-4 * target.table)  # prefers what top-k forbids; drafts are shaped by its own top-k
@@ -197,7 +198,7 @@ def test_drafts_outside_the_support_of_p_leave_the_law_as_it_is(drawn: bool) -> 
         assert deviation(law, plain_law(target, sampling, 2)) < EXACT
 
 
-@pytest.mark.parametrize("drawn", [False, True])
+@each("drawn", [False, True])
 def test_a_draft_vocabulary_that_misses_tokens_leaves_the_law_as_it_is(drawn: bool) -> None:
     target, drafter = pair(61, vocab=4)
     pruned = drafter.table.clone()
@@ -208,7 +209,7 @@ def test_a_draft_vocabulary_that_misses_tokens_leaves_the_law_as_it_is(drawn: bo
             assert deviation(law, plain_law(target, sampling, 2)) < EXACT
 
 
-@pytest.mark.parametrize("shape", [*CHAINS[2:4], Tree(depth=2, width=2, budget=4)], ids=str)
+@each("shape", [*CHAINS[2:4], Tree(depth=2, width=2, budget=4)])
 def test_stop_ids_end_every_sequence_as_in_plain_decoding(shape: Chain | Tree) -> None:
     target, drafter = pair(71)
     sampling = Sampling(temperature=1.0)
@@ -219,7 +220,7 @@ def test_stop_ids_end_every_sequence_as_in_plain_decoding(shape: Chain | Tree) -
     assert deviation(law, plain) < EXACT
 
 
-@pytest.mark.parametrize(("drawn", "temperature"), [(True, 1.0), (True, 0.0), (False, 0.0)])
+@each(("drawn", "temperature"), [(True, 1.0), (True, 0.0), (False, 0.0)])
 def test_a_drafter_that_is_the_target_is_always_accepted(drawn: bool, temperature: float) -> None:
     target, stranger = pair(81)
 

@@ -7,11 +7,14 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from each import each
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
 from eyas.sampling import Sampling, probabilities
 from oracle import reference
 from oracle.reference import Chain, Tree, decode_speculatively
 from oracle.rejection import Candidate, Draws, SeededDraws
+
+pytestmark = pytest.mark.slow
 
 VOCAB = 6
 SEQUENCES, LENGTH = 200, 13
@@ -58,7 +61,7 @@ def p_value(shape: Chain | Tree, sampling: Sampling) -> float:
     return float(stats.chi2.sf(float(statistic), freedom))
 
 
-@pytest.mark.parametrize(("shape", "sampling"), CASES, ids=str)
+@each(("shape", "sampling"), CASES)
 def test_pairs_of_tokens_come_as_often_as_in_plain_decoding(shape: Chain | Tree, sampling: Sampling) -> None:
     assert p_value(shape, sampling) > 1e-3
 

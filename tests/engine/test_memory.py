@@ -75,6 +75,7 @@ def test_regions_are_freed_with_their_weights() -> None:
     assert resident() - before < 2 * 4 * REGION / MIB
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_a_server_of_the_default_target_stays_small() -> None:
     ran = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, check=True, timeout=300)

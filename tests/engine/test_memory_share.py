@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from each import each
 from eyas.engine.config import EngineConfig, _memory_of_share, plan_budget
 from eyas.errors import UserError
 from eyas.plan.footprint import CUDA_RUNTIME
@@ -45,7 +46,7 @@ def test_there_is_no_share_of_a_processor(tiny_target: Target) -> None:
         plan_budget(tiny_target, None, EngineConfig(gpu_memory_utilization=0.5), 64)
 
 
-@pytest.mark.parametrize("share", [0.0, -1.0, 1.01, float("nan")])
+@each("share", [0.0, -1.0, 1.01, float("nan")])
 def test_no_share_is_refused(share: float) -> None:
     with pytest.raises(UserError, match="gpu_memory_utilization"):
         EngineConfig(gpu_memory_utilization=share)

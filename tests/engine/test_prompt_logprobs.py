@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
+from engine.round_engines import round_engine
 from engine.test_engine import at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -75,16 +75,16 @@ def test_a_step_computes_few_logits_of_prompts(
     target: Target, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("eyas.engine.engine.MOST_PROMPT_LOGITS", 5 * target.facts.vocab_size)
-    monkeypatch.setattr("eyas.engine.runner.model_runner.LOGITS_AT_ONCE", 2)
-    engine, most, run_pass = Engine(target, config=options()), 0, None
-    run_pass = engine.runner.run
+    monkeypatch.setattr("eyas.engine.runner.round_passes.LOGITS_AT_ONCE", 2)
+    engine, most = Engine(target, config=options()), 0
+    run_pass = engine.model_runner.run
 
     def counted(ids_N: Any, metadata: Any, keep_M: Any, *rest: Any) -> Any:
         nonlocal most
         most = max(most, len(ids_N if keep_M is None else keep_M))
         return run_pass(ids_N, metadata, keep_M, *rest)
 
-    monkeypatch.setattr(engine.runner, "run", counted)
+    monkeypatch.setattr(engine.model_runner, "run", counted)
     asked = [request(prompt, prompt_logprobs=1, max_new_tokens=2) for prompt in prompts[-3:]]
     for one, output in zip(asked, run(engine, asked), strict=True):
         assert_own(target, one.prompt, output, 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from each import each
 from eyas import loading
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
 from eyas.drafter.model import Drafter
@@ -108,7 +109,7 @@ def test_a_gpu_multiplies_it_as_it_is(
     assert length > 1.5
 
 
-@pytest.mark.parametrize("inputs", [32, 192, 100])
+@each("inputs", [32, 192, 100])
 def test_published_integers_stay_what_they_are(inputs: int) -> None:
     weight = quantise_int8(torch.randn(24, inputs) * torch.logspace(-2, 1, 24)[:, None])
     blocks = as_blocks(weight)
@@ -129,7 +130,7 @@ def test_others_are_rounded_to_blocks() -> None:
         assert torch.equal(made.weight(), meant.weight())
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@each("quantization", ["none", "int8"])
 def test_a_drafter_without_a_head_of_its_own_is_packed_with_the_targets(
     target: Target, tmp_path: Path, quantization: str
 ) -> None:

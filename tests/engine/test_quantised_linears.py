@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from each import each
 from engine.test_quantised_target import answers
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
@@ -25,7 +26,7 @@ from eyas.target.quantise import replace_linears
 from tiny import LAYERS, language
 
 
-@pytest.mark.parametrize(("kind", "linear"), [("fp8", W8A8Linear), ("int4", W4A16Linear)])
+@each(("kind", "linear"), [("fp8", W8A8Linear), ("int4", W4A16Linear)])
 def test_drafts_change_nothing(kind: str, linear: type, tiny_target: Target, tiny_drafter: Drafter) -> None:
     target = replace(tiny_target, model=deepcopy(tiny_target.model))
     assert replace_linears(target.model, kind) == 7 * LAYERS

@@ -11,6 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor, nn
 
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.engine.config import EngineConfig
@@ -101,7 +102,7 @@ def answers(
     return [told[key] for key in keys]
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@each("format_", FORMATS)
 def test_drafts_and_batches_change_no_token(
     format_: str, kernel: QuantisedKernel, tiny_target: Target, tiny_drafter: Drafter
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from each import each
 from engine.scripted import ScriptedDrafter, ScriptedTarget, random_table
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
@@ -71,10 +72,9 @@ def acceptance(generations: Sequence[Generation]) -> float:
     return 1 + sum(r.accepted for r in rounds) / len(rounds)
 
 
-@pytest.mark.parametrize(
+@each(
     "shape",
     [*(Chain(depth=depth) for depth in (0, 1, 3, 7)), Tree(depth=3, width=3, budget=8)],
-    ids=str,
 )
 def test_greedy_speculation_equals_plain_decoding(
     target: DenseTarget,
@@ -105,7 +105,7 @@ def test_the_trained_drafter_is_accepted_far_above_chance_and_a_tree_more_than_a
     assert tree >= chain
 
 
-@pytest.mark.parametrize("probabilistic", [False, True])
+@each("probabilistic", [False, True])
 def test_a_tree_of_width_1_is_a_chain(
     target: DenseTarget, drafter: EagleDraft, prompts: list[list[int]], probabilistic: bool
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_tree_of_width_1_is_a_chain(
         )
 
 
-@pytest.mark.parametrize("shape", [Chain(depth=3), Tree(depth=3, width=2, budget=5)], ids=str)
+@each("shape", [Chain(depth=3), Tree(depth=3, width=2, budget=5)])
 def test_rounds_account_for_every_token(
     target: DenseTarget, drafter: EagleDraft, prompts: list[list[int]], shape: Chain | Tree
 ) -> None:
@@ -139,7 +139,7 @@ def test_rounds_account_for_every_token(
             at += 1 + r.accepted
 
 
-@pytest.mark.parametrize("shape", [Chain(depth=3), Tree(depth=3, width=2, budget=5)], ids=str)
+@each("shape", [Chain(depth=3), Tree(depth=3, width=2, budget=5)])
 def test_stop_ids_and_lengths_cut_exactly_as_plain_decoding(
     target: DenseTarget,
     drafter: EagleDraft,
@@ -161,7 +161,7 @@ def nodes(node: Node) -> list[Node]:
     return [descendant for child in node.children for descendant in (child, *nodes(child))]
 
 
-@pytest.mark.parametrize("budget", [1, 2, 5, 9, 40])
+@each("budget", [1, 2, 5, 9, 40])
 def test_a_greedy_tree_keeps_the_most_confident_nodes_and_their_parents(budget: int) -> None:
     target, drafter = ScriptedTarget(random_table(6, 0)), ScriptedDrafter(random_table(6, 1))
     whole = Tree(depth=3, width=3, budget=1000)
@@ -183,7 +183,7 @@ def test_a_drawn_tree_above_its_budget_is_refused() -> None:
     assert Tree(depth=2, width=2, budget=6, probabilistic=True).budget == 6
 
 
-@pytest.mark.parametrize("name", ["depth", "width", "budget"])
+@each("name", ["depth", "width", "budget"])
 def test_a_tree_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} of the tree is 0"):
         Tree(**{"depth": 1, "width": 1, "budget": 1, name: 0})

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.errors import UserError
 from eyas.sampling import Sampling
@@ -16,7 +17,7 @@ def request(**changes: Any) -> Request:
     return Request(**fields | changes)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "message"),
     [
         ({"prompt": ()}, "prompt has 0 tokens"),
@@ -47,7 +48,7 @@ def test_a_request_takes_every_value_up_to_its_limits() -> None:
     assert request().speculation == Speculation(mode="auto", depth=None)
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"mode": "fixed"}, "depth None"),

@@ -2,55 +2,50 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from engine.round_engines import dense_where_padded, round_engine  # noqa: F401  fixtures are used by name
-from engine.simulated_device import LARGE
-from engine.test_captured_plan import controller_on
+from engine.depth_cells import on as controller_on
+from engine.round_engines import round_engine
+from engine.simulated_device import LARGE, serve_on
 from engine.test_engine import OFF, options, request
-from engine.test_held_choice import Chooser, made, seqs
+from engine.test_held_choice import Chooser, made, seqs, slots_of
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.request import Speculation
-from eyas.engine.speculation.controller import Choice, Controller, RowFacts
-from eyas.engine.speculation.exploration import Exploration
-from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.controller import HOLD, Choice, Controller, RowFacts
+from eyas.engine.speculation.probes import PATIENCE, Account
 from eyas.target.model import Target
 
 AUTO = Speculation()
 
 
-def missed(probes: Exploration, count: int, step: int = 0) -> int:
-    for _ in range(count):
-        step += int(POLICY.probe_longest_wait)
-        probes.settle(step, seconds=1.1, plain=1.0, saved=0.0, hit=False, chance=0.01)
+def missed(account: Account, spells: int, step: int = 0) -> int:
+    """Probes whose drafts were all refused, each as soon as it is due; the step of the last one's end."""
+    for _ in range(spells):
+        while not account.due(step):
+            step += 1
+        account.begin()
+        account.book(-0.1, 1.0)
+        account.end(step, 1.0)
     return step
 
 
-def test_probes_that_miss_for_long_are_hopeless_and_a_lucky_hit_does_not_change_it_for_long() -> None:
-    probes = Exploration()
-    step = missed(probes, POLICY.hopeless_misses - 1)
-    assert not probes.hopeless
-    step = missed(probes, 5, step)
-    assert probes.hopeless
-    probes.settle(step + 1, seconds=1.1, plain=1.0, saved=1.0, hit=True, chance=0.02)
-    assert not probes.hopeless
-    missed(probes, POLICY.probe_hit_outweighs, step)
-    assert probes.hopeless
-    probes.rest()
-    assert not probes.hopeless
-
-
-def test_one_request_is_admitted_for_the_next_probe() -> None:
-    probes = Exploration()
-    step = missed(probes, POLICY.hopeless_misses)
-    assert not probes.admits(step)
-    due = step + int(POLICY.probe_longest_wait)
-    assert [probes.admits(due) for _ in range(3)] == [True, False, False]
-    assert not probes.admits(due + int(POLICY.probe_resting_wait) - 1)
-    assert probes.admits(due + int(POLICY.probe_resting_wait))
+def test_probes_that_miss_are_rarer_and_rarer_until_one_hits() -> None:
+    account, waits = Account(), list[int]()
+    for _ in range(30):
+        step = missed(account, 1, 0 if not waits else waits[-1])
+        due = next(later for later in range(step, step + 10_000) if account.due(later))
+        assert not account.due(due - 1)
+        waits.append(due)
+    assert [later - earlier for earlier, later in pairwise(waits)] == [PATIENCE * misses for misses in range(2, 31)]
+    account.begin()
+    account.book(1.0, 1.0)
+    account.end(waits[-1], 1.0)
+    assert account.due(waits[-1])
+    assert account.misses == 0
 
 
 class Resting(Chooser):
@@ -61,33 +56,26 @@ class Resting(Chooser):
         return False
 
 
-class _Forgetful:
-    def forget(self, key: int) -> None:
-        pass
-
-
 def test_requests_on_auto_are_released_and_those_that_ask_for_a_depth_are_not() -> None:
-    chooser = Resting(0, holds=8)
-    proposer = made(chooser)
-    proposer._drafter = _Forgetful()  # type: ignore[assignment]
+    chooser, unfollowed = Resting(0, holds=8), list[int]()
+    proposer = made(chooser, unfollowed=unfollowed)
     rows, deep = seqs(*range(8)), seqs(8, speculation=Speculation(mode="fixed", depth=2))
-    assert dict(proposer.draft_slots([*rows, *deep]))[8] == 2
-    assert proposer.take_released() == rows
-    assert proposer.take_released() == []
-    assert [proposer.follows(seq) for seq in (*rows, *deep)] == [False] * 8 + [True]
+    assert slots_of(proposer, [*rows, *deep])[8] == 2
+    assert unfollowed == list(range(8))
+    assert [seq.speculates for seq in (*rows, *deep)] == [False] * 8 + [True]
     new = seqs(9)
     proposer.admit(new[0])
-    proposer.draft_slots([*rows, *deep, *new])
+    assert not new[0].speculates
+    proposer.plan([*rows, *deep, *new])
     assert len(chooser.asked) == 1, "nobody has come for whom there would be a choice"
     followed = seqs(10)
-    proposer.draft_slots([*rows, *deep, *new, *followed])
+    proposer.plan([*rows, *deep, *new, *followed])
     assert len(chooser.asked) == 2
+    assert unfollowed == [*range(8), 10]
 
 
 def collapsed(users: int) -> tuple[Controller, int]:
     """A controller whose drafter is hopeless, and how many steps that took."""
-    from engine.simulated_device import serve_on
-
     controller, steps = controller_on(LARGE), 0
     while not controller._resting:
         serve_on(controller, LARGE, lambda _: [0.0] * 7, users=users, steps=50)
@@ -104,7 +92,7 @@ def test_a_hopeless_drafter_rests_after_hundreds_of_steps(users: int) -> None:
     assert sum(new) <= 1
     choice = controller.choose([RowFacts(key=0, context=50, mode="off")])
     assert choice.rests
-    assert choice.holds == POLICY.resting_steps
+    assert choice.holds == HOLD
     assert "follows nobody" in choice.reason
 
 
@@ -149,8 +137,7 @@ def test_answers_stay_the_same_when_requests_are_released_under_way_and_others_a
     while engine.busy:
         step(engine, said | late)
     assert list(said.values()) == list(late.values()) == expected
-    assert engine.rounds is not None
-    assert not engine.rounds.runner._follows.any(), "passes left no states"
+    assert not engine.core.runner.follows.any(), "passes left no states"
     rests = False
     before = engine.stats.accepted
     assert answers(engine, prompts, AUTO) == expected

@@ -3,17 +3,13 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import pytest
 import torch
 
-from engine.late_queue import ImmediateQueue, LateQueue
-from engine.round_engines import (  # noqa: F401  fixtures are used by name
-    Uncaptured,
-    dense_where_padded,
+from engine.late_queue import LateQueue
+from engine.round_engines import (
     graphs_of,
     live_through,
     make_moody,
@@ -29,9 +25,9 @@ from eyas.engine.engine import Engine
 from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import round_runner
-from eyas.engine.runner.device_queue import DeviceQueue
+from eyas.engine.runner.device_queue import DeviceQueue, ImmediateQueue
 from eyas.engine.runner.graph_capture import GraphCapture
-from eyas.engine.speculation import captured_plan
+from eyas.engine.runner.round_device import RoundDevice
 from eyas.engine.speculation.choice import Choice
 from eyas.engine.speculation.controller import RowFacts
 from eyas.errors import UserError
@@ -48,13 +44,15 @@ QUEUES: dict[str, Callable[[], DeviceQueue]] = {
 """Devices by how late they finish."""
 
 
-@pytest.fixture(params=[*QUEUES, "synchronous"])
+@pytest.fixture(params=[*QUEUES, "synchronous", "exact, by chance"])
 def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    """How engines are made: by device."""
+    """How engines are made: by device. They are compared with engines whose steps are exact and land at once."""
 
     def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
         if request.param == "synchronous":
             return round_engine(target, drafter, options(**changes), ImmediateQueue(), synchronous=True)
+        if request.param == "exact, by chance":
+            return round_engine(target, drafter, options(**changes), QUEUES["by chance"](), exact=True)
         return round_engine(target, drafter, options(**changes), QUEUES[request.param]())
 
     return made
@@ -64,6 +62,7 @@ def tokens_of(answers: Sequence[Any]) -> list[tuple[int, ...]]:
     return [answer.tokens for answer in answers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1, 3, 5])
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_chains_of_every_depth(
@@ -87,8 +86,7 @@ def test_a_coin_may_accept_instead_of_the_law(
     target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], chance: float, accepted: int
 ) -> None:
     """Benchmarks measure so, at an acceptance of their choice."""
-    engine = Engine(target, tiny_drafter, config=options())
-    engine.use_rounds(Uncaptured(device=torch.device("cpu")), LateQueue(), chance=chance)
+    engine = round_engine(target, tiny_drafter, options(), chance=chance)
     asked = [request(prompt, speculation=at_depth(3), max_new_tokens=13) for prompt in prompts[:3]]
     for answer in run(engine, asked):
         # The first token is the prompt's; then come rounds of drafts and one of the target's own.
@@ -181,8 +179,10 @@ def test_prefixes_found_later_are_right(
     """What a request leaves in the prefix cache, the drafter's part included, serves the next one."""
     engine, asked = build(target, tiny_drafter, max_num_seqs=3, max_num_batched_tokens=256), prompts[3:6]
     first = run(engine, [request(prompt, speculation=at_depth(4)) for prompt in asked])
+    # Enough behind them for what the drafter lacks to be read at once.
     longer = [
-        request((*prompt, *answer.tokens), speculation=at_depth(4)) for prompt, answer in zip(asked, first, strict=True)
+        request((*prompt, *answer.tokens, *prompts[2]), speculation=at_depth(4))
+        for prompt, answer in zip(asked, first, strict=True)
     ]
     ours = run(engine, longer)
     assert all(answer.num_cached_tokens > len(prompt) for answer, prompt in zip(ours, asked, strict=True))
@@ -349,124 +349,49 @@ def test_looks_for_drift_change_nothing(
 
 
 def test_after_a_step_that_failed_others_are_served(
-    build: Callable[..., Engine], target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]]
+    build: Callable[..., Engine],
+    target: Target,
+    tiny_drafter: Drafter,
+    prompts: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Wherever it failed: with nothing of it queued, with its drafts, or with its target's pass."""
     engine = build(target, tiny_drafter)
     asked = [request(prompt, speculation=at_depth(3)) for prompt in prompts]
-    assert engine.rounds is not None
-    launch, launches = engine.rounds.runner.launch_round, 0
-
-    def fail(*given: Any, **how: Any) -> Any:
-        nonlocal launches
-        launches += 1
-        if launches == 4:
-            raise RuntimeError("out of memory")
-        return launch(*given, **how)
-
-    engine.rounds.runner.launch_round = fail  # type: ignore[method-assign]
-    for one in asked:
-        engine.submit(one)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    for name in ("begin_round", "verify", "accept"):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.core.runner, name, _failing(getattr(engine.core.runner, name), call=4))
+            for one in asked:
+                engine.submit(one)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                _exhaust(engine)
+        while engine.scheduler.running:
+            for seq in engine.scheduler.running:
+                engine.cancel(seq.key)
+        engine.abandon_step()
+        engine.scheduler.check()
         _exhaust(engine)
-    while engine.scheduler.running:
-        for seq in engine.scheduler.running:
-            engine.cancel(seq.key)
-    engine.abandon_step()
-    engine.scheduler.check()
-    _exhaust(engine)
     expected = run(Engine(target, config=options()), [_plain(one) for one in asked])
     assert tokens_of(run(engine, asked)) == tokens_of(expected)
+
+
+def _failing(function: Callable[..., Any], *, call: int) -> Callable[..., Any]:
+    """It, but for one call."""
+    calls = 0
+
+    def fail(*given: Any, **how: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("out of memory")
+        return function(*given, **how)
+
+    return fail
 
 
 def _exhaust(engine: Engine) -> None:
     while engine.busy:
         engine.step()
-
-
-def verify_budgets(engine: Engine, monkeypatch: pytest.MonkeyPatch, source: random.Random) -> None:
-    """From now on all draft equally deep, and of that a budget is verified."""
-    monkeypatch.setattr(captured_plan, "FLAT_FROM", 0)
-    depth = 0
-
-    def mood() -> int:
-        return depth
-
-    make_moody(engine, mood)
-    moody = engine.controller.choose
-
-    def choose(rows: Sequence[Any], **how: Any) -> Any:
-        nonlocal depth
-        depth = source.choice([0, 1, 2, 3, 5, 7])
-        return replace(moody(rows, **how), budget=source.randint(0, depth * len(rows)))
-
-    engine.controller.choose = choose  # type: ignore[method-assign, assignment]
-
-
-def test_a_budget_of_drafts_changes_no_answer(
-    build: Callable[..., Engine],
-    target: Target,
-    tiny_drafter: Drafter,
-    prompts: list[tuple[int, ...]],
-    monkeypatch: Any,
-) -> None:
-    """The device chooses which drafts are verified: of greedy and sampled requests, with logprobs, to their ends."""
-    asked = [
-        request(
-            prompt,
-            seed=seed,
-            max_new_tokens=25 + seed,
-            speculation=Speculation(),
-            sampling=Sampling(temperature=0.8 * (seed % 2)),
-            logprobs=None if seed % 3 else 1,
-        )
-        for seed, prompt in enumerate(prompts)
-    ]
-    engine = build(target, tiny_drafter, max_num_seqs=5, max_model_len=128)
-    verify_budgets(engine, monkeypatch, random.Random(3))
-    ours = run(engine, asked)
-    expected = run(Engine(target, config=options(max_model_len=128)), [_plain(one) for one in asked])
-    assert tokens_of(ours) == tokens_of(expected)
-    assert sum(answer.stats.accepted for answer in ours) > 20
-    flat = [key for key in graphs_of(engine)._made if key[0] == "verify a budget"]
-    assert len(flat) > 5
-    kept = [len(outcome) for outcome in engine.controller.acceptance._offered]
-    assert max(kept) == 7, "of all drafts that were made the controller learns"
-    assert all(0 <= sure <= 1 for outcome in engine.controller.acceptance._offered for sure in outcome)
-
-
-def test_a_budget_goes_to_the_drafts_that_are_likeliest_to_survive(
-    target: Target, tiny_drafter: Drafter, prompts: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(captured_plan, "FLAT_FROM", 0)
-    engine = round_engine(target, tiny_drafter, options(max_num_seqs=4, max_model_len=128), ImmediateQueue())
-    assert engine.rounds is not None
-    make_moody(engine, lambda: 3)
-    moody, launch = engine.controller.choose, engine.rounds.runner.launch_round
-    monkeypatch.setattr(engine.controller, "choose", lambda rows, **how: replace(moody(rows, **how), budget=len(rows)))
-    chances_of, seen = engine.controller.acceptance.chances_of, 0
-
-    def watch(rows: Sequence[Any], **how: Any) -> Any:
-        nonlocal seen
-        launched = launch(rows, **how)
-        # Near their ends the device knows of fewer drafts than were asked for.
-        has_room = all(row.seq.limit - len(row.seq.tokens) > 10 for row in rows)
-        if launched.flat_tokens is not None and len(rows) == 4 and has_room:
-            results = launched.collect()
-            assert results.verified is not None
-            survivals = [
-                list(accumulate(chances_of(sure[: min(row.drafts, 3)]), mul))
-                for row, sure in zip(rows, results.confidences, strict=True)
-            ]
-            kept = [s for row, verified in zip(survivals, results.verified, strict=True) for s in row[:verified]]
-            left = [s for row, verified in zip(survivals, results.verified, strict=True) for s in row[verified:]]
-            assert 4 + len(kept) <= launched.flat_tokens
-            assert not kept or not left or min(kept) >= max(left) - 1e-6
-            seen += len(kept) > 0 and len(left) > 0
-        return launched
-
-    engine.rounds.runner.launch_round = watch  # type: ignore[method-assign]
-    run(engine, [request(prompt, max_new_tokens=60, speculation=Speculation()) for prompt in prompts[:4]])
-    assert seen > 3
 
 
 def test_a_step_is_in_flight_while_the_host_works(target: Target, tiny_drafter: Drafter) -> None:
@@ -510,10 +435,9 @@ def test_nothing_is_left_to_capture_behind_what_was_captured_ahead(
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=max_depth))
     ahead = engine.capture_graphs()
     assert ahead == len(graphs_of(engine)) > 0
-    assert engine.rounds is not None
-    costs, shapes = engine.controller.costs, engine.rounds.runner.shapes
-    assert costs.verify.reaches(6 * (1 + shapes.depths_for(6)[-1])), "passes were rehearsed"
-    assert set(costs.chains) == set(shapes.depths)
+    rehearsed, shapes = engine.controller.costs._rehearsed, engine.core.runner.shapes
+    assert set(rehearsed) == {0, *shapes.depths, *shapes.trees}
+    assert all(rehearsed[depth][-1][0] == 6 for depth in (0, *shapes.depths_for(6))), "steps of every depth"
     asked = [request(prompt, max_new_tokens=40, speculation=Speculation()) for prompt in prompts]
     source = random.Random(5)
     make_moody(engine, lambda: source.randint(0, max_depth))
@@ -529,15 +453,14 @@ def test_a_choice_that_is_held_is_not_kept_for_more_requests_than_its_passes_wer
 ) -> None:
     engine = round_engine(target, tiny_drafter, options(max_num_seqs=6, max_model_len=256, max_depth=5))
     ahead = engine.capture_graphs()
-    assert engine.rounds is not None
-    tree, choose, grown = engine.rounds.runner.shapes.trees[0], engine.controller.choose, list[int]()
+    tree, choose, grown = engine.core.runner.shapes.trees[0], engine.controller.choose, list[int]()
 
     def choose_trees(rows: Sequence[RowFacts], *, after: int = 1) -> Choice:
         choice = choose(rows, after=after)
         if len(rows) > CAPTURED_TREE_ROWS:
             return choice
         grown.append(len(rows))
-        return replace(choice, depths=(tree.depth,) * len(rows), shape=tree, holds=100, rests=False, budget=None)
+        return replace(choice, depths=(tree.depth,) * len(rows), shape=tree, holds=100, rests=False)
 
     engine.controller.choose = choose_trees  # type: ignore[method-assign]
     asked = [request(prompt, max_new_tokens=30, speculation=Speculation()) for prompt in prompts[:5]]
@@ -591,8 +514,9 @@ def test_what_cannot_be_captured_is_told_and_runs_eagerly(
 
     monkeypatch.setattr(GraphCapture, "_capture", refuse)
     for enabled in (True, False):
-        engine = Engine(target, tiny_drafter, config=options())
-        engine.use_rounds(GraphCapture(device=torch.device("cpu"), enabled=enabled), LateQueue())
+        capture = GraphCapture(device=torch.device("cpu"), enabled=enabled)
+        device = RoundDevice(capture=capture, queue=LateQueue())
+        engine = Engine(target, tiny_drafter, config=options(), device=device)
         assert tokens_of(run(engine, asked)) == tokens_of(theirs)
         told = [line for line in caplog.messages if "runs eagerly: not while capturing" in line]
         assert len(told) == len(graphs_of(engine).refused) == (4 if enabled else 0), "once for each kind of pass"

@@ -9,14 +9,15 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from each import each
 from engine.scripted import random_table
-from eyas.engine import sampler
-from eyas.engine.runner.drafter import Draft
-from eyas.engine.sampler import SamplingMetadata, choose, draw, draw_many, log_probabilities
-from eyas.engine.verify import accept_tree, accepted_nodes
+from eyas.engine.speculation.draft import Draft
 from eyas.kernels import noise
 from eyas.sampling import Sampling, probabilities
+from oracle import sampler
 from oracle.rejection import Candidate, SeededDraws, shape_logits, try_candidates
+from oracle.sampler import SamplingMetadata, choose, draw, draw_many, log_probabilities
+from oracle.verify import accept_tree, accepted_nodes
 
 RARE, CERTAIN = 1e-4, 1e-6
 MANY = 40_000
@@ -80,8 +81,9 @@ def p_value(tokens: Tensor, p_V: Tensor) -> float:
 # The token of a position has the target's distribution ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 10, 50])
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.slow
+@each("size", [2, 3, 10, 50])
+@each("sampling", SAMPLINGS.values())
 def test_a_token_comes_as_often_as_the_shaped_target_has_it(sampling: Sampling, size: int) -> None:
     logits_V = random_logits(size)
     p_V = probabilities(shape_logits(logits_V, sampling, prompt=PROMPT, output=BEFORE[len(PROMPT) :]), sampling)
@@ -156,13 +158,6 @@ def test_a_batch_of_all_kinds_chooses_as_each_alone(monkeypatch: pytest.MonkeyPa
     assert torch.equal(choose(logits_NV, wanted), together), "in portions"
 
 
-def test_plainly_greedy_rows_cost_one_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_alike", None)
-    logits_NV = torch.stack([random_logits(20, seed) for seed in range(6)]).bfloat16()
-    wanted = [SamplingMetadata(sampling=Sampling(top_p=0.5 + row % 2 / 2), position=row) for row in range(6)]
-    assert torch.equal(choose(logits_NV, wanted), logits_NV.argmax(-1))
-
-
 # Speculation changes nothing -----------------------------------------------------------------------------------
 
 TABLE = random_table(4, 3)
@@ -201,7 +196,7 @@ def decode(sampling: Sampling, seed: int, propose: Propose, length: int = 12) ->
     return text[len(PROMPT) : len(PROMPT) + length], accepted
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), *SAMPLINGS.values()], ids=["greedy", *SAMPLINGS])
+@each("sampling", [Sampling(), *SAMPLINGS.values()])
 def test_the_same_seed_gives_the_same_tokens_whatever_is_drafted(sampling: Sampling) -> None:
     def nothing(text: list[int]) -> tuple[list[int], list[int]]:
         return [], []
@@ -248,7 +243,7 @@ def two_tokens(greedy: bool, drafter: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([own_a, torch.where(accepted > 0, own_b, later)], -1), accepted
 
 
-@pytest.mark.parametrize("greedy", [False, True])
+@each("greedy", [False, True])
 def test_pairs_of_tokens_have_the_product_of_the_conditionals(greedy: bool) -> None:
     drafter = 0.6 * TABLE + random_table(4, 9)
     pairs, accepted = two_tokens(greedy, drafter)
@@ -266,6 +261,7 @@ def test_taking_accepted_drafts_only_would_be_caught() -> None:
     assert p_value(pairs[accepted > 0, 0], TABLE[PROMPT].softmax(-1)) < CERTAIN
 
 
+@pytest.mark.slow
 def test_a_controller_that_peeks_biases_rejection_sampling_and_not_the_engine() -> None:
     p_V, q_V = torch.tensor([0.7, 0.3], dtype=torch.float64), torch.tensor([0.5, 0.5], dtype=torch.float64)
     rounds = 3000
@@ -299,7 +295,8 @@ def coupled(p_V: Tensor, q_V: Tensor) -> float:
     return sum(1 / float(torch.maximum(p_V / p_V[i], q_V / q_V[i]).sum()) for i in range(len(p_V)))
 
 
-@pytest.mark.parametrize(("size", "likeness"), [(2, 0.5), (5, 0.0), (5, 0.9), (50, 0.7)])
+@pytest.mark.slow
+@each(("size", "likeness"), [(2, 0.5), (5, 0.0), (5, 0.9), (50, 0.7)])
 def test_drawn_drafts_are_accepted_as_often_as_coupled_races_agree(size: int, likeness: float) -> None:
     logits_V = random_logits(size)
     q_logits_V = likeness * logits_V + (1 - likeness) * random_logits(size, 1)
@@ -321,7 +318,7 @@ def test_greedy_drafts_are_accepted_with_the_probability_they_have() -> None:
     assert stats.binomtest(int(accepted.sum()), MANY, float(logits_V.softmax(-1)[draft])).pvalue > RARE
 
 
-@pytest.mark.parametrize("name", ["plain", "hot", "top-k", "top-p", "min-p"])
+@each("name", ["plain", "hot", "top-k", "top-p", "min-p"])
 def test_a_drafter_that_is_the_target_is_always_accepted(name: str) -> None:
     logits_NV = torch.stack([random_logits(50, seed) for seed in range(500)]).float()
     wanted = by_seed(SAMPLINGS[name], 500)
@@ -347,7 +344,7 @@ def test_a_draft_vocabulary_races_by_target_ids() -> None:
     torch.testing.assert_close(drawn.confidence, logits_NW.float().softmax(-1).gather(-1, drawn.index[:, None])[:, 0])
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), *list(SAMPLINGS.values())[:5]])
+@each("sampling", [Sampling(), *list(SAMPLINGS.values())[:5]])
 def test_siblings_begin_with_the_draft_and_are_all_different(sampling: Sampling) -> None:
     logits_NW = torch.stack([random_logits(40, seed) for seed in range(200)]).float()
     wanted, token_W = by_seed(sampling, 200), 2 * torch.arange(40)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
@@ -75,7 +76,7 @@ def finish_all(made: Scheduler, most_steps: int = 1000) -> None:
     raise AssertionError("requests are left")
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", 1)])
+@each(("name", "value"), [("max_num_seqs", 0), ("max_num_batched_tokens", 0), ("max_model_len", 1)])
 def test_limits_that_let_nothing_run_are_refused(name: str, value: int) -> None:
     with pytest.raises(UserError, match=f"{name} is {value}"):
         scheduler(**{name: value})
@@ -219,15 +220,89 @@ def test_a_shared_block_is_found_while_its_owner_runs() -> None:
     assert second.blocks[2] != first.blocks[2]
 
 
-def test_a_speculating_request_starts_only_behind_what_the_drafter_has_read() -> None:
+def lagging() -> tuple[Scheduler, SequenceState]:
+    """A request that decodes behind 3 blocks of another, the first of which the drafter has read."""
     made = scheduler()
-    (first,) = added(made, seq(0, list(range(14)), speculation=Speculation()))
-    step(made)
-    made.note_read(first, 11)  # two blocks and a part of the third
-    (second, third) = added(made, seq(1, list(range(14)), speculation=Speculation()), seq(2, list(range(14))))
+    (first,) = added(made, seq(0, list(range(14)), new=1, speculation=Speculation()))
+    made.plan(lambda _: {})
+    made.commit(first, read=14, new_tokens=[7], drafter_length=7)
+    made.finish(first, FinishReason.LENGTH)
+    (second,) = added(made, seq(1, list(range(14)), speculation=Speculation()))
+    assert shape(step(made)) == [(1, 12, 2, 0, True)]
+    return made, second
+
+
+def test_a_request_starts_behind_what_the_target_has_read_and_lags_if_the_drafter_has_read_less() -> None:
+    made, one = lagging()
+    assert (one.num_cached_tokens, one.drafter_length, one.lags, one.followed) == (12, 4, True, False)
+    (other,) = added(made, seq(2, list(range(14))))
+    assert shape(step(made)) == [(1, 14, 1, 0, True), (2, 12, 2, 0, True)]
+    assert (other.num_cached_tokens, other.lags, other.followed) == (12, False, False)
+
+
+def test_a_request_that_lags_reads_again_behind_what_the_drafter_has_read_when_it_is_to_catch_up() -> None:
+    made, one = lagging()
+    stay = one.stay
+    one.catches_up = True
     plan = made.plan(lambda _: {})
-    assert [(row.seq.key, row.start) for row in plan.rows] == [(0, 14), (1, 8), (2, 12)]
-    assert (second.drafter_length, third.drafter_length) == (8, 0)
+    assert shape(plan) == [(1, 4, 11, 0, True)]
+    assert (one.written_length, one.followed) == (14, True)
+    assert one.stay != stay, "the device learns where it stands"
+    made.commit(one, read=11, new_tokens=[7], drafter_length=14)
+    (other,) = added(made, seq(2, list(range(14)), speculation=Speculation()))
+    plan = made.plan(lambda _: {})
+    assert shape(plan) == [(1, 15, 1, 0, True), (2, 12, 2, 0, True)]
+    assert (other.drafter_length, other.followed) == (12, True)
+
+
+def test_nothing_is_read_again_for_one_token_or_while_it_is_under_way_or_another_reads_the_same() -> None:
+    made, one = lagging()
+    (other,) = added(made, seq(2, list(range(14)), speculation=Speculation()))
+    step(made)
+    one.catches_up = other.catches_up = True
+    plan = made.plan(lambda _: {})
+    assert shape(plan) == [(2, 14, 1, 0, True), (1, 4, 12, 0, True)]
+    made.launched(plan)
+    assert shape(made.plan(lambda _: {})) == [(1, 16, 1, 0, True), (2, 15, 1, 0, True)], "nothing but what comes next"
+    made.commit(other, read=1, new_tokens=[7])
+    made.commit(one, read=12, new_tokens=[7], drafter_length=15)
+    made.landed(plan)
+    plan = made.plan(lambda _: {})
+    assert shape(plan) == [(1, 16, 1, 0, True), (2, 12, 4, 0, True)], "the first block of its own"
+    made, one = lagging()
+    one.catches_up = True
+    one.limit = len(one.tokens) + 1
+    assert shape(made.plan(lambda _: {})) == [(1, 14, 1, 0, True)]
+
+
+def test_a_request_under_way_stands_still_until_it_can_read_again() -> None:
+    made, one = lagging()
+    plan = made.plan(lambda _: {})
+    made.launched(plan)
+    one.catches_up = True
+    assert made.plan(lambda _: {}).rows == ()
+    made.commit(one, read=1, new_tokens=[7])
+    made.landed(plan)
+    assert shape(made.plan(lambda _: {})) == [(1, 4, 12, 0, True)]
+
+
+def test_a_gap_no_longer_than_the_rest_of_the_prompt_is_read_with_it() -> None:
+    made, one = lagging()
+    made.cancel(one.key)
+    added(made, seq(2, list(range(20)), speculation=Speculation()))
+    plan = made.plan(lambda _: {})
+    assert shape(plan) == [(2, 4, 16, 0, True)]
+    assert (plan.rows[0].seq.written_length, plan.rows[0].seq.num_cached_tokens) == (12, 12)
+
+
+def test_with_new_weights_what_lags_will_be_read_by_these_and_the_others_go_on_with_what_they_have() -> None:
+    made, one = lagging()
+    (other,) = added(made, seq(2, 5, speculation=Speculation()))
+    step(made)
+    made.note_new_weights()
+    assert (one.drafts_outdated, other.drafts_outdated) == (False, True)
+    one.catches_up = True
+    assert shape(step(made)) == [(2, 5, 1, 0, True), (1, 0, 16, 0, True)]
 
 
 def test_without_a_drafter_a_request_that_would_speculate_starts_behind_any_prefix() -> None:
@@ -243,10 +318,10 @@ def test_a_block_is_registered_only_when_its_successor_is_known() -> None:
     made = scheduler()
     (one,) = added(made, seq(0, 4))
     plan = made.plan(lambda _: {})
-    assert made._block_manager.match([*one.tokens, 7], need_draft=False) == []
+    assert made._block_manager.match([*one.tokens, 7]) == []
     made.commit(one, read=plan.rows[0].count, new_tokens=[7])
-    assert made._block_manager.match([*one.tokens[:4], 8], need_draft=False) == []
-    assert made._block_manager.match([*one.tokens[:4], 7], need_draft=False) == one.blocks[:1]
+    assert made._block_manager.match([*one.tokens[:4], 8]) == []
+    assert made._block_manager.match([*one.tokens[:4], 7]) == one.blocks[:1]
 
 
 def decoding(made: Scheduler, *seqs: SequenceState) -> None:
@@ -398,8 +473,7 @@ def test_what_a_step_gives_to_a_request_cancelled_meanwhile_is_dropped() -> None
     made.plan(lambda _: {0: 3, 1: 3})
     assert made.cancel(0)
     assert made._block_manager.used == len(other.blocks)
-    made.commit(one, read=2, new_tokens=[7, 7])
-    made.note_read(one, 7)
+    made.commit(one, read=2, new_tokens=[7, 7], drafter_length=7)
     made.finish(one, FinishReason.STOP)
     made.commit(other, read=2, new_tokens=[7, 7])
     made.check()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
 from eyas.engine.scheduler import ScheduledRow, Scheduler, SchedulerOutput
@@ -61,6 +62,7 @@ class DeviceRequest:
     """What the device knows of the request in a slot."""
 
     seq: SequenceState
+    stay: int
     tokens: list[int]
     length: int
     drafted: int
@@ -73,6 +75,9 @@ class DeviceRow:
     slot: int
     blocks: list[int]
     """The table at launch."""
+    written: int
+    """Of the target's tokens, those that it only reads again."""
+    followed: bool
     catches_up: bool
 
 
@@ -141,6 +146,8 @@ class LateEngine:
 
         def want(decoding: Sequence[SequenceState]) -> dict[int, int]:
             wanted.update({seq.key: self.chance.randrange(9) for seq in decoding if seq.speculates})
+            for seq in decoding:
+                seq.catches_up = seq.lags and wanted[seq.key] > 5
             return wanted
 
         plan = self.scheduler.plan(want)
@@ -172,11 +179,13 @@ class LateEngine:
             seq, slot = row.seq, row.seq.slot
             assert slot is not None
             assert 0 <= row.drafts <= wanted.get(seq.key, 0)
-            if seq.key not in before:
-                self.slots[slot] = DeviceRequest(seq, list(seq.tokens), row.start, seq.drafter_length)
+            if seq.key not in before or self.slots[slot].stay != seq.stay:
+                self.seen["read for the drafter"] += seq.key in before
+                self.slots[slot] = DeviceRequest(seq, seq.stay, list(seq.tokens), row.start, seq.drafter_length)
             assert self.slots[slot].seq is seq, "a slot has one request"
-            catches_up = seq.speculates and self.chance.random() < 0.7
-            rows.append(DeviceRow(row, self.slots[slot], slot, list(seq.blocks), catches_up))
+            catches_up = seq.followed and self.chance.random() < 0.7
+            places = list(seq.blocks), seq.written_length
+            rows.append(DeviceRow(row, self.slots[slot], slot, *places, seq.followed, catches_up))
             self.seen["chunk behind a chunk"] += not row.samples and len(seq.flights) > 1
             self.seen["depth under way"] += row.drafts > 0 and len(seq.flights) > 1
         self.launched.append((plan, rows))
@@ -202,9 +211,9 @@ class LateEngine:
         if STOP in tokens:
             tokens = tokens[: tokens.index(STOP) + 1]
             self.seen["stopped among drafts"] += len(tokens) < len(result.tokens) and seq.finished is None
-        self.scheduler.commit(seq, read=result.read - len(result.tokens) + len(tokens), new_tokens=tokens)
+        read = result.read - len(result.tokens) + len(tokens)
+        self.scheduler.commit(seq, read=read, new_tokens=tokens, drafter_length=result.drafted)
         if seq.finished is None:
-            self.scheduler.note_read(seq, max(seq.drafter_length, result.drafted))
             if STOP in tokens:
                 self.scheduler.finish(seq, FinishReason.STOP)
             elif len(seq.tokens) == seq.limit:
@@ -233,12 +242,12 @@ class LateEngine:
         true = numbers(state.tokens, seq.request.cache_salt)
         held = [self.target[at.blocks[i // self.size]][i % self.size] for i in range(start)]
         assert held == true[:start], "what it reads is its own"
-        if at.catches_up or row.drafts:
+        if at.catches_up or (at.followed and row.drafts):
             known = min(start + row.count, len(state.tokens)) - 1 if not row.samples else start
             for i in range(state.drafted, known):
                 self.write(self.drafter, at, i, true[i + 1])
             state.drafted = max(state.drafted, known)
-        for i in range(row.drafts):
+        for i in range(row.drafts * at.followed):
             self.write(self.drafter, at, start + i, GARBAGE)
         tokens, accepted = [], 0
         if row.samples:
@@ -249,7 +258,7 @@ class LateEngine:
                 accepted += 1
         state.tokens += tokens
         state.length += row.count + accepted
-        for i in range(start, start + row.count + row.drafts):
+        for i in range(max(start, at.written), start + row.count + row.drafts):
             self.write(self.target, at, i, true[i] if i < state.length else GARBAGE)
         return Result(row.count + accepted, tokens, min(state.drafted, start + row.count))
 
@@ -264,8 +273,10 @@ class LateEngine:
         aside = [blocks for blocks, _ in self.scheduler._steps.aside]
         assert block in kept or any(block in blocks for blocks in aside) or not self.ahead, "freed under the device"
         for other in self.scheduler.running:
-            is_reader = part is self.target or other.speculates
-            assert other is seq or not is_reader or block not in other.blocks, "written where others read"
+            same = part is self.drafter and (
+                other.drafter_length <= position or part[block][position % self.size] == value
+            )
+            assert other is seq or same or block not in other.blocks, "written where others read"
         registered = self.block_manager._content[block]
         if part is self.target or value == GARBAGE:
             assert registered is None, "written after it could be found"
@@ -279,7 +290,7 @@ class LateEngine:
             self.scheduler.check()
         for _, rows in self.launched if self.ahead else ():
             for at in rows:
-                seq, first = at.row.seq, max(at.state.length, at.row.start) // self.size
+                seq, first = at.row.seq, max(at.state.length, at.row.start, at.written) // self.size
                 for block in at.blocks[first:]:
                     assert self.block_manager._references[block] > 0, f"block {block} is free under the device"
                     for other in self.scheduler.running:
@@ -315,7 +326,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CONFIGURATIONS)))
+@each("number", range(len(CONFIGURATIONS)))
 def test_whatever_happens_while_a_step_runs_no_block_of_it_is_freed_and_answers_stay_right(number: int) -> None:
     engine = LateEngine(seed=number, **CONFIGURATIONS[number])
     for step in range(500):
@@ -332,11 +343,12 @@ def test_whatever_happens_while_a_step_runs_no_block_of_it_is_freed_and_answers_
         assert len(seq.tokens) == len(whole) or seq.finished is FinishReason.CANCELLED
     reached = {name for name, times in engine.seen.items() if times}
     assert reached >= {"ended under way", "cancelled under way", "stopped among drafts", "depth under way"}
+    assert (engine.seen["read for the drafter"] > 0) == engine.prefix_cache
     if engine.blocks == 18:
         assert reached >= {"preempted", "waited", "chunk behind a chunk"}
 
 
-@pytest.mark.parametrize("blocks", [120, 18])
+@each("blocks", [120, 18])
 def test_planning_ahead_gives_the_same_answers_in_about_as_many_steps(blocks: int) -> None:
     engines = [LateEngine(seed=3, ahead=ahead, blocks=blocks, disturbed=False) for ahead in (0, 1)]
     for engine in engines:
@@ -416,7 +428,7 @@ def test_a_request_whose_last_token_is_under_way_gets_no_row_and_leaves_at_once(
     made.check()
 
 
-@pytest.mark.parametrize("how", ["finish", "cancel"])
+@each("how", ["finish", "cancel"])
 def test_what_an_ended_request_owned_is_kept_until_the_step_with_its_row_has_landed(how: str) -> None:
     one, other = request(0, 6), request(1, 6)
     made = scheduler(one, other, max_num_seqs=1)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 import torch
 
+from each import each
 from engine.test_engine import NEW_TOKENS, OFF, at_depth, options, plain, request
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -44,7 +45,7 @@ def stop_ids(expected: list[tuple[int, ...]]) -> frozenset[int]:
     raise AssertionError("no such token")
 
 
-@pytest.mark.parametrize("depth", [0, 3])
+@each("depth", [0, 3])
 def test_pulled_requests_get_what_each_gets_alone(
     target: Target,
     tiny_drafter: Drafter,
@@ -98,7 +99,7 @@ def test_an_answer_may_lead_to_the_next_request(target: Target, prompts: list[tu
     assert len(answers) == 9
 
 
-@pytest.mark.parametrize("room", [1, 2, 5])
+@each("room", [1, 2, 5])
 def test_answers_end_where_the_longest_context_ends(target: Target, prompts: list[tuple[int, ...]], room: int) -> None:
     length = max(map(len, prompts)) + room
     drafter = random_drafter(drafter_config(), own_embedding=True)

@@ -5,36 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.engine.speculation.acceptance import Acceptance
-from eyas.engine.speculation.captured_plan import CapturedShapes
-from eyas.engine.speculation.cost_model import CostModel
-from eyas.engine.speculation.observations import DraftTiming, RoundOutcome
-from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.suffix_acceptance import SuffixAcceptance, SuffixOffer
-from eyas.engine.speculation.suffix_choice import DecodingBatch, DrafterPromise, SuffixChoice
-
-ONE = DecodingBatch(rows=1, context=100, drafting=1)
+from each import each
+from eyas.engine.speculation.captured_shapes import CapturedShapes
+from eyas.engine.speculation.step_report import Arm, Rehearsal
+from eyas.engine.speculation.step_times import StepTimes
+from eyas.engine.speculation.suffix_acceptance import RoundOffer, SuffixAcceptance
+from eyas.engine.speculation.suffix_choice import SuffixChoice
+from eyas.plan.shapes import offered
 
 
-def offer(tokens: int = 8, match: int = 8, votes: int = 1, voters: int = 1, *, shared: bool = False) -> SuffixOffer:
-    return SuffixOffer(tuple(range(tokens)), match, (votes,) * tokens, (voters,) * tokens, shared)
-
-
-def costs(per_token: float, plain: float = 1.0, counts: tuple[int, ...] = (1, 2, 4, 8, 16, 24)) -> CostModel:
-    """Passes that take a second, and so much more for every further token."""
-    made = CostModel()
-    for count in counts:
-        for _ in range(5):
-            made.verify.observe(count, plain + per_token * (count - 1))
-    return made
-
-
-def promise(chance: float, *, rate: float = 0.0) -> DrafterPromise:
-    acceptance = Acceptance(7)
-    for _ in range(200):
-        acceptance.observe(RoundOutcome(key=0, drafted=1, accepted=int(random.Random(_).random() < chance)))
-    acceptance.refresh()
-    return DrafterPromise(acceptance=acceptance, deepest=7, rate=rate)
+def offer(tokens: int = 8, match: int = 8, votes: int = 1, voters: int = 1, *, shared: bool = False) -> RoundOffer:
+    drafts = tuple(range(tokens))
+    said = (votes,) * tokens, (voters,) * tokens
+    return RoundOffer(known=0, most=tokens, tokens=drafts, match=match, votes=said[0], voters=said[1], shared=shared)
 
 
 # --- acceptance --------------------------------------------------------------------------------------------------
@@ -90,117 +73,60 @@ def test_of_tokens_behind_the_first_wrong_one_nothing_is_learnt() -> None:
     assert acceptance.chances(9, offer(3, 2)) == after
 
 
-def test_what_follows_a_chain_that_went_another_way_is_judged_by_its_like() -> None:
-    """A drafter is asked where the text promises little: what is found behind its drafts is right less often."""
-    acceptance = SuffixAcceptance()
-    behind = replace(offer(1, 8), behind=True)
-    for _ in range(40):
-        acceptance.observe(1, offer(1, 8), [0])
-        acceptance.observe(2, behind, [7])
-    acceptance.forget(1)
-    acceptance.forget(2)
-    assert acceptance.chances(3, offer(1, 8))[0] > 0.9
-    assert acceptance.chances(3, behind)[0] < 0.2
-    assert behind.cut(1).behind
-
-
-def test_an_offer_agrees_with_a_chain_as_far_as_both_go() -> None:
-    assert offer(3).agrees((0, 1))
-    assert offer(1).agrees((0, 9, 9))
-    assert not offer(3).agrees((0, 9))
-    assert not offer(3).agrees(())
-
-
 # --- the choice --------------------------------------------------------------------------------------------------
 
-
-def test_nothing_is_verified_before_anything_was_timed() -> None:
-    assert SuffixChoice(CostModel()).take(ONE, {0: [0.99] * 8}) == {}
-
-
-def test_where_drafts_are_free_all_likely_ones_are_verified() -> None:
-    assert SuffixChoice(costs(0.0)).take(ONE, {0: [0.9, 0.8, 0.7, 0.6]}) == {0: 4}
+SHAPES = CapturedShapes(rows=(1, 2, 4), depths=(1, 3, 7), most_tokens=64)
+DEEP = replace(SHAPES, offered=(15,))
+EXACT = CapturedShapes(rows=tuple(range(1, 17)), depths=tuple(range(1, 8)), offered=(15,), most_tokens=512)
 
 
-def test_where_a_draft_costs_more_than_it_gives_none_is_verified() -> None:
-    assert SuffixChoice(costs(1.0)).take(ONE, {0: [0.9, 0.8, 0.7, 0.6]}) == {}
+def taking(per_token: float, shapes: CapturedShapes = SHAPES, *, exact: bool = False) -> SuffixChoice:
+    """A choice where steps were rehearsed: a second, and so much more for every further token."""
+    times, steps = StepTimes(), dict[tuple[int, Arm], float]()
+    times.bucket = shapes.rows_for
+    for rows in shapes.rows:
+        steps[rows, 0] = 1.0 + per_token * (rows - 1)
+        for depth in shapes.offered_for(rows):
+            steps[rows, offered(depth)] = 1.0 + per_token * (rows * (1 + depth) - 1)
+    times.rehearse(Rehearsal(steps=steps))
+    return SuffixChoice(times, shapes, exact=exact)
 
 
-def test_the_number_verified_is_the_one_with_the_best_rate() -> None:
-    survivals = [0.9**depth for depth in range(1, 17)]
-    for per_token in (0.02, 0.05, 0.1, 0.2, 0.4):
-        taken = SuffixChoice(costs(per_token, counts=tuple(range(1, 18)))).take(ONE, {0: survivals})
-        rates = [(1 + sum(survivals[:count])) / (1 + per_token * count) for count in range(17)]
-        best = max(rates)
-        assert rates[taken.get(0, 0)] == pytest.approx(best, rel=0.02)
+def untimed(shapes: CapturedShapes = SHAPES, *, exact: bool = False) -> tuple[SuffixChoice, StepTimes]:
+    """A choice where only plain steps were timed: a second each."""
+    times = StepTimes()
+    times.bucket = shapes.rows_for
+    for _ in range(3):
+        for rows in shapes.rows:
+            times.observe(rows, 0, 1.0)
+    return SuffixChoice(times, shapes, exact=exact), times
 
 
-def test_unlikely_drafts_are_left_to_the_drafter_and_likely_ones_are_not() -> None:
-    known = costs(0.02)
-    for _ in range(5):
-        known.observe_draft(DraftTiming(passes=4, tokens=5, seconds=0.4, first=(2, 0.1)))
-    choice = SuffixChoice(known)
-    assert choice.take(ONE, {0: [0.5, 0.25]}, drafter=promise(0.8)) == {}
-    assert choice.take(ONE, {0: [0.95] * 12}, drafter=promise(0.8)) == {0: 12}
-    assert choice.take(ONE, {0: [0.5, 0.25]}, drafter=promise(0.02)) == {0: 2}
+def test_nothing_is_verified_before_a_plain_step_was_timed() -> None:
+    assert SuffixChoice(StepTimes(), SHAPES, exact=False).round_depth(1, [[0.99] * 7], 0.0) == 0
 
 
-def test_what_is_bound_is_verified_whatever_it_costs() -> None:
-    assert SuffixChoice(CostModel()).take(ONE, {0: [0.01] * 3, 1: [0.9]}, bound={0}) == {0: 3}
-    assert SuffixChoice(costs(2.0)).take(ONE, {0: [0.01] * 3, 1: [0.9]}, bound={0}) == {0: 3}
-
-
-def test_of_many_requests_the_likeliest_drafts_are_verified() -> None:
-    many = DecodingBatch(rows=8, context=100)
-    survivals = {key: [0.1 * (key + 1)] * 2 for key in range(8)}
-    taken = SuffixChoice(costs(0.05, counts=tuple(range(1, 30)))).take(many, survivals)
-    assert taken
-    assert set(taken) == set(range(8 - len(taken), 8)), "those behind the least likely taken"
-
-
-def test_passes_of_unknown_cost_are_tried_a_few_times_where_drafts_are_likely() -> None:
-    choice = SuffixChoice(costs(0.1, counts=(1,)))
-    assert choice.take(ONE, {0: [0.2] * 8}) == {}
-    tried = [choice.take(ONE, {0: [0.9] * 8}) for _ in range(POLICY.suffix_trials + 5)]
-    assert tried[: POLICY.suffix_trials] == [{0: POLICY.suffix_trial_tokens}] * POLICY.suffix_trials
-    assert tried[POLICY.suffix_trials :] == [{}] * 5
-
-
-ROUNDS = CapturedShapes(rows=(1, 2, 4), depths=(1, 3, 7), most_tokens=64)
-
-
-def captured(per_token: float) -> CostModel:
-    made = costs(per_token, counts=tuple(range(1, 33)))
-    made.shapes = ROUNDS
-    for count in range(1, 17):
-        for _ in range(5):
-            made.verify_alone.observe(count, 1.0 + per_token * (count - 1))
-    return made
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_round_is_as_deep_as_gives_the_most_tokens_per_second(rows: int) -> None:
-    batch, survivals = DecodingBatch(rows=rows, context=9), [[0.9**depth for depth in range(1, 8)]] * rows
+@each("exact", [False, True])
+@each("rows", [1, 2])
+def test_a_round_is_as_deep_as_gives_the_most_tokens_per_second(rows: int, exact: bool) -> None:
+    survivals, shapes = [[0.9**depth for depth in range(1, 8)]] * rows, EXACT if exact else SHAPES
     for per_token in (0.0, 0.03, 0.1, 0.3, 2.0):
-        depth = SuffixChoice(captured(per_token)).round_depth(batch, ROUNDS, survivals, 0.0)
+        depth = taking(per_token, shapes, exact=exact).round_depth(rows, survivals, 0.0)
+        plain = 1 + per_token * (rows - 1)
         rates = {
-            depth: (rows + rows * sum(survivals[0][:depth])) / (1 + per_token * (rows * (1 + depth) - 1))
-            for depth in (0, 1, 3, 7)
+            depth: (rows + rows * sum(survivals[0][:depth])) / (plain + per_token * rows * min(depth, 7))
+            for depth in (0, *shapes.offered_for(rows))
         }
         assert rates[depth] >= 0.97 * max(rates.values())
-    assert SuffixChoice(captured(2.0)).round_depth(batch, ROUNDS, survivals, 0.0) == 0
+    assert taking(2.0, shapes, exact=exact).round_depth(rows, survivals, 0.0) == 0
 
 
 def test_a_round_of_suffix_drafts_must_beat_the_drafters_plan() -> None:
-    batch, survivals = DecodingBatch(rows=1, context=9), [[0.9] * 7]
-    choice = SuffixChoice(captured(0.0))
-    assert choice.round_depth(batch, ROUNDS, survivals, 5.0) == 7
-    assert choice.round_depth(batch, ROUNDS, survivals, 7.0) == 0
-    assert choice.round_depth(batch, ROUNDS, [[]], 0.0) == 0, "what is in flight uses the offer up"
-    assert choice.round_depth(DecodingBatch(rows=1, context=9), replace(ROUNDS, depths=()), survivals, 0.0) == 0
-
-
-DEEP = replace(ROUNDS, offered=(15,))
+    survivals, choice = [[0.9] * 7], taking(0.0)
+    assert choice.round_depth(1, survivals, 5.0) == 7
+    assert choice.round_depth(1, survivals, 7.0) == 0
+    assert choice.round_depth(1, [[]], 0.0) == 0, "what is in flight uses the offer up"
+    assert taking(0.0, replace(SHAPES, depths=())).round_depth(1, survivals, 0.0) == 0
 
 
 def test_few_requests_may_have_deeper_rounds_of_suffix_drafts() -> None:
@@ -209,43 +135,50 @@ def test_few_requests_may_have_deeper_rounds_of_suffix_drafts() -> None:
     assert replace(DEEP, most_tokens=8).offered_for(1) == [1, 3, 7]
     assert [DEEP.depth_for(depth) for depth in (0, 2, 7, 8, 13)] == [0, 3, 7, 15, 15]
     sure = [[0.99**depth for depth in range(1, 16)]]
-    assert SuffixChoice(captured(0.0)).round_depth(DecodingBatch(rows=1, context=9), DEEP, sure, 0.0) == 15
+    assert taking(0.0, DEEP).round_depth(1, sure, 0.0) == 15
 
 
-def test_a_round_goes_beyond_the_drafters_chains_where_that_pays() -> None:
-    batch, likely, unlikely = DecodingBatch(rows=1, context=9), [[0.5] * 12], [[0.01] * 12]
-    cheap, dear = SuffixChoice(captured(0.01)), SuffixChoice(captured(2.0))
-    assert cheap.round_beyond(batch, DEEP, 3, likely, 1.0) == 15
-    assert cheap.round_beyond(batch, DEEP, 3, unlikely, 1.0) == 3
-    assert dear.round_beyond(batch, DEEP, 3, likely, 1.0) == 3
-    assert cheap.round_beyond(batch, ROUNDS, 3, likely, 1.0) == 3, "there are no deeper passes"
-    assert SuffixChoice(CostModel()).round_beyond(batch, DEEP, 3, likely, 1.0) == 3, "nothing was timed"
+@each("exact", [False, True])
+def test_a_round_goes_beyond_the_drafters_chains_where_that_pays(exact: bool) -> None:
+    likely, unlikely = [[0.5] * 12], [[0.001] * 12]
+    cheap, dear = (taking(per_token, DEEP, exact=exact) for per_token in (0.01, 2.0))
+    assert cheap.round_beyond(1, 3, likely, 1.0) == 15
+    assert cheap.round_beyond(1, 3, unlikely, 1.0) == 3
+    assert dear.round_beyond(1, 3, likely, 1.0) == 3
+    assert taking(0.01, replace(SHAPES, depths=(1, 3)), exact=exact).round_beyond(1, 3, likely, 1.0) == 3, "none deeper"
+    assert cheap.round_beyond(1, 3, likely, 100.0) == 3, "a second is worth many tokens"
 
 
-def test_rounds_of_unknown_cost_are_tried_a_few_times() -> None:
-    known = CostModel()
-    known.shapes = ROUNDS
-    for _ in range(5):
-        known.verify_alone.observe(1, 1.0)
-    choice, batch = SuffixChoice(known), DecodingBatch(rows=1, context=9)
-    assert choice.round_depth(batch, ROUNDS, [[0.2] * 7], 0.0) == 0
-    tried = [choice.round_depth(batch, ROUNDS, [[0.9] * 7], 0.0) for _ in range(POLICY.suffix_trials + 3)]
-    assert tried == [3] * POLICY.suffix_trials + [0] * 3
+def test_what_was_never_timed_is_tried_once_and_judged_by_what_it_took() -> None:
+    choice, _ = untimed()
+    sure = [[0.9] * 7]
+    assert choice.round_depth(1, sure, 0.0) == 7
+    choice.observe(1, 7, 7, 50.0)
+    assert choice.round_depth(1, sure, 0.0) == 3, "shallower ones may still be free"
+    choice.observe(1, 3, 3, 50.0)
+    choice.observe(1, 1, 1, 50.0)
+    assert choice.round_depth(1, sure, 0.0) == 0
 
 
-def test_a_chain_is_continued_as_far_as_that_pays() -> None:
-    choice = SuffixChoice(costs(0.1, counts=tuple(range(1, 20))))
-    assert choice.extend(ONE, 3, [0.9, 0.8, 0.01], rate=1.0) == 2
-    assert choice.extend(ONE, 3, [0.9, 0.8, 0.01], rate=20.0) == 0
-    assert choice.extend(ONE, 3, [], rate=1.0) == 0
+def test_a_deeper_round_is_never_taken_to_be_quicker_than_a_shallower_one() -> None:
+    choice, _ = untimed()
+    choice.observe(1, 1, 1, 50.0)
+    assert choice.round_depth(1, [[0.9] * 7], 0.0) == 0
 
 
-def test_nothing_is_looked_up_where_the_surest_drafts_would_not_pay() -> None:
-    counts = tuple(range(1, 30))
-    assert SuffixChoice(costs(0.3, counts=counts)).may_pay(ONE, 24, 0.0)
-    assert not SuffixChoice(costs(1.1, counts=counts)).may_pay(ONE, 24, 0.0)
-    four = DecodingBatch(rows=4, context=100)
-    assert not SuffixChoice(costs(0.9, counts=counts)).may_pay(four, 24, 0.0), "a draft takes as long as a request"
-    assert SuffixChoice(costs(0.1, counts=counts)).may_pay(four, 24, 0.0)
-    assert not SuffixChoice(costs(0.1, counts=counts)).may_pay(four, 24, 20.0), "the drafter gives more"
-    assert SuffixChoice(costs(1.1, counts=(1,))).may_pay(ONE, 24, 0.0), "nobody knows"
+def test_where_passes_are_as_large_as_what_is_live_a_draft_costs_the_same_whosever_it_is() -> None:
+    """One of eight requests has drafts: they cost what they would cost it alone."""
+    choice, alone = (taking(0.1, EXACT, exact=True) for _ in range(2))
+    row = [0.9**depth for depth in range(1, 8)]
+    extra = choice.seconds(8, 7, [row]) - choice.seconds(8, 0, ())
+    assert extra == pytest.approx(alone.seconds(1, 7, [row]) - alone.seconds(1, 0, ()))
+    padded = taking(0.1, replace(SHAPES, rows=(1, 8)))
+    assert padded.seconds(8, 7, [row]) - padded.seconds(8, 0, ()) == pytest.approx(8 * extra)
+
+
+def test_the_time_of_a_few_drafts_among_many_requests_tells_of_more() -> None:
+    choice, _ = untimed(EXACT, exact=True)
+    for _ in range(3):
+        choice.observe(8, 7, 4, 1.4)  # seven deep, but four drafts in all
+    assert choice.seconds(8, 1, [[0.5]] * 8) == pytest.approx(1.8)
+    assert choice.seconds(8, 1, [[0.5]] * 2) == pytest.approx(1.2)

@@ -1,25 +1,18 @@
 """Suffix drafts change when a token is computed, never which it is; nobody's text is drafted for anybody else."""
 
-import random
-from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from engine.round_engines import make_moody
 from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
-from eyas.engine.speculation.draft import MOST_IN_CHAIN, MOST_IN_TREE
-from eyas.engine.speculation.suffix_choice import SuffixChoice
-from eyas.engine.suffix.config import MOST_DRAFTS, SuffixConfig
+from eyas.engine.request import FinishReason, SequenceState, Speculation
+from eyas.engine.suffix.config import SuffixConfig
 from eyas.engine.suffix.drafts import SuffixDrafts
-from eyas.engine.suffix.proposer import MOST_BEHIND_A_CHAIN
 from eyas.errors import UserError
 from eyas.kernels import suffix_index
 from eyas.sampling import Sampling
@@ -81,128 +74,6 @@ def test_answers_with_suffix_drafts_are_those_without(
     if speculation is FORCED:
         assert engine.stats.suffix_drafted > 0
         assert engine.stats.suffix_accepted > 0
-
-
-def extend_every_chain(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, depths: Sequence[int] = (1, 2, 4)
-) -> list[tuple[int, int]]:
-    """From now on the drafter drafts for all, and whatever the text has behind its chains is verified.
-
-    Gives, while the engine runs, the drafts of each continued chain: of the drafter and of the text.
-    """
-    source, continued = random.Random(6), list[tuple[int, int]]()
-    make_moody(engine, lambda: source.choice(depths))
-    monkeypatch.setattr(SuffixChoice, "may_pay", lambda *_: True)
-    monkeypatch.setattr(SuffixChoice, "take", lambda *_, **__: {})
-    monkeypatch.setattr(SuffixChoice, "extend", lambda _self, _batch, _drafts, survivals, _rate: len(survivals))
-    propose = engine.proposer.propose
-
-    def watched(rows: Any, report: Any) -> Any:
-        drafts = propose(rows, report)
-        continued.extend((draft.by_drafter, draft.by_suffix) for draft in drafts.values() if draft.by_suffix)
-        return drafts
-
-    monkeypatch.setattr(engine.proposer, "propose", watched)
-    return continued
-
-
-@pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_answers_are_the_same_where_the_text_continues_a_drafters_chain(
-    target: Target,
-    tiny_drafter: Drafter,
-    quoting: list[tuple[int, ...]],
-    changes: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    wanted = [request(prompt, max_new_tokens=120, speculation=OFF, **changes) for prompt in quoting]
-    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
-    engine = Engine(target, tiny_drafter, config=with_suffix())
-    continued = extend_every_chain(monkeypatch, engine)
-    answers = run(engine, [replace(one, speculation=AUTO) for one in wanted])
-    assert [(a.tokens, a.text, a.finished) for a in answers] == [(a.tokens, a.text, a.finished) for a in expected]
-    assert continued
-    assert all(by_drafter and by_suffix for by_drafter, by_suffix in continued)
-    assert engine.stats.suffix_accepted > 0
-
-
-def test_the_deepest_chain_that_the_text_continues_gives_the_same_answers(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = [request(prompt, max_new_tokens=120, speculation=OFF) for prompt in quoting]
-    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
-    settings = with_suffix(max_depth=MOST_IN_CHAIN, max_num_batched_tokens=512)
-    engine = Engine(target, tiny_drafter, config=settings)
-    continued = extend_every_chain(monkeypatch, engine, [MOST_IN_CHAIN])
-    answers = run(engine, [replace(one, speculation=AUTO) for one in wanted])
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
-    assert (MOST_IN_CHAIN, MOST_BEHIND_A_CHAIN) in continued
-    assert MOST_IN_CHAIN + MOST_BEHIND_A_CHAIN < MOST_IN_TREE
-    assert MOST_DRAFTS < MOST_IN_TREE
-
-
-def test_preemption_does_not_show_where_the_text_continues_a_drafters_chain(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = [request(prompt, max_new_tokens=50, speculation=AUTO) for prompt in quoting]
-    expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
-    per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
-    engine = Engine(target, tiny_drafter, config=with_suffix(max_model_len=128, memory=60 * per_block))
-    continued = extend_every_chain(monkeypatch, engine)
-    keys, preempted = [engine.submit(one) for one in wanted], set[int]()
-    tokens: dict[int, list[int]] = {key: [] for key in keys}
-    while engine.busy:
-        for piece in engine.step():
-            tokens[piece.key] += piece.tokens
-        engine.scheduler.check()
-        preempted |= {seq.key for seq in engine.scheduler.requests if seq.preemptions}
-    assert preempted
-    assert continued
-    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
-
-
-def test_preempted_requests_keep_their_text_and_their_answers(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
-) -> None:
-    wanted = [request(prompt, max_new_tokens=50, speculation=FORCED) for prompt in quoting]
-    expected = run(Engine(target, tiny_drafter, config=with_suffix()), wanted)
-    per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
-    engine = Engine(target, tiny_drafter, config=with_suffix(max_model_len=128, memory=60 * per_block))
-    preempted = set[int]()
-    keys = [engine.submit(one) for one in wanted]
-    tokens: dict[int, list[int]] = {key: [] for key in keys}
-    while engine.busy:
-        for piece in engine.step():
-            tokens[piece.key] += piece.tokens
-        engine.scheduler.check()
-        preempted |= {seq.key for seq in engine.scheduler.requests if seq.preemptions}
-    assert preempted
-    assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
-
-
-def test_requests_that_come_and_go_in_all_modes_get_what_they_would_alone(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
-) -> None:
-    source = random.Random(11)
-    modes = [SUFFIX, FORCED, AUTO, OFF, at_depth(3), Speculation(method="eagle3")]
-    wanted = [
-        request(source.choice(quoting), max_new_tokens=source.randrange(1, 50), speculation=source.choice(modes))
-        for _ in range(16)
-    ]
-    alone = {one: run(Engine(target, None, config=options(max_model_len=256)), [plain(one)])[0] for one in set(wanted)}
-    engine = Engine(target, tiny_drafter, config=with_suffix())
-    left, tokens = list(wanted), dict[int, list[int]]()
-    while left or engine.busy:
-        if left and source.random() < 0.4:
-            tokens[engine.submit(left.pop(0))] = []
-        for piece in engine.step():
-            tokens[piece.key] += piece.tokens
-    assert [tuple(tokens[key]) for key in sorted(tokens)] == [alone[one].tokens for one in wanted]
-    assert engine.stats.suffix_accepted > 0
-    assert engine.stats.accepted > engine.stats.suffix_accepted
-
-
-def plain(one: Request) -> Request:
-    return request(one.prompt, max_new_tokens=one.max_new_tokens)
 
 
 def test_every_accepted_token_has_a_source(
@@ -311,7 +182,6 @@ def test_nothing_is_kept_of_a_request_that_was_refused(target: Target, speculati
         engine.submit(request((1,) * 16, speculation=speculation))
     assert engine._suffix is not None
     assert not engine._suffix._seqs
-    assert not engine._suffix.bound
     run(engine, [request((1, 2), speculation=speculation)])
 
 
@@ -384,10 +254,11 @@ def test_a_swap_in_place_keeps_who_has_drafts_of_a_fixed_depth(
     engine.step()
     assert engine._suffix is not None
     assert engine.swap_drafter(deepcopy(tiny_drafter), in_place=True)
-    assert engine._suffix.bound == {key}
+    assert set(engine._suffix._seqs) == {key}
     while engine.busy:
         engine.step()
-    assert not engine._suffix.bound
+    assert engine.stats.suffix_accepted > 0
+    assert not engine._suffix._seqs
 
 
 def test_a_long_prompt_is_taken_in_portions_and_drafts_begin_behind_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,11 +276,3 @@ def test_drafts_may_be_as_many_as_there_are(target: Target, quoting: list[tuple[
     engine = Engine(target, None, config=with_suffix(suffix=SuffixConfig(max_spec_factor=float("inf"))))
     run(engine, [request(quoting[0], max_new_tokens=30, speculation=FORCED)])
     assert engine.stats.suffix_drafted > 0
-
-
-def test_the_text_is_asked_behind_a_chain_that_is_longer_than_matches_are_told_apart() -> None:
-    drafts = SuffixDrafts(SuffixConfig(max_tree_depth=4, max_spec_factor=4.0), lambda: 0.0)
-    seq = SequenceState(key=0, arrival=0, request=request((*range(100, 140), 5, 5), max_new_tokens=50))
-    offer = drafts.offer(seq, 8, (9, 8, 7, 5, 5))
-    assert offer is not None
-    assert offer.tokens[:2] == (9, 8)

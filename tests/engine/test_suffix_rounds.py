@@ -7,26 +7,25 @@ from typing import Any
 
 import pytest
 
+from each import each
 from engine.late_queue import LateQueue
-from engine.round_engines import dense_where_padded, make_moody, round_engine
+from engine.round_engines import make_moody, round_engine
 from engine.test_engine import OFF, at_depth, request, run
 from engine.test_suffix_drafts import AUTO, FORCED, SAMPLINGS, SUFFIX, quoting, with_suffix
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
+from eyas.engine.proposer import DraftPlan
 from eyas.engine.request import SequenceState, Speculation
-from eyas.engine.speculation.captured_plan import OFFERED_ROWS
-from eyas.engine.speculation.draft import MOST_IN_CHAIN
-from eyas.engine.speculation.policy import POLICY
+from eyas.engine.speculation.captured_shapes import OFFERED_ROWS
+from eyas.engine.speculation.draft import MOST_IN_CHAIN, MOST_IN_TREE
 from eyas.engine.speculation.suffix_choice import SuffixChoice
 from eyas.engine.suffix.config import MOST_DRAFTS, SuffixConfig
 from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.lookup_gate import LookupGate
-from eyas.engine.suffix.lookup_pace import LookupPace
-from eyas.engine.suffix.proposer import SuffixProposer
-from eyas.plan.shapes import OFFERED
+from eyas.plan.shapes import OFFERED, offered
 from eyas.target.model import Target
 
-__all__ = ["dense_where_padded", "quoting"]
+__all__ = ["quoting"]
 
 
 @pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -54,9 +53,8 @@ def test_what_is_counted_as_drafted_is_what_the_device_verified(
 ) -> None:
     """The host finds out whether an offer stood by the tokens alone, and must come to what the device found."""
     engine = round_engine(target, None, with_suffix(), synchronous=synchronous)
-    assert engine.rounds is not None
-    state, verified = engine.rounds.runner.state, 0
-    placing = engine.rounds.runner.graphs.placing
+    state, verified = engine.core.runner.state, 0
+    placing = engine.core.runner.graphs.placing
 
     def place(rows: int, depth: int, own_depth: int) -> Any:
         captured = placing(rows, depth, own_depth)
@@ -69,7 +67,7 @@ def test_what_is_counted_as_drafted_is_what_the_device_verified(
 
         return counting
 
-    engine.rounds.runner.graphs.placing = place  # type: ignore[method-assign]
+    engine.core.runner.graphs.placing = place  # type: ignore[method-assign]
     run(engine, [request(prompt, max_new_tokens=30, speculation=FORCED) for prompt in quoting[:1]])
     counted = engine.stats.suffix_drafted
     # A step that was launched for an answer which the one before it ended counts for nobody.
@@ -124,6 +122,7 @@ def test_rounds_of_the_deepest_chains_give_the_same_answers(
     )
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
     assert max(drafted) >= most
+    assert max(MOST_IN_CHAIN, MOST_DRAFTS) < MOST_IN_TREE
 
 
 def test_many_requests_draft_no_deeper_than_a_drafter_may(target: Target, quoting: list[tuple[int, ...]]) -> None:
@@ -146,26 +145,26 @@ def extend_every_round(monkeypatch: pytest.MonkeyPatch, engine: Engine, *, over_
     """
     source = random.Random(6)
     make_moody(engine, lambda: source.choice([1, 2, 3]))
-    monkeypatch.setattr("eyas.engine.suffix.proposer.POLICY", replace(POLICY, suffix_over_drafter=over_drafter))
+    monkeypatch.setattr("eyas.engine.suffix.proposer.OVER_DRAFTER", over_drafter)
     monkeypatch.setattr(SuffixChoice, "round_depth", lambda *_: 0)
     monkeypatch.setattr(
-        SuffixChoice,
-        "round_beyond",
-        lambda _self, batch, shapes, depth, _gains, _rate: max(shapes.offered_for(batch.rows), default=depth),
+        SuffixChoice, "round_beyond", lambda self, rows, depth, *_: max(self.shapes.offered_for(rows), default=depth)
     )
 
 
+@each("exact", [False, True])
 @pytest.mark.parametrize("changes", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_rounds_in_which_the_text_continues_a_drafters_chain_give_the_answers_without(
     target: Target,
     tiny_drafter: Drafter,
     quoting: list[tuple[int, ...]],
     changes: dict[str, Any],
+    exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wanted = [request(prompt, max_new_tokens=30, speculation=OFF, **changes) for prompt in quoting[:4]]
     expected = run(Engine(target, None, config=with_suffix(suffix=None)), wanted)
-    engine = round_engine(target, tiny_drafter, with_suffix(max_depth=3), LateQueue(seed=1, haste=0.3))
+    engine = round_engine(target, tiny_drafter, with_suffix(max_depth=3), LateQueue(seed=1, haste=0.3), exact=exact)
     extend_every_round(monkeypatch, engine)
     continued = confirmed = 0
     for _ in range(2):  # the second time the answers are there to be drafted
@@ -185,12 +184,14 @@ def test_rounds_in_which_the_text_continues_a_drafters_chain_give_the_answers_wi
     assert engine.controller.acceptance.rounds > 0, "the drafter's own drafts teach as ever"
 
 
+@each("exact", [False, True])
 @pytest.mark.parametrize("over_drafter", [0.0, 1.0])
 def test_users_come_and_go_while_the_text_continues_chains_and_replaces_them(
     target: Target,
     tiny_drafter: Drafter,
     quoting: list[tuple[int, ...]],
     over_drafter: float,
+    exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = random.Random(9)
@@ -199,7 +200,7 @@ def test_users_come_and_go_while_the_text_continues_chains_and_replaces_them(
     expected = [answer.tokens for answer in run(Engine(target, None, config=with_suffix(suffix=None)), plain)]
     per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
     config = with_suffix(max_depth=3, max_model_len=128, memory=60 * per_block)
-    engine = round_engine(target, tiny_drafter, config, LateQueue(seed=3, haste=0.4))
+    engine = round_engine(target, tiny_drafter, config, LateQueue(seed=3, haste=0.4), exact=exact)
     extend_every_round(monkeypatch, engine, over_drafter=over_drafter)
     left, tokens, preempted = list(wanted), dict[int, list[int]](), set[int]()
     while left or engine.busy:
@@ -214,18 +215,19 @@ def test_users_come_and_go_while_the_text_continues_chains_and_replaces_them(
     assert preempted
 
 
+@each("exact", [False, True])
 def test_requests_in_all_modes_get_what_they_would_alone(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], exact: bool
 ) -> None:
     source = random.Random(4)
     modes = [SUFFIX, FORCED, AUTO, OFF, at_depth(3), Speculation(method="eagle3")]
     wanted = [
-        request(source.choice(quoting), max_new_tokens=source.randrange(1, 40), speculation=source.choice(modes))
-        for _ in range(12)
+        request(source.choice(quoting), max_new_tokens=source.randrange(1, 50), speculation=source.choice(modes))
+        for _ in range(16)
     ]
     plain = [request(one.prompt, max_new_tokens=one.max_new_tokens, speculation=OFF) for one in wanted]
     expected = [answer.tokens for answer in run(Engine(target, None, config=with_suffix(suffix=None)), plain)]
-    engine = round_engine(target, tiny_drafter, with_suffix(), LateQueue(seed=2, haste=0.5))
+    engine = round_engine(target, tiny_drafter, with_suffix(), LateQueue(seed=2, haste=0.5), exact=exact)
     left, tokens = list(wanted), dict[int, list[int]]()
     while left or engine.busy:
         if left and source.random() < 0.4:
@@ -239,13 +241,15 @@ def test_requests_in_all_modes_get_what_they_would_alone(
     assert engine.stats.accepted > engine.stats.suffix_accepted
 
 
+@each("exact", [False, True])
 def test_preemption_does_not_show_in_rounds(
-    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]]
+    target: Target, tiny_drafter: Drafter, quoting: list[tuple[int, ...]], exact: bool
 ) -> None:
-    wanted = [request(prompt, max_new_tokens=40, speculation=FORCED) for prompt in quoting]
+    wanted = [request(prompt, max_new_tokens=50, speculation=FORCED) for prompt in quoting]
     expected = run(Engine(target, None, config=with_suffix()), wanted)
     per_block = Engine(target, tiny_drafter, config=with_suffix()).budget.bytes_per_block
-    engine = round_engine(target, tiny_drafter, with_suffix(max_model_len=128, memory=60 * per_block))
+    manner = with_suffix(max_model_len=128, memory=60 * per_block)
+    engine = round_engine(target, tiny_drafter, manner, exact=exact)
     preempted, tokens = set[int](), dict[int, list[int]]()
     keys = [engine.submit(one) for one in wanted]
     while engine.busy:
@@ -257,12 +261,12 @@ def test_preemption_does_not_show_in_rounds(
     assert [tuple(tokens[key]) for key in keys] == [answer.tokens for answer in expected]
 
 
-def test_steps_captured_ahead_time_passes_for_suffix_drafts_alone(target: Target) -> None:
+def test_steps_captured_ahead_time_steps_of_suffix_drafts_alone(target: Target) -> None:
     engine = round_engine(target, None, with_suffix())
     engine.capture_graphs()
-    assert isinstance(engine.proposer, SuffixProposer)
-    verify = engine.controller.costs.verify_alone
-    assert verify.tells(8)
+    depths = engine.core.runner.shapes.offered_for(1)
+    assert max(depths) == OFFERED
+    assert {offered(depth) for depth in depths} <= set(engine.controller.costs._rehearsed)
 
 
 def test_a_round_of_suffix_drafts_leaves_the_drafters_choice_as_it_is(
@@ -278,7 +282,8 @@ def test_a_round_of_suffix_drafts_leaves_the_drafters_choice_as_it_is(
 
     monkeypatch.setattr(engine.controller, "choose", counted)
     monkeypatch.setattr(SuffixChoice, "round_depth", lambda *_: 3)
-    monkeypatch.setattr(LookupPace, "due", lambda *_: True)  # or some rounds are the drafter's
+    monkeypatch.setattr(LookupGate, "is_open", lambda *_: True)
+    monkeypatch.setattr(LookupGate, "due", lambda *_: True)  # or some rounds are the drafter's
     looping = replace(request((5, 9)).sampling, allowed_tokens=frozenset({5}))
     run(engine, [request((5, 9, 5, 9, 5, 9, 5, 9), max_new_tokens=80, sampling=looping)])
     assert engine.stats.suffix_accepted > 40
@@ -290,14 +295,14 @@ def test_many_requests_are_not_looked_up(
 ) -> None:
     monkeypatch.setattr("eyas.engine.suffix.proposer.MOST_IN_A_ROUND", 2)
     engine = round_engine(target, None, with_suffix())
-    draft_slots, looked = engine.proposer.draft_slots, dict[int, int]()
+    plan, looked = engine.proposer.plan, dict[int, int]()
 
-    def watched(decoding: Sequence[SequenceState]) -> dict[int, int]:
-        slots = draft_slots(decoding)
-        looked[len(decoding)] = looked.get(len(decoding), 0) + len(engine.proposer.round_offers)
-        return slots
+    def watched(decoding: Sequence[SequenceState]) -> DraftPlan:
+        planned = plan(decoding)
+        looked[len(decoding)] = looked.get(len(decoding), 0) + len(planned.offers)
+        return planned
 
-    monkeypatch.setattr(engine.proposer, "draft_slots", watched)
+    monkeypatch.setattr(engine.proposer, "plan", watched)
     run(engine, [request(prompt, max_new_tokens=10 + 5 * number) for number, prompt in enumerate(quoting[:4])])
     assert looked[1] > 0
     assert looked[3] == looked[4] == 0
@@ -321,7 +326,7 @@ def test_requests_that_are_sent_nothing_are_looked_up_ever_more_rarely(
     assert 3 <= most <= 12
 
 
-def test_where_look_ups_do_not_pay_nothing_is_looked_up_or_timed_for_them(
+def test_where_look_ups_do_not_pay_nothing_is_looked_up(
     monkeypatch: pytest.MonkeyPatch, target: Target, quoting: list[tuple[int, ...]]
 ) -> None:
     monkeypatch.setattr(LookupGate, "is_open", lambda *_: False)
@@ -334,13 +339,8 @@ def test_where_look_ups_do_not_pay_nothing_is_looked_up_or_timed_for_them(
 
     monkeypatch.setattr(SuffixDrafts, "offer", noted)
     engine = round_engine(target, None, with_suffix())
-    timed = list[bool]()
-    engine.submit(request(quoting[0], max_new_tokens=30, speculation=AUTO))
-    while engine.busy:
-        engine.step()
-        timed.append(engine.proposer.timed)
-    assert len(timed) > 20
-    assert not any(timed)
+    (answer,) = run(engine, [request(quoting[0], max_new_tokens=30, speculation=AUTO)])
+    assert answer.stats.passes > 20
     assert not looked_up
     run(engine, [request(quoting[0], max_new_tokens=30, speculation=FORCED)])
     assert looked_up, "who asks for suffix drafts has them"

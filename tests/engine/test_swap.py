@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from engine.round_engines import dense_where_padded, graphs_of, round_engine  # noqa: F401  the fixture is used by name
+from engine.round_engines import graphs_of, round_engine
 from engine.test_engine import OFF, at_depth, options, request
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache import cache
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.errors import UserError
 from eyas.sampling import Sampling
 from tiny import drafter_config, language, random_drafter
@@ -115,10 +115,9 @@ def test_what_was_captured_ahead_is_captured_for_the_next_drafter(
     engine.swap_drafter(other)
     assert first() is None, "the old graphs have made room"
     assert len(graphs_of(engine)) == ahead
-    assert engine.rounds is not None
     costs = engine.controller.costs
     assert costs is not before
-    assert set(costs.chains) == set(engine.rounds.runner.shapes.depths), "and passes are timed"
+    assert all(costs.at(1, depth) for depth in engine.core.runner.shapes.depths), "and steps are timed"
     assert run_with_swaps(engine, asked, {3: tiny_drafter, 6: other}) == expected, "while requests wait, too"
     assert len(graphs_of(engine)) >= ahead
     engine.swap_drafter(None)
@@ -130,10 +129,10 @@ def test_what_was_rehearsed_on_a_processor_is_rehearsed_again(
 ) -> None:
     engine = Engine(target, tiny_drafter, config=options(capture_ahead=True))
     engine.swap_drafter(other)
-    assert engine.controller.costs.first_draft.known
+    assert engine.controller.costs.at(1, 1) is not None
     engine = Engine(target, tiny_drafter, config=options())
     engine.swap_drafter(other)
-    assert not engine.controller.costs.first_draft.known, "nor without being asked"
+    assert engine.controller.costs.at(1, 1) is None, "nor without being asked"
 
 
 def test_acceptance_is_learnt_anew(target: Target, tiny_drafter: Drafter, other: Drafter, asked: list[Request]) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.round_engines import Uncaptured, dense_where_padded, round_engine  # noqa: F401  the fixture is used by name
+from engine.noted_drafts import note_drafts
+from engine.round_engines import Uncaptured, round_engine
 from engine.test_engine import OFF, at_depth, options, request, run
 from engine.test_quantised_target import quantised
 from eyas.drafter.recorded_acceptance import RecordedAcceptance
@@ -19,7 +20,8 @@ from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner import drafter as drafter_runner
 from eyas.engine.runner import fused_drafter as fused
-from eyas.engine.runner.drafter import DrafterRunner, Tree
+from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.speculation.draft import Tree
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.errors import UserError
 from eyas.kernels.linear.packed_linear import pack_linears
@@ -105,7 +107,7 @@ def answers(engine: Engine, requests: list[Request], swaps: dict[int, Drafter] |
         if step in swaps:
             running = [(seq.key, seq.stay, seq.slot, tuple(seq.blocks)) for seq in engine.scheduler.running]
             assert running, "there is work"
-            landing = engine.rounds is not None and engine.rounds.busy
+            landing = engine.core.busy
             assert engine.swap_drafter(swaps.pop(step), in_place=True)
             engine.scheduler.check()
             left = [(seq.key, seq.stay, seq.slot, tuple(seq.blocks)) for seq in engine.scheduler.running]
@@ -123,6 +125,12 @@ def answers(engine: Engine, requests: list[Request], swaps: dict[int, Drafter] |
     return [tuple(tokens[key]) for key in keys]
 
 
+def known_to_target(engine: Engine, requests: list[Request]) -> Engine:
+    """An engine whose target has read these requests, and whose drafter has not: so are those whose weights changed."""
+    answers(engine, [replace(one, speculation=OFF) for one in requests])
+    return engine
+
+
 def plainly(target: Target, requests: list[Request]) -> list[tuple[int, ...]]:
     return answers(Engine(target, config=options()), [replace(one, speculation=OFF) for one in requests])
 
@@ -130,15 +138,9 @@ def plainly(target: Target, requests: list[Request]) -> list[tuple[int, ...]]:
 def drafts_of(engine: Engine, requests: list[Request]) -> list[tuple[int, ...]]:
     """All that is drafted for requests, in order."""
     made: list[tuple[int, ...]] = []
-    verify = engine.runner.run_rows
-
-    def noted(rows: Any, drafts: Any, **rest: Any) -> Any:
-        made.extend(drafts[row.seq.key].tokens for row in rows if row.seq.key in drafts)
-        return verify(rows, drafts, **rest)
-
-    engine.runner.run_rows = noted  # type: ignore[method-assign]
+    end = note_drafts(engine, lambda drafted: made.append(drafted.drafts))
     run(engine, requests)
-    del engine.runner.run_rows  # type: ignore[misc]
+    end()
     assert any(made)
     return made
 
@@ -174,15 +176,14 @@ def test_rounds_on_a_device_go_on_with_steps_in_flight_and_nothing_is_captured_a
     monkeypatch.setattr(Uncaptured, "_capture", counted)
     expected = plainly(target, requests)
     engine = round_engine(target, way.drafter(), options(tree=tree), synchronous=synchronous)
-    assert engine.rounds is not None
-    graphs, state = engine.rounds.runner.capture, engine.rounds.runner.state
+    graphs, state = engine.core.runner.capture, engine.core.runner.state
     assert answers(engine, requests, {3: way.drafter(0.3), 6: way.drafter(3.0), 8: way.drafter()}) == expected
     before = len(captured)
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
     assert len(captured) == before
     assert answers(engine, requests, {5: way.drafter()}) == expected
-    assert engine.rounds.runner.capture is graphs
-    assert engine.rounds.runner.state is state
+    assert engine.core.runner.capture is graphs
+    assert engine.core.runner.state is state
     assert len(captured) == len(graphs), "none was captured a second time"
     assert engine.stats.accepted > 0
 
@@ -191,12 +192,11 @@ def test_what_was_captured_ahead_stays_and_is_planned_with(target: Target, tiny_
     way, requests = Way("torch", target, tiny_drafter), asked(4, speculation=Speculation())
     engine = round_engine(target, way.drafter(), options(max_num_seqs=4))
     ahead, costs = engine.capture_graphs(), engine.controller.costs
-    shapes = costs.shapes
+    shapes = engine.controller.shapes
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
-    assert engine.rounds is not None
-    assert len(engine.rounds.runner.capture) == ahead
+    assert len(engine.core.runner.capture) == ahead
     assert engine.controller.costs is costs, "what passes take is still known"
-    assert costs.shapes is shapes
+    assert engine.controller.shapes is shapes
     assert answers(engine, requests, {2: way.drafter()}) == plainly(target, requests)
 
 
@@ -206,7 +206,10 @@ def test_what_was_captured_ahead_stays_and_is_planned_with(target: Target, tiny_
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chains", "trees"])
 def test_new_requests_are_drafted_for_as_if_the_new_drafter_had_always_been_there(way: Way, tree: Tree | None) -> None:
     requests = asked(speculation=at_depth(3))
-    old, new = (drafts_of(Engine(way.target, way.drafter(x), config=options(tree=tree)), requests) for x in (0.3, 0.0))
+    old, new = (
+        drafts_of(known_to_target(Engine(way.target, way.drafter(x), config=options(tree=tree)), requests), requests)
+        for x in (0.3, 0.0)
+    )
     assert old != new
     engine = Engine(way.target, way.drafter(0.3), config=options(tree=tree))
     answers(engine, requests)  # whose prefixes, read by the old weights, must not be found
@@ -218,7 +221,10 @@ def test_new_requests_are_drafted_for_as_if_the_new_drafter_had_always_been_ther
 
 def test_new_requests_on_a_device_are_too(target: Target, tiny_drafter: Drafter) -> None:
     way, requests = Way("torch", target, tiny_drafter), asked(speculation=at_depth(3))
-    old, new = (accepted(round_engine(target, way.drafter(x), options()), requests) for x in (0.3, 0.0))
+    old, new = (
+        accepted(known_to_target(round_engine(target, way.drafter(x), options()), requests), requests)
+        for x in (0.3, 0.0)
+    )
     assert old != new
     engine = round_engine(target, way.drafter(0.3), options())
     answers(engine, requests, {3: way.drafter(), 5: way.drafter(0.3), 7: way.drafter()})
@@ -235,6 +241,7 @@ MORE_SHAPES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("config", MORE_SHAPES.values(), ids=MORE_SHAPES)
 def test_every_number_of_every_shape_is_the_new_ones(target: Target, config: Any, packs: bool) -> None:
@@ -259,7 +266,7 @@ def test_every_number_of_every_shape_is_the_new_ones(target: Target, config: Any
 
 def runner_of(engine: Engine) -> DrafterRunner:
     assert engine._drafting is not None
-    return engine._drafting.drafter
+    return engine._drafting
 
 
 @torch.inference_mode()
@@ -306,22 +313,22 @@ def test_prefixes_of_the_target_are_still_found_and_those_of_the_drafter_read_on
     run(engine, [followed])
     assert engine.swap_drafter(packed.drafter(), in_place=True)
     cached = [run(engine, [one])[0].num_cached_tokens for one in (alone, followed, followed)]
-    assert cached[0] > 30
-    assert cached[1] == 0
-    assert cached[2] > 30
+    assert min(cached) > 30
 
 
-def test_what_was_read_of_requests_under_way_is_found_by_nobody_who_is_drafted_for(packed: Way) -> None:
+def test_what_was_read_of_requests_under_way_is_found_as_the_targets_alone(packed: Way) -> None:
     engine = Engine(packed.target, packed.drafter(0.3), config=options())
     prompt = tuple(language(1, 18, torch.Generator().manual_seed(4))[0].tolist())
     under_way = request(prompt, speculation=at_depth(3), max_new_tokens=40)
     (answer,) = answers(engine, [under_way], {1: packed.drafter()})
     run(engine, [replace(under_way, max_new_tokens=12)])  # lets the first blocks be found again
-    later = [
-        run(engine, [request((*prompt, *answer), speculation=way)])[0].num_cached_tokens for way in (at_depth(3), OFF)
-    ]
-    assert 0 < later[0] <= len(prompt) + 12
-    assert later[1] > len(prompt) + 24
+    asked_again = request((*prompt, *answer), speculation=at_depth(3))
+    key = engine.submit(asked_again)
+    engine.step()
+    (seq,) = engine.scheduler.running
+    engine.cancel(key)
+    assert seq.num_cached_tokens is not None
+    assert seq.num_cached_tokens > len(prompt) + 24
 
 
 def test_acceptance_is_learnt_anew_from_what_is_recorded_and_times_are_kept(packed: Way) -> None:
@@ -401,7 +408,8 @@ def test_who_wants_no_other_way_is_refused_and_nothing_changes(packed: Way) -> N
 
 def test_without_leave_the_old_drafter_is_not_overwritten(packed: Way) -> None:
     first, second = packed.drafter(), packed.drafter(0.3)
-    engine, requests = Engine(packed.target, first, config=options()), asked(4, speculation=at_depth(3))
+    engine = Engine(packed.target, first, config=options(prefix_cache=False))
+    requests = asked(4, speculation=at_depth(3))
     drafts = drafts_of(engine, requests)
     assert not engine.swap_drafter(second)
     assert drafts_of(engine, requests) != drafts
@@ -420,6 +428,7 @@ def with_ids_beyond(drafter: Drafter) -> None:
     drafter.d2t.fill_(VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -441,7 +450,7 @@ def test_a_copy_that_fails_leaves_the_old_drafter_whole(
 
     for build in (lambda *given: Engine(*given[:2], config=given[2]), round_engine):
         engine, broken = build(target, made(1), options()), made(2)
-        kept = engine.proposer, engine.controller, engine.rounds, runner_of(engine)
+        kept = engine.proposer, engine.controller, engine.core, runner_of(engine)
         before = deepcopy(kept[-1].model.state_dict())
         with monkeypatch.context() as patched:
             if spoil is None:
@@ -450,7 +459,7 @@ def test_a_copy_that_fails_leaves_the_old_drafter_whole(
                 spoil(broken)
             with pytest.raises((UserError, MemoryError), match=says):
                 engine.swap_drafter(broken, in_place=True)
-        assert (engine.proposer, engine.controller, engine.rounds, runner_of(engine)) == kept
+        assert (engine.proposer, engine.controller, engine.core, runner_of(engine)) == kept
         assert all(torch.equal(value, before[name]) for name, value in kept[-1].model.state_dict().items())
         requests = asked(4)
         assert answers(engine, requests) == plainly(target, requests)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from each import each
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.kv_cache.cache import KVCache
@@ -170,9 +171,7 @@ def assert_serves(target: Target) -> None:
     assert target.model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(
-    "family", [*FAMILIES, "granite", "cohere", "olmo2", "starcoder2", "glm4", "deepseek_v2", "deepseek_v3"]
-)
+@each("family", [*FAMILIES, "granite", "cohere", "olmo2", "starcoder2", "glm4", "deepseek_v2", "deepseek_v3"])
 def test_a_target_through_blocks_computes_what_it_computes_alone(family: str) -> None:
     extra: dict[str, Any] = {}
     if family.startswith("deepseek"):  # values are narrower than keys
@@ -181,7 +180,7 @@ def test_a_target_through_blocks_computes_what_it_computes_alone(family: str) ->
     assert_serves(built(family, **extra))
 
 
-@pytest.mark.parametrize("family", [*ALWAYS, *ON_REQUEST])
+@each("family", [*ALWAYS, *ON_REQUEST])
 def test_windows_shorter_than_the_context_are_honoured(family: str) -> None:
     request = {"use_sliding_window": True, "max_window_layers": 2} if family in ON_REQUEST else {}
     target = built(family, sliding_window=WINDOW, **request)
@@ -205,7 +204,7 @@ def test_auxiliary_states_come_from_the_same_pass() -> None:
     torch.testing.assert_close(ours, torch.cat(whole), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@each("family", ["llama", "gpt2"])
 @torch.inference_mode()
 def test_only_the_logits_asked_for_are_made(family: str) -> None:
     target = built(family)
@@ -263,7 +262,7 @@ def test_attention_that_cannot_be_replaced_is_refused() -> None:
     assert "the attention of GPTJForCausalLM cannot be replaced" in refusal(built("gptj", rotary_dim=4))
 
 
-@pytest.mark.parametrize("family", ["bart", "bloom", "pegasus"])
+@each("family", ["bart", "bloom", "pegasus"])
 def test_targets_that_count_positions_by_themselves_are_refused(family: str) -> None:
     heads = {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "is_encoder_decoder": False}
     assert f"{family} ({family}) counts positions by itself" in refusal(built(family, **heads))
@@ -290,7 +289,7 @@ def test_targets_whose_layers_have_sizes_of_their_own_are_served(family: str) ->
         assert list(answer.tokens) == alone[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+@each("family", ["stablelm", "nemotron"])
 def test_layers_that_drop_what_the_caller_passes_attend_all_the_same(family: str) -> None:
     target = built(family)
     assert_serves(target)

@@ -17,7 +17,7 @@ from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.sampling import Sampling
 from eyas.target.model import Target

@@ -11,6 +11,7 @@ import torch
 
 import tiny
 from chat_tokenizer import CHATML, chat_tokenizer
+from each import each
 from eyas.data.conversations import Conversation, Message, parse_conversation
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
@@ -44,7 +45,7 @@ def answer(key: int, accepted: Sequence[int], tokens: Iterable[int] | None = Non
     return Answer(key=key, tokens=tuple(made), stopped=stopped, accepted=tuple(accepted))
 
 
-@pytest.mark.parametrize(
+@each(
     ("tokens", "expected"),
     [
         ([5] * 32, True),
@@ -138,6 +139,7 @@ def pruned(tiny_target: Target) -> Drafter:
     return tiny.trained_drafter(tiny_target.model, config, steps=30, kept=kept)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_estimate_equals_decoding_for_every_drafter_at_every_depth(
     tiny_target: Target, tiny_drafter: Drafter, eagle3: Drafter, pruned: Drafter, tiny_eagle1: Drafter
 ) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from each import each
 from evaluate.test_evaluate import ScriptedDecoders, conversations, words
 from eyas.evaluate.evaluate import Group, evaluate, record_groups
 from eyas.evaluate.partings import Parting, find_parting, first_difference
@@ -10,7 +11,7 @@ from eyas.evaluate.prompts import Questions
 from eyas.target.model import Target
 
 
-@pytest.mark.parametrize(
+@each(
     ("plain", "other", "expected"),
     [
         ([1, 2, 3], [1, 2, 3], None),

@@ -37,7 +37,7 @@ def falls_back_to_nothing(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """An engine that falls back to slower code logs it: none may. A busy host that launches late is no such fall."""
     with caplog.at_level(logging.INFO, logger="eyas.engine"):
         yield
-    told = [record for record in caplog.get_records("call") if record.name != "eyas.engine.round_loop"]
+    told = [record for record in caplog.get_records("call") if record.name != "eyas.engine.core"]
     assert [record.getMessage() for record in told] == []
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from engine.round_engines import graphs_of
 from engine.test_engine import OFF, at_depth, options, request, run
 from eyas.data.conversations import Conversation
 from eyas.drafter.model import Drafter
@@ -68,7 +69,6 @@ def test_states_are_the_targets_own(
     dtype = torch.bfloat16 if half else torch.float32
     chosen = replace(target, model=copy.deepcopy(target.model).to(dtype))
     engine = Engine(chosen, copy.deepcopy(drafter).to(dtype), config=options(hidden_state_layers=LAYERS))
-    assert engine.rounds is None
     asked = [request(prompt, speculation=at_depth(3) if i % 3 else OFF) for i, prompt in enumerate(prompts)]
     for one, answer in zip(asked, run(engine, asked), strict=True):
         ids = torch.tensor([[*one.prompt, *answer.tokens]])
@@ -76,3 +76,4 @@ def test_states_are_the_targets_own(
         assert answer.hidden_states is not None
         error_T = (answer.hidden_states.float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
         assert float(error_T.median()) < (0.03 if half else 1e-4)
+    assert len(graphs_of(engine)) > 0, "captured passes keep them"

@@ -16,7 +16,7 @@ from engine.test_engine import NEW_TOKENS, OFF, SAMPLINGS, at_depth, options, re
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.kernels.noise import exponential, race, uniform
 from eyas.sampling import Sampling
 from eyas.target.model import Target

@@ -14,7 +14,6 @@ import torch
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
-from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
 from eyas.engine.runner.fused_target import fused_target
 from eyas.kernels.attention.dense import DenseBackend
@@ -153,7 +152,7 @@ def test_drafts_change_nothing(
     assert type(fused_target(loaded)).__name__ == "TritonLlama", "the fused pass must be the one that is tested"
     options = EngineConfig(max_num_seqs=32, max_model_len=128, kv_cache_dtype="fp8")
     engine, prompts = Engine(loaded, deepcopy(drafter).to(dtype), config=options), some_prompts(32)
-    assert engine.rounds is not None, "steps are captured"
+    assert engine.core.runner.capture.enabled, "steps are captured"
     alone: dict[int, list[int]] = {}
     for seed, prompt in prompts.items():
         alone |= answers(engine, {seed: prompt}, 0, sampling)
@@ -164,8 +163,8 @@ def test_drafts_change_nothing(
             same += sum(said == alone[seed] for seed, said in some.items())
         assert same >= least, f"at depth {depth} {same} of 40 answers are the same"
     assert engine.stats.accepted > 0
-    assert isinstance(engine.proposer, Proposer)
-    for cache in (engine.runner.cache, engine.proposer.drafter.cache):
+    assert engine._drafting is not None
+    for cache in (engine.model_runner.cache, engine._drafting.cache):
         assert {x.dtype for pair in cache.layers.values() for x in pair} == {FP8}
 
 
@@ -201,4 +200,4 @@ def test_as_many_bytes_hold_more_tokens(target: Target, drafter: Drafter) -> Non
     wide, narrow = engines["auto"], engines["fp8"]
     assert wide.budget.bytes_per_block == 2 * narrow.budget.bytes_per_block
     assert narrow.budget.blocks in (2 * wide.budget.blocks, 2 * wide.budget.blocks + 1)
-    assert narrow.runner.cache.bytes <= 2**20 + narrow.budget.bytes_per_block
+    assert narrow.model_runner.cache.bytes <= 2**20 + narrow.budget.bytes_per_block

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import tiny
-from engine.dense_tables import use_dense_tables
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantised_linears import linear_names
 from eyas.engine.kv_cache.cache import KVCache
@@ -53,10 +52,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def _exact_float32() -> None:
     torch.set_float32_matmul_precision("highest")
-    if DEVICE.type == "cpu":
-        use_dense_tables(monkeypatch)
 
 
 def drafter_of(dtype: torch.dtype = torch.float32, **changes: Any) -> Drafter:

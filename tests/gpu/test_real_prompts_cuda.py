@@ -23,7 +23,7 @@ from eyas.drafter.shipped import DEFAULT_DRAFTER
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.drafter import Tree
+from eyas.engine.speculation.draft import Tree
 from eyas.sampling import Sampling
 from eyas.target.locate import DEFAULT_TARGET
 from eyas.target.model import Target
@@ -127,9 +127,9 @@ def test_greedy_answers_part_from_transformers_at_ties_alone(
         (near_ties if margin < allowed else wrong).append(
             f"prompt {number}, token {at}: margin {margin:.2e} in float32, {in_own:.2e} in {dtype}; tie {allowed:.2e}"
         )
-    made = f"{len(graphs_of(engine))} graphs" if engine.rounds is not None else "no graphs"
     print(
-        f"\n{dtype}, {name}, {made}: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} identical, "
+        f"\n{dtype}, {name}, {len(graphs_of(engine))} graphs: {PROMPTS - len(near_ties) - len(wrong)} of {PROMPTS} "
+        "identical, "
         f"{len(near_ties)} differ at a near-tie, {len(wrong)} are wrong; "
         f"acceptance length {engine.stats.acceptance_length:.2f}"
     )

@@ -1,4 +1,5 @@
-"""Rounds on a real device: captured and not, with a step in flight and without, they give what synchronous steps give.
+"""Rounds on a real device: captured and not, with a step in flight and without, they give what eager steps give that
+land at once.
 
 The tests are those of tests/engine/test_rounds.py, over engines on a GPU.
 """
@@ -35,17 +36,16 @@ from eyas.target.model import Target
 pytestmark = pytest.mark.gpu
 
 
-class HostEngine(Engine):
-    """Steps that the host takes part in, to compare with: an engine that keeps states has no others."""
+class EagerEngine(Engine):
+    """Steps to compare with: nothing is captured, and each lands before the next is launched."""
 
     def __init__(self, *given: Any, config: EngineConfig) -> None:
-        super().__init__(*given, config=replace(config, hidden_state_layers=(0,)))
-        assert self.rounds is None
+        super().__init__(*given, config=replace(config, graphs=False, async_scheduling=False))
 
 
 @pytest.fixture(autouse=True)
-def _expected_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_rounds, "Engine", HostEngine)
+def _expected_by_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_rounds, "Engine", EagerEngine)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,6 @@ def build(request: pytest.FixtureRequest) -> Callable[..., Engine]:
 
     def made(target: Target, drafter: Drafter | None, **changes: Any) -> Engine:
         kind = {"graphs": request.param != "uncaptured", "async_scheduling": request.param != "synchronous"}
-        engine = Engine(target, drafter, config=options(**kind, **changes))
-        assert engine.rounds is not None
-        return engine
+        return Engine(target, drafter, config=options(**kind, **changes))
 
     return made

@@ -13,8 +13,8 @@ from eyas.drafter.checkpoint import checkpoint_of, write_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.drafter.quantise import quantised
 from eyas.engine.engine import Engine
-from eyas.engine.runner.drafter import Tree
 from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.engine.speculation.draft import Tree
 from eyas.loading import load_drafter_for
 from eyas.target.model import Target
 
@@ -46,7 +46,6 @@ def test_captured_rounds_go_on_with_new_weights(
     assert old != new
     captured.clear()
     engine = Engine(target, way.drafter(0.3), config=kind)
-    assert engine.rounds is not None
     assert type(runner_of(engine).run).__name__ == "TritonDrafter"
     assert answers(engine, requests, {3: way.drafter(), 5: way.drafter(3.0), 8: way.drafter()}) == expected
     before = len(captured)
@@ -56,7 +55,7 @@ def test_captured_rounds_go_on_with_new_weights(
     assert accepted(engine, requests) == new
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
     assert accepted(engine, requests) == old
-    assert len(captured) == len(engine.rounds.runner.capture) > 0, "none was captured a second time"
+    assert len(captured) == len(engine.core.runner.capture) > 0, "none was captured a second time"
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -86,7 +85,6 @@ def test_what_was_captured_ahead_is_not_captured_again(
 ) -> None:
     way, requests = Way("torch", target, tiny_drafter), asked(4)
     engine = Engine(target, way.drafter(), config=options(max_num_seqs=4, capture_ahead=True))
-    assert engine.rounds is not None
     ahead = len(captured)
     assert engine.swap_drafter(way.drafter(0.3), in_place=True)
     assert len(captured) == ahead > 0

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.dense_tables import DenseTablesBackend
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.round_state import RoundState
 from eyas.kernels import tree_draft, tree_outcome
+from eyas.kernels.attention.dense import DenseBackend
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.round_layout import BlockShape
 from eyas.kernels.tree_nodes import TreeNodes
@@ -202,7 +202,7 @@ def test_nodes_see_their_ancestors_alone(window: int | None, begun: bool) -> Non
     q_NHK = torch.randn(rows * count, 4, 8, generator=generator).to(DEVICE)
     keys_GCK, values_GCK = torch.randn(2, 2, 164, 8, generator=generator).to(DEVICE)
     ours = TritonBackend(layout, sinks=1).attend(q_NHK, keys_GCK, values_GCK, 0.3, None, window)
-    theirs = DenseTablesBackend(layout, sinks=1).attend(q_NHK, keys_GCK, values_GCK, 0.3, None, window)
+    theirs = DenseBackend(layout, sinks=1).attend(q_NHK, keys_GCK, values_GCK, 0.3, None, window)
     live_N = (torch.arange(count, device=DEVICE) < live_R[:, None]).flatten()
     torch.testing.assert_close(ours[live_N], theirs[live_N], rtol=1e-4, atol=1e-5)
     assert ours.isfinite().all()

@@ -1,4 +1,4 @@
-"""Rounds of trees on a real device, captured and not: they give what trees of the host give.
+"""Rounds of trees on a real device, captured and not: they give what trees of eager steps give.
 
 The tests are those of tests/engine/test_tree_rounds.py, over engines on a GPU.
 """
@@ -18,7 +18,7 @@ from engine.test_tree_rounds import (  # noqa: F401  tests and fixtures are used
     test_eagle1_drafters,
     test_preempted_requests,
     test_prefixes_found_later_are_right,
-    test_the_trees_of_the_host,
+    test_trees_of_every_shape,
 )
 from eyas.drafter.model import Drafter
 from eyas.engine.engine import Engine
@@ -26,7 +26,7 @@ from eyas.engine.output import RequestOutput
 from eyas.engine.request import Speculation
 from eyas.sampling import Sampling
 from eyas.target.model import Target
-from gpu.test_rounds_cuda import HostEngine, build  # noqa: F401  fixtures are used by name
+from gpu.test_rounds_cuda import EagerEngine, build  # noqa: F401  fixtures are used by name
 
 pytestmark = pytest.mark.gpu
 
@@ -39,8 +39,8 @@ def assert_alike(ours: list[RequestOutput], theirs: list[RequestOutput]) -> None
 
 
 @pytest.fixture(autouse=True)
-def _expected_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_tree_rounds, "Engine", HostEngine)
+def _expected_by_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_tree_rounds, "Engine", EagerEngine)
     monkeypatch.setattr(test_tree_rounds, "assert_same", assert_alike)
 
 
@@ -54,9 +54,7 @@ def with_rounds() -> Callable[..., Engine]:
     """Captured, one step in flight."""
 
     def made(target: Target, drafter: Drafter, **changes: Any) -> Engine:
-        engine = Engine(target, drafter, config=options(**changes))
-        assert engine.rounds is not None
-        return engine
+        return Engine(target, drafter, config=options(**changes))
 
     return made
 
@@ -74,7 +72,6 @@ def test_passes_of_trees_are_captured(target: Target, tiny_drafter: Drafter, pro
     )
     assert [answer.tokens for answer in ours] == [answer.tokens for answer in plain]
     assert sum(answer.stats.accepted for answer in ours) > 20
-    assert engine.rounds is not None
-    capture = engine.rounds.runner.capture
+    capture = engine.core.runner.capture
     assert {"draft trees", "verify trees", "sample trees"} <= {key[0] for key in capture._made}
     assert not capture.refused

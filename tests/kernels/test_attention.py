@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.drafter.attention import attend_densely
 from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.choose import choose_backend
@@ -188,8 +189,8 @@ class World:
             self.check([(request, self.row(request, longest)) for request in requests])
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@each("law", LAWS)
+@each("seed", range(4))
 def test_random_rows_attend_as_each_request_alone(seed: int, law: Law) -> None:
     World(seed, law).seq(passes=10)
 
@@ -201,7 +202,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     world.seq(passes=6)
 
 
-@pytest.mark.parametrize("law", [Law(), Law(window=50), Law(window=70, sinks=4)], ids=str)
+@each("law", [Law(), Law(window=50), Law(window=70, sinks=4)])
 def test_a_long_prompt_is_read_in_pieces(law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.kernels.attention.dense.LONGEST_PIECE", 16)
     world = World(0, law)
@@ -229,7 +230,7 @@ def test_where_blocks_lie_does_not_matter() -> None:
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
+@each("law", LAWS)
 def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
     generator = torch.Generator().manual_seed(0)
     layer = filled(BLOCKS + 1, BLOCK_SIZE)
@@ -325,7 +326,7 @@ def test_metadata_made_on_the_device_is_that_made_on_the_host() -> None:
     assert host.tables.tree_mask_N is None
 
 
-@pytest.mark.parametrize("lives", [None, (2, 0, 0, 0, 4)])
+@each("lives", [None, (2, 0, 0, 0, 4)])
 def test_ragged_metadata_made_on_the_device_is_that_made_on_the_host(lives: tuple[int, ...] | None) -> None:
     null_slot, counts = 200, (3, 0, 1, 0, 5)
     table = torch.randperm(40, generator=torch.Generator().manual_seed(1)).view(5, 8).int()
@@ -349,7 +350,7 @@ def test_ragged_metadata_made_on_the_device_is_that_made_on_the_host(lives: tupl
     assert (ragged.tables.query_lens, ragged.tables.max_seq_len) == (None, 32)
 
 
-@pytest.mark.parametrize(
+@each(
     "row",
     [
         AttentionRow(blocks=[1], base=3, count=2),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.engine.runner.fused_target import fused_target
 from eyas.kernels.attention import choose, cpu
 from eyas.kernels.attention.choose import choose_backend
@@ -33,7 +34,7 @@ def kernel() -> AttentionKernel:
     return found
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -41,8 +42,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("seed", range(4))
+@each("law", LAWS)
+@each("seed", range(4))
 def test_random_rows_attend_as_each_request_alone(seed: int, law: Law) -> None:
     World(seed, law, backend=compiled).seq(passes=10)
 
@@ -80,9 +81,9 @@ def run(
     return layer.attend(rows, new, law, backend)
 
 
-@pytest.mark.parametrize("law", LONG_LAWS, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 3, 16])
+@each("law", LONG_LAWS)
+@each("sizes", SIZES)
+@each("block_size", [1, 3, 16])
 def test_long_contexts_in_scattered_blocks_are_as_dense(
     sizes: tuple[int, ...], law: Law, block_size: int, threads: int
 ) -> None:
@@ -106,8 +107,8 @@ def test_long_contexts_in_scattered_blocks_are_as_dense(
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("law", LONG_LAWS, ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@each("law", LONG_LAWS)
+@each("sizes", SIZES)
 def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts(
     sizes: tuple[int, ...], law: Law, threads: int
 ) -> None:
@@ -138,7 +139,7 @@ def test_a_query_is_the_same_to_the_last_bit_alone_among_others_and_among_drafts
         assert torch.equal(together, expected[index]), chosen
 
 
-@pytest.mark.parametrize("law", LONG_LAWS, ids=str)
+@each("law", LONG_LAWS)
 def test_a_prompt_is_the_same_to_the_last_bit_however_it_is_cut(law: Law, threads: int) -> None:
     sizes, row = SIZES[0], AttentionRow(blocks=random.Random(0).sample(range(40), 40), base=70, count=400)
     before, new = filled(sizes, 40, 16), drawn(sizes, row.count)
@@ -151,8 +152,8 @@ def test_a_prompt_is_the_same_to_the_last_bit_however_it_is_cut(law: Law, thread
     assert torch.equal(torch.cat(pieces), whole)
 
 
-@pytest.mark.parametrize("law", [Law(), Law(window=40)], ids=str)
-@pytest.mark.parametrize("base", [5, 120, 300])
+@each("law", [Law(), Law(window=40)])
+@each("base", [5, 120, 300])
 def test_a_branch_of_a_tree_is_the_same_to_the_last_bit_as_a_chain(base: int, law: Law) -> None:
     sizes, blocks = SIZES[0], random.Random(0).sample(range(40), 40)
     parents = [-1, 0, 0, 1, 2, 4, 3, 5, 7, 8, 8, 10]
@@ -180,7 +181,7 @@ def test_where_blocks_lie_does_not_matter_to_the_last_bit() -> None:
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
+@each("law", LAWS)
 def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
     sizes = (6, 2, 8, 8)
     cache, blocks = filled(sizes, BLOCKS + 1, BLOCK_SIZE), random.Random(3).sample(range(BLOCKS), BLOCKS)
@@ -203,7 +204,7 @@ def test_nothing_is_read_or_written_outside_a_rows_own_slots(law: Law) -> None:
         torch.testing.assert_close(x, old, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("law", LONG_LAWS[:3], ids=str)
+@each("law", LONG_LAWS[:3])
 def test_chunks_of_prompts_may_stand_beside_trees(law: Law) -> None:
     sizes = SIZES[0]
     cache, new = filled(sizes, 120, 16), drawn(sizes, 1 + 90 + 3 + 200)
@@ -245,7 +246,7 @@ def test_queries_and_keys_may_be_views_of_anything() -> None:
     torch.testing.assert_close(run(cache.clone(), [row], every_other, Law()), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@each("dtype", [torch.bfloat16, torch.float64])
 def test_other_types_are_answered_densely(dtype: torch.dtype) -> None:
     row, new = AttentionRow(blocks=range(4), base=0, count=3), [x.to(dtype) for x in drawn(SIZES[0], 3)]
     layers = [

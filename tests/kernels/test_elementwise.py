@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from each import each
 from eyas.kernels.elementwise import Elementwise, load_elementwise
 
 WIDTHS = [1, 2, 7, 32, 100, 576, 1536]
@@ -19,8 +20,8 @@ def glue() -> Elementwise:
     return found
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@each("width", WIDTHS)
+@each("rows", ROWS)
 def test_norms_are_those_of_torch(glue: Elementwise, rows: int, width: int) -> None:
     x_ND, weight_D = torch.randn(rows, width) * 30, torch.randn(width)
     ours = glue.norm(x_ND, weight_D, 1e-5)
@@ -28,8 +29,8 @@ def test_norms_are_those_of_torch(glue: Elementwise, rows: int, width: int) -> N
     assert torch.equal(ours, torch.cat([glue.norm(row, weight_D, 1e-5) for row in x_ND.split(1)]))
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("rows", ROWS)
+@each("width", WIDTHS)
+@each("rows", ROWS)
 def test_gates_are_those_of_torch(glue: Elementwise, rows: int, width: int) -> None:
     x_NI = torch.randn(rows, 2 * width) * 9
     ours, (gate, up) = glue.gate(x_NI), x_NI.chunk(2, dim=1)
@@ -44,8 +45,8 @@ def test_gates_far_out_are_finite_and_what_is_no_number_stays_none(glue: Element
     assert glue.gate(torch.tensor([[float("nan"), 1.0]])).isnan().all()
 
 
-@pytest.mark.parametrize("size", [2, 6, 8, 64, 80])
-@pytest.mark.parametrize("rows", ROWS)
+@each("size", [2, 6, 8, 64, 80])
+@each("rows", ROWS)
 def test_rotations_are_those_of_transformers(glue: Elementwise, rows: int, size: int) -> None:
     qkv = torch.randn(rows, 7, size)
     qk, angle = qkv[:, :5], torch.randn(rows, size)
@@ -60,8 +61,8 @@ def test_rotations_are_those_of_transformers(glue: Elementwise, rows: int, size:
         assert torch.equal(alone[0], turned[n])
 
 
-@pytest.mark.parametrize("width", [*WIDTHS, 16384])
-@pytest.mark.parametrize("rows", ROWS)
+@each("width", [*WIDTHS, 16384])
+@each("rows", ROWS)
 def test_the_most_likely_is_the_first_of_the_largest_with_its_softmax(glue: Elementwise, rows: int, width: int) -> None:
     logits = (torch.randn(rows, width) * 4).round()  # whole numbers, so that there are equals
     place, chance = glue.most_likely_and_chance(logits)

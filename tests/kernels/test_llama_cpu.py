@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.attention import PagedAttention
@@ -73,7 +74,7 @@ def passes_of(
     return [*made, *(x for pair in kv.values() for x in pair)]
 
 
-@pytest.mark.parametrize("block", DENSE)
+@each("block", DENSE)
 def test_a_pass_of_every_block_is_the_same_to_the_last_bit(block: str) -> None:
     target = packed(block)
     lean = lean_of(target)
@@ -83,11 +84,10 @@ def test_a_pass_of_every_block_is_the_same_to_the_last_bit(block: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("aux_layer_ids", [(), (0, 2), (1, 4)], ids=str)
-@pytest.mark.parametrize(
+@each("aux_layer_ids", [(), (0, 2), (1, 4)])
+@each(
     "changes",
     [{}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}, {"num_key_value_heads": 1}],
-    ids=str,
 )
 def test_a_pass_is_the_same_to_the_last_bit(changes: dict[str, Any], aux_layer_ids: tuple[int, ...]) -> None:
     target = packed(**changes)
@@ -138,8 +138,8 @@ def depths_of(lean: _FusedDrafter, *, far: int = 0) -> list[torch.Tensor]:
     return [*made, *cache.layers[0]]
 
 
-@pytest.mark.parametrize("halve", [False, True])
-@pytest.mark.parametrize("flags", SETTINGS, ids=lambda flags: "+".join(k for k, v in flags.items() if v) or "none")
+@each("halve", [False, True])
+@each("flags", SETTINGS)
 def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool) -> None:
     lean = fused_drafter(packed_drafter(halve=halve, **flags))
     assert isinstance(lean, _FusedDrafter)
@@ -153,9 +153,7 @@ def test_a_depth_is_the_same_to_the_last_bit(flags: dict[str, bool], halve: bool
     assert not torch.equal(ours[0][2], ours[1][2]), "or positions do not matter"
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}]
-)
+@each("flags", [{}, {"fc_norm": True}, {"norm_before_fc": True}, {"fc_norm": True, "norm_output": True}])
 @torch.inference_mode()
 def test_reading_states_at_once_is_the_same_to_the_last_bit(flags: dict[str, bool]) -> None:
     lean = fused_drafter(packed_drafter(**flags))
@@ -172,7 +170,7 @@ def test_reading_states_at_once_is_the_same_to_the_last_bit(flags: dict[str, boo
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
-@pytest.mark.parametrize("call", ["run_read", "run_depth"])
+@each("call", ["run_read", "run_depth"])
 def test_a_call_that_computes_wrongly_is_found_out(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(eagle.DraftLayer, call)
 
@@ -227,8 +225,8 @@ def chain_of(lean: _FusedDrafter, base: int, depths: int, window: int | None, *,
     return tokens, chances, *cache.layers[0]
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("flags", SETTINGS[::5], ids=lambda flags: "+".join(k for k, v in flags.items() if v) or "none")
+@each("base", BASES)
+@each("flags", SETTINGS[::5])
 def test_a_chain_is_the_same_to_the_last_bit(flags: dict[str, bool], base: int) -> None:
     lean = fused_drafter(packed_drafter(**flags))
     assert isinstance(lean, _FusedDrafter)
@@ -293,7 +291,7 @@ def test_a_chain_that_computes_wrongly_is_found_out(monkeypatch: pytest.MonkeyPa
 # --- rotations worked out ahead --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", ["llama", "gemma3"])
+@each("block", ["llama", "gemma3"])
 def test_rotations_of_a_request_alone_are_those_of_its_positions(block: str) -> None:
     lean = lean_of(packed(block))
     assert lean._next_turns is not None

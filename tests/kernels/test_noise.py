@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from each import each
 from eyas.kernels import noise
 from eyas.kernels.noise import exponential, race, uniform
 
@@ -79,7 +80,7 @@ def test_noise_is_the_same_in_any_company() -> None:
     assert token_W.equal(torch.arange(1001))
 
 
-@pytest.mark.parametrize("bits", [0, -1, 1, 2**52 - 1])
+@each("bits", [0, -1, 1, 2**52 - 1])
 def test_the_interval_is_open_and_times_are_finite_at_its_ends(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, bits))
     zero = torch.tensor([0])
@@ -115,8 +116,8 @@ def test_every_bit_is_fair() -> None:
     assert min(p_values) > RARE / len(p_values)
 
 
-@pytest.mark.parametrize("first", [(0, 0, 0), (2**40, 100_000, 49_000)])
-@pytest.mark.parametrize(
+@each("first", [(0, 0, 0), (2**40, 100_000, 49_000)])
+@each(
     ("one", "other"),
     [
         ((0, 0, 0), (1, 0, 0)),
@@ -155,7 +156,7 @@ def test_a_mixer_without_its_multiplications_is_caught(monkeypatch: pytest.Monke
     assert pair_p_value(w[:, :, 1:], w[:, :, :-1]) < 1e-9
 
 
-@pytest.mark.parametrize("argument", [0, 1, 2])
+@each("argument", [0, 1, 2])
 def test_each_bit_of_the_input_turns_half_of_the_output(argument: int) -> None:
     base = torch.randint(0, 2**31, (3, 512), generator=torch.Generator().manual_seed(1))
 
@@ -175,9 +176,9 @@ def test_no_two_places_of_a_block_share_their_noise() -> None:
     assert len(numpy.unique(w)) == w.size
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("kept", [1, 5, 900, 4000])
-@pytest.mark.parametrize("shortlist", [-1, 16])
+@each("width", [1, 3])
+@each("kept", [1, 5, 900, 4000])
+@each("shortlist", [-1, 16])
 def test_races_are_won_by_the_largest_p_over_e(
     width: int, kept: int, shortlist: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from each import each
 from eyas.engine.runner.fused_target import fused_target
 from eyas.kernels.attention.choose import choose_backend
 from eyas.kernels.attention.metadata import AttentionMetadata, AttentionRow
@@ -17,7 +18,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason="there is no compiler")
 
 
-@pytest.mark.parametrize("block", WITH_EXPERTS)
+@each("block", WITH_EXPERTS)
 @torch.inference_mode()
 def test_a_model_with_packed_experts_is_the_same_and_is_saved_as_it_was(block: str) -> None:
     target = plain(block)
@@ -32,7 +33,7 @@ def test_a_model_with_packed_experts_is_the_same_and_is_saved_as_it_was(block: s
     assert pack_experts(target.model) == 0
 
 
-@pytest.mark.parametrize("block", WITH_EXPERTS)
+@each("block", WITH_EXPERTS)
 @torch.inference_mode()
 def test_a_token_is_the_same_to_the_last_bit_alone_and_among_others(block: str) -> None:
     target = plain(block, **sizes_of_panels(block))

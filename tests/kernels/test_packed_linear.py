@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from each import each
 from eyas.kernels.linear.packed_linear import LinearKernel, PackedLinear, joined, load_kernel, pack, pack_linears
 from eyas.kernels.native import LIBRARY
 
@@ -35,19 +36,19 @@ def kernel(cache: Path) -> LinearKernel:
 
 
 @pytest.fixture(scope="module")
-def vectors(kernel: LinearKernel, tmp_path_factory: pytest.TempPathFactory) -> LinearKernel:
+def vectors(kernel: LinearKernel, native_cache: Path) -> LinearKernel:
     """The kernel without the processor's matrix unit."""
     if not kernel.tiles:
         return kernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CC", "cc -mno-amx-bf16")
-        found, words = load_kernel(cache=tmp_path_factory.mktemp("vectors"))
+        found, words = load_kernel(cache=native_cache)
     assert found is not None, words
     assert not found.tiles
     return found
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def threads(request: pytest.FixtureRequest):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -72,9 +73,9 @@ def make_halvable(outputs: int, inputs: int, *, bias: bool = False, seed: int = 
     return linear
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("halve", [False, True])
+@each(("outputs", "inputs"), SHAPES)
+@each("bias", [False, True])
+@each("halve", [False, True])
 def test_it_computes_what_nn_linear_computes(kernel, threads, outputs, inputs, bias, halve):
     linear = make_halvable(outputs, inputs, bias=bias)
     (packed,) = pack(kernel, [linear], halve=halve)
@@ -83,9 +84,9 @@ def test_it_computes_what_nn_linear_computes(kernel, threads, outputs, inputs, b
         torch.testing.assert_close(packed(x), linear(x), rtol=1e-5, atol=2e-6 * inputs**0.5 * 3)
 
 
-@pytest.mark.parametrize("inputs", [576, 1536, 4096])
-@pytest.mark.parametrize("rows", [1, 2, 8, 70])
-@pytest.mark.parametrize("halve", [False, True])
+@each("inputs", [576, 1536, 4096])
+@each("rows", [1, 2, 8, 70])
+@each("halve", [False, True])
 def test_its_rounding_error_is_at_most_twice_that_of_torch(kernel, inputs, rows, halve):
     linear = make_halvable(512, inputs)
     (packed,) = pack(kernel, [linear], halve=halve)
@@ -94,7 +95,7 @@ def test_its_rounding_error_is_at_most_twice_that_of_torch(kernel, inputs, rows,
     assert ours <= 2 * theirs
 
 
-@pytest.mark.parametrize("size", [1e-25, 1.0, 1e30])
+@each("size", [1e-25, 1.0, 1e30])
 def test_no_bit_of_an_input_is_lost_whatever_its_size(kernel, size):
     linear = nn.Linear(64, 64, bias=False)
     linear.weight.copy_(torch.eye(64).roll(1, dims=0))
@@ -110,8 +111,8 @@ def test_more_inputs_than_caches_hold_are_taken_in_turns(kernel):
     assert torch.equal(packed(x), torch.cat([packed(part) for part in x.split(7)]))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("halve", [False, True])
+@each(("outputs", "inputs"), SHAPES)
+@each("halve", [False, True])
 def test_a_row_does_not_depend_on_the_rows_beside_it(kernel, threads, outputs, inputs, halve):
     (packed,) = pack(kernel, [make_halvable(outputs, inputs, bias=True)], halve=halve)
     x = torch.randn(200, inputs)
@@ -121,7 +122,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kernel, threads, outputs, i
         assert torch.equal(packed(x[-rows:]), one_by_one[-rows:])
 
 
-@pytest.mark.parametrize("halve", [False, True])
+@each("halve", [False, True])
 def test_a_result_does_not_depend_on_the_number_of_threads(kernel, halve):
     (packed,) = pack(kernel, [make_halvable(300, 500)], halve=halve)
     x = torch.randn(9, 500)
@@ -134,7 +135,7 @@ def test_a_result_does_not_depend_on_the_number_of_threads(kernel, halve):
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("shape", [(20,), (2, 3, 20), (1, 1, 20), (0, 20), (2, 0, 20)])
+@each("shape", [(20,), (2, 3, 20), (1, 1, 20), (0, 20), (2, 0, 20)])
 def test_inputs_have_any_leading_shape(kernel, shape):
     linear = make_linear(7, 20)
     (packed,) = pack(kernel, [linear])
@@ -176,8 +177,8 @@ def test_gradients_and_other_types_take_the_slow_way(kernel):
     torch.testing.assert_close(packed.double()(x), linear.double()(x))
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("bias", [False, True])
+@each(("outputs", "inputs"), SHAPES)
+@each("bias", [False, True])
 def test_vectors_make_of_halved_weights_the_same_to_the_last_bit(vectors, threads, outputs, inputs, bias):
     linear = make_halvable(outputs, inputs, bias=bias)
     (whole,), (halved,) = pack(vectors, [linear]), pack(vectors, [linear], halve=True)
@@ -199,8 +200,8 @@ def test_a_weight_that_bfloat16_does_not_hold_keeps_all_from_being_halved(kernel
     assert not any(part.halved for part in pack(kernel, linears, halve=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("halve", [False, True])
+@each("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@each("halve", [False, True])
 def test_panels_keep_their_order_whatever_they_are_cast_to(kernel, dtype, halve):
     linears = [make_linear(n, 24) for n in (kernel.width, 33)]
     for linear in linears:
@@ -277,7 +278,7 @@ def tiny_llama(**changes) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@each("tied", [False, True])
 def test_a_packed_model_gives_the_same_scores(kernel, cache, tied):
     model = tiny_llama(tie_word_embeddings=tied)
     ids = torch.randint(99, (2, 13))
@@ -294,7 +295,7 @@ def test_a_packed_model_gives_the_same_scores(kernel, cache, tied):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@each("tied", [False, True])
 def test_a_bfloat16_model_computes_in_float32_from_the_weights_as_they_are(kernel, cache, tied):
     model = tiny_llama(tie_word_embeddings=tied, attention_bias=True).bfloat16()
     ids = torch.arange(12).view(2, 6)
@@ -307,7 +308,7 @@ def test_a_bfloat16_model_computes_in_float32_from_the_weights_as_they_are(kerne
     torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("obstacle", ["a matrix of its own", "whole panels", "nobody asked"])
+@each("obstacle", ["a matrix of its own", "whole panels", "nobody asked"])
 def test_a_bfloat16_model_stays_what_it_is_if_it_would_get_larger(kernel, cache, obstacle):
     model = tiny_llama().bfloat16()
     if obstacle == "a matrix of its own":
@@ -384,7 +385,8 @@ def test_another_platform_is_a_reason(monkeypatch, tmp_path):
     assert load_kernel(cache=tmp_path) == (None, "native code is made on Linux only, this is win32")
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "empty"])
+@pytest.mark.slow
+@each("damage", ["cut", "flipped", "gone", "empty"])
 def test_a_damaged_library_is_made_anew(kernel, cache, tmp_path, damage):
     shutil.copytree(cache / "native", tmp_path / "native")
     (library,) = (tmp_path / "native").glob(f"*/{LIBRARY}")
@@ -400,6 +402,7 @@ def test_a_damaged_library_is_made_anew(kernel, cache, tmp_path, damage):
     assert len(library.read_bytes()) == len(whole)
 
 
+@pytest.mark.slow
 def test_another_compiler_or_processor_means_another_library(kernel, cache, monkeypatch, tmp_path):
     shutil.copytree(cache / "native", tmp_path / "native")
     monkeypatch.setattr("eyas.kernels.native._processor", lambda: "another one")
@@ -408,6 +411,7 @@ def test_another_compiler_or_processor_means_another_library(kernel, cache, monk
     assert len(list((tmp_path / "native").glob(f"*/{LIBRARY}"))) == 2
 
 
+@pytest.mark.slow
 def test_two_processes_may_make_it_at_the_same_time(kernel, tmp_path):
     script = f"""
 from pathlib import Path

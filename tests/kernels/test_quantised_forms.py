@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.kernels.linear import quantised_linear
 from eyas.kernels.linear.quantised_linear import (
     FORMATS,
@@ -31,11 +32,6 @@ def _no_gradients():
         yield
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def of_form(form: Form | None, cache: Path) -> QuantisedKernel:
     kernel, words = load_quantised(cache=cache, form=form)
     if kernel is None:
@@ -44,15 +40,15 @@ def of_form(form: Form | None, cache: Path) -> QuantisedKernel:
 
 
 @pytest.fixture(scope="module")
-def plain(cache: Path) -> QuantisedKernel:
-    kernel = of_form("PORTABLE", cache)
+def plain(native_cache: Path) -> QuantisedKernel:
+    kernel = of_form("PORTABLE", native_cache)
     assert kernel.uses == "plain C"
     return kernel
 
 
 @pytest.fixture(scope="module")
-def best(cache: Path) -> QuantisedKernel:
-    return of_form(None, cache)
+def best(native_cache: Path) -> QuantisedKernel:
+    return of_form(None, native_cache)
 
 
 @pytest.fixture
@@ -63,7 +59,7 @@ def tiled(best: QuantisedKernel):
     best.use_tiles(True)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def threads(request: pytest.FixtureRequest):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -78,21 +74,21 @@ def random_rows(rows: int, inputs: int) -> Tensor:
     return x_MK
 
 
-@pytest.mark.parametrize("form", ["NEON", "VNNI", "AVX2"])
-@pytest.mark.parametrize("format_", FORMATS)
-def test_vectors_give_the_bits_of_plain_c(cache, plain, form, format_):
-    kernel = of_form(form, cache)
+@each("form", ["NEON", "VNNI", "AVX2"])
+@each("format_", FORMATS)
+def test_vectors_give_the_bits_of_plain_c(native_cache, plain, form, format_):
+    kernel = of_form(form, native_cache)
     assert kernel.uses != plain.uses
     assert not kernel.tiles
     _assert_same(kernel, plain, format_, (1, 2, 5, 9, 33))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@each("format_", FORMATS)
 def test_the_form_that_runs_gives_the_bits_of_plain_c(best, plain, format_):
     _assert_same(best, plain, format_, (1, 3, 16, 37))
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@each("format_", FORMATS)
 def test_tiles_give_the_bits_of_plain_c(tiled, plain, threads, format_):
     _assert_same(tiled, plain, format_, ROWS)
 
@@ -106,7 +102,7 @@ def _assert_same(kernel: QuantisedKernel, other: QuantisedKernel, format_: int, 
             assert torch.equal(y_MN.view(torch.int32), expected_MN.view(torch.int32)), (outputs, inputs, rows)
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@each("format_", FORMATS)
 def test_a_row_has_the_same_bits_with_tiles_and_without(tiled, threads, format_):
     layer = QuantisedLinear.of(tiled, random_blocks(format_, 51, 1100), torch.randn(51))
     x_MK = random_rows(200, 1100)
@@ -134,14 +130,14 @@ def test_what_is_no_number_does_not_become_one_in_tiles(tiled):
     assert finite_M.tolist() == [row != 5 for row in range(16)]
 
 
-def test_tiles_that_compute_otherwise_are_switched_off_aloud(best, cache, monkeypatch, caplog):
+def test_tiles_that_compute_otherwise_are_switched_off_aloud(best, native_cache, monkeypatch, caplog):
     """The trial is told that they differ: no processor here does."""
     monkeypatch.setattr(QuantisedKernel, "tiles", True)
     monkeypatch.setattr(quantised_linear, "_differing_with_tiles", lambda kernel: "16 rows by 4 bits (format 1)")
     switched = []
     monkeypatch.setattr(QuantisedKernel, "use_tiles", lambda kernel, wanted: switched.append(wanted))
     with caplog.at_level(logging.WARNING):
-        found, _ = load_quantised(cache=cache)
+        found, _ = load_quantised(cache=native_cache)
     assert found is not None
     assert switched == [False]
     assert "AMX int8 is off: 16 rows by 4 bits (format 1) gave other results" in caplog.text

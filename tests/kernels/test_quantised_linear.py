@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from each import each
 from eyas.kernels.linear.quantised_linear import (
     BLOCK,
     FORMATS,
@@ -33,15 +34,15 @@ def _no_gradients():
 
 
 @pytest.fixture(scope="module", params=[None, "PORTABLE"])
-def kernel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantisedKernel:
-    found, words = load_quantised(cache=tmp_path_factory.mktemp("cache"), form=request.param)
+def kernel(request: pytest.FixtureRequest, native_cache: Path) -> QuantisedKernel:
+    found, words = load_quantised(cache=native_cache, form=request.param)
     if found is None:
         pytest.skip(f"no kernel here: {words}")
     assert request.param is None or found.uses == "plain C"
     return found
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
 def threads(request: pytest.FixtureRequest):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -77,8 +78,8 @@ def slowly(x_MK: Tensor, blocks: Blocks) -> np.ndarray:
     return y
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-@pytest.mark.parametrize("format_", FORMATS)
+@each(("outputs", "inputs"), SHAPES)
+@each("format_", FORMATS)
 def test_it_computes_the_integer_arithmetic_that_it_says(kernel, format_, outputs, inputs):
     blocks, x_MK = random_blocks(format_, outputs, inputs), random_rows(9, inputs)
     layer = QuantisedLinear.of(kernel, blocks)
@@ -88,7 +89,7 @@ def test_it_computes_the_integer_arithmetic_that_it_says(kernel, format_, output
         assert error <= 3e-6 * np.abs(expected).max() + 1e-7
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@each("format_", FORMATS)
 def test_it_is_the_product_of_dequantised_weights_up_to_the_error_of_8_bits(kernel, format_):
     blocks, x_MK = random_blocks(format_, 64, 576), random_rows(5, 576)
     expected = functional.linear(x_MK, blocks.weight())
@@ -96,8 +97,8 @@ def test_it_is_the_product_of_dequantised_weights_up_to_the_error_of_8_bits(kern
     assert 1e-4 < error < 1.5e-2
 
 
-@pytest.mark.parametrize("inputs", [96, 100, 1100])
-@pytest.mark.parametrize("format_", FORMATS)
+@each("inputs", [96, 100, 1100])
+@each("format_", FORMATS)
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it(kernel, threads, format_, inputs):
     layer = QuantisedLinear.of(kernel, random_blocks(format_, 51, inputs), torch.randn(51))
     x_MK = random_rows(141, inputs)
@@ -133,7 +134,7 @@ def test_linears_of_several_formats_are_joined_to_one_product(kernel):
     assert joined.panels[0].bytes_PBX.data_ptr() == linears[0].panels[0].bytes_PBX.data_ptr()
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@each("format_", FORMATS)
 def test_embeddings_are_rows_of_the_packed_matrix(kernel, format_):
     blocks = random_blocks(format_, 37, 90)
     table = QuantisedLinear.of(kernel, blocks)
@@ -150,8 +151,8 @@ def test_packed_weights_take_the_bits_they_say(kernel):
         assert QuantisedLinear.of(kernel, quantise(weight_NK, bits)).nbytes * 8 == per_weight * weight_NK.numel()
 
 
-@pytest.mark.parametrize(("bits", "allowed"), [(8, 6e-3), (4, 9e-2)])
-@pytest.mark.parametrize("inputs", [40, 256])
+@each(("bits", "allowed"), [(8, 6e-3), (4, 9e-2)])
+@each("inputs", [40, 256])
 def test_quantised_weights_are_near_the_weights(bits, allowed, inputs):
     weight_NK = torch.randn(48, inputs)
     weight_NK[0] = 0

@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import torch
 
+from each import each
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int4
 from eyas.kernels.linear.w4a16_linear import W4A16Linear, joined_w4a16
 from eyas.kernels.linear.w8a8_linear import W8A8Linear, joined_w8a8
 
 
-@pytest.mark.parametrize("group", [32, 64, 128, 1024, 0])
-@pytest.mark.parametrize("inputs", [512, 200, 1500])
+@each("group", [32, 64, 128, 1024, 0])
+@each("inputs", [512, 200, 1500])
 def test_four_bits_are_packed_and_found_again(group: int, inputs: int) -> None:
     torch.manual_seed(0)
     weight = quantise_int4(torch.randn(24, inputs), group or inputs)
@@ -41,7 +42,7 @@ def test_fp8_keeps_the_largest_weight_of_an_output() -> None:
     assert float(((found.dequantised() - dense).norm(dim=1) / dense.norm(dim=1)).max()) < 0.04
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@each("kind", ["fp8", "int4"])
 def test_joined_layers_are_their_parts(kind: str) -> None:
     torch.manual_seed(0)
     parts: list[Any] = []

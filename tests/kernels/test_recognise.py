@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from each import each
 from engine.test_target_runner import built
 from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.runner.fused_target import fused_target, recognised, require_same
@@ -128,8 +129,8 @@ def assert_same_pass(target: Target, lean: FusedLlama, aux_layer_ids: Sequence[i
         torch.testing.assert_close(aux, captured.aux_hidden()[0], **tolerances)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("block", BLOCKS)
+@each("tied", [False, True])
+@each("block", BLOCKS)
 def test_a_lean_pass_equals_the_models_own(block: str, tied: bool) -> None:
     target = plain(block, tie_word_embeddings=tied)
     assert_same_pass(target, lean_of(target), range(LAYERS + 1))
@@ -150,14 +151,14 @@ def test_blocks_are_understood_part_by_part() -> None:
     assert (gemma2.blocks[0].softcap, gemma2.logit_softcap) == (2.0, 3.0)
 
 
-@pytest.mark.parametrize("wrong", [{"window": None}, {"rotation": 1}, {"activation": Activation.SILU}, {"scale": 0.2}])
+@each("wrong", [{"window": None}, {"rotation": 1}, {"activation": Activation.SILU}, {"scale": 0.2}])
 def test_a_layer_with_another_setting_is_found_out(wrong: dict[str, Any]) -> None:
     target = plain("gemma3")
     with pytest.raises(NotLlamaError, match="behind 1 layers"):
         require_same(with_block(recognised(target), 0, **wrong), target)
 
 
-@pytest.mark.parametrize("block", WITH_EXPERTS)
+@each("block", WITH_EXPERTS)
 def test_experts_that_compute_something_else_are_found_out(block: str) -> None:
     target = plain(block)
     lean = recognised(target)
@@ -181,7 +182,7 @@ def test_experts_that_compute_something_else_are_found_out(block: str) -> None:
         tried(gating=Activation.GELU_TANH)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"attention_bias": True, "mlp_bias": True},
@@ -195,7 +196,7 @@ def test_shapes_biases_and_epsilons_of_llama_are_followed(changes: dict[str, Any
     assert_same_pass(target, lean_of(target))
 
 
-@pytest.mark.parametrize(
+@each(
     "rope",
     [
         {"rope_type": "linear", "factor": 4.0},
@@ -209,7 +210,6 @@ def test_shapes_biases_and_epsilons_of_llama_are_followed(changes: dict[str, Any
         },
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     ],
-    ids=lambda rope: rope["rope_type"],
 )
 def test_rotations_are_the_models_own(rope: dict[str, Any]) -> None:
     target = plain(rope_parameters={"rope_theta": 100.0, **rope}, max_position_embeddings=64)
@@ -225,8 +225,8 @@ def test_half_precision_rounds_where_the_model_does(block: str) -> None:
     assert_same_pass(target, lean_of(target), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("block", ["llama", "gemma3"])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("block", ["llama", "gemma3"])
 def test_norms_round_where_the_model_does(block: str, dtype: torch.dtype) -> None:
     target = plain(block)
     norm: Any = target.model.model.norm.to(dtype)
@@ -355,8 +355,8 @@ def test_rounding_that_a_model_amplifies_is_no_reason_against_it() -> None:
     require_same(rounded, target)
 
 
-@pytest.mark.parametrize("factor", [1.01, float("nan")])
-@pytest.mark.parametrize("layer", range(LAYERS))
+@each("factor", [1.01, float("nan")])
+@each("layer", range(LAYERS))
 def test_one_wrong_token_of_one_layer_is_found_out(layer: int, factor: float) -> None:
     target = plain()
     lean = recognised(target)
@@ -457,7 +457,7 @@ def nothing(x_ND: Tensor, out_NE: Tensor | None = None) -> Tensor:
     return torch.zeros(len(x_ND), 32)
 
 
-@pytest.mark.parametrize("wrongly", ["in another order", "without one", "over one cache"])
+@each("wrongly", ["in another order", "without one", "over one cache"])
 def test_right_layers_that_follow_each_other_wrongly_are_found_out(wrongly: str) -> None:
     class Wrong(FusedLlama):
         def forward(
@@ -498,7 +498,7 @@ def test_linears_that_are_not_alike_are_not_joined() -> None:
     assert join([nn.Linear(3, 2), nn.Bilinear(3, 3, 2)]) is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "changes", "reason"),
     [
         ("qwen2_moe", {}, "does not consist of"),
@@ -541,7 +541,7 @@ def test_what_a_model_does_to_far_positions_only_is_found_out(reason_against: Re
     assert "states behind 1 layers" in reason_against(target)
 
 
-@pytest.mark.parametrize(
+@each(
     ("route", "reason"),
     [
         (lambda self, x, *, ids: x, "does not take rows alone"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.model import Drafter
 from oracle.dense import EagleDraft
 
@@ -71,7 +72,7 @@ def sequences(proposals: Sequence[dict[str, Any]]) -> list[tuple[list[int], list
 def flipped(drafter: Drafter, flag: str) -> Drafter:
     """The same weights under the opposite flag: a norm that is dropped, or one that appears with unit weights."""
     config = replace(drafter.config, **{flag: not getattr(drafter.config, flag)})
-    other = Drafter(config, own_embedding=drafter.embed_tokens is not None, own_head=drafter.lm_head is not None)
+    other = new_drafter(config, own_embedding=drafter.embed_tokens is not None, own_head=drafter.lm_head is not None)
     other.load_state_dict(drafter.state_dict(), strict=False)
     return other.eval().requires_grad_(False)
 

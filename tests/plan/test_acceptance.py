@@ -2,6 +2,7 @@
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.plan.acceptance import SHIPPED, read_acceptance, read_length, usual_profile
 
@@ -15,7 +16,7 @@ def test_shares_by_position_are_kept() -> None:
     assert usual_profile().length(3) == pytest.approx(2.605)
 
 
-@pytest.mark.parametrize(("length", "depth"), [(2.7, 3), (1.01, 1), (4.0, 3), (3.54, 7)])
+@each(("length", "depth"), [(2.7, 3), (1.01, 1), (4.0, 3), (3.54, 7)])
 def test_a_length_comes_true_at_its_depth(length: float, depth: int) -> None:
     profile = read_length(f"{length}@{depth}")
     assert profile.length(depth) == pytest.approx(length)
@@ -30,13 +31,13 @@ def test_the_shipped_drafter_has_its_measured_lengths() -> None:
     assert 1.68 < lengths[0] < 1.80, "short rounds leave more of easy stretches to the next one"
 
 
-@pytest.mark.parametrize("text", ["", "a", "0.5,", "1.2", "0.5,0", "-0.1", "0.5,0.6", "nan", ",".join(["0.5"] * 17)])
+@each("text", ["", "a", "0.5,", "1.2", "0.5,0", "-0.1", "0.5,0.6", "nan", ",".join(["0.5"] * 17)])
 def test_shares_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--acceptance"):
         read_acceptance(text)
 
 
-@pytest.mark.parametrize("text", ["", "2.7", "2.7@", "@3", "1@3", "4.1@3", "2.7@0", "2@99", "-2@3", "2.7@3@3"])
+@each("text", ["", "2.7", "2.7@", "@3", "1@3", "4.1@3", "2.7@0", "2@99", "-2@3", "2.7@3@3"])
 def test_lengths_that_cannot_be_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="--length"):
         read_length(text)

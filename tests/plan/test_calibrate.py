@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from each import each
 from eyas.cli.plan import _measured_pair
 from eyas.errors import UserError
 from eyas.plan.calibrate import MeasuredStep, StepWork, calibrate, check, choose_overlap, find_calibration
@@ -53,7 +54,7 @@ def test_constants_are_found_again() -> None:
     assert all(part >= 0 for part in found.parts)
 
 
-@pytest.mark.parametrize("overlap", [1.0, 1.5, 3.0])
+@each("overlap", [1.0, 1.5, 3.0])
 def test_the_overlap_that_steps_were_made_with_is_chosen(overlap: float) -> None:
     true = replace(TRUE, overlap=overlap)
     assert choose_overlap(START, works(steps(true, noise=0.01))).overlap == overlap
@@ -147,7 +148,7 @@ def test_factors_lie_between_those_that_were_found_and_are_level_outside() -> No
     assert Factors().at(3) == 1
 
 
-@pytest.mark.parametrize(("users", "told"), [(4, False), (1, True)])
+@each(("users", "told"), [(4, False), (1, True)])
 def test_speedups_are_told_without_the_plain_step_but_for_the_fewest_users(users: int, told: bool) -> None:
     made = stairs((1, 4))
     odd = [replace(one, seconds=2 * one.seconds) if (one.users, one.depth) == (users, 0) else one for one in made]
@@ -234,7 +235,7 @@ def test_a_record_of_eyas_bench_is_read(tmp_path: Path) -> None:
     assert bench.profile.length(3) == pytest.approx(2.2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("record", "said"),
     [
         ({"schema": "eyas.bench/2", "rows": []}, "eyas.bench/2"),
@@ -251,7 +252,7 @@ def test_other_records_are_refused(tmp_path: Path, record: object, said: str) ->
         read_measured(path)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "said"),
     [
         ([], "holds no steps"),

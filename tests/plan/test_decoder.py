@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.plan.decoder import Decoder, read_decoder
 from eyas.plan.families import FAMILIES
@@ -89,14 +90,14 @@ def test_qwen3_30b_a3b_by_hand() -> None:
     assert decoder.kv_width * len(decoder.layers) * 2 == 98_304
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False])
+@each("kind", FAMILIES)
+@each("tied", [True, False])
 def test_every_architecture_counts_as_transformers_builds_it(kind: str, tied: bool) -> None:
     config = small(kind, tie_word_embeddings=tied)
     assert read_decoder(config, kind).parameters == built_parameters(config)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gemma", "deepseek_v3", "glm4_moe"])
+@each("kind", ["llama", "qwen3", "qwen3_moe", "gemma", "deepseek_v3", "glm4_moe"])
 def test_biases_are_counted(kind: str) -> None:
     config = small(kind, attention_bias=True, mlp_bias=True)
     assert read_decoder(config, kind).parameters == built_parameters(config)
@@ -159,7 +160,7 @@ def test_the_text_model_of_a_larger_one_is_planned_for() -> None:
     assert "only the text model" in decoder.note
 
 
-@pytest.mark.parametrize(
+@each(
     ("config", "said"),
     [
         ({"model_type": "mamba2"}, "mamba2.*known are llama"),

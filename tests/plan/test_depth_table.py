@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
+from each import each
 from eyas.cli.app import app
 from eyas.errors import UserError
 from eyas.plan.depth_table import checked_table, read_depths
@@ -42,7 +43,7 @@ def test_full_batches_are_drafted_less_deep_than_single_requests(tmp_path: Path)
     assert table[0][2] > table[-1][2]
 
 
-@pytest.mark.parametrize("table", [[], [[2, 4, 1]], [[1, 4, 1], [6, 8, 1]], [[1, 0, 1]], [[1, 4, -1]], [[1, 4]], "x"])
+@each("table", [[], [[2, 4, 1]], [[1, 4, 1], [6, 8, 1]], [[1, 0, 1]], [[1, 4, -1]], [[1, 4]], "x"])
 def test_a_table_with_gaps_or_other_things_is_refused(table: Any) -> None:
     with pytest.raises(UserError, match="--depths"):
         checked_table(table, "--depths")

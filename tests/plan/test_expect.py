@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from each import each
 from eyas.plan.acceptance import AcceptanceProfile, read_acceptance, read_length
 from eyas.plan.cards import CARDS
 from eyas.plan.decoder import read_decoder
@@ -38,7 +39,7 @@ def whole_rate(depth: int, length: float, users: int) -> float:
     return users * 256 / (prompts + 256 / found.length * found.step_seconds)
 
 
-@pytest.mark.parametrize(("depth", "length", "measured"), ANCHORS)
+@each(("depth", "length", "measured"), ANCHORS)
 def test_steps_of_an_8b_target_on_an_h200_come_out_within_15_percent(
     depth: int, length: float, measured: dict[int, float]
 ) -> None:
@@ -53,8 +54,8 @@ def test_its_speedups_come_out_within_15_percent() -> None:
         assert predicted == pytest.approx(drafted[users] / plain[users], rel=0.16), users
 
 
-@pytest.mark.parametrize("config", [LLAMA_8B, QWEN3_30B_A3B], ids=["dense", "experts"])
-@pytest.mark.parametrize("card", CARDS)
+@each("config", [LLAMA_8B, QWEN3_30B_A3B])
+@each("card", CARDS)
 def test_more_work_never_takes_less_time_and_more_users_never_gain_more(card: str, config: dict[str, object]) -> None:
     pair, speed = pair_of(config), speed_of(CARDS[card], BF16)
 

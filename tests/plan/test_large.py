@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from each import each
 from eyas.cli.app import app
 from eyas.cli.plan_training import read_tokens
 from eyas.engine.config import EngineConfig
@@ -73,7 +74,7 @@ def plain_step(forecast: Forecast) -> float:
     return found.step_seconds
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@each("name", PUBLISHED)
 def test_weights_are_those_that_are_published(name: str) -> None:
     decoder = read_decoder(config_of(name), name)
     assert (decoder.parameters, decoder.active_parameters) == PUBLISHED[name]
@@ -103,7 +104,7 @@ def test_kimi_k2_on_eight_cards_by_hand() -> None:
     assert speed.seconds(work) == pytest.approx(seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["kimi-k2", "qwen3-235b-a22b", "llama-3.3-70b"])
+@each("name", ["kimi-k2", "qwen3-235b-a22b", "llama-3.3-70b"])
 def test_more_cards_hold_less_each_and_are_faster_but_never_by_as_many_times(name: str) -> None:
     forecasts = [forecast_of(deployment(name, cards=cards)) for cards in (1, 2, 4, 8)]
     for fewer, more in pairwise(forecasts):
@@ -141,7 +142,7 @@ def training(decoder: Decoder, kind: str, **changes: Any) -> TrainingRun:
     )
 
 
-@pytest.mark.parametrize(("taught", "rate", "gib"), [(0.30, 28_724, 33), (0.53, 24_672, 39)])
+@each(("taught", "rate", "gib"), [(0.30, 28_724, 33), (0.53, 24_672, 39)])
 def test_training_an_8b_drafter_is_planned_as_it_was_measured_on_an_h200(taught: float, rate: float, gib: int) -> None:
     found = plan_training(training(read_decoder(LLAMA_8B, "l"), "bfloat16", taught=taught))
     assert found.source == "live"
@@ -149,7 +150,7 @@ def test_training_an_8b_drafter_is_planned_as_it_was_measured_on_an_h200(taught:
     assert found.memory / 2**30 == pytest.approx(gib, rel=0.05)
 
 
-@pytest.mark.parametrize(("name", "kind", "cards"), [("kimi-k2", "fp8", 8), *OTHERS])
+@each(("name", "kind", "cards"), [("kimi-k2", "fp8", 8), *OTHERS])
 def test_training_for_large_targets_by_hand(name: str, kind: str, cards: int) -> None:
     decoder = read_decoder(config_of(name), name)
     run = training(decoder, kind, trainers=8, server_cards=cards, step_tokens=16384)
@@ -221,7 +222,7 @@ def worth(formula: str) -> float:
     return value
 
 
-@pytest.mark.parametrize(("name", "kind", "cards"), [("kimi-k2", "fp8", 8), *OTHERS])
+@each(("name", "kind", "cards"), [("kimi-k2", "fp8", 8), *OTHERS])
 def test_every_figure_comes_with_its_formula_and_is_what_the_formula_comes_to(name: str, kind: str, cards: int) -> None:
     invoke: Callable[..., Any] = CliRunner().invoke
     words = ["plan", str(CONFIGS / f"{name}.json"), "--gpu", "h200", "--tensor-parallel-size", str(cards)]

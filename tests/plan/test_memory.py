@@ -14,14 +14,15 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner
 
+from each import each
 from eyas.cli.app import app
 from eyas.drafter.checkpoint import load_drafter
 from eyas.engine.config import EngineConfig, footprint_of, weight_bytes
 from eyas.engine.engine import Engine
-from eyas.engine.proposer import Proposer
 from eyas.engine.request import Request, Speculation
-from eyas.engine.runner.device_queue import CUDAStreamQueue
+from eyas.engine.runner.device_queue import ImmediateQueue
 from eyas.engine.runner.graph_capture import GraphCapture
+from eyas.engine.runner.round_device import RoundDevice
 from eyas.kernels.linear.packed_linear import pack_linears
 from eyas.kernels.linear.quantised_linear import QuantisedLinear, load_quantised
 from eyas.kernels.linear.w8a8_linear import W8A8Linear
@@ -73,8 +74,8 @@ def allocated(engine: Engine, target: Target, drafter: Drafter) -> int:
         prompt=(5, 6, 7, 8), sampling=Sampling(), max_new_tokens=6, speculation=Speculation(mode="fixed", depth=2)
     )
     engine.generate([ask])
-    assert isinstance(engine.proposer, Proposer)
-    caches = engine.runner.cache.bytes + engine.proposer.drafter.cache.bytes
+    assert engine._drafting is not None
+    caches = engine.model_runner.cache.bytes + engine._drafting.cache.bytes
     return weight_bytes(target.model) + weight_bytes(drafter, beside=target.model) + caches
 
 
@@ -102,7 +103,7 @@ def compare(
     assert engine.budget.bytes == positions * planned.per_token
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@each("kv_cache_dtype", ["auto", "fp8"])
 def test_a_small_target_with_its_drafter(pair: tuple[Target, Drafter], kv_cache_dtype: KVCacheKind) -> None:
     target, drafter = pair
     shape = DrafterShape(name="tiny", config=drafter.config, own_embedding=False, own_head=True)
@@ -127,6 +128,7 @@ def test_matrices_that_stay_in_bfloat16_where_float32_is_computed_take_half_the_
     assert work.bytes == 2 * (decoder.matrices + decoder.vocabulary) + 4 * (decoder.vectors - decoder.hidden_size)
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_the_default_target_with_the_drafter_that_ships(default_target: Target) -> None:
     shape = drafter_shape("smollm2-eagle3.1")
@@ -145,6 +147,7 @@ def test_the_default_target_with_the_drafter_that_ships(default_target: Target) 
     compare(packed, drafter, dict(DEFAULT_CONFIG), shape)
 
 
+@pytest.mark.slow
 @pytest.mark.default
 @pytest.mark.parametrize("asked", ["gguf", "int8"])
 def test_the_default_target_quantised_on_a_processor(asked: str) -> None:
@@ -174,7 +177,7 @@ def test_kinds_of_gguf_take_the_bits_that_are_planned(kind: str) -> None:
     assert {one.name for one in Kind if is_packable(one)} == GGUF_BITS.keys()
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@each("kind", ["fp8", "int4"])
 def test_linears_that_a_gpu_quantises(kind: str) -> None:
     from transformers import LlamaForCausalLM
 
@@ -188,7 +191,7 @@ def test_linears_that_a_gpu_quantises(kind: str) -> None:
     assert planned == pytest.approx(weight_bytes(model), rel=WITHIN)
 
 
-@pytest.mark.parametrize("layout", ["fp8", "w4a16"])
+@each("layout", ["fp8", "w4a16"])
 def test_compressed_tensors_take_the_bytes_that_are_planned(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +220,7 @@ def test_compressed_tensors_take_the_bytes_that_are_planned(
     assert record["quantisation"]["name"] == ("fp8" if layout == "fp8" else "int4-g128")
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@each("kind", ["int8", "fp8"])
 def test_a_drafter_that_is_quantised_on_disk(
     kind: str, pair: tuple[Target, Drafter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,13 +264,12 @@ def test_the_built_in_configuration_is_that_of_the_default_target(default_target
 
 def test_what_rounds_share_is_planned(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
-    engine = Engine(target, drafter, config=OPTIONS)
-    engine.use_rounds(GraphCapture(device=target.device), CUDAStreamQueue())
-    assert engine.rounds is not None
+    device = RoundDevice(capture=GraphCapture(device=target.device), queue=ImmediateQueue())
+    engine = Engine(target, drafter, config=OPTIONS, device=device)
     states = drafter.config.num_aux_hidden_states * drafter.config.target_hidden_size
     vocabulary = target.facts.vocab_size
     planned = recorded_bytes(vocab_size=vocabulary, states=states, room=ROOM, element=4)
-    assert engine.rounds.runner.bytes == pytest.approx(planned, rel=0.02)
+    assert engine.core.runner.bytes == pytest.approx(planned, rel=0.02)
 
 
 def test_what_a_drafter_on_disk_brings_itself_is_read_from_its_header(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from each import each
 from eyas.cli.app import app
 from eyas.drafter.shipped import shipped_folder
 from eyas.plan.cards import CARDS
@@ -70,7 +71,7 @@ def test_architectures_and_measured_rows_are_those_of_the_code() -> None:
             assert re.search(f"{row}.*{predicted}", PAGE), row
 
 
-@pytest.mark.parametrize(("name", "cards"), [("kimi-k2", 8), ("qwen3-235b-a22b", 8), ("llama-3.3-70b", 2)])
+@each(("name", "cards"), [("kimi-k2", 8), ("qwen3-235b-a22b", 8), ("llama-3.3-70b", 2)])
 def test_rows_of_large_targets_are_those_of_the_code(name: str, cards: int) -> None:
     config = Path(__file__).parent / "configs" / f"{name}.json"
     words = ["plan", str(config), "--gpu", "h200", "--tensor-parallel-size", str(cards), "--json"]

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.plan.decoder import read_decoder
 from eyas.plan.resolve import drafter_shape, require_match, target_config, usual_drafter
 from known_configs import LLAMA_8B
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.slow
+@each("family", ["llama", "qwen2", "qwen3"])
 def test_a_gguf_file_is_planned_for_as_it_will_be_loaded(tmp_path: Path, family: str) -> None:
     from tiny_gguf import tiny_model, write_gguf
 
@@ -53,7 +55,7 @@ def test_damaged_weights_of_a_drafter_are_told(tmp_path: Path) -> None:
         drafter_shape(str(tmp_path))
 
 
-@pytest.mark.parametrize("source", ["", " ", "./nowhere", "/nowhere", "a/b/c", "nowhere.json", "~nobody/x", "\0"])
+@each("source", ["", " ", "./nowhere", "/nowhere", "a/b/c", "nowhere.json", "~nobody/x", "\0"])
 def test_names_that_lead_nowhere_are_refused(source: str) -> None:
     with pytest.raises(UserError):
         target_config(source)

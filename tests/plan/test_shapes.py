@@ -8,6 +8,7 @@ from operator import mul
 
 import pytest
 
+from each import each
 from eyas.plan.shapes import Batch, Prices, best_count, plan_chains, plan_nothing, plan_tree, tree_gains
 
 DEPTH = 3
@@ -37,8 +38,8 @@ CURVES: dict[str, Callable[[int], float]] = {
 }
 
 
-@pytest.mark.parametrize("curve", CURVES)
-@pytest.mark.parametrize("seed", range(8))
+@each("curve", CURVES)
+@each("seed", range(8))
 def test_no_set_of_depths_is_better_than_the_one_chosen(curve: str, seed: int) -> None:
     chance = random.Random(seed)
     rows, draft = chance.randint(1, 4), chance.choice((0.05, 0.4, 1.5))
@@ -102,7 +103,7 @@ def test_a_tree_without_siblings_is_a_chain() -> None:
     assert tree_gains((0.8, 0.5, 0.25), ()) == pytest.approx([0.8, 1.2, 1.3])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@each("seed", range(4))
 def test_a_tree_holds_the_likeliest_nodes_of_those_that_grow(seed: int) -> None:
     """Against all paths, spelt out: a depth's three likeliest nodes get three candidates each."""
     chance = random.Random(seed)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.errors import UserError
 from eyas.quantization.quantised_tensors import is_quantised, read_quantised
 from eyas.quantization.quantization_config import WeightScheme, weight_scheme
@@ -69,9 +70,9 @@ def test_awq() -> None:
     assert torch.equal(found.dequantised(), dequantised(q_EK, zero_EG, scale_EG, NEIGHBOURS))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("form", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize("sorted_", [False, True])
+@each("bits", [4, 8])
+@each("form", ["gptq", "gptq_v2"])
+@each("sorted_", [False, True])
 def test_gptq(bits: int, form: str, sorted_: bool) -> None:
     q_EK, zero_EG, scale_EG = integers(E, K, below=2**bits), integers(E, 2, below=2**bits), scales(E, 2)
     group_of = NEIGHBOURS
@@ -97,8 +98,8 @@ def compressed(form: str, inputs: object = None, **weights: Any) -> WeightScheme
     )
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("kind", ["symmetric", "zero points", "g_idx", "channel"])
+@each("bits", [4, 8])
+@each("kind", ["symmetric", "zero points", "g_idx", "channel"])
 def test_packed_compressed_tensors(bits: int, kind: str) -> None:
     half = 2 ** (bits - 1)
     group = K if kind == "channel" else GROUP
@@ -121,7 +122,7 @@ def test_packed_compressed_tensors(bits: int, kind: str) -> None:
     assert torch.equal(found.dequantised(), dequantised(q_EK, zero_EG, scale_EG, group_of))
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "channel", "block"])
+@each("strategy", ["tensor", "channel", "block"])
 def test_fp8_compressed_tensors(strategy: str) -> None:
     torch.manual_seed(0)
     weight = torch.randn(E, K).to(torch.float8_e4m3fn)
@@ -163,7 +164,7 @@ def test_one_scale_per_tensor_of_fp8() -> None:
 GROUP_OF_LAYERS = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
 
 
-@pytest.mark.parametrize(
+@each(
     ("said", "words"),
     [
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from each import each
 from eyas.errors import UserError
 from eyas.remote.address import Address
 from eyas.remote.completions import WAYS, CompletionReader, ServerTrial
@@ -76,7 +77,7 @@ def reply(**choice: Any) -> dict[str, Any]:
     return {"choices": [{"text": "abcd", "finish_reason": "stop", **choice}], "usage": usage}
 
 
-@pytest.mark.parametrize(
+@each(
     "choice",
     [
         {"token_ids": [2, 7]},
@@ -126,8 +127,8 @@ class Knows(RemoteServer):
         return 200, json.dumps(reply(**choice)).encode(), 0.0
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(
+@each("strict", [True, False])
+@each(
     ("fields", "way", "notes"),
     [
         (("return_token_ids", "logprobs"), 0, 0),

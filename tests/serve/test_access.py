@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.serve.access.policy import AccessRules, access_rules, host_name, is_loopback
 from eyas.serve.model_info import ServerLimits
@@ -23,7 +24,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("header", "name"),
     [
         ("localhost", "localhost"),

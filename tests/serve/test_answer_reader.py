@@ -3,9 +3,8 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from chat_tokenizer import chat_tokenizer
+from each import each
 from eyas.serve.builders.answer_reader import AnswerReader, ReadAnswer
 from eyas.target.model import Target
 
@@ -26,7 +25,7 @@ def read(template: str, prompt: str, text: str, tools: list[dict[str, Any]] | No
     return answer
 
 
-@pytest.mark.parametrize("template", [KNOWN, IN_CALLS])
+@each("template", [KNOWN, IN_CALLS])
 def test_reasoning_has_a_field_where_the_template_has_one(template: str) -> None:
     answer = read(template, "assistant\n", "<think>\nHm\n</think>\n\nHi")
     assert answer.message() == {"role": "assistant", "content": "\n\nHi", "reasoning_content": "\nHm\n"}
@@ -39,7 +38,7 @@ def test_reasoning_stays_in_the_content_where_the_template_has_no_field() -> Non
     assert answer.thinking_tokens == 19
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "text", "thinking"),
     [
         ("a\n<think>\n", "Hm", 2),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from each import each
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request
 from eyas.sampling import Sampling
@@ -60,7 +61,7 @@ def test_text_parts_and_a_developer_are_read(client: Any) -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("path", ["chat", "complete"])
+@each("path", ["chat", "complete"])
 def test_chunks_joined_are_the_whole_answer(client: Any, path: str) -> None:
     ask = getattr(client, path)
     fields = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "n": 3}
@@ -107,9 +108,11 @@ def test_stop_strings_end_an_answer_and_do_not_show(client: Any) -> None:
     text = client.complete(max_tokens=24).json["choices"][0]["text"]
     stop = text[5:7]
     for wish in (stop, [stop, "never"]):
-        choice = client.complete(max_tokens=24, stop=wish).json["choices"][0]
+        answer = client.complete(max_tokens=24, stop=wish).json
+        (choice,) = answer["choices"]
         assert choice["text"] == text[: text.index(stop)]
         assert choice["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == text.index(stop) + len(stop), "a letter is a token"
 
 
 def test_stop_tokens_and_least_lengths_are_obeyed(client: Any, target: Target) -> None:

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from serve.test_sockets import running
+
+pytestmark = pytest.mark.slow
 
 ATTACK = Path(__file__).parents[2] / "benchmarks" / "attack.py"
 

@@ -19,6 +19,8 @@ from eyas.bench.workload import Task, Workload, synthetic_workload
 from eyas.remote.address import Address
 from eyas.serve.transport.server import Server, listen, url_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def running(new_server: Any) -> Iterator[tuple[str, Any]]:

@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from eyas.engine.speculation.observations import RoundOutcome
-from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.step_report import RoundOutcome, StepReport
 from eyas.engine.suffix.config import SuffixConfig
 from eyas.serve.transport.server import Server, listen, url_of
 from serve.conftest import OPTIONS, serve

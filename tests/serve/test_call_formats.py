@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from chat_tokenizer import chat_tokenizer
+from each import each
 from eyas.engine.grammar.llguidance import LlGuidance
 from eyas.serve.api_error import ApiError
 from eyas.serve.parsers import deepseek_v3, harmony, kimi_k2
@@ -103,7 +104,7 @@ def guidance() -> Any:
     return accepts
 
 
-@pytest.mark.parametrize("name", [format_.name for format_ in TOOL_CALL_FORMATS])
+@each("name", [format_.name for format_ in TOOL_CALL_FORMATS])
 def test_what_a_grammar_allows_is_what_the_parser_finds(guidance: Any, name: str) -> None:
     """In formats that write JSON and in those that write text, for one call and for two."""
     format_ = by_name(TOOL_CALL_FORMATS, name, "parser")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.serve.protocol.completions import ChatCompletionRequest
 from eyas.serve.protocol.request_policy import RequestPolicy
 
@@ -66,7 +67,7 @@ def test_the_prompt_may_end_elsewhere(thinker: Any) -> None:
     assert thinker.chat(**fields).status == 200
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"chat_template_kwargs": {"messages": []}}, ["chat_template_kwargs", "messages"]),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.serve.model_info import ServerLimits
 from eyas.serve.monitoring.json_logging import LIMIT_LINES, LIMIT_SECONDS, JsonFormatter, RateLimitedHandler, log_event
@@ -157,7 +158,7 @@ ODDITIES: dict[str, tuple[str | bytes, str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODDITIES)
+@each("name", ODDITIES)
 def test_an_oddity_gets_an_answer_and_a_line(strict: Running, caplog: pytest.LogCaptureFixture, name: str) -> None:
     sent, begins, code = ODDITIES[name]
     before = code and count_of(strict, code)
@@ -203,7 +204,7 @@ def test_a_silent_client_is_closed_and_a_slow_one_is_told(strict: Running) -> No
     assert (count_of(strict, "silent"), count_of(strict, "header_timeout")) == (silent + 1, slow + 1)
 
 
-@pytest.mark.parametrize("before", ["", f"{HEALTH}\r\n"], ids=["first request", "second request"])
+@each("before", ["", f"{HEALTH}\r\n"])
 def test_trickling_does_not_extend_the_time_for_a_head(strict: Running, before: str) -> None:
     with connected(strict, before) as connection:
         if before:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import CHATML, chat_tokenizer
+from each import each
 from eyas.serve.api_error import ApiError
 from eyas.serve.context import SHORT_BODY_BYTES
 from eyas.serve.protocol.body_shape import MAX_VALUES, check_shape
@@ -29,7 +30,8 @@ def flood(before: str, unit: str, after: str, size: int = BODY) -> bytes:
     return (before + (unit + ",") * ((size - len(before)) // (len(unit) + 1)) + unit + after).encode()
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@each(
     ("before", "unit", "after", "status"),
     [
         ('{"prompt": [', '"a"', "]}", 413),
@@ -64,7 +66,7 @@ def test_floods_are_refused_and_quickly(client: Any, before: str, unit: str, aft
     client.all_back()
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"messages": [{"role": "user", "content": "a"}] * 2049}, ["messages", "2049", "2048"]),

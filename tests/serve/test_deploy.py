@@ -6,12 +6,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import pytest
+from each import each
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "deploy" / "health.py"
 
 
-@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1), (None, 1)])
+@each(("status", "code"), [(200, 0), (503, 1), (None, 1)])
 def test_the_health_check_tells_the_servers_health(status: int | None, code: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from each import each
 from eyas import __version__
 from eyas.serve.endpoints.refused import REFUSED_ENDPOINTS
 
@@ -19,7 +18,7 @@ def test_version_ping_and_load(new_server: Any) -> None:
         assert client.get("/ping").status == 503
 
 
-@pytest.mark.parametrize("path", REFUSED_ENDPOINTS)
+@each("path", REFUSED_ENDPOINTS)
 def test_what_is_not_served_is_refused_by_name(client: Any, path: str) -> None:
     path = path.replace("{name}", "some").replace("{action}", "thing")
     for method in (client.get, client.post):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
+from each import each
 from eyas.errors import UserError
 from eyas.serve.model_info import banner
 from eyas.serve.protocol.completions import ChatCompletionRequest, CompletionRequest
@@ -33,7 +34,7 @@ def test_the_files_values_are_read(tmp_path: Path) -> None:
     assert read_defaults("auto", None).given == {}
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": 1e-9}, {"top_p": 7.0}, {"max_new_tokens": 0}, {"top_k": "many"}])
+@each("wrong", [{"temperature": 1e-9}, {"top_p": 7.0}, {"max_new_tokens": 0}, {"top_k": "many"}])
 def test_a_value_that_cannot_be_used_fails_at_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"generation.config"):
         read_defaults(folder_of(tmp_path, **wrong), None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.engine.grammar.compile import MOST_CHARACTERS
 from eyas.errors import UserError
 from eyas.serve.grammar.bounds import MAX_CHOICES, MAX_DEPTH, check_bounds
@@ -63,14 +64,14 @@ TOO_LARGE: list[tuple[Any, str, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "grammar", "parts"), TOO_LARGE)
+@each(("kind", "grammar", "parts"), TOO_LARGE)
 def test_what_is_too_large_is_named_with_its_limit(kind: Any, grammar: Any, parts: list[str]) -> None:
     with pytest.raises(UserError) as refused:
         check_bounds(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))
     assert all(part in str(refused.value) for part in parts), refused.value
 
 
-@pytest.mark.parametrize(
+@each(
     ("kind", "grammar"),
     [
         ("json", INTEGERS | {"minItems": 10, "maxItems": 10_000}),
@@ -97,8 +98,8 @@ def test_what_is_honest_or_unreadable_passes(kind: Any, grammar: Any) -> None:
     check_bounds(kind, grammar if isinstance(grammar, str) else json.dumps(grammar))
 
 
-@pytest.mark.parametrize("unit", ["(", "[", "a{1,2}", "\\", "(a|", '"', "/", "%json {", "~1..2 ", "{", "[[:alpha:]"])
-@pytest.mark.parametrize("kind", ["regex", "lark"])
+@each("unit", ["(", "[", "a{1,2}", "\\", "(a|", '"', "/", "%json {", "~1..2 ", "{", "[[:alpha:]"])
+@each("kind", ["regex", "lark"])
 def test_reading_takes_no_longer_than_the_text_is_long(kind: Any, unit: str) -> None:
     started = time.process_time()
     check_bounds(kind, unit * (MOST_CHARACTERS // len(unit)))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.engine.grammar.llguidance import tokenizer_data
 from eyas.serve.grammar.gate import GrammarGate
 from eyas.serve.grammar.worker import JOB_BYTES
@@ -92,7 +93,8 @@ ATTACKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.slow
+@each("name", ATTACKS)
 def test_an_attack_has_a_verdict_in_time_and_the_next_grammar_passes(gate: GrammarGate, name: str) -> None:
     kind, grammar = ATTACKS[name]
     verdict = gate.check("attacker", kind, grammar if isinstance(grammar, str) else json.dumps(grammar)).result(SECONDS)
@@ -105,6 +107,7 @@ def test_an_attack_has_a_verdict_in_time_and_the_next_grammar_passes(gate: Gramm
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_limits_of_time_and_memory_are_told_apart(gate: GrammarGate) -> None:
     assert gate.check("a", "json", SLOW).result(SECONDS).outcome == "time"
     kind, large = ATTACKS["classes"]
@@ -112,6 +115,7 @@ def test_limits_of_time_and_memory_are_told_apart(gate: GrammarGate) -> None:
     assert gate.check("a", "json", '{"type": "objekt"}').result(SECONDS).reason.count("objekt") == 1
 
 
+@pytest.mark.slow
 def test_forks_end_and_the_worker_stays_small(gate: GrammarGate) -> None:
     gate.check("a", "json", SLOW).result(SECONDS)
     assert gate.pid is not None
@@ -119,6 +123,7 @@ def test_forks_end_and_the_worker_stays_small(gate: GrammarGate) -> None:
     assert resident_bytes(gate.pid) < JOB_BYTES
 
 
+@pytest.mark.slow
 def test_one_clients_slow_grammars_do_not_shut_out_others(gate: GrammarGate) -> None:
     flood = [gate.check("attacker", "json", SLOW.replace("991", str(991 - 2 * n))) for n in range(40)]
     started = time.monotonic()
@@ -149,6 +154,7 @@ def test_the_worker_imports_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_server_that_was_killed() -> None:
     command = (
         f"import sys, time, json; sys.path[:] = {sys.path!r}\n"

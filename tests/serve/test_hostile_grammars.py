@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.engine.grammar import compile as compile_module
 from eyas.serve.grammar import structured_outputs
 from eyas.serve.grammar.gate import GrammarVerdict
@@ -32,7 +33,7 @@ def body(fields: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": "abcabc", "max_tokens": 8, "temperature": 0} | fields
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         (
@@ -71,13 +72,14 @@ def test_tools_are_bounded_too(new_server: Any) -> None:
         reply.assert_refused(400, "tools", "maxItems is 2,000,000")
 
 
-@pytest.mark.parametrize("name", ["guided_json", "response_format"])
+@each("name", ["guided_json", "response_format"])
 def test_a_body_nested_too_deeply_is_no_bug(client: Any, name: str) -> None:
     raw = json.dumps(body({})).removesuffix("}") + f', "{name}": {DEEP}}}'
     reply = client.post("/v1/completions", content=raw.encode(), headers={"content-type": "application/json"})
     assert reply.status == 400, reply.text
 
 
+@pytest.mark.slow
 def test_slow_grammars_get_a_400_while_others_answer(client: Any) -> None:
     async def main() -> tuple[list[Any], list[float], Any]:
         loop = asyncio.get_running_loop()

@@ -6,11 +6,11 @@ import random
 import unicodedata
 from typing import Any
 
-import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, chat_tokenizer, letter_tokenizer
+from each import each
 from eyas.serve.builders.least_tokens import UNICODE_FORMS, least_tokens
 
 TEXTS = [
@@ -65,7 +65,7 @@ SURE = {
 }
 
 
-@pytest.mark.parametrize("name", SURE)
+@each("name", SURE)
 def test_no_text_has_fewer_tokens(name: str) -> None:
     tokenizer, chance = SURE[name], random.Random(0)
     bound = least_tokens(tokenizer)

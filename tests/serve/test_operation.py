@@ -104,7 +104,7 @@ def wait_until_idle(client: Any) -> None:
 
 def fail_once(engine: Engine, error: Exception, *, after: int) -> None:
     """Let a later step fail in the middle: tokens were verified, not all were written down."""
-    commit, left = engine.host_loop._commit, [after]
+    commit, left = engine.scheduler.commit, [after]
 
     def commit_or_fail(*arguments: Any) -> None:
         left[0] -= 1
@@ -112,7 +112,7 @@ def fail_once(engine: Engine, error: Exception, *, after: int) -> None:
             raise error
         commit(*arguments)
 
-    engine.host_loop._commit = commit_or_fail  # type: ignore[method-assign]
+    engine.scheduler.commit = commit_or_fail  # type: ignore[method-assign, assignment]
 
 
 def test_a_failing_step_loses_its_requests_and_no_others(new_server: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import eyas.serve
+from each import each
 from eyas.serve.page_files import TYPES
 
 FOLDER = Path(eyas.serve.__file__).parent / "page"
@@ -49,7 +50,7 @@ def markup() -> Markup:
     return Markup((FOLDER / "index.html").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", sorted(ADDRESSES))
+@each("name", sorted(ADDRESSES))
 def test_every_file_is_served_with_its_type_and_stays_at_home(client: Any, name: str) -> None:
     reply = client.get(ADDRESSES[name])
     assert reply.status == 200
@@ -95,7 +96,7 @@ def test_the_page_is_open_and_what_it_shows_needs_the_key(new_server: Any) -> No
         assert client.get("/status", headers={"authorization": "Bearer secret"}).status == 200
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+@each("file", FILES)
 def test_no_file_names_another_host(file: Path) -> None:
     text = file.read_text(encoding="utf-8").replace(NAMESPACE, "")
     assert not re.findall(r"[a-z]+://|[\"'(]//|@import|data:\S", text)
@@ -134,6 +135,7 @@ def test_every_field_has_a_label(markup: Markup) -> None:
         assert attributes.get("id") in markup.values("for") or attributes in markup.within_label, attributes
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_page(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent.parent
     subprocess.run(

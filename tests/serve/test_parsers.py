@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.serve.parsers.base import MAX_BLANKS, AnswerParser
 from eyas.serve.parsers.output_parser import OutputParser
@@ -62,14 +63,14 @@ def cuts_of(text: str) -> list[list[str]]:
     return ways
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.format}-{case.text[:30]!r}")
+@each("case", CASES)
 def test_calls_are_found_however_the_text_is_cut(case: Case) -> None:
     for pieces in cuts_of(case.text):
         parsed = parse(tool_parser(case.format, case.max_calls), pieces)
         assert parsed == (case.content, case.reasoning, case.calls), pieces
 
 
-@pytest.mark.parametrize(("name", "prompt", "text", "reasoning", "content"), THINKING)
+@each(("name", "prompt", "text", "reasoning", "content"), THINKING)
 def test_reasoning_is_found_however_the_text_is_cut(
     name: str, prompt: str, text: str, reasoning: str, content: str
 ) -> None:
@@ -77,7 +78,7 @@ def test_reasoning_is_found_however_the_text_is_cut(
         assert parse(think_parser(name, prompt), pieces) == (content, reasoning, []), pieces
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.format in ("hermes", "qwen3_coder", "glm45")])
+@each("case", [case for case in CASES if case.format in ("hermes", "qwen3_coder", "glm45")])
 def test_calls_are_found_behind_reasoning(case: Case) -> None:
     if case.max_calls is not None:
         return
@@ -102,7 +103,7 @@ def test_arguments_of_well_formed_calls_are_json() -> None:
             assert isinstance(json.loads(arguments), dict)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "pieces"),
     [
         ("hermes", ['<tool_call>{"name": "get_weather", "arguments": {"city":', ' "long', ' text"']),
@@ -147,7 +148,7 @@ def test_reasoning_tokens_are_counted_without_their_markers() -> None:
     assert harmony.reasoning_tokens == 2
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_hostile_answers_take_linear_time_and_never_raise(name: str) -> None:
     format_ = by_name(TOOL_CALL_FORMATS, name, "parser")
     starts = {
@@ -168,7 +169,7 @@ def test_hostile_answers_take_linear_time_and_never_raise(name: str) -> None:
             assert time.process_time() - begun < 1, (start, filler)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_noise_is_parsed_the_same_however_it_is_cut(name: str) -> None:
     format_ = by_name(TOOL_CALL_FORMATS, name, "parser")
     words = [

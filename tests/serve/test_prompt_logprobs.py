@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from each import each
+
 PROMPT = "abcabcxyz"
 
 
@@ -18,7 +20,7 @@ def own_logprobs(target: Any, text: str) -> list[float]:
     return [float(row[token]) for row, token in zip(rows, ids[1:], strict=True)]
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1, 8])
+@each("max_tokens", [0, 1, 8])
 def test_an_echo_has_the_prompt_and_its_logprobs(client: Any, target: Any, max_tokens: int) -> None:
     fields = {"prompt": PROMPT, "max_tokens": max_tokens, "ignore_eos": True}
     client.complete(**fields | {"max_tokens": 1})  # so that the prefix cache has it
@@ -76,7 +78,7 @@ def test_an_echo_is_streamed_first(client: Any) -> None:
     assert plain["logprobs"] is None
 
 
-@pytest.mark.parametrize("path", ["chat", "complete"])
+@each("path", ["chat", "complete"])
 def test_prompt_logprobs_in_vllms_format(client: Any, target: Any, path: str) -> None:
     reply = getattr(client, path)(prompt_logprobs=2, return_token_ids=True).json
     holder = reply if path == "chat" else reply["choices"][0]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from chat_tokenizer import letter_tokenizer
+from each import each
 from serve.conftest import serve
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ CHAT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("body", CHAT.values(), ids=CHAT)
+@each("body", CHAT.values())
 def test_a_chat_is_answered(client: Any, body: dict[str, Any]) -> None:
     reply = client.post("/v1/chat/completions", body)
     assert reply.status == 200, reply.text

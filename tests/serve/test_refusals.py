@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from each import each
 from eyas.serve.protocol.completions import NEUTRAL_VALUES
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"temperture": 1}, ["temperture", "did you mean temperature"]),
@@ -63,7 +62,7 @@ def test_a_bad_field_is_named(client: Any, fields: dict[str, Any], parts: list[s
     client.all_back()
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"messages": []}, ["messages"]),
@@ -99,7 +98,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse(client: Any) -> None:
     assert client.complete(stop=None, seed=None, n=None, stream_options=None).json["choices"] == plain
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "parts"),
     [
         (b"{", ["no JSON"]),

@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from each import each
 from serve.conftest import serve
 from serve.scripted import script as say
 from serve.scripted import with_template
@@ -152,7 +153,7 @@ def test_a_stream_that_fails_says_so(new_server: Any) -> None:
         assert last["response"]["error"]["code"] == "engine_failed"
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"previous_response_id": "resp_1"}, ["previous_response_id", "whole conversation"]),

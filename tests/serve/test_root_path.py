@@ -4,18 +4,17 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.serve.transport.root_path import read_root_path
 
 
-@pytest.mark.parametrize(
-    ("text", "path"), [("", ""), ("/", ""), ("/eyas", "/eyas"), ("eyas/", "/eyas"), ("/a/b.c/", "/a/b.c")]
-)
+@each(("text", "path"), [("", ""), ("/", ""), ("/eyas", "/eyas"), ("eyas/", "/eyas"), ("/a/b.c/", "/a/b.c")])
 def test_slashes_do_not_matter(text: str, path: str) -> None:
     assert read_root_path(text) == path
 
 
-@pytest.mark.parametrize("text", ["/a b", "/a//b", "/../a", "/a?b", "https://host/a", "/{name}"])
+@each("text", ["/a b", "/a//b", "/../a", "/a?b", "https://host/a", "/{name}"])
 def test_what_is_no_path_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="--root-path"):
         read_root_path(text)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.serve.model_info import ServerLimits
 from serve.test_sockets import running
+
+pytestmark = pytest.mark.slow
 
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 FIRST = ("JSON", "slow reader", "hangs up at once", "hangs up in a stream", "broken JSON", "unknown field", "too long")
@@ -65,7 +68,7 @@ def test_a_server_that_fails_a_step_does_not_pass(new_server: Any, tmp_path: Pat
         assert "engine_failed" in printed
 
 
-@pytest.mark.parametrize(
+@each(
     ("events", "why"),
     [
         (['{"index": 0, "text": "a", "finish_reason": "stop"}', "[DONE]", "[DONE]"], "ends with"),

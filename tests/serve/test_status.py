@@ -10,9 +10,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from eyas.engine.speculation.observations import RoundOutcome
-from eyas.engine.speculation.policy import POLICY
-from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.acceptance import RECENT
+from eyas.engine.speculation.step_report import RoundOutcome, StepReport
 from eyas.serve.model_info import ServerLimits
 from eyas.serve.monitoring.drafter_changes import MOST, DrafterChanges
 from eyas.serve.monitoring.status_history import SAMPLE_SECONDS, SAMPLES
@@ -94,7 +93,7 @@ def test_an_alarm_is_raised_with_the_engines_words_and_goes_to_the_log_once(
         alarms = client.get("/status").json["alarms"]
         assert [(alarm["name"], alarm["raised"]) for alarm in alarms] == [("collapsed", False), ("drift", False)]
         controller = client.engine.controller
-        for _ in range(2 * POLICY.latest_rounds):
+        for _ in range(2 * RECENT):
             controller.observe(StepReport(rounds=[RoundOutcome(key=0, drafted=3, accepted=0)]))
         for _ in range(2):
             told = client.get("/status").json

@@ -11,6 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from each import each
 from eyas.engine.grammar.compile import MOST_CHARACTERS
 from eyas.serve.grammar.structured_outputs import GrammarCompiler, GrammarSpec
 from serve.test_sockets import running
@@ -50,7 +51,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "fits"), FORMS)
+@each(("fields", "fits"), FORMS)
 def test_every_answer_has_the_form_however_it_is_asked_for_and_drafted(client: Any, fields: Any, fits: Any) -> None:
     endless = fields == {"structured_outputs": {"grammar": NUMBERED}}  # letters may go on for as long as they like
     told = set()
@@ -94,7 +95,7 @@ def test_a_stream_has_the_form_too_beside_answers_that_have_none(client: Any) ->
     client.all_back()
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         (schema_format({"type": "objekt"}), ["response_format.json_schema.schema", "objekt"]),
@@ -149,7 +150,7 @@ def test_the_openai_client_parses_what_comes(new_server: Any) -> None:
             asking.completions.create(model="tiny", prompt="a", extra_body={"guided_regex": "(a"})
 
 
-@pytest.mark.parametrize("at_start", [False, True])
+@each("at_start", [False, True])
 def test_the_tokenizer_for_grammars_is_read_at_the_start_or_when_one_comes(client: Any, at_start: bool) -> None:
     served = client.application.context.compiler
     assert not served._read_at_start, "on a processor it may never be needed"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from each import each
 from eyas.serve.model_info import ServerLimits
 from eyas.serve.monitoring.json_logging import JsonFormatter
 
@@ -39,7 +40,7 @@ def test_messages_are_tokenized_as_a_chat_renders_them(client: Any, target: Targ
     assert target.tokenizer.decode(told).endswith("Well")
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "body", "parts"),
     [
         ("/tokenize", {}, ["prompt and messages", "missing"]),

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from chat_tokenizer import SPECIAL, letter_tokenizer
+from each import each
 from eyas.engine.output import OutputDelta, SpecDecodeStats
 from eyas.engine.request import FinishReason
 from eyas.errors import UserError
@@ -198,7 +199,7 @@ def test_a_conversation_with_calls_and_results_reaches_the_template(tooled: Any,
     assert without == with_tools.removeprefix("[wind][now]")
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, ["rain", "wind, now"]),

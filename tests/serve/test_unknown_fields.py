@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.serve.protocol.request_policy import RequestPolicy
 from eyas.serve.protocol.unknown_fields import IGNORED_HEADER, MOST_NAMED, ignored_header
 
@@ -19,7 +20,7 @@ def lenient(new_server: Any) -> Iterator[Any]:
         yield client
 
 
-@pytest.mark.parametrize(
+@each(
     "fields",
     [
         {"store": True},
@@ -37,7 +38,7 @@ def test_what_asks_nothing_of_the_text_is_taken(client: Any, fields: dict[str, A
     assert IGNORED_HEADER not in reply.headers
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "parts"),
     [
         ({"store": "yes"}, ["store"]),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from each import each
 from eyas.bench.counters import read_counters
 from eyas.bench.draft_counts import draft_counts_of_event
 
@@ -78,7 +79,7 @@ def test_eyas_bench_counts_once(new_server: Any) -> None:
         assert list(counters.draft_counts.accepted_at) == figures["accepted_by_depth"]
 
 
-@pytest.mark.parametrize("path", ["chat", "complete"])
+@each("path", ["chat", "complete"])
 def test_an_answer_tells_its_acceptance_as_vllm_does(client: Any, path: str) -> None:
     ask = getattr(client, path)
     whole = ask(**DRAFTED).json
@@ -98,7 +99,7 @@ def test_an_answer_tells_its_acceptance_as_vllm_does(client: Any, path: str) -> 
     assert draft_counts_of_event({"metrics": whole["metrics"]}) == draft_counts_of_event(whole)
 
 
-@pytest.mark.parametrize("path", ["chat", "complete"])
+@each("path", ["chat", "complete"])
 def test_counts_come_with_every_chunk_if_they_are_asked_for(client: Any, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     events = getattr(client, path)(**DRAFTED, stream=True, stream_options=options).events

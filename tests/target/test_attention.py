@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from each import each
 from eyas.errors import UserError
 from eyas.target.attention import attend_for_transformers, attending_through
 from target.test_head import target_of
@@ -26,7 +27,7 @@ def test_every_layer_asks_the_callable_and_the_model_is_left_as_it_was() -> None
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("given", "message"),
     [
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "a mask of its own"),

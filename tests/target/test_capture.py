@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from each import each
 from eyas.errors import UserError
 from eyas.target.capture import capture, decoder_layers
 
@@ -81,7 +82,7 @@ def assert_captures_the_stream(model: Any, ids_BT: torch.Tensor) -> None:
     assert torch.equal(captured.aux_hidden(), torch.cat([captured.state_BTD[k] for k in everything], dim=-1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each("family", FAMILIES)
 def test_captured_states_equal_transformers_hidden_states_and_the_last_is_before_the_norm(family: str) -> None:
     assert_captures_the_stream(tiny(family), some_ids())
 
@@ -148,7 +149,7 @@ def test_asking_before_any_pass_is_a_programming_error() -> None:
         captured.aux_hidden()
 
 
-@pytest.mark.parametrize(
+@each(
     ("ids", "message"),
     [
         ((), "no auxiliary layer ids.*between 0 and 4"),

@@ -3,6 +3,7 @@
 import pytest
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.target.chat_template import ChatTemplateOptions, render_chat
 
 CALL = {
@@ -14,9 +15,7 @@ MESSAGES = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "
 OF_CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}%s{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize(
-    "written", ["'' + c.function.arguments", "c.function.arguments | tojson"], ids=["text", "object"]
-)
+@each("written", ["'' + c.function.arguments", "c.function.arguments | tojson"])
 def test_arguments_are_written_whether_a_template_wants_text_or_an_object(written: str) -> None:
     tokenizer = letter_tokenizer()
     tokenizer.chat_template = OF_CALLS.replace("%s", "{{ " + written + " }}")

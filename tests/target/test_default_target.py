@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from each import each
 from eyas.errors import UserError
 from eyas.target import default
 from eyas.target.locate import locate
@@ -83,7 +84,7 @@ def test_a_file_put_in_place_by_hand_is_checked_and_left_to_its_owner(tmp_path: 
     assert directories(tmp_path / "cache") == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("stderr", "reason"),
     [
         ("/usr/bin/python: No module named pip\n", "No module named pip"),

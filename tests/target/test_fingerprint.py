@@ -4,15 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import pytest
 import torch
 
+from each import each
 from eyas.target.fingerprint import fingerprint
 from eyas.target.model import Target
 from tiny_gguf import tiny_model, write_gguf
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@each("family", ["llama", "qwen3"])
 def test_a_folder_and_gguf_files_of_one_model_agree_in_any_precision(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
     ours = fingerprint(model)
@@ -36,12 +36,12 @@ def test_norms_that_are_kept_as_one_more_than_they_are_agree() -> None:
     assert fingerprint(gemma) == fingerprint(stored)
 
 
-@pytest.mark.parametrize("change", [{"num_hidden_layers": 4}, {"vocab_size": 300}, {"hidden_size": 128}])
+@each("change", [{"num_hidden_layers": 4}, {"vocab_size": 300}, {"hidden_size": 128}])
 def test_other_sizes_are_another_model(change: dict[str, Any]) -> None:
     assert fingerprint(tiny_model(**change)) != fingerprint(tiny_model())
 
 
-@pytest.mark.parametrize("norm", ["model.norm", "model.layers.1.input_layernorm"])
+@each("norm", ["model.norm", "model.layers.1.input_layernorm"])
 def test_one_other_weight_of_a_norm_is_another_model(norm: str) -> None:
     model = tiny_model()
     with torch.no_grad():

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from each import each
 from eyas.errors import UserError
 from eyas.target import gguf as conversion
 from eyas.target.facts import read_facts
@@ -37,8 +38,8 @@ def converted(path: Path) -> Any:
     return Target.load(str(path), dtype="float32", cache=path.parent / "cache").model
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3", "qwen3_moe"])
-@pytest.mark.parametrize("tied", [False, True])
+@each("family", ["llama", "qwen2", "qwen3", "phi3", "qwen3_moe"])
+@each("tied", [False, True])
 def test_a_converted_model_gives_exactly_the_logits_of_the_original(family: str, tied: bool, tmp_path: Path) -> None:
     model = tiny_model(family, tie_word_embeddings=tied)
     ours = converted(write_gguf(model, tmp_path / "m.gguf"))
@@ -56,8 +57,8 @@ SAID: dict[str, tuple[list[bool], Edit]] = {
 }
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("said", SAID)
+@each("scaled", [False, True])
+@each("said", SAID)
 def test_gemma3_keeps_windows_rotations_and_norms(said: str, scaled: bool, tmp_path: Path) -> None:
     slides, edit = SAID[said]
     scaling = {"rope_type": "linear", "factor": 8.0} if scaled else {"rope_type": "default"}
@@ -105,7 +106,7 @@ def test_rotary_rows_in_the_wrong_order_would_be_noticed(tmp_path: Path) -> None
     assert not torch.allclose(logits_of(converted(path)), logits_of(tiny_model()), atol=1e-2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rope", "edit"),
     [
         (
@@ -142,14 +143,13 @@ def test_rotary_scaling_survives_conversion(rope: dict[str, Any], edit: Edit, tm
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0 + k / 4 for k in range(8)], "long_factor": [2.0] * 8}
 
 
-@pytest.mark.parametrize(
+@each(
     "rope",
     [
         {"rope_type": "default", "partial_rotary_factor": 0.5},
         {**LONGROPE, "original_max_position_embeddings": 32},  # what is read is longer
         {**LONGROPE, "original_max_position_embeddings": 64},
     ],
-    ids=["partial", "long", "short"],
 )
 def test_phi3_keeps_its_window_and_its_rotations(rope: dict[str, Any], tmp_path: Path) -> None:
     original = {key: rope[key] for key in ("original_max_position_embeddings",) if key in rope}
@@ -184,7 +184,7 @@ def test_facts_come_from_the_file(tmp_path: Path) -> None:
     assert (facts.hidden_size, facts.vocab_size, facts.max_position_embeddings) == (64, 264, 128)
 
 
-@pytest.mark.parametrize(
+@each(
     ("edit", "message"),
     [
         (lambda w: w.add_sliding_window(64), r"llama\.attention\.sliding_window, which eyas does not understand"),
@@ -206,7 +206,7 @@ def test_what_is_not_understood_is_refused_and_not_ignored(edit: Edit, message: 
     refuses(path, message)
 
 
-@pytest.mark.parametrize(
+@each(
     ("edit", "message"),
     [
         (lambda w: w.add_uint32("gemma3.attention.sliding_window_pattern", 0), "neither a number above 0 nor 3 truth"),
@@ -218,7 +218,7 @@ def test_what_a_gemma3_file_says_otherwise_is_refused(edit: Edit, message: str, 
     refuses(write_gguf(tiny_model("gemma3_text"), tmp_path / "m.gguf", edit=edit), message)
 
 
-@pytest.mark.parametrize(
+@each(
     ("edit", "message"),
     [
         (lambda w: w.add_tensor("rope_factors_long.weight", np.ones(8, np.float32)), "no tensor rope_factors_short"),
@@ -232,7 +232,7 @@ def test_what_a_phi3_file_says_otherwise_is_refused(edit: Edit, message: str, tm
     refuses(write_gguf(tiny_model("phi3"), tmp_path / "m.gguf", edit=edit), message)
 
 
-@pytest.mark.parametrize(
+@each(
     ("edit", "drop", "message"),
     [
         (lambda w: None, "blk.1.ffn_up_exps.weight", "model.layers.1.mlp.experts.0.up_proj.weight is missing"),
@@ -257,7 +257,7 @@ def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
     refuses(write_gguf(tiny_model(), tmp_path / "m.gguf", pre="kimi-k2"), "pre-tokenizer 'kimi-k2'; supported are")
 
 
-@pytest.mark.parametrize("lost", ["blk.1.ffn_up.weight", "token_embd.weight"])
+@each("lost", ["blk.1.ffn_up.weight", "token_embd.weight"])
 def test_a_missing_tensor_is_named(lost: str, tmp_path: Path) -> None:
     expected = "model.layers.1.mlp.up_proj.weight is missing" if lost.startswith("blk") else lost
     refuses(write_gguf(tiny_model(), tmp_path / "m.gguf", drop=lost), expected)
@@ -325,6 +325,7 @@ def test_an_interrupted_conversion_leaves_nothing_and_the_next_one_succeeds(
     assert folders_in(cache) == [folder.name]
 
 
+@pytest.mark.slow
 def test_two_first_runs_at_once_make_one_good_folder(tmp_path: Path) -> None:
     model = tiny_model()
     path, cache = write_gguf(model, tmp_path / "m.gguf"), tmp_path / "cache"

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import nn
 
+from each import each
 from eyas.engine.runner.fused_target import fused_target
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, load_quantised, quantise
@@ -32,14 +33,13 @@ Load = Callable[..., Target]
 
 
 @pytest.fixture(scope="module")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    cache = tmp_path_factory.mktemp("cache")  # one for all: kernels are compiled once
-    kernel, words = load_quantised(cache=cache)
+def load(native_cache: Path) -> Load:
+    kernel, words = load_quantised(cache=native_cache)
     if kernel is None:
         pytest.skip(f"no kernel here: {words}")
 
     def loaded(path: Path, quantization: str = "auto", dtype: str = "auto") -> Target:
-        return load_target(str(path), dtype=dtype, device="cpu", quantization=quantization, cache=cache)
+        return load_target(str(path), dtype=dtype, device="cpu", quantization=quantization, cache=native_cache)
 
     return loaded
 
@@ -60,7 +60,7 @@ def test_the_kinds_that_people_have_are_packable() -> None:
     assert not any(is_packable(kind) for kind in (Kind.F32, Kind.F16, Kind.BF16, Kind.IQ2_XXS))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@each("kind", KINDS)
 def test_blocks_are_what_the_gguf_package_dequantises(kind: Kind) -> None:
     generator = np.random.default_rng(0)
     per_block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -75,7 +75,7 @@ def test_blocks_are_what_the_gguf_package_dequantises(kind: Kind) -> None:
     assert np.abs(ours - expected).max() <= (1e-3 if scales_of_scales else 0) * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "kind"),
     [
         ("llama", Kind.Q8_0),
@@ -104,14 +104,14 @@ def test_a_packed_model_is_near_its_dequantised_weights(load: Load, family: str,
     assert packed.stop_ids() == dense.stop_ids()
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@each("tied", [False, True])
 def test_a_tied_head_is_the_memory_of_the_embeddings(tied: bool, load: Load, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(tie_word_embeddings=tied), tmp_path / "m.gguf", kind=Kind.Q8_0)
     model: Any = load(path).model
     assert (model.lm_head is model.model.embed_tokens.table) == tied
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3"])
+@each("family", ["llama", "qwen2", "qwen3", "gemma3_text", "phi3"])
 def test_a_packed_model_runs_fused_in_one_call(load: Load, family: str, tmp_path: Path) -> None:
     fused = fused_target(load(write_gguf(tiny_model(family), tmp_path / "m.gguf", kind=Kind.Q4_1)))
     assert fused is not None
@@ -183,8 +183,8 @@ def test_a_type_that_is_asked_for_is_given(load: Load, tmp_path: Path) -> None:
         load(path, "gguf", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-@pytest.mark.parametrize("tied", [False, True])
+@each("quantization", ["int8", "int4"])
+@each("tied", [False, True])
 def test_any_target_is_quantised_on_the_fly(load: Load, quantization: str, tied: bool, tmp_path: Path) -> None:
     path = write_gguf(tiny_model(tie_word_embeddings=tied), tmp_path / "m.gguf")
     ours, theirs = load(path, quantization), Target.load(str(path), dtype="float32", cache=tmp_path)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import pytest
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
+from each import each
 from eyas.target.locate import locate
 from tiny_gguf import PIECES, TOKENS, tiny_model, write_gguf
 
@@ -20,7 +20,7 @@ def tokenizer_of(tmp_path: Path, **changes: Any) -> Any:
     return AutoTokenizer.from_pretrained(locate(str(path), cache=tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("pre", ["smollm", "qwen2", "gpt-2", "default", "llama-bpe"])
+@each("pre", ["smollm", "qwen2", "gpt-2", "default", "llama-bpe"])
 def test_text_survives_encoding_and_decoding(pre: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, pre=pre)
     assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
@@ -39,7 +39,7 @@ CUTS = {  # as llama.cpp cuts it (benchmarks/gguf_tokenizers.py)
 }
 
 
-@pytest.mark.parametrize("pre", CUTS)
+@each("pre", CUTS)
 def test_words_are_cut_as_llama_cpp_cuts_them(pre: str, tmp_path: Path) -> None:
     cutter = tokenizer_of(tmp_path, pre=pre).backend_tokenizer.pre_tokenizer
     assert "|".join(CUT[first:end] for _, (first, end) in cutter.pre_tokenize_str(CUT)) == CUTS[pre]
@@ -62,7 +62,7 @@ def test_gpt2_leaves_a_space_to_the_number(tmp_path: Path) -> None:
     assert tokenizer_of(tmp_path, pre="gpt-2").tokenize("t  12") == ["t", "Ġ", "Ġ", "1", "2"]
 
 
-@pytest.mark.parametrize(("pre", "composed"), [("qwen2", True), ("gpt-2", False)])
+@each(("pre", "composed"), [("qwen2", True), ("gpt-2", False)])
 def test_only_qwen2_composes_characters(pre: str, composed: bool, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, pre=pre)
     assert (tokenizer.decode(tokenizer.encode("e\u0301")) == "\u00e9") == composed
@@ -90,11 +90,11 @@ def test_sentencepiece_joins_by_score_and_falls_back_to_bytes(tmp_path: Path) ->
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize(
+@each(
     ("prefix", "bos", "expected"),
     [(None, None, ["<s>", "▁th"]), (True, True, ["<s>", "▁th"]), (False, True, ["<s>", "th"]), (False, False, ["th"])],
 )
-@pytest.mark.parametrize("reload", [1, 2])
+@each("reload", [1, 2])
 def test_sentencepiece_begins_as_the_file_says(
     prefix: bool | None, bos: bool | None, expected: list[str], reload: int, tmp_path: Path
 ) -> None:
@@ -126,8 +126,8 @@ def test_rows_that_pad_the_embedding_are_no_tokens(tmp_path: Path) -> None:
     assert len(tokenizer_of(tmp_path)) == len(TOKENS) - 1
 
 
-@pytest.mark.parametrize(("pre", "said", "added"), [("smollm", None, False), ("smollm", True, True)])
-@pytest.mark.parametrize("reload", [1, 2])
+@each(("pre", "said", "added"), [("smollm", None, False), ("smollm", True, True)])
+@each("reload", [1, 2])
 def test_the_start_token_is_added_when_the_file_says_so(
     pre: str, said: bool | None, added: bool, reload: int, tmp_path: Path
 ) -> None:
@@ -139,7 +139,7 @@ def test_the_start_token_is_added_when_the_file_says_so(
     assert tokenizer.encode("the")[-1] == TOKENS.index("the")
 
 
-@pytest.mark.parametrize(("said", "added"), [(None, True), (False, False)])
+@each(("said", "added"), [(None, True), (False, False)])
 def test_llama3_files_add_the_start_token_unless_they_say_no(said: bool | None, added: bool, tmp_path: Path) -> None:
     edit = (lambda w: None) if said is None else (lambda w: w.add_add_bos_token(said))
     assert (tokenizer_of(tmp_path, pre="llama-bpe", edit=edit).encode("the")[0] == 1) == added

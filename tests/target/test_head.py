@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from each import each
 from eyas.errors import UserError
 from eyas.target.facts import facts_of
 from eyas.target.head import TargetHead, read_head
@@ -44,7 +45,7 @@ def states_and_scores(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         return states, model(input_ids=some_ids(), use_cache=False).logits[0]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granite", "cohere"])
+@each("family", [*FAMILIES, "granite", "cohere"])
 def test_the_head_gives_the_targets_own_scores(family: str) -> None:
     target = target_of(family)
     states, theirs = states_and_scores(target)
@@ -54,7 +55,7 @@ def test_the_head_gives_the_targets_own_scores(family: str) -> None:
     torch.testing.assert_close(head.only(chosen).scores(states), theirs[:, chosen], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "without"),
     [("granite", {"scale": 1.0}), ("cohere", {"scale": 1.0}), ("gemma2", {"cap": None}), ("phi", {"bias_V": None})],
 )

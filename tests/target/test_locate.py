@@ -9,6 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.target.facts import TargetFacts, facts_of, read_facts
 from eyas.target.locate import locate
@@ -24,7 +25,7 @@ def test_a_hub_id_is_left_to_transformers() -> None:
     assert locate("gpt2") == "gpt2"
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "message"),
     [
         ("./nowhere", "no folder './nowhere' and it is not a hub id"),
@@ -63,7 +64,7 @@ def test_an_unknown_hub_id_is_one_line_that_names_it(monkeypatch: pytest.MonkeyP
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["{ not json", '{"model_type": "no-such-type"}', "{}"])
+@each("text", ["{ not json", '{"model_type": "no-such-type"}', "{}"])
 def test_a_config_that_cannot_be_read_is_one_line_that_names_the_folder(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as raised:
@@ -88,7 +89,7 @@ def test_default_auxiliary_layers_are_low_middle_and_high() -> None:
     assert facts(7).default_aux_layer_ids() == (2, 3, 4)
 
 
-@pytest.mark.parametrize("layers", [1, 4, 6])
+@each("layers", [1, 4, 6])
 def test_a_target_with_too_few_layers_must_name_its_auxiliary_layers(layers: int) -> None:
     with pytest.raises(UserError, match=f"has {layers} layers.*need at least 7"):
         facts(layers).default_aux_layer_ids()

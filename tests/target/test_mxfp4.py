@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from each import each
 from engine.test_quantised_target import answers
 from eyas.engine.config import EngineConfig, weight_bytes
 from eyas.engine.engine import Engine
@@ -41,8 +42,8 @@ def transformers_own(folder: Path, dtype: torch.dtype) -> Any:
     return model.float() if dtype == torch.float32 else model  # experts would stay in bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("inputs", [32, 96, 128, 160, 416])
+@each("dtype", [torch.bfloat16, torch.float32])
+@each("inputs", [32, 96, 128, 160, 416])
 def test_numbers_are_those_of_transformers(inputs: int, dtype: torch.dtype) -> None:
     pairs, exponents = drawn(3, 10, inputs, exponents=(1, 250))
     theirs = convert_moe_packed_tensors(pairs, exponents, dtype=dtype).mT
@@ -63,7 +64,7 @@ def test_packed_weights_take_four_and_a_quarter_bits() -> None:
     assert sum(x.nbytes for x in weight.packed()) * 8 == 4.25 * 2 * 8 * 1024
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each("dtype", ["bfloat16", "float32"])
 def test_logits_are_those_of_transformers(dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_mxfp4(tmp_path)
     caplog.set_level(logging.INFO, logger="eyas")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from each import each
 from eyas.errors import UserError
 from eyas.target.facts import facts_of
 from eyas.target.model import Target
@@ -39,7 +40,7 @@ def alone(target: Target) -> tuple[Tensor, Tensor]:
     return torch.cat(hidden), torch.cat([target.forward(piece, IDS).aux_hidden_BTX[0] for piece in pieces])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "phi", "qwen3_moe", "gpt2"])
+@each("family", ["llama", "mistral", "gemma2", "gemma3_text", "phi", "qwen3_moe", "gpt2"])
 def test_documents_in_one_call_equal_documents_alone(family: str) -> None:
     target = target_of(family)
     for ours, theirs in zip(packed(target), alone(target), strict=True):
@@ -73,9 +74,7 @@ def flash_written_out(
     return (torch.einsum("hts,shk->thk", scores.softmax(-1), v),)
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "phi", "mixtral", "gpt2"]
-)
+@each("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "phi", "mixtral", "gpt2"])
 def test_one_pass_equals_documents_alone_for_any_attention_that_knows_the_borders(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +118,7 @@ def test_attention_that_flash_cannot_do_is_refused() -> None:
         within(torch.nn.Linear(1, 1), x, x, x, 1.0, None, None, torch.zeros(2))
 
 
-@pytest.mark.parametrize(
+@each(
     ("family", "plainly"),
     [
         ("llama", True),

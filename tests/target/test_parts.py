@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
 from eyas.target.model import Target
@@ -44,14 +45,14 @@ def assert_same(read: TargetParts, loaded: TargetParts) -> None:
         assert torch.equal(read.norm(states_TD), loaded.norm(states_TD))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granite", "cohere", "phi"])
-@pytest.mark.parametrize("shards", ["10GB", "20KB"], ids=["one file", "shards"])
+@each("family", [*FAMILIES, "granite", "cohere", "phi"])
+@each("shards", ["10GB", "20KB"])
 def test_parts_read_from_files_are_those_of_the_loaded_target(family: str, shards: str, tmp_path: Path) -> None:
     source = saved(family, tmp_path, max_shard_size=shards)
     assert_same(TargetParts.load(source), TargetParts.of(Target.load(source)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each("dtype", ["float32", "bfloat16"])
 def test_parts_are_in_the_precision_that_was_asked_for(dtype: str, tmp_path: Path) -> None:
     source = saved("llama", tmp_path)
     parts = TargetParts.load(source, dtype=dtype)
@@ -59,7 +60,7 @@ def test_parts_are_in_the_precision_that_was_asked_for(dtype: str, tmp_path: Pat
     assert_same(parts, TargetParts.of(Target.load(source, dtype=dtype)))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+@each("family", ["llama", "gemma2", "qwen3"])
 def test_the_norm_and_the_head_over_the_last_layers_state_give_the_targets_scores(family: str, tmp_path: Path) -> None:
     source = saved(family, tmp_path)
     target, parts = Target.load(source, dtype="float32"), TargetParts.load(source, dtype="float32")
@@ -70,8 +71,8 @@ def test_the_norm_and_the_head_over_the_last_layers_state_give_the_targets_score
     torch.testing.assert_close(ours, output.logits_BTV[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head", [False, True], ids=["head in 16 bits", "head quantised"])
+@each("layout", LAYOUTS)
+@each("head", [False, True])
 def test_parts_of_quantised_checkpoints_are_dequantised(layout: str, head: bool, tmp_path: Path) -> None:
     meant: dict[str, Tensor] = {}
 
@@ -96,7 +97,7 @@ def test_experts_in_mxfp4_leave_the_parts_alone(tmp_path: Path) -> None:
     assert_same(TargetParts.load(source, dtype="float32"), TargetParts.of(Target.load(source, dtype="float32")))
 
 
-@pytest.mark.parametrize("prefix", ["", "language_model.model.", "model.language_model."])
+@each("prefix", ["", "language_model.model.", "model.language_model."])
 def test_a_decoder_under_another_name_is_found_beside_a_vision_tower(prefix: str, tmp_path: Path) -> None:
     source = saved("qwen3", tmp_path)
     expected = TargetParts.load(source)
@@ -149,6 +150,7 @@ def test_a_chat_format_takes_the_place_of_the_tokenizers_own(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_the_parts_of_the_default_target_are_its_own(default_target: Target) -> None:
     loaded = TargetParts.of(default_target)

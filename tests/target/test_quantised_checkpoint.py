@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.errors import UserError
 from eyas.kernels.linear.quantised_weight import QuantisedWeight, quantise_float8, quantise_int4
 from eyas.kernels.linear.w4a16_linear import W4A16Linear
@@ -134,7 +135,7 @@ def write(folder: Path, layout: str, change: Callable[[dict[str, Tensor]], None]
     return model
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_on_a_cpu_it_is_dequantised_and_that_is_said(
     layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +149,7 @@ def test_on_a_cpu_it_is_dequantised_and_that_is_said(
         torch.testing.assert_close(loaded.model.get_parameter(name), weight, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_where_there_are_products_it_stays_packed(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_checkpoint, "multiplies", lambda *_: None)
     meant = write(tmp_path, layout)

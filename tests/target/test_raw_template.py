@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_tokenizer import chat_tokenizer, with_bos
+from each import each
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
 from eyas.target.template_override import apply_format
@@ -33,7 +34,7 @@ def rendered(tokenizer: PreTrainedTokenizerFast, *messages: Any, opening: bool =
     return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=opening))
 
 
-@pytest.mark.parametrize(
+@each(
     "tokenizer",
     [
         chat_tokenizer(""),
@@ -43,7 +44,6 @@ def rendered(tokenizer: PreTrainedTokenizerFast, *messages: Any, opening: bool =
         sentencepiece_like("first"),
         sentencepiece_like("always"),
     ],
-    ids=["no BOS", "unused BOS", "BOS", "BOS and EOS", "space before the first word", "space before every word"],
 )
 def test_a_prompt_has_the_ids_of_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
     raw(tokenizer)

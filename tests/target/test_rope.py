@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
+from each import each
 from eyas.engine.config import EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.request import Request
@@ -52,7 +52,7 @@ def angles(model: Any, *positions: int) -> torch.Tensor:
     return torch.stack(model.model.rotary_emb(torch.zeros(1, 1, 1), position_ids=torch.tensor([positions])))[:, 0]
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@each("kind", ["longrope", "dynamic"])
 def test_a_position_is_rotated_the_same_beside_any_other(kind: str) -> None:
     model = tiny(kind)
     short, far = angles(model, 5)[:, 0], angles(model, 5, 100)[:, 0]

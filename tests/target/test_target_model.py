@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from each import each
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat, ChatTemplateOptions
 from eyas.target.locate import locate
@@ -75,7 +76,7 @@ def test_states_can_be_trained_on(folder: Path) -> None:
     assert layer.weight.grad is not None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@each("dtype", ["float32", "bfloat16", "float16"])
 def test_a_named_dtype_is_honoured(dtype: str, folder: Path) -> None:
     target = Target.load(str(folder), dtype=dtype)
     assert target.dtype == getattr(torch, dtype)
@@ -83,7 +84,7 @@ def test_a_named_dtype_is_honoured(dtype: str, folder: Path) -> None:
     assert not any(weight.requires_grad for weight in target.model.parameters())
 
 
-@pytest.mark.parametrize(("supported", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+@each(("supported", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_keeps_the_checkpoints_precision_only_where_the_processor_computes_in_it(
     supported: bool,
     expected: torch.dtype,
@@ -111,7 +112,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path, tmp_path: Path
         Target.load(str(place))
 
 
-@pytest.mark.parametrize("damage", ["cut weights", "no weights", "no tokenizer", "wrong shape"])
+@each("damage", ["cut weights", "no weights", "no tokenizer", "wrong shape"])
 def test_a_damaged_folder_is_one_line_that_names_it(damage: str, folder: Path, tmp_path: Path) -> None:
     place = copy_of(folder, tmp_path / "m")
     weights = place / "model.safetensors"

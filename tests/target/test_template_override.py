@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from chat_tokenizer import letter_tokenizer
+from each import each
 from eyas.errors import UserError
 from eyas.target.chat_template import ChatFormat
 from eyas.target.template_override import apply_format, read_template, set_template
@@ -20,7 +21,7 @@ def test_a_file_or_the_template_itself(tmp_path: Path) -> None:
     assert read_template("{% for" + "x" * 5000) == "{% for" + "x" * 5000  # longer than a file's name may be
 
 
-@pytest.mark.parametrize("argument", ["nowhere.jinja", ".", ""])
+@each("argument", ["nowhere.jinja", ".", ""])
 def test_neither_is_refused(argument: str) -> None:
     with pytest.raises(UserError, match=r"--chat-template .*cannot be read"):
         read_template(argument)
@@ -41,7 +42,7 @@ def test_a_template_is_tried_with_the_variables_of_the_run() -> None:
         apply_format(tokenizer, ChatFormat(template=template))
 
 
-@pytest.mark.parametrize(
+@each(
     ("template", "part"),
     [
         ("{% for message in messages %}", "mend it"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tiny
+from each import each
 from eyas.data.bad_records import BadRecords
 from eyas.drafter.drift import Estimate
 from eyas.drafter.model import Drafter
@@ -73,7 +74,7 @@ def test_an_anchor_needs_a_drafter_to_start_from() -> None:
         read_recipe(tables)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6])
+@each("share", [0.2, 0.6])
 def test_every_document_is_met_once_and_the_rest_is_replay_of_that_share(share: float) -> None:
     corpus = concatenate([corpus_of(40), corpus_of(10, seed=1)])
     replay = Replay(first=40, share=share)
@@ -161,7 +162,7 @@ def change_of(value: float, low: float, high: float) -> AcceptanceChange:
     return AcceptanceChange(conversations=50, before=counts, after=counts, gain=gain)
 
 
-@pytest.mark.parametrize(
+@each(
     ("traffic", "replay", "kept", "said"),
     [
         ((0.1, 0.02, 0.2), None, True, "the new drafter is better: +10.0% on 50"),
@@ -233,7 +234,7 @@ def test_records_that_cannot_be_read_are_refused_as_training_does_and_told_where
     assert adaptation_recipe(lenient, config, answered=50, bad=bad, **given).data.max_bad_share == 0.2
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "said"),
     [
         ({"overrides": ["data.held_out_share=0"]}, "held_out_share is 0 and there is no data.held_out"),

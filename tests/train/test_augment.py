@@ -6,6 +6,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from chat_tokenizer import CHATML, chat_tokenizer, masked_runs
+from each import each
 from eyas.data.chat_encoder import ChatEncoder
 from eyas.data.conversations import Conversation, Message, Sample
 from eyas.errors import UserError
@@ -43,8 +44,8 @@ TURNS = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello, you<|im_e
 ANSWERED = ["Hello, you<|im_end|>"]
 
 
-@pytest.mark.parametrize("before", [(), (SYSTEM,)], ids=["no system turn", "a system turn"])
-@pytest.mark.parametrize(("template", "left"), [(CHATML, TURNS), (DEFAULT_SYSTEM, TURNS), (WITH_BOS, "<s>" + TURNS)])
+@each("before", [(), (SYSTEM,)])
+@each(("template", "left"), [(CHATML, TURNS), (DEFAULT_SYSTEM, TURNS), (WITH_BOS, "<s>" + TURNS)])
 def test_without_system_no_system_turn_is_left(template: str, left: str, before: tuple[Message, ...]) -> None:
     made = rendered("no_system", *with_template(template), *before, QUESTION, ANSWER)
     assert made == (left, ANSWERED, "no_system")
@@ -77,7 +78,7 @@ def test_without_template_contents_are_lines_and_answers_are_masked() -> None:
     assert made == ("Be bad.\nHi\nHello, you\nHi\nHello, you", ["Hello, you", "Hello, you"], "no_template")
 
 
-@pytest.mark.parametrize("before", [(), (SYSTEM,)], ids=["no system turn", "a system turn"])
+@each("before", [(), (SYSTEM,)])
 def test_a_varied_system_prompt_stands_instead(before: tuple[Message, ...]) -> None:
     text, masked, outcome = rendered("varied_system", *with_template(DEFAULT_SYSTEM), *before, QUESTION, ANSWER)
     assert text in [f"<|im_start|>system\n{prompt}<|im_end|>\n{TURNS}" for prompt in SYSTEM_PROMPTS]
@@ -99,6 +100,7 @@ def test_tokens_that_were_said_behind_a_prompt_are_left_and_counted() -> None:
         assert augmented.applied == f"{kind} impossible"
 
 
+@pytest.mark.slow
 def test_shares_are_kept_counted_and_the_same_again() -> None:
     chosen, stops = with_template(WITH_BOS)
     given = [Conversation(messages=(QUESTION, ANSWER), where="f:1")] * 1000
@@ -134,7 +136,7 @@ def test_an_augmented_conversation_is_cut_at_turns_like_any_other() -> None:
     assert (counts.kept, counts.cut, counts.augmented) == (1, 1, Counter(no_template=1))
 
 
-@pytest.mark.parametrize(
+@each(
     ("shares", "message"),
     [
         ({"no_bos": 1.5}, r"data\.augment\.no_bos is 1\.5"),
@@ -148,6 +150,7 @@ def test_bad_shares_are_refused(shares: dict[str, float], message: str) -> None:
         read_recipe({"data": {"files": ["a.jsonl"], "augment": shares}, "output": {"folder": "runs/a"}})
 
 
+@pytest.mark.slow
 @pytest.mark.default
 def test_the_default_targets_own_system_prompt_can_be_removed_and_replaced() -> None:
     from eyas.target.tokenizer import load_tokenizer

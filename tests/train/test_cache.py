@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from each import each
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
@@ -121,7 +122,7 @@ def bucketed(logits_CW: Tensor, distribution: TopKDistribution) -> tuple[Tensor,
     return log_q, torch.cat([distribution.probability_CK.float(), distribution.rest_C[:, None]], dim=-1)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@each("loss", LOSSES)
 def test_the_gradient_of_every_loss_is_that_of_the_tail_as_one_token(loss: str) -> None:
     torch.manual_seed(0)
     logits_CW = (torch.randn(6, 20) * 2).requires_grad_()
@@ -169,8 +170,8 @@ def test_float8_keeps_a_sixteenth_of_every_number_even_beside_outliers() -> None
     assert to_fp8(torch.zeros(2, 6), 3)[0].float().abs().sum() == 0
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@each("padded", [False, True])
+@each("dtype", ["bfloat16", "fp8"])
 def test_what_is_read_is_what_the_target_said(tiny_target: Target, tmp_path: Path, dtype: str, padded: bool) -> None:
     corpus = uneven_corpus()
     cache, live = cache_of(tiny_target, tmp_path, corpus, dtype=dtype, top_k=80), LiveSource(tiny_target, tiny.AUX_IDS)
@@ -210,9 +211,7 @@ def _learnt(target: Target, source: FeatureSource, batch: TrainingBatch) -> tupl
     )
 
 
-@pytest.mark.parametrize(
-    ("dtype", "top_k", "most"), [("bfloat16", 80, 0.01), ("bfloat16", 16, 0.15), ("fp8", 80, 0.08)]
-)
+@each(("dtype", "top_k", "most"), [("bfloat16", 80, 0.01), ("bfloat16", 16, 0.15), ("fp8", 80, 0.08)])
 def test_loss_and_gradient_are_close_to_those_of_the_target(
     tiny_target: Target, tmp_path: Path, dtype: str, top_k: int, most: float
 ) -> None:
@@ -228,6 +227,7 @@ def test_loss_and_gradient_are_close_to_those_of_the_target(
     assert float((a - b).norm() / b.norm()) < most
 
 
+@pytest.mark.slow
 def test_the_size_is_known_before_anything_is_written(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,6 +287,7 @@ class Counting:
         return self._source(batch)
 
 
+@pytest.mark.slow
 def test_interrupted_writing_goes_on_behind_the_finished_shards(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,7 +334,7 @@ def test_an_error_of_the_disk_is_a_line_and_loses_no_finished_shard(
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"shard-0000{i}.safetensors" for i in (0, 1)]
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"target": "other"},
@@ -402,6 +403,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, target: Target, recipe: Any, **opti
     return run(recipe, TargetParts.of(target), opened_source(target), observers=[diary], **options), diary
 
 
+@pytest.mark.slow
 def test_a_run_from_the_cache_learns_what_a_live_one_does(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +418,7 @@ def test_a_run_from_the_cache_learns_what_a_live_one_does(
         assert ours == pytest.approx(theirs, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_the_cache_that_is_there(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_greedy_chances_are_the_hits_of_training(tiny_target: Target, tiny_draft
     assert torch.equal(found.bool() & counts_SM, hit_SM)
 
 
+@pytest.mark.slow
 def test_the_estimate_at_temperature_one_is_what_the_engine_accepts(tiny_target: Target, tiny_drafter: Drafter) -> None:
     depth, users, new = 3, 48, 60
     engine = Engine(tiny_target, tiny_drafter, config=EngineConfig(max_num_seqs=16, max_model_len=128))

@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.train.corpus import corpus as corpus_module
 from eyas.train.corpus.corpus import Corpus, concatenate, pack_arrays, packs, split
@@ -50,18 +51,18 @@ def test_conversations_of_two_corpora_stay_apart() -> None:
     assert both.conversations == 4
 
 
-@pytest.mark.parametrize("share", [0.001, 0.999])
+@each("share", [0.001, 0.999])
 def test_a_split_leaves_a_document_on_either_side(share: float) -> None:
     assert {len(side) for side in split(random_corpus(3), share, seed=0)} == {1, 2}
 
 
-@pytest.mark.parametrize(("documents", "share"), [(1, 0.5), (10, 0.0), (10, 1.0), (10, -0.1)])
+@each(("documents", "share"), [(1, 0.5), (10, 0.0), (10, 1.0), (10, -0.1)])
 def test_a_split_that_cannot_be_made_is_refused(documents: int, share: float) -> None:
     with pytest.raises(UserError, match="held"):
         split(random_corpus(documents), share, seed=0)
 
 
-@pytest.mark.parametrize("join_share", [0.0, 0.25, 1.0])
+@each("join_share", [0.0, 0.25, 1.0])
 def test_packs_hold_every_document_exactly_once(join_share: float) -> None:
     corpus = random_corpus(400)
     made = packs(corpus, length=4096, seed=0, epoch=0, join_share=join_share, join_length=4096)
@@ -86,7 +87,7 @@ def test_packs_are_full() -> None:
     assert corpus.tokens / (4096 * len(packs(corpus, length=4096, seed=0, epoch=0))) > 0.97
 
 
-@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+@each("share", [0.1, 0.25, 0.5])
 def test_joined_documents_are_long_enough_and_make_up_their_share(share: float) -> None:
     corpus = random_corpus(2000)
     made = packs(corpus, length=8192, seed=0, epoch=0, join_share=share, join_length=8192)
@@ -99,7 +100,7 @@ def test_joined_documents_are_long_enough_and_make_up_their_share(share: float) 
     assert abs(sizes.sum() / corpus.tokens - share) < 0.01
 
 
-@pytest.mark.parametrize(
+@each(
     ("share", "length", "named"),
     [(1.5, 4096, "join_share"), (-0.1, 4096, "join_share"), (0.5, 100, "100"), (1, 9, "9")],
 )

@@ -79,6 +79,7 @@ def test_a_corpus_holds_what_the_encoder_gives_in_order() -> None:
     assert corpus.longest == max(len(e.ids) for e in expected)
 
 
+@pytest.mark.slow
 def test_nothing_depends_on_the_number_of_processes(tmp_path: Path) -> None:
     rows = [*(record(i) for i in range(40)), {"prompt": "?"}, "{\n", {"messages": [{"role": "x", "content": "y"}]}]
     file, source = write(tmp_path / "a.jsonl", *rows), target(tmp_path / "target")

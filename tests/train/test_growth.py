@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from each import each
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, write_checkpoint
 from eyas.errors import UserError
 from eyas.target.model import Target
@@ -18,10 +19,8 @@ from train.test_upgrade import _without_none, scores_SMW, stored, taken_up
 EAGLE31: dict[str, Any] = {"fc_norm": True, "norm_output": True}
 
 
-@pytest.mark.parametrize(
-    "larger", [{"intermediate_size": 192}, {"layers": 3}, {"intermediate_size": 200, "layers": 2}], ids=str
-)
-@pytest.mark.parametrize("flags", [EAGLE31, {"mlp_bias": True, "attention_bias": True, **EAGLE31}], ids=["", "biases"])
+@each("larger", [{"intermediate_size": 192}, {"layers": 3}, {"intermediate_size": 200, "layers": 2}])
+@each("flags", [EAGLE31, {"mlp_bias": True, "attention_bias": True, **EAGLE31}])
 def test_a_larger_drafter_begins_as_the_one_it_comes_from(
     tiny_target: Target, tmp_path: Path, flags: dict[str, Any], larger: dict[str, Any]
 ) -> None:
@@ -33,8 +32,8 @@ def test_a_larger_drafter_begins_as_the_one_it_comes_from(
     assert torch.equal(grown.vocab().target_ids_W, drafter.vocab().target_ids_W)
 
 
-@pytest.mark.parametrize("flags", [EAGLE31, {}, {"norm_before_fc": True}], ids=["EAGLE-3.1", "EAGLE-3", "one norm"])
-@pytest.mark.parametrize("fc_norm", [True, False])
+@each("flags", [EAGLE31, {}, {"norm_before_fc": True}])
+@each("fc_norm", [True, False])
 def test_a_drafter_that_reads_more_states_begins_as_it_was(
     tiny_target: Target, tmp_path: Path, flags: dict[str, Any], fc_norm: bool
 ) -> None:
@@ -83,6 +82,7 @@ def test_rows_of_new_tokens_are_to_the_targets_as_the_others_are(tiny_target: Ta
     torch.testing.assert_close(whole.lm_head.weight, moved_VD, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_trains_what_was_added(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path / "drafter", draft_vocab_size=70, **EAGLE31)
     tables = recipe_of(tmp_path / "run").resolved()

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 import tiny
+from each import each
 from eyas.drafter.check import check
 from eyas.drafter.checkpoint import checkpoint_of, load_drafter, read_checkpoint, tensor_problems, write_checkpoint
 from eyas.drafter.config import DrafterConfig
@@ -49,7 +50,7 @@ def llama(**changes: Any) -> Target:
     return Target(facts=facts_of(model.config, "odd"), model=model, tokenizer=PreTrainedTokenizerBase())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "granite"])
+@each("family", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mixtral", "granite"])
 def test_the_last_norm_is_the_targets_however_it_is_stored(family: str) -> None:
     target = target_of(family)
     drafter = born(target)
@@ -62,7 +63,7 @@ def test_the_last_norm_is_the_targets_however_it_is_stored(family: str) -> None:
     assert float(ours.norm()) <= float(theirs.norm()) * 1.0001
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v2"])
+@each("model_type", ["qwen3", "deepseek_v2"])
 def test_a_drafter_has_the_layers_that_the_recipe_asks_for(tmp_path: Path, model_type: str) -> None:
     target = target_of("llama")
     drafter = born(target, model_type=model_type, **FLAGS)
@@ -107,7 +108,7 @@ def test_scores_of_a_fresh_drafter_are_modest_where_the_targets_are_loud() -> No
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "cohere", "phi", "gpt2"])
+@each("family", ["llama", "gemma2", "granite", "cohere", "phi", "gpt2"])
 def test_the_head_is_the_targets_rows_scaled_as_the_target_scales(family: str) -> None:
     target = target_of(family)
     drafter = born(target)
@@ -121,8 +122,8 @@ def test_the_head_is_the_targets_rows_scaled_as_the_target_scales(family: str) -
     assert drafter.shares_embedding
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere", "phi", "phi3", "gpt2", "qwen3_moe"])
-@pytest.mark.parametrize("kept", [KEPT, torch.arange(80)], ids=["pruned", "whole"])
+@each("family", ["llama", "gemma3_text", "cohere", "phi", "phi3", "gpt2", "qwen3_moe"])
+@each("kept", [KEPT, torch.arange(80)])
 def test_a_fresh_drafter_passes_the_check_and_comes_back_as_it_was(
     family: str, kept: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -165,7 +166,7 @@ def test_weights_are_in_the_precision_that_was_asked_for() -> None:
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
+@each(
     ("rope", "expected"),
     [
         ({"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "default"}),
@@ -180,7 +181,6 @@ def test_weights_are_in_the_precision_that_was_asked_for() -> None:
         ),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, {"rope_type": "default"}),
     ],
-    ids=lambda value: value.get("rope_type") if "factor" in value or "partial_rotary_factor" in value else "as",
 )
 def test_the_rope_is_the_targets_or_its_base(rope: dict[str, Any], expected: dict[str, Any]) -> None:
     target = llama(rope_parameters={**rope, "rope_theta": 5e5})
@@ -197,7 +197,7 @@ def test_of_several_ropes_the_one_of_full_attention_is_taken() -> None:
     assert ours["rope_theta"] == theirs["full_attention"]["rope_theta"]
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "expected"),
     [
         ({"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 20}, (16, 2, 20)),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.train.estimate import RoundCounts
 from eyas.train.journal import Journal, read_log, write_record, write_text
@@ -81,7 +82,7 @@ def test_a_run_taken_up_again_drops_what_lies_behind_its_checkpoint(tmp_path: Pa
     assert log.read_text() == ""
 
 
-@pytest.mark.parametrize("torn", ['{"drafter": "drafter", "st', "{", '{"drafter": "a", "step": 3}\n{"dra'])
+@each("torn", ['{"drafter": "drafter", "st', "{", '{"drafter": "a", "step": 3}\n{"dra'])
 def test_a_torn_last_line_is_dropped_and_never_written_behind(tmp_path: Path, torn: str) -> None:
     log = written(tmp_path, [1, 2])
     with log.open("a") as file:
@@ -129,7 +130,7 @@ def test_a_place_that_is_a_file_is_named(tmp_path: Path) -> None:
         write_text(tmp_path / "file" / "recipe.toml", "text")
 
 
-@pytest.mark.parametrize(("steps", "names"), [((), ()), ((1, 2, 3), ("only",)), ((1, 2), ("old", "new"))])
+@each(("steps", "names"), [((), ()), ((1, 2, 3), ("only",)), ((1, 2), ("old", "new"))])
 def test_a_run_is_drawn(tmp_path: Path, steps: tuple[int, ...], names: tuple[str, ...]) -> None:
     plot_run(written(tmp_path, steps, *names), tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes().startswith(PNG)

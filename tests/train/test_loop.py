@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tiny
+from each import each
 from eyas.drafter.checkpoint import load_drafter
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
@@ -31,6 +32,8 @@ from eyas.train.recipe import DrafterSettings, TrainSettings
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.live import LiveSource
 from eyas.train.state import TrainState
+
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 
@@ -106,7 +109,7 @@ def run(
     return diary, state
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.2])
+@each("noise", [0.0, 0.2])
 def test_a_run_taken_up_again_has_the_losses_of_one_never_stopped(
     tiny_target: Target, tmp_path: Path, noise: float
 ) -> None:
@@ -197,7 +200,7 @@ class Ticks:
         return self.seconds
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@each("schedule", ["cosine", "wsd"])
 def test_a_run_of_minutes_follows_the_clock(tiny_target: Target, tmp_path: Path, schedule: str) -> None:
     curve = LearningRateSchedule(name=schedule, warmup=0.1, decay=0.2, final=0.02)  # type: ignore[arg-type]
     plan = loop_config_of(tmp_path, length=RunLength(minutes=0.5), schedule=curve)
@@ -227,7 +230,7 @@ def test_a_run_of_minutes_follows_the_clock(tiny_target: Target, tmp_path: Path,
     assert (again.step, again.first_step_seconds) == (parts[1].step, None)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@each("compiled", [False, True])
 def test_minutes_that_are_not_reached_change_no_learning_rate(
     tiny_target: Target, tmp_path: Path, *, compiled: bool
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from each import each
 from eyas.errors import UserError
 from eyas.target.model import Target
 from eyas.train.pace import LONGEST_PIECE, SHORTEST_PIECE, Pace, threads_of
@@ -38,7 +39,7 @@ class Time:
         return sum(max(0.0, min(end, b) - max(begin, a)) for a, b in self.work)
 
 
-@pytest.mark.parametrize("share", [0.05, 0.1, 0.5, 0.9])
+@each("share", [0.05, 0.1, 0.5, 0.9])
 def test_in_any_window_work_takes_its_share_and_part_of_a_piece_at_most(share: float) -> None:
     time, draw = Time(), Random(7)
     pace = Pace(share, clock=time, sleep=time.sleep)
@@ -121,7 +122,7 @@ def test_the_whole_device_has_no_rests_and_a_clock_like_any_other() -> None:
     assert (pace.seconds_worked(), pace.taken) == (500.0, 1.0)
 
 
-@pytest.mark.parametrize("share", [0.0, -0.1, 1.01])
+@each("share", [0.0, -0.1, 1.01])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(UserError, match=rf"the share of the device is {share:g}, and must be above 0 and at most 1"):
         Pace(share)
@@ -133,6 +134,7 @@ def test_threads_are_a_share_of_the_processors_and_one_at_least() -> None:
     assert threads_of(1.0, 2) == 2
 
 
+@pytest.mark.slow
 def test_training_at_a_pace_learns_the_same_in_the_same_minutes_of_work(
     tiny_target: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from each import each
 from eyas.data.chat_encoder import Encoded
 from eyas.data.conversations import Conversation
 from eyas.errors import UserError
@@ -78,7 +79,7 @@ def random_sizes(count: int, longest: int, seed: int = 0) -> list[int]:
     return [chance.randint(1, longest) for _ in range(count)]
 
 
-@pytest.mark.parametrize("open_packs", [1, 4, 64])
+@each("open_packs", [1, 4, 64])
 def test_every_document_is_in_exactly_one_pack_and_no_pack_is_too_full(
     open_packs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

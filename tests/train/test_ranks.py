@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import eyas
 from eyas.train.ranks import Ranks
+
+pytestmark = pytest.mark.slow
 
 WORKER = """
 import time, torch

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.train.recipe import DataSettings, DrafterSettings, LossName, OutputSettings, Recipe, TrainSettings
 from eyas.train.recipe_file import load_recipe, read_recipe, to_toml
@@ -40,13 +41,13 @@ def test_files_and_a_folder_are_enough(tmp_path: Path) -> None:
     assert (recipe.data.workers, recipe.data.max_bad_share) == (0, 0.05)
 
 
-@pytest.mark.parametrize(("table", "key"), [("data", "files"), ("output", "folder")])
+@each(("table", "key"), [("data", "files"), ("output", "folder")])
 def test_what_has_no_default_must_be_said(table: str, key: str) -> None:
     with pytest.raises(UserError, match=rf"does not say {table}\.{key}; add {key} to \[{table}\]"):
         read_recipe({name: value for name, value in LEAST.items() if name != table})
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "message"),
     [
         ("target.source", " ", r"target\.source is empty"),
@@ -154,7 +155,7 @@ def test_warmup_and_decay_share_the_steps() -> None:
     TrainSettings(schedule="cosine", warmup=0.6, decay=0.6)
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "value", "message"),
     [
         ("train.lr", "fast", r"train\.lr is 'fast'; it must be a number"),
@@ -185,7 +186,7 @@ def test_a_value_of_the_wrong_type_is_refused(key: str, value: object, message: 
         read_recipe(with_value(key, value))
 
 
-@pytest.mark.parametrize(
+@each(
     ("key", "message"),
     [
         ("tain.lr", r"the recipe has no key 'tain'; did you mean 'train'\?"),
@@ -206,13 +207,13 @@ def test_an_unknown_key_is_refused_with_its_table_and_the_nearest(key: str, mess
         read_recipe(with_value(key, 1))
 
 
-@pytest.mark.parametrize("name", ["a b", "../x", "", "-x", "a.b"])
+@each("name", ["a b", "../x", "", "-x", "a.b"])
 def test_a_drafter_needs_a_name_that_can_be_a_folder(name: str) -> None:
     with pytest.raises(UserError, match="cannot be called"):
         read_recipe({**LEAST, "drafters": {name: {}}})
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "table", "key", "value"),
     [
         ("train.lr=2e-3", "train", "lr", 2e-3),
@@ -245,7 +246,7 @@ def test_overrides_reach_nested_tables_and_drafters_and_the_last_one_counts(tmp_
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("override", "message"),
     [
         ("train.lr", "not of the form"),
@@ -308,7 +309,7 @@ FULL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("tables", [LEAST, FULL], ids=["least", "full"])
+@each("tables", [LEAST, FULL])
 def test_a_printed_recipe_reads_back_the_same(tmp_path: Path, tables: dict[str, Any]) -> None:
     recipe = read_recipe(tables)
     text = to_toml(recipe)
@@ -329,7 +330,7 @@ def test_every_value_is_resolved_and_printed() -> None:
     assert 'held_out = "none"' in to_toml(recipe)
 
 
-@pytest.mark.parametrize(
+@each(
     ("content", "message"),
     [(b"[train\n", "is not TOML"), (b"\xff\xfe", "is not UTF-8"), (None, "cannot read the recipe")],
 )

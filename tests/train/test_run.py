@@ -31,6 +31,8 @@ from eyas.train.run import TrainResult, run
 from eyas.train.schedule import LearningRateSchedule, RunLength
 from eyas.train.sources.live import LiveSource
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 Tables = dict[str, dict[str, Any]]
 

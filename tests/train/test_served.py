@@ -35,6 +35,8 @@ from train.states_server import StatesServer
 from train.test_cache import recipe_of, trained
 from train.test_loop import Diary, corpus_of, loop_config_of, packs_of, train_state_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def server(tiny_target: Target, tmp_path: Path) -> Iterator[StatesServer]:

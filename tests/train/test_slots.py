@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.train.attention import DenseUnrollAttention, FlashUnrollAttention, UnrollAttention
 from eyas.train.batch import TrainingBatch
@@ -119,12 +120,12 @@ def pack_of(name: str) -> TrainingBatch:
     return batch_of(lengths, mask=[int(c) for c in mask])
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
+@each("checkpointing", [False, True])
+@each(
     "flags",
     [{}, EAGLE_31, {**EAGLE_31, "num_hidden_layers": 2}, {"norm_before_residual": True, "num_hidden_layers": 3}],
 )
-@pytest.mark.parametrize("name", PACKS)
+@each("name", PACKS)
 def test_loss_and_gradient_are_those_of_every_slot(name: str, flags: dict[str, object], checkpointing: bool) -> None:
     batch = pack_of(name)
     assert_same(drafter_of(**flags), batch, DenseUnrollAttention(batch), activation_checkpointing=checkpointing)
@@ -227,8 +228,8 @@ def _flash_backward(
     return d_q, d_k, d_v
 
 
-@pytest.mark.parametrize("flags", [EAGLE_31, {"num_hidden_layers": 2}])
-@pytest.mark.parametrize("name", PACKS)
+@each("flags", [EAGLE_31, {"num_hidden_layers": 2}])
+@each("name", PACKS)
 def test_the_flash_path_lays_out_the_same(name: str, flags: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels written out stand in for those of a GPU (tests/gpu has the real ones): the rest is what runs there."""
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", _flash_forward)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.target.model import Target
 from eyas.target.parts import TargetParts
@@ -50,7 +51,8 @@ def settled(target: Target, drafter: Drafter) -> Start:
     return measured(target, drafter).at(0)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.slow
+@each(
     "flags",
     [
         {},
@@ -59,9 +61,8 @@ def settled(target: Target, drafter: Drafter) -> Start:
         {"layers": 3},
         {"norm_before_residual": True},
     ],
-    ids=["EAGLE-3.1", "EAGLE-3", "norm_output alone", "three layers", "norm_before_residual"],
 )
-@pytest.mark.parametrize("kind", ["heavy-tailed", "llama", "gemma3_text"])
+@each("kind", ["heavy-tailed", "llama", "gemma3_text"])
 def test_no_depth_starts_worse_than_uniform(kind: str, flags: dict[str, Any]) -> None:
     target = heavy_tailed() if kind == "heavy-tailed" else target_of(kind)
     start = settled(target, newborn(target, **flags))

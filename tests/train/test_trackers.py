@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.train import trackers
 from eyas.train.recipe import TrackerName
@@ -34,7 +35,7 @@ class Library:
         self.numbers += [(step, name, value) for name, value in numbers.items()]
 
 
-@pytest.mark.parametrize("name", get_args(TrackerName))
+@each("name", get_args(TrackerName))
 def test_every_number_reaches_the_tracker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library, asked = Library(), []
     monkeypatch.setattr(trackers, "import_module", lambda module: asked.append(module) or library)
@@ -60,7 +61,7 @@ def test_every_number_reaches_the_tracker(name: str, monkeypatch: pytest.MonkeyP
         assert library.started == {"project": "eyas", "name": "first", "config": {"train": {"lr": 1}}}
 
 
-@pytest.mark.parametrize("name", get_args(TrackerName))
+@each("name", get_args(TrackerName))
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(module: str) -> None:
         raise ModuleNotFoundError(module)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from each import each
 from eyas.drafter.model import Drafter
 from eyas.train.attention import DenseUnrollAttention, merge_own_slot, split_gradient
 from eyas.train.batch import TrainingBatch
@@ -55,7 +56,7 @@ def scored(
     )
 
 
-@pytest.mark.parametrize(
+@each(
     "flags",
     [
         {},
@@ -82,7 +83,7 @@ def test_a_slot_sees_at_each_depth_what_decoding_sees(flags: dict[str, object]) 
         ]
 
 
-@pytest.mark.parametrize("lengths", [[1], [2], [3], [1, 2, 1]])
+@each("lengths", [[1], [2], [3], [1, 2, 1]])
 def test_a_pack_shorter_than_the_depths_teaches_what_it_can(lengths: list[int]) -> None:
     drafter, depths = drafter_of(**EAGLE_31), 7
     short, longer = batch_of(lengths), batch_of([*lengths, 9])
@@ -169,7 +170,7 @@ def test_a_prediction_counts_where_all_it_reads_and_predicts_is_the_answer() -> 
 MIXTURE = {"cross_entropy": 0.1, "total_variation": 0.9}
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, MIXTURE])
+@each("loss", [*LOSSES, MIXTURE])
 def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str | dict[str, float]) -> None:
     drafter, batch = drafter_of(**EAGLE_31, num_hidden_layers=2), batch_of([LENGTH, 5])
     features = features_of(batch)
@@ -195,7 +196,7 @@ def test_chunks_and_checkpoints_change_neither_loss_nor_gradient(loss: str | dic
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [*LOSSES, MIXTURE, {"lk_hybrid": 2.0, "kl": 0.5}])
+@each("loss", [*LOSSES, MIXTURE, {"lk_hybrid": 2.0, "kl": 0.5}])
 def test_the_gradient_of_a_loss_is_its_gradient(loss: str | dict[str, float]) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(6, 12, generator=generator, dtype=torch.float64).requires_grad_()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import tiny
+from each import each
 from eyas.drafter.checkpoint import build_drafter, checkpoint_of, load_drafter, write_checkpoint
 from eyas.drafter.model import Drafter
 from eyas.errors import UserError
@@ -75,9 +76,7 @@ def scores_SMW(drafter: Drafter, target: Target) -> Tensor:
         return drafter.logits(unroll(drafter, batch, aux_TX, depths=DEPTHS, attend=attend))
 
 
-@pytest.mark.parametrize(
-    "flags", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 70}, {"norm_before_fc": True}]
-)
+@each("flags", [{}, {"fc_norm": True, "norm_output": True}, {"draft_vocab_size": 70}, {"norm_before_fc": True}])
 def test_a_drafter_is_taken_up_as_it_is(tiny_target: Target, tmp_path: Path, flags: dict[str, Any]) -> None:
     drafter = stored(tmp_path / "drafter", **flags)
     same = {key: bool(flags.get(key)) for key in ("fc_norm", "norm_output")}
@@ -119,7 +118,7 @@ def test_norm_output_leaves_depth_zero_and_the_length_of_a_typical_state_alone(
     assert 0 < float((after[1:] - before[1:]).norm()) < 0.5 * float(far)
 
 
-@pytest.mark.parametrize("norm_before_fc", [False, True])
+@each("norm_before_fc", [False, True])
 def test_fc_norm_takes_the_place_of_the_scale_that_fc_was_trained_with(
     tiny_target: Target, tmp_path: Path, norm_before_fc: bool
 ) -> None:
@@ -174,6 +173,7 @@ def loss_and_length(target: Target, state: TrainState) -> tuple[float, float]:
     return loss / count, counts.acceptance_length
 
 
+@pytest.mark.slow
 def test_an_upgraded_drafter_keeps_what_it_knew_and_learns_on(tiny_target: Target, tmp_path: Path) -> None:
     old = more(tiny_target, train_state_of(tiny_target, fc_norm=False), tmp_path / "old", 60)
     write_checkpoint(checkpoint_of(old.drafter), tmp_path / "drafter")
@@ -215,7 +215,7 @@ def _without_none(tables: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
+@each(
     ("flags", "choice", "message"),
     [
         ({"fc_norm": True}, {"fc_norm": False}, r"drafter\.fc_norm is false.*not taken away"),

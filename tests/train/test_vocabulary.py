@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.train.corpus import vocabulary
 from eyas.train.corpus.corpus import Corpus
@@ -45,13 +46,13 @@ def test_unseen_tokens_fill_up_from_the_lowest() -> None:
     assert choose_vocabulary(corpus_of([7, 7, 1]), 5, 10, always=[9])[0].tolist() == [0, 1, 2, 7, 9]
 
 
-@pytest.mark.parametrize("size", [None, 10])
+@each("size", [None, 10])
 def test_the_whole_vocabulary_is_the_identity(size: int | None) -> None:
     chosen, coverage = choose_vocabulary(corpus_of([7, 1]), size, 10)
     assert (chosen.tolist(), coverage) == (list(range(10)), 1.0)
 
 
-@pytest.mark.parametrize(("size", "named"), [(11, "11 .* 10"), (0, "0"), (1, "2 stop ids")])
+@each(("size", "named"), [(11, "11 .* 10"), (0, "0"), (1, "2 stop ids")])
 def test_a_size_that_cannot_be_is_refused(size: int, named: str) -> None:
     with pytest.raises(UserError, match=named):
         choose_vocabulary(corpus_of([7, 1]), size, 10, always=[2, 3])
@@ -73,7 +74,7 @@ def zipf(types: int, tokens: int, seed: int = 0) -> np.ndarray[tuple[int, ...], 
     return np.random.default_rng(seed).choice(types, tokens, p=share / share.sum())
 
 
-@pytest.mark.parametrize("tokens", [20_000, 200_000])
+@each("tokens", [20_000, 200_000])
 def test_the_size_that_the_data_ask_for_covers_new_text(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "AUTO_COVERAGE", 0.9)
     types = 60_000

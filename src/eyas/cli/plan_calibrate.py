@@ -16,7 +16,6 @@ from eyas.errors import UserError
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
     from eyas.engine.output import OutputDelta
-    from eyas.engine.speculation.observations import DraftTiming
     from eyas.plan.cards import Card
     from eyas.target.model import Target
 
@@ -77,7 +76,7 @@ def calibrate(target: str, drafter: str | None, out: Path, *, quantisation: str 
     length = min(1024, loaded.facts.max_position_embeddings or 1024)
     engine = Engine(loaded, model, config=EngineConfig(max_num_seqs=max(DEPTHS), max_model_len=length))
     rows = [
-        StepTimes(users=users, depth=depth)
+        TimedSteps(users=users, depth=depth)
         for users, depths in DEPTHS.items()
         for depth in depths
         if model is not None or not depth
@@ -88,7 +87,8 @@ def calibrate(target: str, drafter: str | None, out: Path, *, quantisation: str 
             display.update("calibrating", place, len(turns), note=f"{row.users} users, depth {row.depth}")
             measure(engine, row, seconds=SECONDS / len(turns))
         display.update("calibrating", len(turns), len(turns))
-    steps = [row.record() for row in rows]
+    first = {row.users: median(row.draft_seconds) for row in rows if row.depth == 1 and row.draft_seconds}
+    steps = [row.record(first.get(row.users)) for row in rows]
     record: dict[str, Any] = {"target": target, "drafter": drafter or "none", **_weights(loaded), "steps": steps}
     try:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -97,7 +97,7 @@ def calibrate(target: str, drafter: str | None, out: Path, *, quantisation: str 
 
 
 @dataclass(kw_only=True)
-class StepTimes:
+class TimedSteps:
     """Steps of so many users who draft so deep."""
 
     users: int
@@ -109,20 +109,14 @@ class StepTimes:
     drafts: int = 0
     accepted: list[int] = field(default_factory=list)
     """In how many drafts the token of each depth was accepted, depth 1 first."""
-    first_drafts: list[float] = field(default_factory=list)
-    """Seconds of the drafter's first pass, where they are known."""
-    further_drafts: list[float] = field(default_factory=list)
-    """Of all its others."""
+    draft_seconds: list[float] = field(default_factory=list)
+    """Seconds of the drafter's passes."""
 
-    def add(
-        self, seconds: float, pieces: "Sequence[OutputDelta]", context: float, draft: "DraftTiming | None" = None
-    ) -> None:
+    def add(self, seconds: float, pieces: "Sequence[OutputDelta]", context: float, draft_seconds: float = 0.0) -> None:
         """Count a step that gave every user something."""
         self.seconds.append(seconds)
-        if draft is not None:
-            first = draft.seconds if draft.first is None else draft.first[1]
-            self.first_drafts.append(first)
-            self.further_drafts.append(draft.seconds - first)
+        if draft_seconds:
+            self.draft_seconds.append(draft_seconds)
         self.looked_back += context
         self.accepted = self.accepted or [0] * self.depth
         for piece in pieces:
@@ -131,15 +125,18 @@ class StepTimes:
             for place in range(piece.accepted):
                 self.accepted[place] += 1
 
-    def record(self) -> dict[str, Any]:
-        """As `--measured` reads it; half of the steps took longer than the time it says."""
+    def record(self, first_draft: float | None) -> dict[str, Any]:
+        """As `--measured` reads it; half of the steps took longer than the time it says.
+
+        `first_draft` is what drafting one deep takes for as many users, if that is known.
+        """
         steps = len(self.seconds)
         length = self.tokens / steps / self.users
         drafted: dict[str, list[float]] = {}
         if self.drafts:
             drafted["accepted"] = [count / self.drafts for count in self.accepted]
-        if self.first_drafts:
-            drafted["draft_seconds"] = [median(self.first_drafts), median(self.further_drafts)]
+        if self.draft_seconds and first_draft is not None:
+            drafted["draft_seconds"] = [first_draft, max(0.0, median(self.draft_seconds) - first_draft)]
         return {
             "users": self.users,
             "depth": self.depth,
@@ -150,7 +147,7 @@ class StepTimes:
         }
 
 
-def measure(engine: "Engine", times: StepTimes, *, seconds: float) -> None:
+def measure(engine: "Engine", times: TimedSteps, *, seconds: float) -> None:
     """Decode for so many seconds, once all users have begun."""
     from eyas.engine.request import Request, Speculation
     from eyas.sampling import Sampling
@@ -177,8 +174,9 @@ def measure(engine: "Engine", times: StepTimes, *, seconds: float) -> None:
         # A step that reads somebody's prompt, or ends an answer, is not one of decoding alone.
         if ready and not ended and len(pieces) == times.users:
             passed, spent = passed + 1, spent + took
-            report = engine.host_loop.last_report
-            times.add(took, pieces, sum(begun.values()) / times.users, None if report is None else report.draft)
+            report = engine.core.last_report
+            drafting = 0.0 if report is None else report.draft_seconds
+            times.add(took, pieces, sum(begun.values()) / times.users, drafting)
         for piece in pieces:
             begun[piece.key] = begun.get(piece.key, lengths[piece.key]) + len(piece.tokens)
         for key in ended:

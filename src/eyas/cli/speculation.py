@@ -6,7 +6,7 @@ from eyas.errors import UserError
 
 if TYPE_CHECKING:
     from eyas.engine.request import Speculation
-    from eyas.engine.runner.drafter import Tree
+    from eyas.engine.speculation.draft import Tree
 
 
 def read_depth(text: str, drafter: str | None) -> "Speculation":
@@ -30,7 +30,7 @@ def read_depth(text: str, drafter: str | None) -> "Speculation":
 
 def read_tree(text: str | None, drafter: str | None) -> "Tree | None":
     """The shape of trees: DEPTHxWIDTHxBUDGET."""
-    from eyas.engine.runner.drafter import Tree
+    from eyas.engine.speculation.draft import Tree
 
     if text is None:
         return None

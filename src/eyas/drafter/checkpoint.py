@@ -19,6 +19,7 @@ from eyas.atomic import new_folder
 from eyas.checksum import sha256_of_all
 from eyas.drafter.config import DrafterConfig
 from eyas.drafter.eagle1 import BIAS_KEY
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.layer_json import QUANTIZATION_KEY
 from eyas.drafter.layer_kinds import Json
 from eyas.drafter.layouts import LAYOUTS, detect
@@ -352,7 +353,7 @@ def _copy_companions(source: Path, destination: Path) -> None:
 def build_drafter(checkpoint: Checkpoint) -> Drafter:
     """A drafter with the checkpoint's weights; what it does not ship waits for `share_target`."""
     with matrices_without_memory():
-        drafter = Drafter(
+        drafter = new_drafter(
             checkpoint.config,
             own_embedding="embed_tokens.weight" in checkpoint.tensors,
             own_head="lm_head.weight" in checkpoint.tensors,

@@ -8,7 +8,6 @@ K head dim, W draft vocabulary; of latent attention: R latent, N part of a head 
 values of a head; any leading dims.
 """
 
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -232,13 +231,10 @@ class DepthOutput:
 
 
 class Drafter(nn.Module):
-    """A drafter: EAGLE-3, EAGLE-3.1, or EAGLE-1, which is EAGLE-2 too.
+    """An EAGLE-3 or EAGLE-3.1 drafter; `eagle1_model.py` has EAGLE-1.
 
     Embeddings and head may be the drafter's own or the target's (`share_target`); shared ones are the target's
-    very tensors and are never saved with the drafter. EAGLE-1 computes
-
-        g = the target's last state behind its last norm, then p    x = fc([Emb(token); g])
-        r = x + Attention(x)    p = r + MLP(norm(r))                 logits = the target's head of p
+    very tensors and are never saved with the drafter.
     """
 
     d2t: Tensor | None
@@ -251,21 +247,17 @@ class Drafter(nn.Module):
         """How often its drafts were accepted, if its folder says so; of these very weights."""
         self.quantization = "none"
         """What its matrices are multiplied as, where that is not the type of its other weights."""
-        fused = config.num_aux_hidden_states * config.target_hidden_size
-        eps = config.rms_norm_eps
+        fused, eps = config.num_aux_hidden_states * config.target_hidden_size, config.rms_norm_eps
         self.input_norm = RMSNorm(fused, eps) if config.norm_before_fc else None
         self.fc_norm = (
             nn.ModuleList(RMSNorm(config.target_hidden_size, eps) for _ in range(config.num_aux_hidden_states))
             if config.fc_norm
             else None
         )
-        self.fc = nn.Linear(2 * config.hidden_size if config.eagle1 else fused, config.hidden_size, bias=config.fc_bias)
-        first = LaterLayer(config, 0) if config.eagle1 else FirstLayer(config)
-        self.layers = nn.ModuleList([first, *(LaterLayer(config, i) for i in range(1, config.num_hidden_layers))])
-        if not config.eagle1:
-            self.norm = RMSNorm(config.hidden_size, eps)
-        self.target_norm: nn.Module | None = None
-        """A copy of the target's last norm, of EAGLE-1 only; never saved either."""
+        self.fc = nn.Linear(self._fc_inputs(), config.hidden_size, bias=config.fc_bias)
+        later = (LaterLayer(config, i) for i in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([self._first_layer(), *later])
+        self.norm = RMSNorm(config.hidden_size, eps)
         self.embed_tokens: nn.Embedding | QuantisedEmbedding | None = (
             nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         )
@@ -286,13 +278,8 @@ class Drafter(nn.Module):
         head_VD: Tensor | QuantisedLinear,
         last_norm: nn.Module | None = None,
     ) -> "Drafter":
-        """Use the target's embeddings and head where the drafter has none of its own, and its last norm for EAGLE-1."""
+        """Use the target's embeddings and head where the drafter has none of its own."""
         config = self.config
-        if config.eagle1:
-            if last_norm is None:
-                raise UserError("an EAGLE-1 drafter reads states behind the target's last norm, and none was found")
-            weight = self.fc.weight
-            self.target_norm = deepcopy(last_norm).to(weight.device, weight.dtype).eval().requires_grad_(False)
         if self.embed_tokens is None:
             _require_shape("embed_tokens", _shape(embedding_VD), (config.vocab_size, config.hidden_size))
             if isinstance(embedding_VD, QuantisedEmbedding):
@@ -323,16 +310,7 @@ class Drafter(nn.Module):
         return DraftVocab.from_offsets(self.d2t, self.config.vocab_size)
 
     def fuse(self, aux_X: Tensor) -> Tensor:
-        """Combine the target's auxiliary states [..., X], in ascending layer order, into the depth-0 state.
-
-        EAGLE-1 has one, the last, which it reads behind the target's last norm.
-        """
-        if self.config.eagle1:
-            if self.target_norm is None:
-                raise UserError(
-                    "the drafter has not been given the target's last norm; load it together with its target"
-                )
-            return self.target_norm(aux_X)  # type: ignore[no-any-return]
+        """Combine the target's auxiliary states [..., X], in ascending layer order, into the depth-0 state."""
         if self.input_norm is not None:
             aux_X = self.input_norm(aux_X)
         if self.fc_norm is not None:
@@ -344,13 +322,10 @@ class Drafter(nn.Module):
         """Run one depth: `hidden` [..., D] is `fuse`'s output at depth 0 and the last `feedback` after it."""
         embedded = self._embedded(token_ids)
         cos, sin = self.rope(positions, hidden.dtype)
-        if self.config.eagle1:
-            hidden = self.layers[0](self.fc(torch.cat([embedded, hidden], dim=-1)), cos, sin, attend)
-        else:
-            hidden = self.layers[0](hidden, embedded, cos, sin, attend)
+        hidden = self._run_first(hidden, embedded, cos, sin, attend)
         for layer in self.layers[1:]:
             hidden = layer(hidden, cos, sin, attend)
-        normed = hidden if self.config.eagle1 else self.norm(hidden)
+        normed = self.norm(hidden)
         return DepthOutput(normed=normed, feedback=normed if self.config.norm_output else hidden)
 
     def remember(
@@ -363,11 +338,8 @@ class Drafter(nn.Module):
         """
         (layer,) = self.layers
         cos, sin = self.rope(positions, hidden.dtype)
-        embedded = self._embedded(token_ids)
-        if isinstance(layer, FirstLayer):
-            return layer.keys_and_values(hidden, embedded, cos, sin, expanded=expanded)
-        assert isinstance(layer, LaterLayer)
-        return layer.keys_and_values(self.fc(torch.cat([embedded, hidden], dim=-1)), cos, sin)
+        assert isinstance(layer, FirstLayer)
+        return layer.keys_and_values(hidden, self._embedded(token_ids), cos, sin, expanded=expanded)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., W]."""
@@ -376,6 +348,15 @@ class Drafter(nn.Module):
         scale = self.config.logit_scale
         logits: Tensor = self.lm_head(normed)
         return logits if scale == 1.0 else logits * scale
+
+    def _fc_inputs(self) -> int:
+        return self.config.num_aux_hidden_states * self.config.target_hidden_size
+
+    def _first_layer(self) -> nn.Module:
+        return FirstLayer(self.config)
+
+    def _run_first(self, hidden: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self.layers[0](hidden, embedded, cos, sin, attend)  # type: ignore[no-any-return]
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         if self.embed_tokens is None:

@@ -59,12 +59,12 @@ class EngineConfig:
     graphs: bool = True
     """On CUDA, capture passes as CUDA graphs and replay them; without, every operation is launched by itself."""
     async_scheduling: bool = True
-    """On CUDA, launch every step before the tokens of the one before it have arrived (`round_loop.py`)."""
+    """On CUDA, launch every step before the tokens of the one before it have arrived (`core.py`)."""
     capture_ahead: bool = False
     """Capture the usual CUDA graphs before the first request, as servers do, instead of when they are first met."""
     hidden_state_layers: tuple[int, ...] | None = None
     """Give every answer the target's states of these layers (`target/capture.py`): of all tokens but the last. They lie
-    in the blocks beside keys and values. The host takes part in every step then, and no CUDA graphs are captured."""
+    in the blocks beside keys and values."""
     suffix: SuffixConfig | None = None
     """Draft what followed the like of a request's text before, in the text itself or in earlier answers to the same
     caller, where that pays; None: never."""
@@ -102,11 +102,6 @@ class EngineConfig:
         """Of keys and values in the blocks; None: as they are computed."""
         return FP8 if read_kv_cache_dtype(self.kv_cache_dtype) == "fp8" else None
 
-    @property
-    def rounds(self) -> bool:
-        """Whether steps may be rounds on the device: states that are kept need the host."""
-        return not self.hidden_state_layers
-
     def room(self, device: torch.device, max_model_len: int) -> Room:
         """The same as `eyas plan` is told it."""
         return Room(
@@ -118,11 +113,6 @@ class EngineConfig:
             max_num_batched_tokens=self.batched_tokens(device),
             block_size=self.block_size,
         )
-
-    @property
-    def captures(self) -> bool:
-        """Whether passes are captured as CUDA graphs, on a device that has them."""
-        return self.graphs and self.rounds
 
 
 def choose_length(asked: int | None, target: Target) -> int:
@@ -210,7 +200,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         states=states,
         room=room,
         element=element,
-        recorded=on_gpu and options.captures,
+        recorded=on_gpu and options.graphs,
     )
     recorded = recorded_bytes(vocab_size=target.facts.vocab_size, states=states, room=room, element=element)
     return Footprint(
@@ -219,7 +209,7 @@ def footprint_of(target: Target, drafter: Drafter | None, options: EngineConfig,
         token=trial.bytes_per_block // options.block_size + hidden * element,
         drafter_token=drafter_token,
         working=working,
-        recorded=recorded if on_gpu and options.captures else 0,
+        recorded=recorded if on_gpu and options.graphs else 0,
     )
 
 

@@ -24,9 +24,7 @@ from eyas.drafter.attention_mass import REGIONS, AttentionProbe, rms
 from eyas.drafter.round_attention import RoundAttention
 from eyas.drafter.rounds import draft_rounds
 from eyas.engine.request import Request, SequenceState
-from eyas.engine.runner.drafter import Draft, DrafterRunner, SamplingMetadataFor
-from eyas.engine.runner.hidden_states import HiddenStates
-from eyas.engine.sampler import draw
+from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.speculation.drift import DriftAlarm
 from eyas.kernels.attention.kv_dtype import bits
 from eyas.kernels.attention.metadata import AttentionRow
@@ -36,6 +34,9 @@ EVERY = 32
 """Rounds between two check-ups at least: neighbours are alike and tell little."""
 LONGEST_STEP = 1.0
 """Seconds between two steps that count as serving at most."""
+
+Draw = Callable[[SequenceState, Tensor, int], Tensor]
+"""A request's draft [1] by these logits [1, W], at this absolute position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +52,16 @@ class DriftSample:
 
 
 @torch.inference_mode()
-def examine(
-    drafter: DrafterRunner, seq: SequenceState, depth: int, sampling_metadata: SamplingMetadataFor
-) -> DriftSample:
-    """Draft `depth` tokens behind a request's newest one. Some of its states must wait for the drafter."""
-    waiting = drafter.states.of(seq)
-    assert waiting, "the drafter has read all there is; what it starts a round from is gone"
+def examine(drafter: DrafterRunner, seq: SequenceState, states_TX: Tensor, depth: int, draw: Draw) -> DriftSample:
+    """Draft `depth` tokens behind a request's newest one, given the states that wait for the drafter."""
+    assert len(states_TX), "the drafter has read all there is; what it starts a round from is gone"
     model, start = drafter.model, seq.target_length - 1
     like_D = model.norm_weight  # never quantised, as `fc` may be
     device = like_D.device
     start_R = torch.tensor([start], device=device)
     recorder = AttentionProbe(start_R, prompt_length=seq.prompt_length, depth=depth)
     attention = RoundAttention(start_R, recorder, past=_past(drafter, seq), window=drafter.window, sinks=drafter.sinks)
-    hidden = model.fuse(torch.cat([states.aux_TX for states in waiting]).to(like_D.dtype))
+    hidden = model.fuse(states_TX.to(like_D.dtype))
     token_N = torch.tensor(seq.tokens[seq.drafter_length + 1 : seq.target_length + 1], device=device)
     position_N = torch.arange(seq.drafter_length, seq.target_length, device=device)
     assert len(hidden) == len(token_N), "one state for every token but the newest"
@@ -71,7 +69,7 @@ def examine(
 
     def choose(level: int, logits_1W: Tensor, feedback_1D: Tensor) -> tuple[Tensor, None]:
         sizes.append(rms(feedback_1D))
-        token_1 = draw(logits_1W, [sampling_metadata(seq, tokens)], drafter.token_W).token
+        token_1 = draw(seq, logits_1W, len(seq.tokens) + len(tokens))
         tokens.append(int(token_1))
         return token_1, None
 
@@ -98,10 +96,10 @@ class DriftProbe:
         alarm: DriftAlarm,
         *,
         share: float,
-        sampling_metadata: SamplingMetadataFor,
+        draw: Draw,
         clock: Callable[[], float],
     ) -> None:
-        self._drafter, self._alarm, self._share, self._wanted_at = drafter, alarm, share, sampling_metadata
+        self._drafter, self._alarm, self._share, self._draw = drafter, alarm, share, draw
         self._clock = clock
         self._rounds = self._steps = 0
         self._total = 0.0
@@ -112,7 +110,7 @@ class DriftProbe:
         self._open: dict[int, tuple[int, tuple[int, ...]]] = {}
         """Drafts of which it is not yet known how many came true, and where the first of them would stand."""
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Examine a request that nobody made: a first check-up takes many times what the others take."""
         if not self._share:
             return
@@ -120,13 +118,16 @@ class DriftProbe:
         asked = Request(prompt=(0,) * (size + 2), sampling=Sampling(), max_new_tokens=1)
         read = size if drafter.cache.layers else 0  # as if it had read the first block, if there are blocks yet
         seq = SequenceState(key=-1, arrival=-1, request=asked, drafter_length=read, target_length=read + 1, blocks=[0])
-        width, weight = drafter.model.fc.in_features, drafter.model.fc.weight
+        config, weight = drafter.model.config, drafter.model.norm_weight
+        states_TX = weight.new_zeros(1, config.num_aux_hidden_states * config.target_hidden_size)
         for _ in range(2):
-            drafter.states.add(seq, HiddenStates(weight.new_zeros(1, width), 0, 1))
             started = self._clock()
-            examine(drafter, seq, self._alarm.max_depth, self._wanted_at)
+            examine(drafter, seq, states_TX, self._alarm.max_depth, lambda _seq, logits_1W, _at: self._first(logits_1W))
             self._cost = self._clock() - started
-            drafter.forget(seq.key)
+
+    def _first(self, logits_1W: Tensor) -> Tensor:
+        """The likeliest draft."""
+        return self._drafter.token_W[logits_1W.argmax(dim=-1)]
 
     def due(self, drafting: int) -> bool:
         """Whether it is time to look, in a step that drafts for so many requests. To be asked once a step."""
@@ -145,14 +146,10 @@ class DriftProbe:
         cost = self._total / self._steps if self._cost is None else self._cost
         return self._alarm.seconds + cost <= self._share * self._total
 
-    def look(self, seqs: Sequence[SequenceState]) -> None:
-        """Examine one of the requests that are about to be drafted for and whose states wait."""
+    def look(self, seq: SequenceState, states_TX: Tensor) -> None:
+        """Examine a request that is about to be drafted for, given the states that wait for the drafter."""
         started = self._clock()
-        seqs = [seq for seq in seqs if self._drafter.states.of(seq)]
-        if not seqs:
-            return
-        seq = min(seqs, key=self.last_look)
-        seen = examine(self._drafter, seq, self._alarm.max_depth, self._wanted_at)
+        seen = examine(self._drafter, seq, states_TX, self._alarm.max_depth, self._draw)
         self._cost = self._clock() - started
         self._rounds = 0
         self._looked_at[seq.key] = self._alarm.checkups
@@ -163,22 +160,15 @@ class DriftProbe:
         """When a request was looked at; lower is longer ago."""
         return self._looked_at.get(seq.key, -1)
 
-    def follow(self, seq: SequenceState, draft: Draft, accepted: int, *, ended: bool) -> None:
-        """Take what came of a request's drafts, now that its tokens are committed, and of those of a check-up.
+    def follow(self, seqs: Sequence[SequenceState], chains: Sequence[tuple[int, int]]) -> None:
+        """Take how many drafts each chain had and how many were accepted, and the fate of the drafts of a check-up.
 
-        Trees tell nothing here: a path may end because nothing was offered behind it.
+        The requests' tokens are committed; some may have ended with them. Of trees nothing is told: a path may end
+        because nothing was offered behind it.
         """
         if not self._share:
             return
-        if draft.tokens and draft.is_chain:
-            self._alarm.observe_round(len(draft.tokens), accepted)
-        self._follow_open(seq, ended=ended)
-
-    def follow_chains(self, seqs: Sequence[SequenceState], drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """The same for the chains of many requests, some of which may have ended with them."""
-        if not self._share:
-            return
-        for (made, taken), times in Counter(zip(drafted, accepted, strict=True)).items():
+        for (made, taken), times in Counter(chains).items():
             self._alarm.observe_round(made, taken, times)
         if self._open:
             for seq in seqs:

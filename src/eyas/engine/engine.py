@@ -1,50 +1,46 @@
 """The engine: many requests, one target, one drafter.
 
-It answers step by step: `host_loop.py` has what a step is, and `round_loop.py` the same for a GPU, where the next one
-is launched before its tokens have arrived. Here is what steps are made for and of: requests come and go, one drafter
-takes the place of another, and graphs are captured ahead.
+`core.py` has what a step is. Here is what steps are made for and of: requests come and go, one drafter takes the place
+of another, and passes are run before they are needed.
 
 The law: a request's token at position t is a function of the target's distribution there and of the request's own
-noise at t (`sampler.py`). Drafts, depths, the batch around it and preemptions change when it is computed, never
+noise at t (`slot_sampling.py`). Drafts, depths, the batch around it and preemptions change when it is computed, never
 which it is, up to rounding of near-ties.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TypeVar
+from math import inf
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from eyas.drafter.model import Drafter
 from eyas.engine.config import EngineConfig, choose_length, plan_budget, require_fit, require_kv_cache_dtype
+from eyas.engine.core import EngineCore
+from eyas.engine.drafter_proposer import DrafterProposer
 from eyas.engine.drift_probe import DriftProbe
-from eyas.engine.host_loop import HostLoop
 from eyas.engine.kv_cache.block_manager import BlockManager
 from eyas.engine.kv_cache.cache import KVCache, reserve_cache
 from eyas.engine.kv_cache.hidden_states import HiddenStateCache
 from eyas.engine.output import OutputDelta, OutputProcessor, RequestOutput, SpecDecodeStats
-from eyas.engine.proposer import NoProposer, Proposer, Proposes
+from eyas.engine.proposer import NoProposer, Proposer
 from eyas.engine.request import FinishReason, Request, SequenceState, Speculation
-from eyas.engine.round_loop import RoundLoop
-from eyas.engine.runner.device_queue import CUDAStreamQueue, DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.graph_capture import GraphCapture
 from eyas.engine.runner.model_runner import ModelRunner
-from eyas.engine.runner.round_runner import RoundRunner
+from eyas.engine.runner.round_device import RoundDevice
+from eyas.engine.runner.round_runner import RoundRunner, slot_of
 from eyas.engine.runner.weight_copy import UnlikeError
-from eyas.engine.scheduler import ScheduledRow, Scheduler
-from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.scheduler import Scheduler
 from eyas.engine.speculation.controller import Controller
-from eyas.engine.speculation.cost_model import CostModel
 from eyas.engine.speculation.drift import DriftAlarm
-from eyas.engine.speculation.step_report import StepReport
+from eyas.engine.speculation.step_report import Arm, Rehearsal
 from eyas.engine.suffix.drafts import SuffixDrafts
 from eyas.engine.suffix.proposer import SuffixProposer
-from eyas.engine.verify import sampling_metadata
 from eyas.errors import UserError
-from eyas.kernels.attention.choose import has_triton
 from eyas.sampling import Sampling
 from eyas.target.capture import check_aux_layer_ids
 from eyas.target.model import Target
@@ -52,9 +48,13 @@ from eyas.target.rope import settle_rope
 
 logger = logging.getLogger(__name__)
 Name = TypeVar("Name")
-REHEARSED_PROMPT = (0,) * 16
-REHEARSED_STEPS = 4
-"""Of each depth: the first of a size tells nothing, since it takes longer than the others."""
+REHEARSED_PROMPT = (0,) * 4
+REHEARSED_STEPS = 3
+"""Of each size: the first of them tells nothing, since it takes longer than the others."""
+REHEARSED_ROWS, REHEARSED_DEPTHS = (1, 4, 16), (0, 1, 3, 7)
+"""Requests, and how deep they draft; steps of other sizes lie between these."""
+REHEARSAL_SECONDS = 1.0
+"""Time after which no more requests are rehearsed than were."""
 MOST_PROMPT_LOGITS = 2**24
 """Logits of prompt tokens that a step computes, 64 MiB in float32, for requests that ask for their logprobs."""
 
@@ -69,7 +69,9 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        device: RoundDevice | None = None,
     ) -> None:
+        """`device` is how passes come to the target's device, if not as the config says."""
         self.config = config = config or EngineConfig()
         self.target = target
         self.max_model_len = choose_length(config.max_model_len, target)
@@ -77,7 +79,8 @@ class Engine:
         settle_rope(target.model, self.max_model_len)
         self.budget = plan_budget(target, drafter, config, self.max_model_len)
         self._clock = clock
-        self.runner = ModelRunner(target, self._new_cache())
+        cache = self._new_cache()
+        self.model_runner = ModelRunner(target, cache, self._kept_states(cache))
         self.block_manager = BlockManager(self.budget.blocks, config.block_size, prefix_cache=config.prefix_cache)
         self.scheduler = Scheduler(
             self.block_manager,
@@ -87,30 +90,29 @@ class Engine:
             max_prompt_logits=max(1, MOST_PROMPT_LOGITS // target.facts.vocab_size),
             drafter=drafter is not None,
         )
-        self._hidden: HiddenStateCache | None = None
-        if config.hidden_state_layers:
-            kept = check_aux_layer_ids(config.hidden_state_layers, target.facts.num_hidden_layers)
-            self._hidden = HiddenStateCache(
-                blocks=self.budget.blocks,
-                block_size=config.block_size,
-                width=len(kept) * target.facts.hidden_size,
-                dtype=target.dtype,
-                device=target.device,
-            )
-            self.runner.kept_layer_ids = kept
         self._outputs = OutputProcessor(target.decoder())
         self._suffix = None if config.suffix is None else SuffixDrafts(config.suffix, clock)
         self._keys = 0
-        self.rounds: RoundLoop | None = None
-        """Steps whose rounds live on the device; None where the host takes part in each (`host_loop`)."""
-        self._captures_ahead = False
+        self._device = device or RoundDevice.of(target.device, graphs=config.graphs, overlap=config.async_scheduling)
+        self._warms_up = False
         """Whether usual steps were captured and timed before they were met; then that is done for every drafter."""
-        self._begin_to_learn(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
-        if config.rounds and target.device.type == "cuda" and has_triton():
-            capture = GraphCapture(device=target.device, enabled=config.graphs)
-            self.use_rounds(capture, CUDAStreamQueue(), synchronous=not config.async_scheduling)
+        self._drafting: DrafterRunner | None = None
+        self._draft_by(None if drafter is None else self._drafter_runner(drafter, self._new_cache()))
         if config.capture_ahead:
             self.capture_graphs()
+
+    def _kept_states(self, cache: KVCache) -> HiddenStateCache | None:
+        config, target = self.config, self.target
+        if not config.hidden_state_layers:
+            return None
+        return HiddenStateCache(
+            check_aux_layer_ids(config.hidden_state_layers, target.facts.num_hidden_layers),
+            slots=cache.slots,
+            block_size=config.block_size,
+            hidden_size=target.facts.hidden_size,
+            dtype=target.dtype,
+            device=target.device,
+        )
 
     # --- requests ----------------------------------------------------------------------------------------------
 
@@ -134,9 +136,7 @@ class Engine:
         key, self._keys = self._keys, self._keys + 1
         seq = SequenceState(key=key, arrival=key, request=request)
         self.scheduler.add(seq)  # which may refuse it, before anybody else knows of it
-        self.proposer.admit(seq)
-        if self.rounds is not None:
-            self.rounds.submit(seq)
+        self.core.submit(seq)
         self._outputs.open(key, request)
         return key
 
@@ -163,13 +163,12 @@ class Engine:
         if not self.scheduler.cancel(key):
             return False
         self._outputs.drop(key)
-        self._forget(key)
+        self.core.forget(key)
         return True
 
     def abandon_step(self) -> None:
         """Give up on what a failed step left in flight, once the requests that ran in it are cancelled."""
-        if self.rounds is not None:
-            self.rounds.abandon()
+        self.core.abandon()
 
     def stats_of(self, key: int) -> SpecDecodeStats:
         """How speculation goes for a request that is under way; the object goes on counting."""
@@ -183,8 +182,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
-        in_flight = self.rounds is not None and self.rounds.busy
-        return bool(in_flight or self.scheduler.waiting or self.scheduler.running or self._outputs.behind)
+        return bool(self.core.busy or self.scheduler.waiting or self.scheduler.running or self._outputs.behind)
 
     def generate(
         self, requests: Iterable[Request], *, on_piece: Callable[[OutputDelta], None] | None = None
@@ -251,6 +249,11 @@ class Engine:
         """Memory that the texts kept for suffix drafts can take."""
         return 0 if self._suffix is None else self._suffix.bytes
 
+    @property
+    def lookups_by_requests(self) -> dict[int, dict[str, Any]]:
+        """By requests of a round whether they are looked up for suffix drafts, and why."""
+        return {} if self._suffix is None else self._suffix.gate.report()
+
     def swap_drafter(self, drafter: Drafter | None, *, in_place: bool = False, or_refuse: bool = False) -> bool:
         """Go on with another drafter, or none; to be called between steps. If it is refused, nothing has changed.
 
@@ -268,12 +271,11 @@ class Engine:
         their turn again, and read what they have so far once more. Where the engine captured ahead, it does so again,
         and they wait for that, too.
         """
-        if self.rounds is not None:
-            self.rounds.land()
+        self.core.land()
         if drafter is not None:
             require_fit(drafter, self.target)
             if in_place and self._drafting is not None:
-                reason = self._copy_weights(drafter, self._drafting.drafter)
+                reason = self._copy_weights(drafter, self._drafting)
                 if reason is None:
                     return True
                 if or_refuse:
@@ -290,169 +292,81 @@ class Engine:
                 dtype=self.config.kv_cache_type,
             )
             runner = self._drafter_runner(drafter, cache)
-        rounds, self.rounds = self.rounds, None
-        self._begin_to_learn(runner)
         self.block_manager.forget_drafts()
         self.scheduler.begin_anew(drafter=drafter is not None)
-        if rounds is not None:
-            fresh = replace(rounds.runner.capture, bytes=0, refused=set(), _made={}, _pool=None)
-            queue, synchronous, chance = rounds.runner.queue, rounds.synchronous, rounds.runner.chance
-            del rounds  # its graphs and buffers make room for the new ones
-            self.use_rounds(fresh, queue, synchronous=synchronous, chance=chance)
-        if self._captures_ahead:
+        self._draft_by(runner)
+        if self._warms_up:
             self.capture_graphs()
         return False
 
     def _copy_weights(self, drafter: Drafter, runner: DrafterRunner) -> str | None:
         """Let the drafter at work have the weights of another; why not, if that is not possible.
 
-        What passes take is still known. Of acceptance, nothing that was learnt of other weights is believed.
+        Times of passes are still known. Of acceptance, nothing that was learnt of other weights is believed.
         """
-        if self.rounds is not None:
-            self.rounds.runner.queue.mark().wait()  # what follows the tokens of a step that has landed
+        self._device.queue.mark().wait()  # what follows the tokens of a step that has landed
         try:
             runner.take_weights(drafter, self.target.facts)
         except UnlikeError as reason:
             return str(reason)
         self.scheduler.note_new_weights()
-        costs = self.controller.costs
-        self._begin_to_learn(runner, costs)
-        if self.rounds is not None:
-            assert costs.shapes is not None, "rounds come in captured shapes"
-            self._use_loop(self.rounds.runner, costs.shapes, synchronous=self.rounds.synchronous)
+        self._take_core(self.core.runner, runner, self.controller)
         return None
 
     def _drafter_runner(self, drafter: Drafter, cache: KVCache) -> DrafterRunner:
         config = self.config
         return DrafterRunner(drafter, cache, window=config.drafter_window, sinks=config.drafter_sinks)
 
-    def _begin_to_learn(self, runner: DrafterRunner | None, costs: CostModel | None = None) -> None:
-        """Draft by this one, of which nothing is known, but perhaps what passes take."""
+    def _draft_by(self, drafter: DrafterRunner | None) -> None:
+        """Take steps with this drafter, or none, from now on: its passes, and what decides about them."""
+        self._drafting = drafter
+        self.__dict__.pop("core", None)  # its graphs and buffers make room for the new ones
+        device = self._device = self._device.anew()
+        room = self.config.room(self.target.device, self.max_model_len)
+        self._take_core(RoundRunner(self.model_runner, drafter, device, room, tree=self.config.tree), drafter, None)
+
+    def _take_core(self, rounds: RoundRunner, drafter: DrafterRunner | None, before: Controller | None) -> None:
+        """Draft by this one, of which nothing is known; of what steps take, perhaps what was learnt before."""
         config = self.config
         self.drift = DriftAlarm(config.max_depth)
         """Whether the drafter holds as deep as it is served; `report()` is for metrics."""
-        recorded = None if runner is None else runner.model.recorded_acceptance
-        self.controller = Controller(
+        recorded = None if drafter is None else drafter.model.recorded_acceptance
+        self.controller = controller = Controller(
             max_depth=config.max_depth,
             drift=self.drift,
-            trees=True,
             recorded=() if recorded is None else recorded.by_depth(),
-            costs=costs,
+            costs=None if before is None else before.costs,
         )
-        self._drafting = self._drafter_proposer(runner)
-        """The proposer of the drafter, if there is one."""
-        inner = self._drafting or NoProposer()
-        self.proposer: Proposes = inner
+        # Trees: where they are not captured ahead, each shape would hold up a step when it is met.
+        known = None if before is None else before.shapes
+        controller.captures(known or replace(rounds.shapes, trees=()))
+        proposer: Proposer = NoProposer()
+        if drafter is not None:
+            probe = DriftProbe(
+                drafter, self.drift, share=config.drift_share, draw=_drawing(rounds, drafter), clock=self._clock
+            )
+            layer_ids = drafter.model.config.layers_read(self.target.facts)
+            proposer = DrafterProposer(rounds, controller, layer_ids=layer_ids, drift_probe=probe, tree=config.tree)
         if self._suffix is not None:
-            self.proposer = SuffixProposer(inner, self._suffix, self.controller)
-        self.runner.layer_ids = self.proposer.layer_ids
-        self.host_loop = HostLoop(
-            self.runner,
+            proposer = SuffixProposer(proposer, self._suffix, controller, rounds)
+        self.proposer = proposer
+        self.model_runner.layer_ids = proposer.layer_ids
+        self.core = EngineCore(
+            rounds,
             self.scheduler,
-            self.proposer,
-            self.controller,
+            proposer,
             self._outputs,
-            hidden=self._hidden,
+            synchronous=self._device.synchronous,
             clock=self._clock,
         )
-
-    def _drafter_proposer(self, runner: DrafterRunner | None) -> Proposer | None:
-        if runner is None:
-            return None
-        config = self.config
-        layer_ids = runner.model.config.layers_read(self.target.facts)
-        return Proposer(
-            runner,
-            self.controller,
-            self.scheduler,
-            layer_ids=layer_ids,
-            drift_probe=DriftProbe(
-                runner, self.drift, share=config.drift_share, sampling_metadata=sampling_metadata, clock=self._clock
-            ),
-            tree=config.tree,
-            clock=self._clock,
-        )
+        for seq in self.scheduler.requests:
+            self.core.resume(seq)
 
     def _new_cache(self) -> KVCache:
         config = self.config
         return KVCache(blocks=self.budget.blocks, block_size=config.block_size, dtype=config.kv_cache_type)
 
-    # --- rounds on the device ----------------------------------------------------------------------------------
-
-    def use_rounds(
-        self,
-        capture: GraphCapture,
-        queue: DeviceQueue,
-        *,
-        synchronous: bool = False,
-        chance: float | None = None,
-    ) -> None:
-        """Let rounds live on the device, one step in flight, captured as shapes are met.
-
-        With a chance, a coin accepts drafts instead of the law: to measure at an acceptance of one's choice.
-        """
-        config, runner, drafting = self.config, self.runner, self._drafting
-        room = config.room(self.target.device, self.max_model_len)
-        rounds = RoundRunner(
-            lambda ids_N, metadata, keep_M, out_MV, states: runner.run(
-                ids_N, metadata, keep_M, runner.layer_ids if states else (), out_MV
-            ),
-            runner.cache,
-            None if drafting is None else drafting.drafter,
-            capture=capture,
-            queue=queue,
-            max_num_seqs=room.recorded_rows,
-            most_tokens=room.recorded_tokens,
-            longest_chunk=room.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            max_depth=room.max_depth,
-            tree=config.tree,
-            vocab_size=self.target.facts.vocab_size,
-            dtype=self.target.dtype,
-            logits_dtype=runner.logits_dtype,
-            chance=chance,
-            max_offers=room.max_offers,
-        )
-        # Flat passes and trees: where they are not captured ahead, each shape would hold up a step when it is met.
-        self._use_loop(rounds, replace(rounds.shapes, flat=False, trees=()), synchronous=synchronous)
-
-    def _use_loop(self, rounds: RoundRunner, shapes: CapturedShapes, *, synchronous: bool) -> None:
-        """Let steps be such rounds, by the proposer and the controller of now; these shapes are captured."""
-        if self._drafting is not None:
-            self._drafting.rounds = True
-        if isinstance(self.proposer, SuffixProposer):
-            self.proposer.shapes = rounds.shapes
-        self.rounds = RoundLoop(
-            rounds,
-            self.scheduler,
-            self.proposer,
-            self.controller,
-            self._outputs,
-            read_on_host=self._read_on_host,
-            synchronous=synchronous,
-            clock=self._clock,
-        )
-        for seq in self.scheduler.requests:
-            self.rounds.submit(seq)
-        self.controller.runs_graphs()
-        self.controller.captures(shapes)
-        if not synchronous:
-            self.controller.overlaps()
-
-    def _read_on_host(self, rows: Sequence[ScheduledRow]) -> None:
-        """Read prompts whose logprobs are asked for, apart from rounds; then let them decode in rounds."""
-        assert self.rounds is not None
-        for result in self.host_loop.run(rows, StepReport()):
-            seq = result.row.seq
-            if seq.finished is not None:
-                continue
-            samples, aux_TX = result.row.samples, None
-            if self._drafting is not None and self._drafting.follows(seq):
-                self._drafting.read([seq], but_last=samples)
-                if samples:
-                    (aux_TX,) = self._drafting.drafter.states.take(seq)
-            if samples:
-                self.rounds.runner.seat(seq, aux_TX)
+    # --- warm-up -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def capture_graphs(self) -> int:
@@ -460,60 +374,77 @@ class Engine:
 
         After a swap it is done again.
         """
-        self._captures_ahead = True
-        if self.rounds is None:
+        self._warms_up = True
+        started, rounds = self._clock(), self.core.runner
+        self.controller.captures(rounds.shapes)
+        captured = rounds.graphs.capture_ahead()
+        self.proposer.warm_up()
+        if self._drafting is None and self._suffix is None:
+            return captured
+        if rounds.graphs.exact:
             self._rehearse()
-            return 0
-        started = self._clock()
-        captured = self.rounds.runner.graphs.capture_ahead()
-        self.controller.captures(self.rounds.runner.shapes)
-        self.proposer.rehearse()
-        if self.rounds is not None and (self.drafts or self._suffix is not None):
-            self.controller.rehearse(self.rounds.runner.graphs.rehearse())
-            captured = len(self.rounds.runner.capture)
-        logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
+        else:
+            self.controller.rehearse(rounds.graphs.rehearse())
+            captured = len(rounds.capture)
+            logger.info(f"captured  {captured} kinds of steps as CUDA graphs in {self._clock() - started:.0f} s")
         return captured
 
     def _rehearse(self) -> None:
-        """Time steps for a request that nobody made, so that the first choice of a depth is an informed one."""
+        """Time steps for requests that nobody made, so that the first choice of a depth is an informed one."""
         if self._drafting is None or self.scheduler.requests:
             return
-        outputs = self._outputs
-        self._outputs = self.host_loop.outputs = OutputProcessor(self.target.decoder())
-        longest = self.max_model_len - len(REHEARSED_PROMPT)
-        depths = sorted({min(depth, self.config.max_depth) for depth in (0, 1, 3, 7)})
-        for depth in depths if longest > 0 else ():
-            # On auto, steps are plain as long as no time is known, and each is timed.
-            speculation = Speculation(mode="fixed", depth=depth) if depth else Speculation(method="eagle3")
-            request = Request(
-                prompt=REHEARSED_PROMPT,
-                sampling=Sampling(),
-                max_new_tokens=min(longest, REHEARSED_STEPS * (1 + depth)),
-                speculation=speculation,
-            )
-            key = self.submit(request)
-            for _ in range(1 + REHEARSED_STEPS):
-                self.step()
-            self.cancel(key)
+        outputs, began, shapes = self._outputs, self._clock(), self.core.runner.shapes
+        self._outputs = OutputProcessor(self.target.decoder())
+        self._take_core(self.core.runner, self._drafting, None)
+        steps: dict[tuple[int, Arm], float] = {}
+        for rows in REHEARSED_ROWS:
+            if rows > self.config.max_num_seqs or self._clock() - began > REHEARSAL_SECONDS:
+                break
+            for depth in sorted({min(depth, self.config.max_depth) for depth in REHEARSED_DEPTHS}):
+                seconds = self._rehearse_steps(rows, depth)
+                if seconds is not None:
+                    steps[rows, depth] = seconds
         self._outputs = outputs
         # All else that was learnt is of what nobody asked.
-        self._begin_to_learn(self._drafting.drafter, self.controller.costs)
+        self._take_core(self.core.runner, self._drafting, None)
+        self.controller.captures(shapes)
+        self.controller.rehearse(Rehearsal(steps=steps))
+
+    def _rehearse_steps(self, rows: int, depth: int) -> float | None:
+        """Seconds of a step of so many requests that draft so deep, once everything is warm; None where none fits."""
+        room = self.max_model_len - len(REHEARSED_PROMPT)
+        most, speculation = REHEARSED_STEPS * (1 + depth) + 1, Speculation(mode="fixed", depth=depth, method="eagle3")
+        if room < most or rows * (len(REHEARSED_PROMPT) + most) > self.block_manager.blocks * self.config.block_size:
+            return None
+        request = Request(prompt=REHEARSED_PROMPT, sampling=Sampling(), max_new_tokens=most, speculation=speculation)
+        keys, seconds = [self.submit(request) for _ in range(rows)], inf
+        while any(seq.new_tokens == 0 for seq in self.scheduler.requests):
+            self.step()
+        for number in range(REHEARSED_STEPS):
+            began = self._clock()
+            self.step()
+            if number:  # the first of a size allocates
+                seconds = min(seconds, self._clock() - began)
+        for key in keys:
+            self.cancel(key)
+        return seconds
 
     # --- the step ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[OutputDelta]:
         """Go once through the algorithm; what it gave to whom."""
-        if self.rounds is not None:
-            self.rounds.step()
-        else:
-            self.host_loop.step()
+        self.core.step()
         self._outputs.process()
         return self._outputs.take()
 
-    def _forget(self, key: int) -> None:
-        if self.rounds is not None:
-            self.rounds.forget(key)
-        self._outputs.close(key)
-        self.controller.forget(key)
-        self.proposer.forget(key)
+
+def _drawing(rounds: RoundRunner, drafter: DrafterRunner) -> Callable[[SequenceState, Tensor, int], Tensor]:
+    """How requests under way draw a draft outside of rounds, as they do in them."""
+
+    def draw(seq: SequenceState, logits_1W: Tensor, position: int) -> Tensor:
+        slot_1 = torch.tensor([slot_of(seq)], device=logits_1W.device)
+        position_1, needs = torch.full_like(slot_1, position), rounds.sampling.needs([seq])
+        return drafter.token_W[rounds.sampling.draw(logits_1W, slot_1, position_1, drafter.token_W, needs)]
+
+    return draw

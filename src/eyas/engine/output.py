@@ -13,8 +13,8 @@ from itertools import accumulate
 from torch import Tensor
 
 from eyas.engine.detokenizer import TextStream, text_behind
+from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.request import FinishReason, Request, SequenceState
-from eyas.engine.sampler import TokenLogprobs
 
 KEPT_TEXTS = 2**16
 """Texts of a token or two, which is what streams decode, and the same ones again and again."""

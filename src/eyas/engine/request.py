@@ -17,7 +17,7 @@ from eyas.errors import UserError
 
 if TYPE_CHECKING:  # these import torch, which bookkeeping must not
     from eyas.engine.grammar.base import Grammar, GrammarMatcher
-    from eyas.engine.sampler import TokenLogprobs
+    from eyas.engine.logprobs import TokenLogprobs
     from eyas.sampling import Sampling
 
 MOST_LOGPROBS = 20
@@ -56,7 +56,9 @@ class Speculation:
     @property
     def by_suffix(self) -> bool:
         """Whether suffix drafts may be verified."""
-        return self.method == "suffix" if self.mode == "fixed" else self.mode == "auto" and self.method != "eagle3"
+        if self.mode == "fixed":
+            return self.method == "suffix" and self.depth != 0
+        return self.mode == "auto" and self.method != "eagle3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,13 @@ class SequenceState:
     """Tokens that have keys and values of the target."""
     drafter_length: int = 0
     """Tokens that have keys and values of the drafter."""
+    written_length: int = 0
+    """Tokens that have had keys and values of the target since before it began to read: a pass that reads one of them
+    again, for the drafter, leaves these as they are."""
+    lags: bool = False
+    """Whether the drafter lacks tokens that the prefix cache had for the target. It does not read along then."""
+    catches_up: bool = False
+    """Whether they are to be read again, because the drafter is to draft."""
     drafts_outdated: bool = False
     """Whether some of those were computed by weights that the drafter had before."""
     blocks: list[int] = field(default_factory=list)
@@ -196,6 +205,11 @@ class SequenceState:
         self.speculates = request.speculation.by_drafter
         told = request.logprobs is not None or request.prompt_logprobs is not None
         self.is_ordinary = not (request.stop_strings or told or self.matcher is not None)
+
+    @property
+    def followed(self) -> bool:
+        """Whether the drafter reads along."""
+        return self.speculates and not self.lags
 
     @property
     def turn(self) -> tuple[int, int]:

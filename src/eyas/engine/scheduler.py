@@ -8,6 +8,10 @@ A step goes through these in order, and what comes late gets what is left:
     reading    prompts by turn, in chunks; something is always left for the first
     admission  waiting requests by turn, behind what the prefix cache has of them
 
+A prefix is right for a request as far as the target has read it. Where the drafter has read less of it, the request
+lags: it decodes without the drafter until that is to draft for it, then stands still and reads again from where the
+drafter is (`_read_again`), in chunks like those of prompts. An answer of one token never does.
+
 Blocks follow the same order but for drafts, which come last: speculation never takes a block from a request. A request
 gets the blocks of all its tokens when it is admitted and one more now and then as it decodes; if there is none, the
 one whose turn is last loses its blocks and waits again, and the prefix cache makes reading it again cheap.
@@ -84,8 +88,8 @@ class Scheduler:
     To plan ahead of a device, call `launched` right after `plan`, before any request can end, and `landed` after the
     step's last `commit`. In between the next step may be planned and launched.
 
-    Without a `drafter`, prefixes are right for every request as soon as the target has read them. Of prompts whose
-    logprobs are asked for, a step reads `max_prompt_logits` tokens: each of them takes a row of logits.
+    Without a `drafter` nobody lags. Of prompts whose logprobs are asked for, a step reads `max_prompt_logits` tokens:
+    each of them takes a row of logits.
     """
 
     def __init__(
@@ -195,6 +199,8 @@ class Scheduler:
         preempted: list[SequenceState] = []
         running, size = self._running, self._size
         for seq in running:  # which may lose its last meanwhile
+            if seq.catches_up and self._read_again(seq):
+                continue
             start, limit = seq.target_length, seq.limit
             fewest = most = len(seq.tokens)
             for flight in seq.flights:
@@ -303,16 +309,6 @@ class Scheduler:
             del seq.blocks[needed:]
             seq.table = next(self._numbers)
 
-    def note_read(self, seq: SequenceState, drafter_length: int) -> None:
-        """Take note of how far the drafter has read."""
-        if seq.finished is not None:
-            return
-        assert seq.drafter_length <= drafter_length <= seq.target_length, f"drafter at {drafter_length}"
-        full, now_full = seq.drafter_length // self._size, drafter_length // self._size
-        seq.drafter_length = drafter_length
-        if now_full > full:
-            self._register(seq, range(full, now_full))
-
     def begin_anew(self, *, drafter: bool) -> None:
         """Let all running requests wait again, as if preempted: there is another drafter, or none. Between steps."""
         assert not self._steps, "a step is under way"
@@ -329,7 +325,7 @@ class Scheduler:
         assert not self._steps, "a step is under way"
         self._block_manager.forget_drafts()
         for seq in self._running:
-            seq.drafts_outdated = True
+            seq.drafts_outdated = not seq.lags  # what it lacks will be read with the new ones
         self._follow_waiting()
 
     def _follow_waiting(self) -> None:
@@ -355,6 +351,10 @@ class Scheduler:
         for seq in queue:
             assert seq.finished is None, f"request {seq.key} is finished and still here"
             assert 0 <= seq.drafter_length <= seq.target_length < len(seq.tokens) <= self.limit(seq) == seq.limit
+            assert not seq.lags or seq.drafter_length < seq.written_length <= seq.target_length, (
+                f"request {seq.key} lags"
+            )
+            assert seq.lags or not seq.catches_up, f"request {seq.key} lacks nothing"
             assert len(seq.flights) <= launched[seq.key], f"request {seq.key} has a flight of no step"
             written, most = seq.target_length, len(seq.tokens)
             if seq.flights:
@@ -390,19 +390,41 @@ class Scheduler:
         total = self._block_manager.blocks_for(len(seq.tokens)) + spare
         # Logprobs need every token of the prompt to be computed: the first alone is never found.
         known = seq.tokens[:1] if seq.lacks_prompt_logprobs else seq.tokens
-        blocks = self._block_manager.match(known, need_draft=followed, total=total, cache_salt=seq.request.cache_salt)
+        blocks = self._block_manager.match(known, total=total, cache_salt=seq.request.cache_salt)
         if blocks is None:
             return None
         seq.blocks = blocks
-        seq.target_length = len(blocks) * self._size
-        seq.drafter_length = seq.target_length if followed else 0
+        seq.target_length = seq.written_length = found = len(blocks) * self._size
+        seq.drafter_length = self._block_manager.drafted(blocks) * self._size if followed else 0
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.target_length
+            seq.num_cached_tokens = found
+        seq.lags = bool(followed and seq.drafter_length < found)
+        # A gap no longer than the rest is read with it: later it would take both to be read once more.
+        if seq.lags and found - seq.drafter_length <= len(seq.tokens) - found:
+            self._read_again(seq)
         seated = self._extend(seq, len(seq.tokens))
         assert seated, "match() said that the blocks are there"
         seq.slot, seq.stay, seq.table = self._slots.pop(), next(self._numbers), next(self._numbers)
         insort(self._running, self._waiting.pop(0), key=_turn)
         return seq, seq.target_length, len(seq.tokens), len(seq.tokens)
+
+    def _read_again(self, seq: SequenceState) -> bool:
+        """Let a request that lags go back to where the drafter has read to; whether it must wait until nothing of it is
+        under way.
+
+        Nothing changes where no draft could be of use, or while another one reads the same for the drafter.
+        """
+        start = self._block_manager.drafted(seq.blocks) * self._size
+        block = seq.blocks[start // self._size]
+        readers = (other for other in self._running if other.target_length < other.written_length)
+        if seq.limit - len(seq.tokens) < 2 or any(block in other.blocks for other in readers):
+            return False
+        if seq.flights:
+            return True
+        seq.written_length, seq.target_length, seq.drafter_length = seq.target_length, start, start
+        seq.lags = seq.catches_up = False
+        seq.stay, seq.table = next(self._numbers), next(self._numbers)
+        return False
 
     def _extend(self, seq: SequenceState, positions: int) -> bool:
         """Let a request own the blocks of so many positions, or change nothing."""
@@ -432,8 +454,8 @@ class Scheduler:
             else:
                 self._give_back(seq.blocks, seq.slot)
         seq.blocks, seq.slot, seq.flights = [], None, []
-        seq.target_length = seq.drafter_length = 0
-        seq.drafts_outdated = False
+        seq.target_length = seq.drafter_length = seq.written_length = 0
+        seq.drafts_outdated = seq.lags = seq.catches_up = False
         if seq.lacks_prompt_logprobs:
             seq.prompt_logprobs.clear()  # it will read its prompt from the beginning
 

@@ -84,7 +84,7 @@ class Elementwise:
 
     def most_likely(self, logits_NV: Tensor) -> Tensor:
         """The place of the largest logit of each row [N], the first of equals."""
-        place_N = torch.empty(len(logits_NV), dtype=torch.int64)
+        place_N = torch.empty(logits_NV.shape[0], dtype=torch.int64)
         self._most_likely(logits_NV, place_N, None)
         return place_N
 

@@ -2,6 +2,10 @@
 
 import mmap
 from contextlib import suppress
+from math import prod
+
+import torch
+from torch import Tensor
 
 
 def mapped_memory(size: int, *, huge_pages: bool) -> mmap.mmap:
@@ -12,3 +16,11 @@ def mapped_memory(size: int, *, huge_pages: bool) -> mmap.mmap:
         with suppress(OSError):  # a kernel without huge pages does not know the word
             memory.madvise(advice)
     return memory
+
+
+def untouched_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU they take memory where they are written alone; torch would touch all of them now."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # else they could be written in inference mode only
+        return torch.frombuffer(mapped_memory(prod(shape) * dtype.itemsize, huge_pages=False), dtype=dtype).view(shape)

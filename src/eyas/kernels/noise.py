@@ -72,6 +72,8 @@ def first(
 
     Both tables are float32.
     """
+    if p_NV.is_cpu:
+        return _raced(p_NV, logits_NV, greedy_N, seed_N, position_N, token_V, 1)[:, 0]
     if p_NV.is_cuda and has_triton():
         from eyas.kernels.noise_triton import first_by_triton  # torch for CPUs comes without triton
 
@@ -90,6 +92,8 @@ def first_many(
     width: int,
 ) -> Tensor:
     """The first `width` of each row [N, width], by the same scores."""
+    if p_NV.is_cpu:
+        return _raced(p_NV, logits_NV, greedy_N, seed_N, position_N, token_V, width)
     if p_NV.is_cuda and has_triton():
         from eyas.kernels.noise_triton import scores_by_triton  # torch for CPUs comes without triton
 
@@ -98,6 +102,23 @@ def first_many(
         timed_NV = p_NV / exponential(seed_N, position_N, token_V)
         score_NV = torch.where(greedy_N[:, None] > 0, logits_NV, timed_NV)
     return score_NV.topk(width, dim=-1).indices
+
+
+def _raced(
+    p_NV: Tensor,
+    logits_NV: Tensor,
+    greedy_N: Tensor,
+    seed_N: Tensor,
+    position_N: Tensor,
+    token_V: Tensor,
+    width: int,
+) -> Tensor:
+    """`first_many` where asking is free: only those that can win are timed."""
+    is_greedy_N1 = greedy_N[:, None] > 0
+    if bool(is_greedy_N1.all()):
+        return _first(logits_NV, width)
+    raced_NS = race(p_NV, seed_N, position_N, token_V, width=width)
+    return torch.where(is_greedy_N1, _first(logits_NV, width), raced_NS) if bool(is_greedy_N1.any()) else raced_NS
 
 
 def _first_of_many(p_NW: Tensor, w_NW: Tensor, width: int) -> Tensor:

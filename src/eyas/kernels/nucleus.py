@@ -22,8 +22,35 @@ def nucleus(p_NV: Tensor, top_p_N1: Tensor) -> Tensor:
 
         return nucleus_by_triton(p_NV, top_p_N1)
     cuts_N1 = top_p_N1 <= 1
+    if p_NV.is_cpu:
+        if not bool(cuts_N1.any()):
+            return p_NV
+        cut_NV = _cut(p_NV, top_p_N1, *_likeliest(p_NV, torch.where(cuts_N1, top_p_N1, 0.0)))
+        return cut_NV if bool(cuts_N1.all()) else torch.where(cuts_N1, cut_NV, p_NV)
+    return _cut(p_NV, top_p_N1, *p_NV.sort(dim=-1, descending=True, stable=True))
+
+
+def _likeliest(p_NV: Tensor, top_p_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """Probabilities in descending order and where they stand, as many as can be in a nucleus: mostly few.
+
+    If what is strictly above the k-th probability reaches top_p, nobody else is in it.
+    """
+    for k in (64, 512, 4096):
+        if k > p_NV.shape[-1] // 4:
+            break
+        p_NK, index_NK = p_NV.topk(k, dim=-1)
+        above_N1 = p_NK.masked_fill(p_NK == p_NK[:, -1:], 0.0).sum(dim=-1, keepdim=True)
+        if bool((above_N1 > top_p_N1 + 1e-6).all()):  # sums of one order and another differ by less than this
+            index_NK = index_NK.sort(dim=-1).values
+            p_NK, order_NK = p_NV.gather(-1, index_NK).sort(dim=-1, descending=True, stable=True)
+            return p_NK, index_NK.gather(-1, order_NK)
     sorted_NV, order_NV = p_NV.sort(dim=-1, descending=True, stable=True)
+    return sorted_NV, order_NV
+
+
+def _cut(p_NV: Tensor, top_p_N1: Tensor, sorted_NV: Tensor, order_NV: Tensor) -> Tensor:
+    cuts_N1 = top_p_N1 <= 1
     ahead_NV = (sorted_NV.cumsum(dim=-1, dtype=torch.float64) - sorted_NV).float()
     sorted_NV = sorted_NV.masked_fill((ahead_NV >= top_p_N1) & cuts_N1, 0.0)
     total_N1 = sorted_NV.sum(dim=-1, keepdim=True, dtype=torch.float64).float().masked_fill(~cuts_N1, 1.0)
-    return torch.empty_like(p_NV).scatter_(-1, order_NV, sorted_NV / total_N1)
+    return torch.zeros_like(p_NV).scatter_(-1, order_NV, sorted_NV / total_N1)

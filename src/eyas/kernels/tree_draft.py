@@ -1,7 +1,7 @@
 """Trees grow: which candidates get candidates of their own, and which nodes are verified, all on the device.
 
-The law is that of `engine/runner/tree_growth.py`, number for number: products in float64, equals in the order of their
-numbers.
+The law is that of EAGLE-2 (`tests/oracle/tree_growth.py`), number for number: products in float64, equals in the order
+of their numbers.
 
 Shapes: R rows, W candidates of a node, M = R or R * W nodes that have them, F candidates of a row, Q places of a row, V
 draft vocabulary.

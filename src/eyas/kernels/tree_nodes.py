@@ -1,6 +1,6 @@
 """The trees of the rows of a round, in memory of the device: candidates while they grow, then what is verified.
 
-A tree is that of `engine/runner/tree_growth.py` in a fixed shape. Candidates come in groups of `width`: group 0 behind
+A tree is that of EAGLE-2 in a fixed shape. Candidates come in groups of `width`: group 0 behind
 the request's newest token, group 1 + e behind the node that was grown e-th. As many nodes of every depth but the last
 are grown as a group has candidates, so candidate r of group g has the number g * width + r in every tree, and numbers
 ascend with depths. Rows that have fewer slots grow less deep and keep fewer nodes: what is not theirs has the path -1.

@@ -15,7 +15,7 @@ No curve is assumed to be smooth or convex: every set on the way is priced as it
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from heapq import nlargest
 from itertools import accumulate
 from math import inf
@@ -37,11 +37,11 @@ TREE_DEPTHS, TREE_WIDTHS, TREE_BUDGETS = (1, 2, 3, 4, 5, 7), (2, 4), (2, 3, 4, 6
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What is drafted for a request: a chain, or a tree of at most `budget` tokens."""
+    """What is drafted for a request: a chain, a tree of at most `budget` tokens, or a chain that the host looks up."""
 
-    kind: Literal["chain", "tree"] = "chain"
+    kind: Literal["chain", "tree", "suffix"] = "chain"
     depth: int = 0
-    """Of a tree; chains have depths of their own."""
+    """Of a tree or of what is looked up; chains have depths of their own."""
     width: int = 1
     """Candidates of a node, and nodes of a depth that get any."""
     budget: int = 0
@@ -59,6 +59,12 @@ CAPTURED_TREE_ROWS = 4
 OFFERED = 15
 """The deepest drafts that the host looks up: they take no pass of a drafter, and with the newest token are as many as a
 pass reads in the time of one."""
+
+
+@cache
+def offered(depth: int) -> Shape:
+    """Drafts so deep that the host looks up."""
+    return Shape(kind="suffix", depth=depth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +262,7 @@ def coarse(chances: Sequence[float]) -> tuple[float, ...]:
 def tree_gains(chances: tuple[float, ...], siblings: tuple[float, ...]) -> list[float]:
     """Expected accepted tokens of the likeliest 1, 2, ... nodes of a tree: their chances, summed.
 
-    It grows as `engine/runner/tree_growth.py` has it: as many nodes of a depth get candidates as each of them gets.
+    It grows as EAGLE-2 has it: as many nodes of a depth get candidates as each of them gets.
     """
     width, level, nodes = 1 + len(siblings), [1.0], list[float]()
     for first in chances:

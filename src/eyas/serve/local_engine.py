@@ -14,7 +14,6 @@ from eyas.engine.async_engine import AsyncEngine, EngineError
 from eyas.engine.engine import Engine
 from eyas.engine.output import SpecDecodeStats
 from eyas.engine.request import Request
-from eyas.engine.suffix.proposer import SuffixProposer
 from eyas.serve.engine_client import NOTICES, SNAPSHOT_SECONDS, EngineSnapshot, OnOutput, run_all
 from eyas.serve.supervisor import Supervisor, add_stats
 
@@ -96,7 +95,7 @@ class LocalEngineClient:
         stats = SpecDecodeStats()
         add_stats(stats, self.supervisor.replaced_stats)
         add_stats(stats, engine.stats)
-        report, proposer = engine.controller.report(), engine.proposer
+        report = engine.controller.report()
         return EngineSnapshot(
             running=len(engine.scheduler.running),
             waiting=engine.scheduler.waiting,
@@ -109,7 +108,7 @@ class LocalEngineClient:
             stats=stats,
             depth_shares=report["share_of_depths"],
             rows_by_depth=report["rows_by_depth"],
-            lookups_by_requests=proposer.lookups_by_requests if isinstance(proposer, SuffixProposer) else {},
+            lookups_by_requests=engine.lookups_by_requests,
             collapsed=bool(report["collapsed"]),
             drift=engine.drift.report(),
             notices=tuple(self._notices),

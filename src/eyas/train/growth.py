@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from eyas.drafter.checkpoint import Checkpoint
-from eyas.drafter.model import Drafter
+from eyas.drafter.eagle1_model import new_drafter
 from eyas.drafter.vocab import DraftVocab, membership_from_target_ids, offsets_from_target_ids
 from eyas.target.parts import TargetParts
 
@@ -32,7 +32,7 @@ def grown(checkpoint: Checkpoint, *, layers: int, intermediate_size: int, seed: 
         return checkpoint
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        newborn = Drafter(config, own_embedding=False, own_head=False).state_dict()
+        newborn = new_drafter(config, own_embedding=False, own_head=False).state_dict()
     tensors = dict(checkpoint.tensors)
     for name, new in newborn.items():
         old = tensors.get(name)

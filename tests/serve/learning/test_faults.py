@@ -25,6 +25,8 @@ from eyas.serve.learning.loop import BASELINE_REQUESTS
 from serve.learning.loop_server import ANSWERS, LearningServer, learning_server, noisy, write
 from tiny import random_drafter
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from eyas.drafter.model import Drafter
     from eyas.target.model import Target

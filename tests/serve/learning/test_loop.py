@@ -15,6 +15,8 @@ from eyas.serve.learning.watch import LAST_LOOK
 from serve.learning.loop_server import LearningServer, learning_server, noisy, write
 from serve.test_operation import metrics
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from pathlib import Path
 

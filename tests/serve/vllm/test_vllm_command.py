@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from each import each
 from eyas.errors import UserError
 from eyas.serve.vllm.command import ServeOptions
 
@@ -51,13 +52,13 @@ def test_vllm_counts_drafts_by_request_only_where_it_drafts() -> None:
     assert "--per-request-spec-decode-metrics" in options(speculative_config=TABLE).seam_words(1)
 
 
-@pytest.mark.parametrize("word", ["--port", "--max-model-len=9", "--speculative-config.model", "--max_num_seqs", "-q"])
+@each("word", ["--port", "--max-model-len=9", "--speculative-config.model", "--max_num_seqs", "-q"])
 def test_what_eyas_says_itself_is_refused_behind_the_dashes(word: str) -> None:
     with pytest.raises(UserError, match="does not go behind the --"):
         options(others=(word, "1"))
 
 
-@pytest.mark.parametrize("others", [("--data-parallel-size", "2"), ("--data_parallel_size=2",), ("-dp", "2")])
+@each("others", [("--data-parallel-size", "2"), ("--data_parallel_size=2",), ("-dp", "2")])
 def test_a_table_that_replicas_would_drop_is_refused(others: tuple[str, ...]) -> None:
     assert options(others=others).data_parallel == 2
     with pytest.raises(UserError, match="drop the table"):

@@ -9,8 +9,10 @@ drafter's last slot was computed from that token. Equal contents have one `_Pref
 for everything before the next block; so a lookup compares real tokens, block by block, and never trusts a hash.
 Before the first block stands the request's cache salt: requests with different salts never find each other's blocks.
 
-Invariants: free + used == blocks; a block that can be found is never written again; content that the drafter has not
-read is never given to a request it follows.
+A block is found by the target's part alone. The drafter's may be missing: `drafted` says how far it has read, and it is
+filled in later, for all who share the block.
+
+Invariants: free + used == blocks; the target's part of a block that can be found is never written again.
 """
 
 from bisect import bisect_left, insort
@@ -107,13 +109,11 @@ class BlockManager:
                 else:
                     self._clear(block)
 
-    def match(
-        self, tokens: Sequence[int], *, need_draft: bool, total: int = 0, cache_salt: str | None = None
-    ) -> list[int] | None:
+    def match(self, tokens: Sequence[int], *, total: int = 0, cache_salt: str | None = None) -> list[int] | None:
         """The longest beginning of `tokens` cached under this salt, as blocks that the caller now refers to.
 
-        Never all of the tokens, so that one is left to compute. `need_draft` takes only what the drafter has read.
-        None and no change, if the caller could not get `total` blocks together with these.
+        Never all of the tokens, so that one is left to compute. None and no change, if the caller could not get `total`
+        blocks together with these.
         """
         found: list[int] = []
         before: _Prefix | str | None = cache_salt
@@ -121,7 +121,7 @@ class BlockManager:
             for start in range(0, len(tokens) - self.block_size, self.block_size):
                 end = start + self.block_size
                 prefix = self._prefixes.get((before, tuple(tokens[start:end]), tokens[end]))
-                if prefix is None or prefix.block is None or (need_draft and not prefix.drafted):
+                if prefix is None or prefix.block is None:
                     break
                 found.append(prefix.block)
                 before = prefix
@@ -135,6 +135,14 @@ class BlockManager:
         self.lookups += (len(tokens) - 1) // self.block_size
         self.hits += len(found)
         return found
+
+    def drafted(self, blocks: Sequence[int]) -> int:
+        """How many of a request's first blocks the drafter has read to their ends."""
+        for count, block in enumerate(blocks):
+            prefix = self._content[block]
+            if prefix is None or prefix.block != block or not prefix.drafted:
+                return count
+        return len(blocks)
 
     def register(
         self,

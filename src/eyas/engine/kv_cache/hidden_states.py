@@ -1,10 +1,10 @@
 """The target's hidden states of chosen layers, kept in the same blocks as its keys and values.
 
-Invariant: where a token's keys and values are valid, so are its states. They are written when the token is committed
-and never again, so what is true of blocks is true of them: a prefix that several requests share has one copy, and what
-the prefix cache gives to a request comes with its states.
+Invariant: where a token's keys and values are valid, so are its states. Every pass that writes the former writes the
+latter: a prefix that several requests share has one copy, and what the prefix cache gives to a request comes with its
+states.
 
-Shapes: C slots of all blocks, T tokens of a request, X concatenated states.
+Shapes: N tokens of a pass, C slots of all blocks and of the null block, T tokens of a request, X concatenated states.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,30 @@ from torch import Tensor
 class HiddenStateCache:
     """States [C, X] by slot."""
 
-    def __init__(self, *, blocks: int, block_size: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._block_size = block_size
+    def __init__(
+        self,
+        layer_ids: tuple[int, ...],
+        *,
+        slots: int,
+        block_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layer_ids, self._block_size = layer_ids, block_size
         with torch.inference_mode(False):  # else it could be written in inference mode only
-            self._states_CX = torch.empty(blocks * block_size, width, dtype=dtype, device=device)
+            self._states_CX = torch.empty(slots, len(layer_ids) * hidden_size, dtype=dtype, device=device)
 
-    def write(self, blocks: Sequence[int], first: int, states_TX: Tensor) -> None:
-        """Keep the states of a request's tokens from position `first` on."""
-        self._states_CX[self._slots(blocks, first, first + len(states_TX))] = states_TX
+    def write(self, slot_mapping_N: Tensor, states_NX: Tensor) -> None:
+        """Keep the states of a pass."""
+        self._states_CX.index_copy_(0, slot_mapping_N, states_NX.to(self._states_CX.dtype))
+
+    def move(self, from_M: Tensor, to_M: Tensor) -> None:
+        """Copy slots; all are read before any is written."""
+        self._states_CX.index_copy_(0, to_M, self._states_CX.index_select(0, from_M))
 
     def read(self, blocks: Sequence[int], count: int) -> Tensor:
         """The states [T, X] of a request's first `count` tokens."""
-        return self._states_CX[self._slots(blocks, 0, count)]
-
-    def _slots(self, blocks: Sequence[int], first: int, end: int) -> Tensor:
         size = self._block_size
-        slots = [blocks[position // size] * size + position % size for position in range(first, end)]
-        return torch.tensor(slots, dtype=torch.int64, device=self._states_CX.device)
+        slots = [blocks[position // size] * size + position % size for position in range(count)]
+        return self._states_CX[torch.tensor(slots, dtype=torch.int64, device=self._states_CX.device)]

@@ -1,9 +1,11 @@
 """The device as a queue: what is put in runs in order, while the host goes on.
 
 On CUDA that is the current stream. Everything that a round does to device memory goes through a queue, so tests can put
-one in its place that runs things as late as it may, and find whoever counts on their being done.
+one in its place that runs things as late as it may, and find whoever counts on their being done. A CPU has done what it
+is told when it is told.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -53,3 +55,26 @@ class _EventMark:
     def seconds_since(self, earlier: "_EventMark") -> float:
         seconds: float = 1e-3 * earlier._event.elapsed_time(self._event)
         return seconds
+
+
+class ImmediateQueue:
+    """The processor itself: a function has run when `run` returns."""
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Call it."""
+        function()
+
+    def mark(self) -> Mark:
+        """The present time."""
+        return _TimeMark()
+
+
+class _TimeMark:
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+
+    def wait(self) -> None:
+        """Return at once: all before it is done."""
+
+    def seconds_since(self, earlier: "_TimeMark") -> float:
+        return self._at - earlier._at

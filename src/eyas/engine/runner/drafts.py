@@ -17,7 +17,7 @@ from eyas.engine.runner.attention import PagedAttention
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.elementwise import FusedNorm
 from eyas.kernels.llama.block import Product, join
-from eyas.kernels.llama.eagle import GoesOn
+from eyas.kernels.llama.eagle import ChainsOutput, GoesOn
 
 
 class Drafts(Protocol):
@@ -67,6 +67,11 @@ class DraftsChains(Drafts, Protocol):
 
         `attend` is of the slot in which the first of them is read; there are blocks for all. None: it cannot here.
         """
+
+    def chains(
+        self, normed_RD: Tensor, feedback_RD: Tensor, attend: PagedAttention, depths: int
+    ) -> ChainsOutput | None:
+        """`depths` drafts of several requests, each the likeliest token; as for `chain`."""
 
 
 def fuse_rows(drafter: Drafts, aux_SX: Tensor, row_N: Tensor, dtype: torch.dtype) -> Tensor:

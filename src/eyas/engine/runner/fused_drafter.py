@@ -32,7 +32,7 @@ from eyas.kernels.linear.packed_linear import PackedLinear
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.llama.block import packed_products
 from eyas.kernels.llama.cpu import LlamaSizes, Parts, load_layers
-from eyas.kernels.llama.eagle import DraftHead, DraftLayer, GoesOn, StateFusion, Surroundings
+from eyas.kernels.llama.eagle import ChainsOutput, DraftHead, DraftLayer, GoesOn, StateFusion, Surroundings
 from eyas.kernels.llama.rotary_table import RotaryTable
 
 logger = logging.getLogger(__name__)
@@ -225,6 +225,16 @@ class _FusedDrafter:
         (row,) = attend.metadata.rows
         asked = attend.backend, kv, attend.window, depths, goes_on
         return self._in_one_call.run_chain(feedback_D, normed_D, row.base, *asked)
+
+    def chains(
+        self, normed_RD: Tensor, feedback_RD: Tensor, attend: PagedAttention, depths: int
+    ) -> ChainsOutput | None:
+        """As `DraftsChains`."""
+        if self._in_one_call is None:
+            return None
+        kv = attend.cache.memory(0, self._like_NGK, self._like_NGK)
+        bases = [row.base for row in attend.metadata.rows]
+        return self._in_one_call.run_chains(feedback_RD, normed_RD, bases, attend.backend, kv, attend.window, depths)
 
     def remember(self, hidden: Tensor, token_ids: Tensor, positions: Tensor) -> KeysAndValues:
         """Keys and values alone."""

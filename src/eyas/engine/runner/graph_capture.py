@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class GraphCapture:
 
     def __len__(self) -> int:
         return len(self._made)
+
+    def anew(self) -> "GraphCapture":
+        """One that has captured nothing."""
+        return replace(self, bytes=0, refused=set(), _made={}, _pool=None)
 
     def has(self, kind: str, bucket: tuple[object, ...]) -> bool:
         """Whether a bucket has its graph, so that nothing is run to make it."""

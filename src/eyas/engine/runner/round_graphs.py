@@ -4,7 +4,7 @@
     depth    the deepest draft of any row, so that there are as many tokens as one of TOKENS
     blocks   of the longest row, in USUAL_BLOCKS or that times powers of 4
     tokens   of all chunks of prompts together, rounded up to one of CHUNKS; more run uncaptured. Of a verification that
-             has a budget, as `captured_plan.py` has them
+             has a budget, as `captured_shapes.py` has them
 
 Each takes its numbers from the state (`round_state.py`), prompts from buffers beside it. To capture a pass is to run
 it, for nobody: the rows are blanked before, and must be sent behind.
@@ -20,26 +20,27 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from eyas.engine.runner import round_passes, tree_passes
+from eyas.engine.runner import exact_passes, round_passes, tree_passes
 from eyas.engine.runner.buckets import CHUNK_ROWS, CHUNKS, ROWS, TOKENS
 from eyas.engine.runner.device_queue import DeviceQueue
-from eyas.engine.runner.flat_verify import verify_flat
+from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.graph_capture import CapturedGraph, Function, GraphCapture
 from eyas.engine.runner.input_buffers import InputBuffers
-from eyas.engine.runner.round_passes import RoundDrafter, RoundTarget
+from eyas.engine.runner.round_passes import PromptTokens, RoundTarget
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
-from eyas.engine.speculation.captured_plan import CapturedShapes
+from eyas.engine.speculation.captured_shapes import CapturedShapes
 from eyas.engine.speculation.draft import Tree
-from eyas.engine.speculation.observations import Rehearsal
+from eyas.engine.speculation.step_report import Arm, Rehearsal
 from eyas.kernels.tree_nodes import TreeNodes
-from eyas.plan.shapes import CAPTURED_TREES, Shape
+from eyas.plan.footprint import Room
+from eyas.plan.shapes import CAPTURED_TREES, Shape, offered
 
 REHEARSALS = 3
 """Times that a pass is run to be timed."""
 READ, DRAFT, VERIFY, SAMPLE, CATCH_UP = "read prompts", "draft", "verify", "sample", "catch up"
-VERIFY_FLAT, PLACE = "verify a budget", "place offers"
+PLACE = "place offers"
 DRAFT_TREES, VERIFY_TREES, SAMPLE_TREES = "draft trees", "verify trees", "sample trees"
 """Kinds of captured passes."""
 
@@ -54,35 +55,34 @@ class RoundGraphs:
         *,
         state: RoundState,
         target: RoundTarget,
-        drafter: RoundDrafter | None,
+        drafter: DrafterRunner | None,
         sampling: SlotSampling,
-        max_num_seqs: int,
-        most_tokens: int,
-        longest_chunk: int,
-        max_depth: int,
+        room: Room,
         blocks: int,
         tree: Tree | None,
         chance: float | None,
-        max_offers: int = 0,
     ) -> None:
-        """`blocks` is how many rows usually have at most; captured ahead are passes of that many.
-
-        The host may look up `max_offers` drafts of a request.
-        """
+        """`blocks` is how many rows usually have at most; captured ahead are passes of that many."""
+        max_num_seqs, most_tokens, longest_chunk = room.recorded_rows, room.recorded_tokens, room.max_num_batched_tokens
+        max_depth, max_offers = room.max_depth, room.max_offers
         self.capture, self._queue = capture, queue
+        self.exact = is_exact(capture)
+        """Whether passes are as large as what is live in them: every number of rows and every depth is a shape."""
+        self._passes = exact_passes if self.exact else round_passes
         self._state, self._target, self._drafter, self._sampling = state, target, drafter, sampling
         self._chance = None if chance is None else torch.tensor(chance, dtype=torch.float64, device=capture.device)
-        self._rows = (*(rows for rows in ROWS if rows < max_num_seqs), max_num_seqs)
+        few = range(1, max_num_seqs) if self.exact else ROWS
+        self._rows = (*(rows for rows in few if rows < max_num_seqs), max_num_seqs)
         self._deepest, self._most_tokens, self._usual_blocks = max_depth + 1, most_tokens, blocks
+        self._tokens = range(1, self._deepest + 1) if self.exact else TOKENS
         self._chunks = sorted({min(chunk, longest_chunk) for chunk in CHUNKS})
         self._chunk_rows = sorted({min(rows, max_num_seqs) for rows in CHUNK_ROWS})
         self.shapes = CapturedShapes(
             rows=self._rows,
-            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in TOKENS} - {0}))
+            depths=tuple(sorted({min(tokens, self._deepest) - 1 for tokens in self._tokens} - {0}))
             if drafter or max_offers
             else (),
             most_tokens=most_tokens,
-            flat=drafter is not None,
             trees=tuple(self._considered()) if tree is None else (),
             offered=(max_offers,) if max_offers > max_depth else (),
         )
@@ -121,11 +121,13 @@ class RoundGraphs:
 
     def chunk_rows_for(self, rows: int) -> int:
         """Chunks of prompts that are read together with so many."""
-        return next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
+        return rows if self.exact else next((bucket for bucket in self._chunk_rows if bucket >= rows), rows)
 
     @torch.inference_mode()
     def capture_ahead(self) -> int:
         """Capture chunks and steps of usual lengths; how many graphs there are then."""
+        if self.exact:
+            return 0
         blocks = self._usual_blocks
         for tokens in self._chunks:
             for fewer, rows in pairwise((0, *self._chunk_rows)):
@@ -140,8 +142,7 @@ class RoundGraphs:
                 if rows > self._most_tokens:
                     continue
                 own = self._drafter is not None and depth < self._deepest  # whether the drafter goes so deep
-                for flat_tokens in (None, *self.shapes.flat_tokens(rows, depth)):
-                    self.verifying(rows, blocks, depth, flat_tokens)
+                self.verifying(rows, blocks, depth)
                 if depth == 0:
                     self.verifying(rows, blocks, depth, followed=False)
                 self.sampling(rows, depth, needs, masked=False)
@@ -160,9 +161,7 @@ class RoundGraphs:
     def rehearse(self) -> Rehearsal:
         """Time passes of some sizes with nobody's rows, so that the first choice of a depth is an informed one."""
         blocks, queue = self._usual_blocks, self._queue
-        verify, alone = dict[int, float](), dict[int, float]()
-        draft = {depth: dict[int, float]() for depth in self.shapes.depths}
-        catch_up, grow = dict[int, float](), {shape: dict[int, float]() for shape in self.shapes.trees}
+        steps = dict[tuple[int, Arm], float]()
 
         def seconds(*passes: Callable[[], object]) -> float:
             for one in passes:
@@ -182,13 +181,11 @@ class RoundGraphs:
                 if depth and depth < self._deepest and self._drafter is not None:
                     drafter = self.drafting(rows, blocks, 1 + depth, depth, NOTHING)
                 queue.run(self._state.blank_rows)
-                (alone if rows == 1 else verify)[rows * (1 + depth)] = seconds(target, partial(sample, None))
-                if drafter is not None:
-                    draft[depth][rows] = seconds(drafter)
-            if self._drafter is not None:
-                reading = self.catching_up(rows, blocks)
-                queue.run(self._state.blank_rows)
-                catch_up[rows] = seconds(reading)
+                passes = seconds(target, partial(sample, None))
+                if drafter is not None or depth == 0:
+                    steps[rows, depth] = passes + (0.0 if drafter is None else seconds(drafter))
+                if self._offers and depth:
+                    steps[rows, offered(depth)] = passes
         for rows, shape in product(self._rows, self.shapes.trees):
             if shape in self.shapes.trees_for(rows):
                 trees = self.trees(rows, Tree(depth=shape.depth, width=shape.width, budget=shape.budget))
@@ -196,11 +193,9 @@ class RoundGraphs:
                 sample, target = self.sampling_trees(trees, NOTHING), self.verifying_trees(trees, blocks)
                 drafter = self.drafting_trees(trees, blocks, 1 + shape.depth, NOTHING)
                 queue.run(self._state.blank_rows)
-                grow[shape][rows] = seconds(drafter)
-                (alone if rows == 1 else verify).setdefault(
-                    rows * (1 + shape.budget), seconds(target, partial(sample, None))
-                )
-        return Rehearsal(verify=verify, verify_alone=alone, draft=draft, catch_up=catch_up, trees=grow)
+                passes = seconds(target, partial(sample, None))
+                steps[rows, shape] = passes + seconds(drafter)
+        return Rehearsal(steps=steps)
 
     def _trees_for(self, rows: int) -> list[TreeNodes]:
         """Those that so many rows may grow: the forced one, or any that may be chosen."""
@@ -211,7 +206,7 @@ class RoundGraphs:
     def catching_up(self, rows: int, blocks: int) -> Callable[[], object]:
         """Lets the drafter read what waits."""
         assert self._drafter is not None
-        function = partial(round_passes.catch_up, state=self._state, drafter=self._drafter, rows=rows, blocks=blocks)
+        function = partial(self._passes.catch_up, state=self._state, drafter=self._drafter, rows=rows, blocks=blocks)
         return self._captured(CATCH_UP, (rows, blocks), function)
 
     def drafting(self, rows: int, blocks: int, reads: int, depth: int, needs: Needs) -> Callable[[], object]:
@@ -219,7 +214,7 @@ class RoundGraphs:
         assert self._drafter is not None
         cuts = _cuts(needs)
         function = partial(
-            round_passes.draft,
+            self._passes.draft,
             state=self._state,
             drafter=self._drafter,
             sampling=self._sampling,
@@ -233,40 +228,27 @@ class RoundGraphs:
 
     def placing(self, rows: int, depth: int, own_depth: int) -> Callable[[], object]:
         """Drafts that the host has looked up; elsewhere those of a drafter, which are so deep."""
-        function = partial(round_passes.place, state=self._state, rows=rows, depth=depth, own_depth=own_depth)
+        function = partial(self._passes.place, state=self._state, rows=rows, depth=depth, own_depth=own_depth)
         return self._captured(PLACE, (rows, depth, own_depth), function)
 
-    def verifying(
-        self, rows: int, blocks: int, depth: int, flat_tokens: int | None = None, *, followed: bool = True
-    ) -> Callable[[], object]:
-        """The target over chains: all of them, or a budget. Rows that draft are followed; others may not be."""
+    def verifying(self, rows: int, blocks: int, depth: int, *, followed: bool = True) -> Callable[[], object]:
+        """The target over chains. Rows that draft are followed; others may not be."""
         followed = followed and self._drafter is not None
-        if flat_tokens is None:
-            function = partial(
-                round_passes.verify,
-                state=self._state,
-                target=self._target,
-                rows=rows,
-                depth=depth,
-                blocks=blocks,
-                followed=followed,
-            )
-            return self._captured(VERIFY, (rows, depth, blocks, followed), function)
-        flat = partial(
-            verify_flat,
+        function = partial(
+            self._passes.verify,
             state=self._state,
             target=self._target,
             rows=rows,
             depth=depth,
-            tokens=flat_tokens,
             blocks=blocks,
+            followed=followed,
         )
-        return self._captured(VERIFY_FLAT, (rows, depth, flat_tokens, blocks), flat)
+        return self._captured(VERIFY, (rows, depth, blocks, followed), function)
 
     def sampling(self, rows: int, depth: int, needs: Needs, *, masked: bool) -> Callable[[Tensor | None], Tensor]:
         """Logits to tokens. Not captured where few batches are alike."""
         function = partial(
-            round_passes.sample,
+            self._passes.sample,
             state=self._state,
             target=self._target,
             sampling=self._sampling,
@@ -341,17 +323,25 @@ class RoundGraphs:
         return lambda _: captured()
 
     def reading(
-        self, tokens: int, rows: int, blocks: int, *, followed: bool = True
+        self, tokens: int, rows: int, blocks: int, *, followed: bool = True, asked: PromptTokens | None = None
     ) -> tuple[InputBuffers, Callable[[], object]]:
-        """What reads so many tokens of prompts, and where to put them."""
+        """What reads so many tokens of prompts, and where to put them. Not captured where log probabilities of prompts
+        are asked for.
+        """
         drafter = self._drafter if followed else None
         function = partial(
-            round_passes.read, state=self._state, target=self._target, drafter=drafter, rows=rows, blocks=blocks
+            self._passes.read,
+            state=self._state,
+            target=self._target,
+            drafter=drafter,
+            rows=rows,
+            blocks=blocks,
+            asked=asked,
         )
-        captured = tokens <= self._chunks[-1]
+        captured = asked is None and not self.exact and tokens <= self._chunks[-1]
         count = self._chunks[bisect_left(self._chunks, tokens)] if captured else tokens
-        shapes = {"ids": (count,), "behind": (count,), "start": (rows + 1,), "base": (rows,)}
-        if captured:
+        shapes = {"ids": (count,), "behind": (count,), "kept": (count,), "start": (rows + 1,), "base": (rows,)}
+        if captured and self.capture.enabled:
             graph = self._graph(READ, (count, rows, blocks, drafter is not None), function, shapes)
             if graph is not None:
                 return graph.inputs, graph.run
@@ -360,8 +350,8 @@ class RoundGraphs:
 
     def _captured(self, kind: str, bucket: tuple[object, ...], function: Function) -> Callable[[], Tensor]:
         """A pass that takes all its numbers from the state; uncaptured where it cannot be captured."""
-        graph = self._graph(kind, bucket, function, {})
-        return graph.run if graph is not None else lambda: function({})
+        graph = self._graph(kind, bucket, function, {}) if self.capture.enabled else None
+        return graph.run if graph is not None else partial(function, {})
 
     def _graph(
         self, kind: str, bucket: tuple[object, ...], function: Function, shapes: Mapping[str, tuple[int, ...]]
@@ -369,6 +359,11 @@ class RoundGraphs:
         if not self.capture.has(kind, bucket):
             self._queue.run(self._state.blank_rows)
         return self.capture.get(kind, bucket, lambda: shapes, function)
+
+
+def is_exact(capture: GraphCapture) -> bool:
+    """Whether passes need no padding: nothing is captured, and numbers of the device are the host's."""
+    return capture.device.type == "cpu" and not capture.enabled
 
 
 def _cuts(needs: Needs) -> Needs:

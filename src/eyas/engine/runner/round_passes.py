@@ -18,20 +18,21 @@ Shapes: R rows, Q tokens of a row, K = Q - 1 drafts, N tokens of a pass, C state
 row, V vocabulary, W draft vocabulary, X concatenated auxiliary states, L the ring.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from eyas.engine.kv_cache.cache import KVCache
-from eyas.engine.runner.attention import PagedAttention
-from eyas.engine.runner.drafts import Drafts, fuse_rows, remember_in, step_for
+from eyas.engine.logprobs import compute_logprobs
+from eyas.engine.runner.drafter import DrafterRunner
+from eyas.engine.runner.drafts import step_for
 from eyas.engine.runner.graph_capture import Numbers
+from eyas.engine.runner.model_runner import ModelRunner
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NO_LOGPROBS, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
-from eyas.engine.sampler import compute_logprobs
 from eyas.engine.speculation.draft import Tree
 from eyas.kernels.attention.metadata import AttentionMetadata
 from eyas.kernels.draft_choice import choose_drafts
@@ -39,54 +40,74 @@ from eyas.kernels.round_layout import BlockShape, Rows, lay_out_draft, lay_out_v
 from eyas.kernels.round_offers import place_offers
 from eyas.kernels.round_outcome import settle
 
-RunTarget = Callable[[Tensor, AttentionMetadata, Tensor | None, Tensor, bool], tuple[Tensor, Tensor | None]]
-"""Tokens [N] of a layout, and those of them [M] behind which logits are asked for, or None for all, to logits [M, V]
-and, if they are asked for, auxiliary states [N, X]. Logits are written to the last tensor where the target's code can.
-"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RoundDrafter:
-    """A drafter over its blocks."""
-
-    run: Drafts
-    dtype: torch.dtype
-    cache: KVCache
-    attend: Callable[[AttentionMetadata], PagedAttention]
-    token_W: Tensor
-    remembers: bool
-    """Whether later tokens see nothing of a token but keys and values that need no attention."""
-
-    def fuse(self, state: RoundState, place_N: Tensor) -> Tensor:
-        """The depth-0 states at some places of the ring."""
-        assert state.states_SLX is not None
-        return fuse_rows(self.run, state.states_SLX.flatten(0, 1), place_N, self.dtype)
-
-    def read(self, hidden_ND: Tensor, token_N: Tensor, layout: AttentionMetadata) -> None:
-        """Let later tokens see these: a slot takes a state beside the token behind it."""
-        if self.remembers:
-            remember_in(self.cache, self.run, layout, hidden_ND, token_N)
-        else:
-            self.run.step(hidden_ND, token_N, layout.position_N, self.attend(layout))
+LOGITS_AT_ONCE = 64
+"""Rows of prompt logits that are reduced together, which bounds the memory of the reduction."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoundTarget:
     """A target over its blocks."""
 
-    run: RunTarget
-    cache: KVCache
+    model: ModelRunner
     logits_SV: Tensor
     """Where its passes leave logits, for `sample`."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Its keys and values."""
+        return self.model.cache
 
     def leave_logits(
         self, ids_N: Tensor, layout: AttentionMetadata, keep_M: Tensor | None, *, states: bool = True
     ) -> Tensor | None:
         """Run the tokens of a layout; gives their states, if somebody reads them."""
-        out_MV = self.logits_SV[: len(ids_N if keep_M is None else keep_M)]
-        logits_MV, aux_NX = self.run(ids_N, layout, keep_M, out_MV, states)
+        out_MV = self.logits_SV[: (ids_N if keep_M is None else keep_M).shape[0]]
+        logits_MV, aux_NX = self.model.run_pass(ids_N, layout, keep_M, out_MV, states=states)
         if logits_MV.data_ptr() != out_MV.data_ptr():
             out_MV.copy_(logits_MV)
+        return aux_NX
+
+    def move(self, from_M: Tensor, to_M: Tensor, rows: int) -> None:
+        """Put the accepted path of each tree side by side, as if it had been a chain."""
+        self.cache.move_by_row(from_M, to_M, rows)
+        if self.model.kept_states is not None:
+            self.model.kept_states.move(from_M, to_M)
+
+
+@dataclass(kw_only=True, eq=False)
+class PromptTokens:
+    """Tokens of prompts whose log probabilities are asked for, in a pass that reads the tokens before them."""
+
+    place_M: Tensor
+    """Where the tokens before them stand in the pass."""
+    token_M: Tensor
+    alternatives: int
+    told_MC: Tensor | None = None
+    """What the pass says: each token, and the columns of `logprob_columns`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of what the pass says."""
+        return len(self.token_M), 3 + 2 * self.alternatives
+
+    def take(self) -> Tensor:
+        """What the pass says, once it has run."""
+        assert self.told_MC is not None, "the pass has run"
+        return self.told_MC
+
+    def leave_logits(
+        self, target: RoundTarget, ids_N: Tensor, layout: AttentionMetadata, last_R: Tensor, *, states: bool
+    ) -> Tensor | None:
+        """As `RoundTarget.leave_logits` behind the last tokens of rows, and behind these."""
+        rows, keep_M = len(last_R), torch.cat([last_R, self.place_M])
+        logits_MV, aux_NX = target.model.run_pass(ids_N, layout, keep_M, None, states=states)
+        target.logits_SV[:rows].copy_(logits_MV[:rows])
+        told, of_prompts_MV = list[Tensor](), logits_MV[rows:]
+        for at in range(0, len(self.token_M), LOGITS_AT_ONCE):
+            token_N = self.token_M[at : at + LOGITS_AT_ONCE]
+            columns_NC = logprob_columns(of_prompts_MV[at : at + LOGITS_AT_ONCE], token_N, self.alternatives)
+            told.append(torch.cat([token_N[:, None], columns_NC], dim=1))
+        self.told_MC = torch.cat(told)
         return aux_NX
 
 
@@ -94,7 +115,7 @@ def draft(
     _: Numbers,
     *,
     state: RoundState,
-    drafter: RoundDrafter,
+    drafter: DrafterRunner,
     sampling: SlotSampling,
     needs: Needs,
     rows: int,
@@ -177,9 +198,15 @@ def with_logprobs(line_RC: Tensor, logits_NV: Tensor, place_M: Tensor | None, to
     if needs.logprobs == NO_LOGPROBS:
         return line_RC
     logits_MV = logits_NV if place_M is None else logits_NV[place_M]
-    told = compute_logprobs(logits_MV, token_RQ.flatten(), needs.logprobs)
+    told_NC = logprob_columns(logits_MV, token_RQ.flatten(), needs.logprobs)
+    return torch.cat([line_RC, told_NC.view(len(line_RC), -1)], dim=1)
+
+
+def logprob_columns(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> Tensor:
+    """Of each token its log probability, its rank, the most likely tokens and theirs; real numbers as their bits."""
+    told = compute_logprobs(logits_NV, token_N, alternatives)
     columns = (_bits(told.logprob_N)[:, None], told.rank_N[:, None], told.top_token_NK, _bits(told.top_logprob_NK))
-    return torch.cat([line_RC, torch.cat(columns, dim=1).view(len(line_RC), -1)], dim=1)
+    return torch.cat(columns, dim=1)
 
 
 def _bits(reals: Tensor) -> Tensor:
@@ -231,17 +258,19 @@ def read(
     *,
     state: RoundState,
     target: RoundTarget,
-    drafter: RoundDrafter | None,
+    drafter: DrafterRunner | None,
     rows: int,
     blocks: int,
+    asked: PromptTokens | None = None,
 ) -> Tensor:
     """The target over chunks of prompts; logits behind the last token of each row are left for `sample`.
 
     The drafter reads along, if there is one that follows any of the rows.
 
-    Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `start` [R + 1],
-    where rows begin, `base` [R], their first positions. A row that samples is left where a decoding one stands before
-    its newest token is read.
+    Numbers: `ids` [N] and `behind` [N], the tokens and those behind them (0 behind a prompt's last), `kept` [N], which
+    of them the target has written before and are read for the drafter alone, `start` [R + 1], where rows begin,
+    `base` [R], their first positions. A row that samples is left where a decoding one stands before its newest token is
+    read.
     """
     who = Rows(state, rows, block_shape(target.cache, blocks))
     ids_N, start_R, base_R = numbers["ids"], numbers["start"].int(), numbers["base"]
@@ -261,7 +290,10 @@ def read(
 
     last_R = (start_R[1:].long() - 1).clamp(min=0)
     layout = lay_out(count_R, target.cache)
-    aux_NX = target.leave_logits(ids_N, layout, last_R, states=drafter is not None)
+    leave_logits = target.leave_logits if asked is None else partial(asked.leave_logits, target)
+    # What others may share is not written twice: they find it as it was, to the last bit.
+    place_N = layout.slot_mapping_N.masked_fill(numbers["kept"] > 0, target.cache.null_slot)
+    aux_NX = leave_logits(ids_N, replace(layout, slot_mapping_N=place_N), last_R, states=drafter is not None)
     # Nobody's slot takes what rows of none say; its numbers mean nothing.
     end_R = base_R + count_R
     follows_R = state.follows_S[who.slot_R]
@@ -279,7 +311,7 @@ def read(
     return last_R
 
 
-def catch_up(_: Numbers, *, state: RoundState, drafter: RoundDrafter, rows: int, blocks: int) -> Tensor:
+def catch_up(_: Numbers, *, state: RoundState, drafter: DrafterRunner, rows: int, blocks: int) -> Tensor:
     """Let the drafter read all that waits for rows but the last state."""
     layout = lay_out_draft(
         state, block_shape(drafter.cache, blocks), rows=rows, reads=state.most_waiting, depth=0, kept=1

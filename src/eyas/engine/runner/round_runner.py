@@ -1,43 +1,48 @@
-"""Launches rounds: which captured passes a step is made of, and how what came of it is brought to the host.
+"""The target's half of rounds: which passes a round is made of, and how they come to the device and back.
 
-A step of decoding is one copy in, up to three replays (draft, verify, sample) and one copy out; a step that reads
-prompts has another read and sample (`round_graphs.py`). Nobody waits between them, nor for the step before.
+A round of requests that decode is one copy in, up to three passes (draft, verify, sample) and one copy out; chunks of
+prompts have a read and a sample. Nobody waits between them, nor for the round before. The passes lie in
+`round_graphs.py`; the drafter's are queued by `draft_runner.py`.
 
-The host keeps bounds: `_waiting` has the most states that may wait for the drafter, by slot. Before they could outgrow
-the ring, or what a draft reads, the drafter reads them in a pass of its own (`catch_up`).
+    begin_round, begin_read   seats for the rows, and which passes serve them
+    verify                    the target over newest tokens and drafts, or over chunks of prompts
+    accept                    the target's own tokens, and drafts that equal them; numbers on their way to the host
 
-A batch in which the host must say what may come (grammars, bad words) is sampled apart: `LaunchedRound.sample` is then
-to be called with a mask, once the tokens before are known. The passes before it are under way by then.
+Invariant: all passes of a round are looked up before the first of them is queued, since capturing one runs it with
+nobody's rows.
 
-Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, X concatenated auxiliary states.
+Shapes: R rows, Q tokens of a row, K drafts, V vocabulary, N tokens of a pass, M logits of prompts.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from eyas.engine.kv_cache.cache import KVCache
 from eyas.engine.request import SequenceState
-from eyas.engine.runner import round_passes
 from eyas.engine.runner.buckets import USUAL_BLOCKS
-from eyas.engine.runner.device_queue import DeviceQueue
 from eyas.engine.runner.drafter import DrafterRunner
-from eyas.engine.runner.graph_capture import GraphCapture
-from eyas.engine.runner.launched_round import LaunchedRound
-from eyas.engine.runner.round_graphs import RoundGraphs
-from eyas.engine.runner.round_passes import RoundDrafter, RoundLine, RoundTarget
-from eyas.engine.runner.round_state import RoundState, SentOffer
+from eyas.engine.runner.model_runner import ModelRunner
+from eyas.engine.runner.round import Round
+from eyas.engine.runner.round_device import RoundDevice
+from eyas.engine.runner.round_graphs import RoundGraphs, is_exact
+from eyas.engine.runner.round_passes import PromptTokens, RoundTarget
+from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
 from eyas.engine.scheduler import ScheduledRow
 from eyas.engine.speculation.draft import Tree
+from eyas.kernels.attention.metadata import integers
+from eyas.kernels.mapped_memory import untouched_zeros
+from eyas.plan.footprint import Room
 
 NOBODY = -1
 """The number of no stay and of no block table."""
-Integers = NDArray[np.int64]
+LUMP = 64
+"""States that are worth a pass of their own."""
+PATIENCE_BYTES = 2**26
+"""States that may wait of all requests together on a CPU, or up to twice as much."""
 
 
 class RoundRunner:
@@ -45,97 +50,205 @@ class RoundRunner:
 
     def __init__(
         self,
-        run: round_passes.RunTarget,
-        cache: KVCache,
+        model: ModelRunner,
         drafter: DrafterRunner | None,
+        device: RoundDevice,
+        room: Room,
         *,
-        capture: GraphCapture,
-        queue: DeviceQueue,
-        max_num_seqs: int,
-        most_tokens: int,
-        longest_chunk: int,
-        max_model_len: int,
-        max_depth: int,
-        vocab_size: int,
-        dtype: torch.dtype,
-        logits_dtype: torch.dtype,
         tree: Tree | None = None,
-        chance: float | None = None,
-        max_offers: int = 0,
     ) -> None:
-        """The host may look up `max_offers` drafts of a request, which may be more than a drafter's `max_depth`."""
-        device = capture.device
-        self.capture, self.queue, self.chance = capture, queue, chance
+        """With a `tree`, drafts are trees of that shape alone."""
+        self.capture, self.queue = device.capture, device.queue
+        cache, vocab_size = model.cache, model.vocab_size
+        slots, most_tokens = room.recorded_rows, room.recorded_tokens
+        most_blocks = -(-room.max_model_len // cache.block_size)
         self._most_tokens = most_tokens
-        self._calibration: Sequence[tuple[float, float]] = ()
-        """As the device has it."""
-        most_blocks = -(-max_model_len // cache.block_size)
         self._usual_blocks = min(USUAL_BLOCKS, 1 << (most_blocks - 1).bit_length())
         widest = self._usual_blocks
         while widest < most_blocks:
             widest *= 4
+        place = self.capture.device
         # One more row is nobody's, and all are finite: where only some drafts are verified, old ones are sampled from.
-        logits_SV = torch.zeros(max(most_tokens, max_num_seqs) + 1, vocab_size, dtype=logits_dtype, device=device)
-        self._target = RoundTarget(run=run, cache=cache, logits_SV=logits_SV)
-        like_X, self._drafter = None, None
+        rows = max(most_tokens, slots) + 1
+        logits_SV = untouched_zeros(rows, vocab_size, dtype=model.logits_dtype, device=place)
+        self.target = RoundTarget(model=model, logits_SV=logits_SV)
+        like_X = None
         if drafter is not None:
             config = drafter.model.config
-            like_X = torch.empty(config.num_aux_hidden_states * config.target_hidden_size, dtype=dtype, device=device)
-            self._drafter = RoundDrafter(
-                run=drafter.run,
-                dtype=drafter.dtype,
-                cache=drafter.cache,
-                attend=drafter.attention,
-                token_W=drafter.token_W,
-                remembers=drafter.remembers,
-            )
+            width = config.num_aux_hidden_states * config.target_hidden_size
+            like_X = torch.empty(width, dtype=model.dtype, device=place)
         self.state = RoundState(
-            slots=max_num_seqs,
+            slots=slots,
             blocks=widest,
-            max_depth=max(max_depth, max_offers),
+            max_depth=max(room.max_depth, room.max_offers),
             like_X=like_X,
-            device=device,
-            offers=max_offers > 0,
+            device=place,
+            offers=room.max_offers > 0,
+            waiting=_waiting_states(like_X, slots) if is_exact(self.capture) and like_X is not None else 0,
         )
-        self.sampling = SlotSampling(max_num_seqs, vocab_size, device)
+        self.sampling = SlotSampling(slots, vocab_size, place)
         self.graphs = RoundGraphs(
-            capture,
-            queue,
+            self.capture,
+            self.queue,
             state=self.state,
-            target=self._target,
-            drafter=self._drafter,
+            target=self.target,
+            drafter=drafter,
             sampling=self.sampling,
-            max_num_seqs=max_num_seqs,
-            most_tokens=most_tokens,
-            longest_chunk=longest_chunk,
-            max_depth=max_depth,
+            room=room,
             blocks=self._usual_blocks,
             tree=tree,
-            chance=chance,
-            max_offers=max_offers,
+            chance=device.chance,
         )
         self.shapes = self.graphs.shapes
-        self._stays = [NOBODY] * max_num_seqs
+        self._drafts = drafter is not None
+        self._stays = [NOBODY] * slots
         """Who sits where, by the numbers of their stays (`SequenceState.stay`)."""
-        self._tables = [NOBODY] * max_num_seqs
+        self._tables = [NOBODY] * slots
         """Whose blocks the device has (`SequenceState.table`): where that is the same, nothing needs a look."""
-        self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._blocks: list[list[int]] = [[] for _ in range(slots)]
         """Block tables as the device has them, by slot."""
         self._decoding: set[int] = set()
         """Stays whose prompts are read."""
-        self._block_counts, self._waiting, self._follows, self._asked = np.zeros((4, max_num_seqs), dtype=np.int64)
-        """By slot: blocks, states that may wait for the drafter, whether it follows, and the depth asked for."""
+        self._by_slot = np.zeros((4, slots), dtype=np.int64)
+        """Blocks, the depth asked for, whether the drafter follows, and states that may wait for it."""
+        self._block_counts, self._asked, self.follows, self.waiting = self._by_slot
         self._kept_needs: tuple[list[int], Needs] = [], NOTHING
-        self.vocab_size = vocab_size
-
-    def decodes(self, seq: SequenceState) -> bool:
-        """Whether a request's prompt is read, or will be by what was launched: the device has its newest token."""
-        return seq.stay in self._decoding
 
     def split(self, rows: Sequence[ScheduledRow]) -> tuple[list[ScheduledRow], list[ScheduledRow]]:
-        """Rows that decode, and those that read."""
+        """Rows that decode, whose newest token the device has or will have, and those that read."""
         decoding = [row for row in rows if row.seq.stay in self._decoding]
-        return decoding, [] if len(decoding) == len(rows) else [row for row in rows if not self.decodes(row.seq)]
+        return decoding, [] if len(decoding) == len(rows) else [r for r in rows if r.seq.stay not in self._decoding]
+
+    @property
+    def bytes(self) -> int:
+        """Memory taken beside weights and blocks."""
+        return self.graphs.bytes + self.target.logits_SV.nbytes + self.state.bytes
+
+    # --- a round -----------------------------------------------------------------------------------------------
+
+    def begin_round(
+        self,
+        rows: Sequence[ScheduledRow],
+        *,
+        masked: bool = False,
+        tree: Tree | None = None,
+        drafter_depth: int | None = None,
+    ) -> Round:
+        """A round of requests that decode, with up to `row.drafts` drafts for each.
+
+        The drafter drafts no deeper than `drafter_depth`, if one is given. With a tree each row grows one within its
+        slots, but not where the host makes masks: one for every node would take it longer than trees gain.
+        """
+        slots = [slot_of(row.seq) for row in rows]
+        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        block_counts, asked, follows, _ = self._by_slot[:, slot_R].tolist()
+        bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(max(block_counts))
+        drafts, trees = [row.drafts for row in rows], None
+        deepest = max(drafts)
+        if tree is not None and deepest and not masked:
+            trees = self.graphs.trees(bucket, tree)
+        if trees is not None:
+            depth = trees.depth
+        else:
+            deepest = deepest if tree is None else min(deepest, tree.depth)
+            depth = self._depth_for(deepest, asked, bucket) if tree is None or deepest else 0
+            drafts = [min(most, depth, deepest) for most in drafts]
+        own_depth = 0
+        if self._drafts and depth:
+            own_depth = depth if drafter_depth is None else min(depth, self.shapes.depth_for(drafter_depth))
+        made = Round(
+            rows=rows,
+            slot_R=slot_R,
+            of_prompts=False,
+            bucket=bucket,
+            blocks=blocks,
+            needs=needs,
+            masked=masked,
+            drafts=drafts,
+            depth=depth,
+            drafter_depth=own_depth,
+            trees=trees,
+        )
+        if trees is not None:
+            made.run_verify = self.graphs.verifying_trees(trees, blocks)
+            made.run_sample = self.graphs.sampling_trees(trees, needs)
+        else:
+            made.run_verify = self.graphs.verifying(bucket, blocks, depth, followed=any(follows))
+            made.run_sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
+        return made
+
+    def begin_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> Round:
+        """Chunks of prompts, all in one pass; behind those that end a token is chosen."""
+        slots = [slot_of(row.seq) for row in rows]
+        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
+        bucket = self.graphs.chunk_rows_for(len(rows))
+        blocks = self._block_bucket(int(self._block_counts[slot_R].max()))
+        ids, behind, kept, start, told = list[int](), list[int](), list[int](), [0], list[int]()
+        for row in rows:
+            tokens, end = row.seq.tokens, row.start + row.count
+            told += range(len(ids), len(ids) + row.prompt_logits)
+            ids += tokens[row.start : end]
+            behind += [*tokens[row.start + 1 : end + 1], 0][: row.count]
+            again = min(max(0, row.seq.written_length - row.start), row.count)
+            kept += [1] * again + [0] * (row.count - again)
+            start.append(len(ids))
+        made = Round(
+            rows=rows, slot_R=slot_R, of_prompts=True, bucket=bucket, blocks=blocks, needs=needs, masked=masked
+        )
+        followed = bool(self.follows[slot_R].any())
+        asked = self._prompt_tokens(rows, told, behind) if told else None
+        inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=followed, asked=asked)
+        made.run_sample = self.graphs.sampling(bucket, 0, needs, masked=masked)
+        inputs.write("ids", ids)
+        inputs.write("behind", behind)
+        inputs.write("kept", kept)
+        inputs.write("start", start + [len(ids)] * (bucket + 1 - len(start)))
+        inputs.write("base", [row.start for row in rows])
+
+        def run() -> None:
+            self.queue.run(inputs.staged())
+            self.queue.run(read)
+            if asked is not None:
+                made.prompt_output = self._bring(asked.take, *asked.shape)
+
+        made.run_verify, made.drafter_reads = run, followed
+        return made
+
+    def verify(self, made: Round) -> None:
+        """Queue the target's pass."""
+        self.send_rows(made)
+        if made.masked and made.depth:
+            self._bring_drafts(made)
+        if not made.of_prompts:
+            self.queue.run(made.run_verify)
+            return
+        made.run_verify()
+        for slot, row in zip(made.slot_R, made.rows, strict=True):
+            self.waiting[slot] = 1
+            if row.samples:
+                self._decoding.add(row.seq.stay)
+
+    def accept(self, made: Round, mask_NV: Tensor | None = None) -> None:
+        """Queue the choice of tokens, and their way to the host."""
+        rows = len(made.rows)
+        if self.graphs.exact:
+            self.queue.run(lambda: made.take(made.run_sample(mask_NV)))
+        else:
+            made.output = self._bring(lambda: made.run_sample(mask_NV)[:rows], rows, made.line.width)
+        made.landed = self.queue.mark()
+
+    def send_rows(self, made: Round) -> None:
+        """Tell the device which rows the next passes are for, once."""
+        if not made.sent:
+            samples = [row.samples for row in made.rows] if made.of_prompts else 1
+            self.state.send_rows(self.queue, made.slot_R, made.drafts, samples)
+            made.sent = True
+
+    def _bring_drafts(self, made: Round) -> None:
+        """Bring drafts to the host, which makes a mask behind each of them."""
+        state, rows, depth = self.state, len(made.rows), made.depth
+        made.drafts_RK = self._bring(lambda: state.drafts_RK[:rows, :depth], rows, depth)
+        made.drafted = self.queue.mark()
 
     def states_of(self, seq: SequenceState) -> Tensor:
         """The states [T, X] that wait for the drafter; nothing may be in flight."""
@@ -143,192 +256,20 @@ class RoundRunner:
         position_T = torch.arange(seq.drafter_length, seq.target_length, device=self.state.device)
         return self.state.states_SLX[slot_of(seq), position_T % self.state.ring]
 
-    @torch.inference_mode()
-    def seat(self, seq: SequenceState, aux_TX: Tensor | None) -> None:
-        """Let a request decode that was read elsewhere, with the states that wait for the drafter."""
-        slot, state = slot_of(seq), self.state
-        self._take_seat(seq)
-        self.queue.run(self.sampling.admit([slot], [seq]))
-        state.set("length", slot, seq.target_length)
-        state.set("drafted", slot, seq.drafter_length)
-        waiting = range(seq.drafter_length if aux_TX is not None else seq.target_length, seq.target_length)
-        for position in (*waiting, seq.target_length):
-            state.set("tokens", slot, seq.tokens[position], at=position % state.ring)
-        self._waiting[slot] = len(waiting)
-        self._decoding.add(seq.stay)
-        state.send(self.queue)
-        if aux_TX is not None:
-            assert state.states_SLX is not None
-            states_LX, place_T = state.states_SLX[slot], torch.tensor([p % state.ring for p in waiting])
-            self.queue.run(lambda: states_LX.index_copy_(0, place_T.to(states_LX.device), aux_TX.to(states_LX.dtype)))
-
-    @property
-    def bytes(self) -> int:
-        """Memory taken beside weights and blocks."""
-        return self.graphs.bytes + self._target.logits_SV.nbytes + self.state.bytes
-
-    # --- launching ---------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def launch_round(
-        self,
-        rows: Sequence[ScheduledRow],
-        *,
-        masked: bool = False,
-        budget: int | None = None,
-        calibration: Sequence[tuple[float, float]] = (),
-        tree: Tree | None = None,
-        offers: Sequence[SentOffer | None] = (),
-        drafter_depth: int | None = None,
-    ) -> LaunchedRound:
-        """Get a round of requests that decode under way, with up to `row.drafts` drafts for each.
-
-        `offers` are, for some rows, what the host has looked up: where the request has come to be as expected, they are
-        its drafts, and else those of the drafter. That drafts no deeper than `drafter_depth`, if one is given, and not
-        at all if it is 0: then deeper ones are the host's.
-
-        With a budget, so many drafts of all together are verified, or a few more: those that are likeliest to survive,
-        given what the drafter's confidence is worth (`Acceptance.calibration`). With a tree, each grows one within
-        `row.drafts` slots; where the host says what may come they draft chains instead, as deep: a mask for every node
-        would take the host longer than trees gain.
-        """
-        slots, drafts_R = [slot_of(row.seq) for row in rows], np.array([row.drafts for row in rows])
-        needs = self._take_seats(rows, slots)
-        slot_R = np.array(slots)
-        bucket, blocks = self.shapes.rows_for(len(rows)), self._block_bucket(slot_R)
-        trees = None
-        if tree is not None:
-            trees = None if masked or not drafts_R.any() else self.graphs.trees(bucket, tree)
-            drafts_R = drafts_R if trees is not None else drafts_R.clip(max=tree.depth)
-        if trees is not None:
-            depth = trees.depth
-        else:
-            depth = self._depth_for(slot_R, drafts_R, bucket) if tree is None or drafts_R.any() else 0
-            drafts_R = drafts_R.clip(max=depth)
-        placed, own_depth = any(offers) and depth > 0, 0  # of the drafter
-        if self._drafter is not None:
-            own_depth = depth if drafter_depth is None else min(depth, self.shapes.depth_for(drafter_depth))
-        assert own_depth == depth or placed, "somebody drafts"
-        waiting, reads = int((self._waiting * self._follows)[slot_R].max()), 1 + own_depth
-        if own_depth and waiting > reads:
-            reads = self.graphs.most_reads(bucket)
-        late = waiting > reads if own_depth else waiting + 1 + depth > self.state.most_waiting
-        if late:
-            reads = 1 + own_depth
-        # Before the rows are sent: to capture a pass is to run it, for nobody.
-        catch_up = self.graphs.catching_up(bucket, blocks) if late else None
-        flat_tokens = None
-        if trees is not None:
-            draft: Callable[[], object] | None = self.graphs.drafting_trees(trees, blocks, reads, needs)
-            verify, sample = self.graphs.verifying_trees(trees, blocks), self.graphs.sampling_trees(trees, needs)
-        else:
-            draft = self.graphs.drafting(bucket, blocks, reads, own_depth, needs) if own_depth else None
-            flat_tokens = self.shapes.tokens_for(len(rows), depth, budget) if depth else None
-            verify = self.graphs.verifying(bucket, blocks, depth, flat_tokens, followed=self._are_followed(slot_R))
-            sample = self.graphs.sampling(bucket, depth, needs, masked=masked)
-        place = self.graphs.placing(bucket, depth, own_depth) if placed else None
-
-        if flat_tokens is not None and calibration is not self._calibration:
-            self._calibration = calibration
-            self.state.send_calibration(self.queue, calibration)
-        self.state.send_rows(self.queue, slot_R, drafts_R, 1)
-        if place is not None:
-            self.state.send_offers(self.queue, offers)
-        caught_up = None
-        if catch_up is not None:
-            caught_up = self.queue.mark()
-            self.queue.run(catch_up)
-        began = self.queue.mark()
-        drafted = drafts_RK = None
-        if draft is not None:
-            self.queue.run(draft)
-        if place is not None:
-            self.queue.run(place)
-        if depth:
-            drafts_RK = (
-                self._bring(lambda: self.state.drafts_RK[: len(rows), :depth], len(rows), depth) if masked else None
-            )
-            drafted = self.queue.mark()
-        self.queue.run(verify)
-        known = 0 if own_depth else 1 if late else self._waiting[slot_R]
-        self._waiting[slot_R] = known + 1 + drafts_R.clip(max=depth)
-        grown = None if trees is None else Tree(depth=depth, width=trees.width, budget=trees.budget)
-        launched = LaunchedRound(
-            rows=rows,
-            of_prompts=False,
-            bucket=bucket,
-            line=RoundLine(depth=depth, alternatives=needs.logprobs, tree=grown),
-            reads=reads,
-            drafter_depth=own_depth,
-            caught_up=caught_up,
-            began=began,
-            drafted=drafted,
-            flat_tokens=flat_tokens,
-            drafts_RK=drafts_RK,
-        )
-        return self._launched(launched, sample, masked=masked)
-
-    @torch.inference_mode()
-    def launch_read(self, rows: Sequence[ScheduledRow], *, masked: bool = False) -> LaunchedRound:
-        """Get chunks of prompts under way, all in one pass; behind those that end, a token is chosen."""
-        slots = [slot_of(row.seq) for row in rows]
-        needs, slot_R = self._take_seats(rows, slots), np.array(slots)
-        bucket, blocks = self.graphs.chunk_rows_for(len(rows)), self._block_bucket(slot_R)
-        ids, behind, start = list[int](), list[int](), [0]
-        for row in rows:
-            tokens, end = row.seq.tokens, row.start + row.count
-            ids += tokens[row.start : end]
-            behind += [*tokens[row.start + 1 : end + 1], 0][: row.count]
-            start.append(len(ids))
-        inputs, read = self.graphs.reading(len(ids), bucket, blocks, followed=self._are_followed(slot_R))
-        sample = self.graphs.sampling(bucket, 0, needs, masked=masked)
-        inputs.write("ids", ids)
-        inputs.write("behind", behind)
-        inputs.write("start", start + [len(ids)] * (bucket + 1 - len(start)))
-        inputs.write("base", [row.start for row in rows])
-
-        began = self.queue.mark()
-        self.queue.run(inputs.staged())
-        self.state.send_rows(self.queue, slot_R, 0, [row.samples for row in rows])
-        self.queue.run(read)
-        for slot, row in zip(slots, rows, strict=True):
-            self._waiting[slot] = 1
-            if row.samples:
-                self._decoding.add(row.seq.stay)
-        launched = LaunchedRound(
-            rows=rows,
-            of_prompts=True,
-            bucket=bucket,
-            line=RoundLine(depth=0, alternatives=needs.logprobs),
-            reads=0,
-            drafter_depth=0,
-            caught_up=None,
-            began=began,
-            drafted=None,
-            flat_tokens=None,
-            drafts_RK=None,
-        )
-        return self._launched(launched, sample, masked=masked)
-
-    def _launched(
-        self, launched: LaunchedRound, sample: Callable[[Tensor | None], Tensor], *, masked: bool
-    ) -> LaunchedRound:
-        rows, width = len(launched.rows), launched.line.width
-
-        def finish(mask_NV: Tensor | None) -> None:
-            launched.output = self._bring(lambda: sample(mask_NV)[:rows], rows, width)
-            launched.landed = self.queue.mark()
-
-        launched.sample = finish
-        if not masked:
-            finish(None)
-        return launched
-
     def _bring(self, compute: Callable[[], Tensor], *shape: int) -> Tensor:
         """Numbers of the device on their way to the host: there once a mark behind this has been waited for."""
         host = torch.empty(shape, dtype=torch.int64, pin_memory=self.capture.device.type == "cuda")
         self.queue.run(lambda: host.copy_(compute(), non_blocking=True))
         return host
+
+    def _prompt_tokens(self, rows: Sequence[ScheduledRow], places: list[int], behind: list[int]) -> PromptTokens:
+        """Prompt tokens whose log probabilities somebody asks for."""
+        device, asked = self.capture.device, max(row.seq.request.prompt_logprobs or 0 for row in rows)
+        return PromptTokens(
+            place_M=integers(places, device),
+            token_M=integers([behind[place] for place in places], device),
+            alternatives=min(asked, self.target.logits_SV.shape[1]),
+        )
 
     # --- seats -------------------------------------------------------------------------------------------------
 
@@ -350,7 +291,7 @@ class RoundRunner:
         return self._kept_needs[1]
 
     def _send_blocks(self, seq: SequenceState) -> None:
-        slot, settled = slot_of(seq), seq.target_length // self._target.cache.block_size
+        slot, settled = slot_of(seq), seq.target_length // self.target.cache.block_size
         sent, blocks = self._blocks[slot], seq.blocks
         # A block all of whose tokens are read stays a request's own: only those behind may be others by now.
         if len(sent) < len(blocks) or sent[settled:] != blocks[settled : len(sent)]:
@@ -363,38 +304,41 @@ class RoundRunner:
         slot = slot_of(seq)
         self._decoding.discard(self._stays[slot])
         self._stays[slot], self._tables[slot], self._blocks[slot] = seq.stay, NOBODY, []
-        follows = self._drafter is not None and seq.speculates
-        self._waiting[slot], self._follows[slot] = 0, follows
+        follows = self._drafts and seq.followed
+        self.waiting[slot], self.follows[slot] = 0, follows
         speculation = seq.request.speculation
         self._asked[slot] = speculation.depth or 0 if speculation.by_drafter else 0
         self._kept_needs = [], NOTHING
         self.state.set("limit", slot, seq.limit)
         self.state.set("follows", slot, int(follows))
 
-    def release(self, seq: SequenceState) -> None:
-        """The drafter does not follow a request any longer."""
+    def unfollow(self, seq: SequenceState) -> None:
+        """Let the drafter leave a request alone, to its end."""
         if seq.slot is not None and self._stays[seq.slot] == seq.stay:
-            self._follows[seq.slot] = 0
+            self.follows[seq.slot] = 0
             self.state.set("follows", seq.slot, 0)
-
-    def _are_followed(self, slot_R: Integers) -> bool:
-        """Whether the drafter follows any of these."""
-        return bool(self._follows[slot_R].any())
 
     # --- buckets -----------------------------------------------------------------------------------------------
 
-    def _depth_for(self, slot_R: Integers, drafts_R: Integers, bucket: int) -> int:
+    def _depth_for(self, deepest: int, asked: Sequence[int], bucket: int) -> int:
         """Drafts of a row that are captured together with the deepest of these; fewer if they outnumber the logits."""
-        deepest, asked_R = int(drafts_R.max()), self._asked[slot_R]
         # What all ask for, or they would need other graphs towards their end, also for the last token.
-        depth = int(asked_R.max()) if asked_R.all() else self.shapes.depth_for(deepest)
+        depth = max(asked) if all(asked) and not self.graphs.exact else self.shapes.depth_for(deepest)
         return depth if bucket * (1 + depth) <= self._most_tokens else min(deepest, self._most_tokens // bucket - 1)
 
-    def _block_bucket(self, slot_R: Integers) -> int:
-        blocks, needed = self._usual_blocks, int(self._block_counts[slot_R].max())
+    def _block_bucket(self, needed: int) -> int:
+        blocks = self._usual_blocks
         while blocks < needed:
             blocks *= 4
         return blocks
+
+
+def _waiting_states(like_X: Tensor, slots: int) -> int:
+    """States of a request that may wait where the drafter can read any number at once.
+
+    A request that ends before never costs the reading.
+    """
+    return max(LUMP, (PATIENCE_BYTES // ((slots + 1) * like_X.nbytes)))
 
 
 def slot_of(seq: SequenceState) -> int:

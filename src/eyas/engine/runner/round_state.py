@@ -19,13 +19,13 @@ come, and for blocks. All else is computed by passes (`round_passes.py`).
 
 `row_slot`, `row_depth` and `row_samples` are the rows of the pass that is launched next; `drafts`, `sure` and `depth`
 what its draft leaves for its verification; `offers` what the host has looked up to be drafted
-(`kernels/round_offers.py`). All of them are by row, not by slot. `calibration` says what the drafter's confidence is
-worth (`verify_budget.py`).
+(`kernels/round_offers.py`). All of them are by row, not by slot.
 
 Shapes: S slots and one, R rows, P blocks of a request, X concatenated auxiliary states, K deepest draft.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from eyas.engine.runner.device_queue import DeviceQueue
-from eyas.engine.speculation.policy import POLICY
+from eyas.kernels.exact_rounds import RoundArrays
+from eyas.kernels.mapped_memory import untouched_zeros
 from eyas.plan.footprint import ring_length
 
 
@@ -61,10 +62,11 @@ class RoundState:
         like_X: Tensor | None,
         device: torch.device,
         offers: bool = False,
+        waiting: int = 0,
     ) -> None:
-        """With `offers` there is room for what the host looks up."""
+        """With `offers` there is room for what the host looks up. States of so many positions can wait, or a few."""
         self.slots, self.nobody, self.blocks, self.max_depth = slots, slots, blocks, max_depth
-        self.ring = ring_length(max_depth)
+        self.ring = max(ring_length(max_depth), 1 << (waiting - 1).bit_length() if waiting else 0)
         self.device = device
         sizes = {"length": 1, "drafted": 1, "limit": 1, "follows": 1, "tokens": self.ring, "table": blocks}
         self._arena = torch.zeros((slots + 1) * sum(sizes.values()), dtype=torch.int64, device=device)
@@ -79,7 +81,10 @@ class RoundState:
             views[name][:, 0] for name in ("length", "drafted", "limit", "follows")
         )
         self.tokens_SL, self.table_SP = views["tokens"], views["table"]
-        self.states_SLX = None if like_X is None else like_X.new_zeros(slots + 1, self.ring, len(like_X))
+        self.states_SLX = None
+        if like_X is not None:
+            shape = slots + 1, self.ring, len(like_X)
+            self.states_SLX = untouched_zeros(*shape, dtype=like_X.dtype, device=device)
 
         self._rows_3R = torch.zeros(3, slots, dtype=torch.int64, device=device)
         self.row_slot, self.row_depth, self.row_samples = self._rows_3R
@@ -90,10 +95,22 @@ class RoundState:
         # The step before may give 1 + max_depth of the expected tokens, and max_depth more are drafted.
         self.most_expected = 2 * max_depth + 1
         self.offers_RC = torch.zeros(slots * offers, 3 + self.most_expected, dtype=torch.int64, device=device)
-        # Lines of the drafter's own word until the host knows better.
-        cells = POLICY.calibrated_depths * POLICY.confidence_bins
-        self.calibration_C2 = torch.tensor([[0.0, 1.0]], device=device).repeat(cells, 1)
         self._changes: dict[int, int] = {}
+
+    @cached_property
+    def arrays(self) -> RoundArrays:
+        """The numbers where they lie, on a CPU."""
+        return RoundArrays(self)
+
+    @cached_property
+    def _host_rows_3R(self) -> NDArray[np.int64]:
+        numbers: NDArray[np.int64] = self._rows_3R.numpy()
+        return numbers
+
+    @cached_property
+    def states_NX(self) -> Tensor | None:
+        """The rings of states of all slots, one behind another."""
+        return None if self.states_SLX is None else self.states_SLX.flatten(0, 1)
 
     @property
     def most_waiting(self) -> int:
@@ -134,11 +151,21 @@ class RoundState:
 
     def send_rows(self, queue: DeviceQueue, slots: NDArray[np.int64], depths: ArrayLike, samples: ArrayLike) -> None:
         """The rows of the next pass; those behind them are nobody's. One number may stand for all rows'."""
+        if self.device.type == "cpu":
+            numbers_3R = np.empty((3, len(slots)), dtype=np.int64)
+            numbers_3R[0], numbers_3R[1], numbers_3R[2] = slots, depths, samples
+            queue.run(lambda: self._write_rows(numbers_3R))
+            return
         numbers, rows = np.zeros(self._rows_3R.shape, dtype=np.int64), len(slots)
         numbers[0] = self.nobody
         numbers[0, :rows], numbers[1, :rows], numbers[2, :rows] = slots, depths, samples
         sent_3R = to_send(numbers, self.device)
         queue.run(lambda: self._rows_3R.copy_(sent_3R, non_blocking=True))
+
+    def _write_rows(self, numbers_3R: NDArray[np.int64]) -> None:
+        rows_3R, rows = self._host_rows_3R, numbers_3R.shape[1]
+        rows_3R[:, :rows] = numbers_3R
+        rows_3R[0, rows:], rows_3R[1:, rows:] = self.nobody, 0
 
     def send_offers(self, queue: DeviceQueue, offers: Sequence[SentOffer | None]) -> None:
         """What was looked up for the rows of the next pass."""
@@ -150,11 +177,6 @@ class RoundState:
                 numbers[row, 3 : 3 + len(expected)] = expected
         sent_RC = to_send(numbers, self.device)
         queue.run(lambda: self.offers_RC.copy_(sent_RC, non_blocking=True))
-
-    def send_calibration(self, queue: DeviceQueue, calibration: Sequence[tuple[float, float]]) -> None:
-        """What confidence is worth from the next pass on."""
-        sent_C2 = to_send(np.array(calibration, dtype=np.float32), self.device)
-        queue.run(lambda: self.calibration_C2.copy_(sent_C2, non_blocking=True))
 
     def blank_rows(self) -> None:
         """Nobody takes part: for a pass that is run to be captured."""

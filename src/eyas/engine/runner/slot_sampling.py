@@ -1,12 +1,13 @@
-"""The law of `sampler.py` on the device: tokens of many requests by options that lie in device buffers, by slot.
+"""Tokens of many requests on the device, by options that lie in its buffers, by slot.
 
-`sampler.choose` groups rows by their options and is told everything by the host. Here rows of all kinds go through the
-same operations with numbers of their own, and nothing looks at a number on the host, so a step can be launched before
-the last one's tokens are known, and captured. Each row sees the float operations of `sampler.choose` in the same order;
-what another row asks for is neutral to it, as x / 1 and x + 0 are. So its token is the same in any company.
+The token at a position is argmax p / E: p is the target's distribution with every option applied (`eyas/sampling.py`),
+E the request's own noise for that position (`kernels/noise.py`). A greedy request takes the largest logit. Nothing here
+reads a draft before the target's token is chosen, and a draft is accepted if it is that token.
 
-A number that a CUDA kernel is given by the host instead of by a tensor may divide as its reciprocal, which is a last
-place's difference; the tokens here are those that `sampler.choose` gives on a CPU.
+Rows of all kinds go through the same operations with numbers of their own, and nothing looks at a number on the host,
+so a step can be launched before the last one's tokens are known, and captured. What another row asks for is neutral to
+a row, as x / 1 and x + 0 are: its token is the same in any company. Tests choose the same tokens request by request
+(`tests/oracle/sampler.py`).
 
 Shapes: R rows (requests), K drafts of each, Q = 1 + K tokens of each, N = R * Q, V vocabulary, W that of the draft.
 """
@@ -20,11 +21,15 @@ from torch import Tensor
 from eyas.engine.request import SequenceState
 from eyas.engine.runner.sampling_needs import NOTHING, Needs, sampling_needs
 from eyas.engine.runner.slot_tables import IN_PROMPT, IS_STOP, Send, SlotNumbers, SlotTables
-from eyas.engine.sampler import FAINT, MOST_AT_ONCE
 from eyas.kernels.noise import first, first_many
 from eyas.kernels.nucleus import nucleus
 from eyas.kernels.tree_nodes import TreeNodes
 from eyas.sampling import IMPOSSIBLE
+
+MOST_AT_ONCE = 2**25
+"""Logits that are sampled from together, which bounds the memory that noise takes."""
+FAINT = 1e-20
+"""Weight of a token as a sibling that the cuts took out of q."""
 
 
 class SlotSampling:
@@ -118,7 +123,7 @@ class SlotSampling:
         return sample(logits_RQV, numbers, position_RQ, self._index_V, needs)
 
     def draw(self, q_logits_RW: Tensor, slot_R: Tensor, position_R: Tensor, token_W: Tensor, needs: Needs) -> Tensor:
-        """Where in the draft vocabulary the draft of each row stands [R], as `sampler.draw` has it.
+        """Where in the draft vocabulary the draft of each row stands [R]: argmax q / E.
 
         token_W are its target ids, which count the noise. Only temperature and cuts are heeded, as there.
         """
@@ -130,7 +135,7 @@ class SlotSampling:
     def draw_many(
         self, q_logits_RW: Tensor, slot_R: Tensor, position_R: Tensor, token_W: Tensor, needs: Needs, width: int
     ) -> Tensor:
-        """The same for siblings [R, width], the most promising first, as `sampler.draw_many` has it."""
+        """Siblings [R, width], the first by q / E, the most promising first."""
         q_logits_RW = q_logits_RW.float()
         if not needs.sampled:
             return q_logits_RW.topk(width, dim=-1).indices

@@ -13,9 +13,10 @@ be new, Q places of a row, N = R * Q, V vocabulary.
 import torch
 from torch import Tensor
 
+from eyas.engine.runner.drafter import DrafterRunner
 from eyas.engine.runner.drafts import step_for
 from eyas.engine.runner.graph_capture import Numbers
-from eyas.engine.runner.round_passes import RoundDrafter, RoundTarget, block_shape, with_logprobs
+from eyas.engine.runner.round_passes import RoundTarget, block_shape, with_logprobs
 from eyas.engine.runner.round_state import RoundState
 from eyas.engine.runner.sampling_needs import Needs
 from eyas.engine.runner.slot_sampling import SlotSampling
@@ -30,7 +31,7 @@ def draft_trees(
     *,
     state: RoundState,
     trees: TreeNodes,
-    drafter: RoundDrafter,
+    drafter: DrafterRunner,
     sampling: SlotSampling,
     needs: Needs,
     reads: int,
@@ -92,7 +93,7 @@ def sample_trees(
     line_RC, path_RT = outcome.line_RC, outcome.path_RT
     token_RT = line_RC[:, 2 : 3 + trees.depth]
     sampling.note(slot_R, token_RT, line_RC[:, 0], needs)
-    target.cache.move_by_row(outcome.from_M, outcome.to_M, rows)
+    target.move(outcome.from_M, outcome.to_M, rows)
     place_N = (torch.arange(rows, device=path_RT.device)[:, None] * places + path_RT).flatten()
     if state.states_SLX is not None and trees.states_NX is not None:
         state.states_SLX.flatten(0, 1).index_copy_(0, outcome.ring_RT.flatten(), trees.states_NX[place_N])

@@ -1,35 +1,40 @@
 """The drift alarm: does the drafter hold as deep as it is served? The doctor's measures, live. Neither torch nor numpy.
 
-    check-ups  a round now and then, drafted to the deepest depth and watched (drift_probe.py): how large a state each
-    depth
-               hands to the next, and where it looks
-    outcomes   which drafts were accepted: of every round as far as it was verified, of check-ups to the deepest depth
+It hears of check-ups, rounds that are drafted to the deepest depth and watched (drift_probe.py), and of the fate of
+drafts. Both of its signs are about what changes with depth; a weak drafter may be the same at every depth.
 
-The alarm has two signs. Both are about what changes with depth, not about levels: a drafter may be weak, or look at its
-own drafts a lot, and still be the same at every depth.
+    growth   the state handed on grows: the slope of ln(RMS) by depth, over the latest check-ups, makes the deepest more
+             than BEARABLE times as large as that of depth 1
+    fading   drafts of a depth are accepted, behind accepted ones, less than FADED times as often as first drafts
 
-    growth   the state grows: mean over the latest check-ups of the slope of ln(RMS) by depth, and its standard error.
-             It fires if that makes the state of the deepest depth more than BEARABLE times as large as that of depth 1
-    fading   drafts of a depth are accepted, behind accepted ones, less than FADED times as often as first drafts.
-             Serving verifies deep drafts only where they are likely, which flatters them; check-ups do not
-
-A sign fires when its interval lies beyond the bound and clears when things are well on this side of it; in between it
-stays what it is. While one has fired, requests on auto draft no deeper than what is still healthy. Check-ups go on to
-the deepest depth, so whether the deeper ones are healthy again is seen without serving them.
+A sign fires when its interval lies beyond the bound and clears when things are well on this side of it. While one has
+fired, requests on auto draft no deeper than what is healthy. Check-ups go on to the deepest depth all the same.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import exp, inf, log, nan, sqrt
-from statistics import fmean
+from statistics import fmean, stdev
+from sys import float_info
 from typing import Any
 
 from eyas.drafter.drift import Estimate, log_sizes, slope
-from eyas.engine.speculation.policy import POLICY
 
-LARGEST = 1e30
+CHECKUPS, FEWEST_CHECKUPS = 32, 8
+"""Check-ups that are judged together, and how few are too few; also the rounds between two looks at their drafts."""
+ERRORS = 3.0
+"""Standard errors on both sides of an estimate: the alarm is asked thousands of times a day."""
+BEARABLE = 2.0
+"""Times its size at depth 1 that a state may have at a depth that is drafted. At depth 7 the shipped EAGLE-3.1 drafter
+has 1.03, the EAGLE-3 control beside it 1.6 to 1.8 with no loss of acceptance, one whose `norm_output` was lost 5.0."""
+FADED, UNFADED = 0.5, 0.7
+"""Conditional acceptance of a depth in parts of that of depth 1: less has faded, more is back. Both of the drafters
+above have 0.9 and more at every depth; with `norm_output` lost it is 0.4 at depth 2 and 0.2 at depth 3."""
+LARGEST = sqrt(float_info.max)
 """Stands for sizes beyond all numbers."""
+MEMORY = 200
+"""Drafts of a depth after which the fate of an earlier one has faded to a third."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,16 +81,14 @@ class DriftAlarm:
         """The deepest depth that is healthy. Depth 1 always is: all others are compared with it."""
         self.growth = Estimate(value=nan, low=-inf, high=inf)
         """Slope of ln(RMS) by depth, mean over the latest check-ups; it may lie anywhere while these are few."""
-        self._sizes: deque[list[float]] = deque(maxlen=POLICY.drift_probes)
+        self._sizes: deque[list[float]] = deque(maxlen=CHECKUPS)
         """ln(RMS) by depth of the latest check-ups."""
-        self._masses: deque[Mapping[str, Sequence[float]]] = deque(maxlen=POLICY.drift_probes)
+        self._masses: deque[Mapping[str, Sequence[float]]] = deque(maxlen=CHECKUPS)
         self._tries, self._hits = [0.0] * max_depth, [0.0] * max_depth
         self._rounds = 0
         self._grows = False
         self._faded: set[int] = set()
         self._events: list[str] = []
-
-    # --- what is seen ------------------------------------------------------------------------------------------
 
     def observe_checkup(self, rms: Sequence[float], mass: Mapping[str, Sequence[float]], seconds: float = 0.0) -> None:
         """Take what a round showed at every depth. A state that overflows has grown, whatever it is now."""
@@ -95,28 +98,22 @@ class DriftAlarm:
         self.seconds += seconds
         slopes = [slope(sizes) for sizes in self._sizes]
         value, count = fmean(slopes), len(slopes)
-        error = (
-            sqrt(sum((one - value) ** 2 for one in slopes) / (count * (count - 1)))
-            if count >= POLICY.drift_fewest_probes
-            else inf
-        )
+        error = stdev(slopes) / sqrt(count) if count >= FEWEST_CHECKUPS else inf
         self.growth = _around(value, error)
         self._judge()
 
     def observe_round(self, drafted: int, accepted: int, times: int = 1) -> None:
         """Take the fate of a chain, or of so many alike. Of drafts behind the first refused one nothing is known."""
         # A try adds one and lets what was there fade by 1 / memory, so many times.
-        memory, kept = POLICY.drift_memory, (1 - 1 / POLICY.drift_memory) ** times
+        memory, kept = MEMORY, (1 - 1 / MEMORY) ** times
         for index in range(min(drafted, accepted + 1)):
             self._tries[index] = memory + (self._tries[index] - memory) * kept
             hits = memory if index < accepted else 0
             self._hits[index] = hits + (self._hits[index] - hits) * kept
-        every, before = POLICY.drift_check_every, self._rounds
+        before = self._rounds
         self._rounds += times
-        if self._rounds // every > before // every:
+        if self._rounds // CHECKUPS > before // CHECKUPS:
             self._judge()
-
-    # --- what it means -----------------------------------------------------------------------------------------
 
     @property
     def firing(self) -> bool:
@@ -160,25 +157,21 @@ class DriftAlarm:
 
     def _judge(self) -> None:
         before = {"growth": self._grows, "fading": bool(self._faded)}
-        growth, bound = self.growth, log(POLICY.bearable_growth) / max(1, self.max_depth - 1)
+        growth, bound = self.growth, log(BEARABLE) / max(1, self.max_depth - 1)
         self._grows = growth.high > bound if self._grows else growth.low > bound
-        for depth in range(2, self.max_depth + 1):
+        for depth in range(1, self.max_depth + 1):  # depth 1, held against itself, never fades
             ratio = self.fading(depth)
-            if ratio.high < log(POLICY.faded_below):
+            if ratio.high < log(FADED):
                 self._faded.add(depth)
-            elif ratio.value > log(POLICY.faded_recovered_above):
+            elif ratio.value > log(UNFADED):
                 self._faded.discard(depth)
-        deepest = min(self._faded, default=self.max_depth + 1) - 1
+        unfit = [*self._faded, self.max_depth + 1]
         if self._grows:
-            deepest = min(deepest, self._bearable())
-        self.deepest = deepest
+            sizes = [fmean(sizes) for sizes in zip(*self._sizes, strict=True)]
+            too_large = (depth for depth, size in enumerate(sizes, start=1) if size - sizes[0] > log(BEARABLE))
+            unfit.append(next(too_large, self.max_depth))
+        self.deepest = min(unfit) - 1
         self._tell(before)
-
-    def _bearable(self) -> int:
-        """The deepest depth up to which the state is small enough."""
-        first, *later = [fmean(sizes) for sizes in zip(*self._sizes, strict=True)]
-        too_large = (depth for depth, size in enumerate(later, start=2) if size - first > log(POLICY.bearable_growth))
-        return next(too_large, self.max_depth) - 1
 
     def _tell(self, before: Mapping[str, bool]) -> None:
         """Say what has changed."""
@@ -214,4 +207,4 @@ class DriftAlarm:
 
 
 def _around(value: float, error: float) -> Estimate:
-    return Estimate(value=value, low=value - POLICY.drift_errors * error, high=value + POLICY.drift_errors * error)
+    return Estimate(value=value, low=value - ERRORS * error, high=value + ERRORS * error)

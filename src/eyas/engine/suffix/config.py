@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass
-from math import nan
+from math import inf
 from reprlib import repr as shortened
 
 from eyas.errors import UserError
@@ -44,20 +44,17 @@ class SuffixConfig:
             value = getattr(self, name)
             if value is None and name == "num_speculative_tokens":
                 continue
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < least or (most is not None and value > most):
+            if not _is_number(value, int) or value < least or (most is not None and value > most):
                 bounds = f"of {least} or more" if most is None else f"from {least} to {most}"
                 raise UserError(f"suffix drafts: {name} is {shortened(value)}; it must be a whole number {bounds}")
-        if not 0 <= _as_float(self.min_token_prob) <= 1:
-            given = shortened(self.min_token_prob)
-            raise UserError(f"suffix drafts: min_token_prob is {given}; it must be a number from 0 to 1")
+        share, longest = self.min_token_prob, sys.float_info.max
+        if not _is_number(share, float, int) or not 0 <= share <= 1:
+            raise UserError(f"suffix drafts: min_token_prob is {shortened(share)}; it must be a number from 0 to 1")
         for name in ("max_spec_factor", "max_age_seconds"):
             value = getattr(self, name)
-            if not _as_float(value) > 0:
-                raise UserError(
-                    f"suffix drafts: {name} is {shortened(value)}; it must be a number above 0, up to "
-                    f"{sys.float_info.max:.1e} or infinity"
-                )
+            if not _is_number(value, float, int) or not (0 < value <= longest or value == inf):
+                bounds = f"a number above 0, up to {longest:.1e} or infinity"
+                raise UserError(f"suffix drafts: {name} is {shortened(value)}; it must be {bounds}")
 
     @property
     def deepest(self) -> int:
@@ -65,11 +62,5 @@ class SuffixConfig:
         return self.num_speculative_tokens or self.max_tree_depth
 
 
-def _as_float(value: object) -> float:
-    """A number as steps compute with it; what is none, or too large for that, is nan, which is within no bounds."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return nan
-    try:
-        return float(value)
-    except OverflowError:
-        return nan
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

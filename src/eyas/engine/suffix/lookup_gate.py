@@ -1,114 +1,67 @@
-"""Whether requests are looked up at all, by what that did to the engine's speed. No torch.
+"""Which requests are looked up: look-ups take the host time, whether a text repeats or not. No torch.
 
-Suffix drafts are weighed draft by draft (`suffix_choice.py`), but looking up, sending and judging them is work of the
-host, and where a device is fast the host sets the pace: then all of it together may lose although each draft pays. What
-it does is hard to foresee and easy to measure: so rounds are run with look-ups for a while and without for a while, and
-their tokens per second are compared. The better way runs for long, the other one in short windows, ever more rarely
-while the answer stays the same.
-
-Numbers of requests are apart: with few of them a round waits for the device, with many for the host.
+is_open   whether any are: as long as look-ups save more than they take. They have an account like that of the
+          drafter's probes (`speculation/probes.py`), so where text never repeats they lose a few plain steps and a
+          small share of all time
+due       how often a request is: one whose offer was not sent sits out a round, then two, then four
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
-from eyas.engine.speculation.cost_model import bucket_of
+from eyas.engine.speculation.probes import Account
 
-SHORT = 16
-"""Rounds of a window of the way that is not preferred."""
-LONG, LONGEST = 128, 2048
-"""Rounds that the other one runs between two of them: four times as many each time, up to the longest."""
-SETTLING = 2
-"""Rounds of a window that do not count: they were prepared while the one before it ran."""
-ENOUGH = 2 * SHORT
-"""Rounds that either way needs before one is preferred."""
-WORTH = 1.02
-"""How much faster rounds with look-ups must be: less is noise, and most often that of other text."""
-MEMORY = 512
-"""Rounds after which one weighs a third of what it did."""
-
-
-@dataclass
-class _Way:
-    """Rounds with look-ups, or without."""
-
-    rounds: int = 0
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self.rounds += 1
-        self.tokens += (tokens - self.tokens) * self._weight
-        self.seconds += (seconds - self.seconds) * self._weight
-
-    @property
-    def _weight(self) -> float:
-        return max(1 / self.rounds, 1 / MEMORY)
-
-    @property
-    def speed(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-
-@dataclass
-class _Ways:
-    """Both, for rounds of so many requests."""
-
-    of: dict[bool, _Way] = field(default_factory=lambda: {True: _Way(), False: _Way()})
-    """By whether requests are looked up."""
-    now: bool = True
-    left: int = SETTLING + ENOUGH
-    """Rounds of this window."""
-    settling: int = SETTLING
-    long: int = LONG
-    preferred: bool | None = None
-
-    def turn(self) -> None:
-        """Begin another window."""
-        if min(way.rounds for way in self.of.values()) < ENOUGH:
-            self.now, self.left = not self.now, SETTLING + ENOUGH
-        elif self.now == self.preferred:
-            self.now, self.left = not self.now, SETTLING + SHORT
-        else:
-            better = self.of[True].speed > WORTH * self.of[False].speed
-            self.long = min(4 * self.long, LONGEST) if better == self.preferred else LONG
-            self.preferred = self.now = better
-            self.left = self.long
-        self.settling = SETTLING
+MOST_ROUNDS_OUT = 4
+"""Rounds that a request sits out at most."""
 
 
 class LookupGate:
-    """Says whether the next round's requests are looked up."""
+    """Says which requests of the next round are looked up."""
 
     def __init__(self) -> None:
-        self._ways: dict[int, _Ways] = {}
+        self._accounts: dict[int, tuple[Account, list[int]]] = {}
+        """By octave of requests, with the number of its latest step."""
+        self._pauses: dict[int, tuple[int, int]] = {}
+        """By request: rounds that are left of its pause, and how many it has."""
 
-    def is_open(self, rows: int) -> bool:
-        """Whether so many requests are."""
-        ways = self._ways.get(bucket_of(rows, 1))
-        return ways is None or ways.now
+    def is_open(self, rows: int, plain: float | None) -> bool:
+        """Whether so many requests are, once a step; one without drafts takes `plain` seconds, if that is known."""
+        if plain is None:
+            return True
+        account, step = self._accounts.setdefault((rows - 1).bit_length(), (Account(), [0]))
+        step[0] += 1
+        account.total += plain
+        if account.in_spell and account.left(plain) < 0:
+            account.end(step[0], plain)
+        if account.due(step[0]):
+            account.begin()
+        return account.in_spell
 
-    def observe(self, rows: int, *, looked_up: bool, tokens: int, seconds: float) -> None:
-        """Take what a round that only decoded gave, and how long after the one before it."""
-        ways = self._ways.setdefault(bucket_of(rows, 1), _Ways())
-        if looked_up != ways.now:
-            return  # it was launched in the window before
-        ways.left -= 1
-        if ways.settling:
-            ways.settling -= 1
-        else:
-            ways.of[looked_up].add(tokens, seconds)
-        if ways.left <= 0:
-            ways.turn()
+    def book(self, rows: int, saved: float, plain: float) -> None:
+        """Take the seconds that the look-ups of a step are expected to save, less those that they took."""
+        account, _ = self._accounts.get((rows - 1).bit_length(), (Account(), 0))
+        if account.in_spell:
+            account.book(saved, plain)
+
+    def due(self, key: int) -> bool:
+        """Whether a request is looked up in this round; to be asked once a round."""
+        left, rounds = self._pauses.get(key, (0, 0))
+        if left:
+            self._pauses[key] = left - 1, rounds
+        return not left
+
+    def note(self, key: int, *, sent: bool) -> None:
+        """Take what became of a look-up."""
+        _, before = self._pauses.get(key, (0, 0))
+        rounds = 0 if sent else min(before + before or 1, MOST_ROUNDS_OUT)
+        self._pauses[key] = rounds, rounds
+
+    def forget(self, key: int) -> None:
+        """Drop a request that ended."""
+        self._pauses.pop(key, None)
 
     def report(self) -> dict[int, dict[str, Any]]:
-        """By requests, up to so many: whether they are looked up, and tokens per second either way."""
+        """By requests, up to so many: whether they are looked up, and seconds saved, which may be fewer than none."""
         return {
-            rows: {
-                "looked_up": ways.preferred,
-                "tokens_per_second": ways.of[True].speed,
-                "tokens_per_second_without": ways.of[False].speed,
-                "rounds": [ways.of[True].rounds, ways.of[False].rounds],
-            }
-            for rows, ways in sorted(self._ways.items())
+            1 << octave: {"looked_up": account.in_spell, "seconds": account.total, "seconds_saved": account.saved}
+            for octave, (account, _) in sorted(self._accounts.items())
         }

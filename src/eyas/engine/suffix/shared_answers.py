@@ -15,65 +15,49 @@ from eyas.engine.suffix.config import SuffixConfig
 from eyas.kernels.suffix_index import Continuation, SuffixIndex, SuffixLimits
 
 
-class _Answers:
-    """Those of one caller."""
-
-    def __init__(self, config: SuffixConfig) -> None:
-        self.index = SuffixIndex(config.max_cached_tokens, SuffixLimits(longest_match=config.max_tree_depth))
-        self.starts: deque[tuple[float, int]] = deque()
-        """Of each answer when it came and where it begins, oldest first."""
-
-
 class SharedAnswers:
     """The answers of all callers, each for themselves."""
 
     def __init__(self, config: SuffixConfig, clock: Callable[[], float]) -> None:
         self._config, self._clock = config, clock
-        self._callers: OrderedDict[str | None, _Answers] = OrderedDict()
+        self._callers: OrderedDict[str | None, tuple[SuffixIndex, deque[tuple[float, int]]]] = OrderedDict()
+        """Of each caller the text, and of each answer when it came and where it begins, oldest first."""
 
     @property
     def bytes(self) -> int:
         """Memory that they can take."""
-        return sum(answers.index.bytes for answers in self._callers.values())
+        return sum(index.bytes for index, _ in self._callers.values())
 
     def add(self, caller: str | None, answer: Sequence[int]) -> None:
-        """Keep an answer."""
-        config = self._config
+        """Keep an answer, and let callers go that are too many or whose newest answer is too old."""
+        config, oldest = self._config, self._clock() - self._config.max_age_seconds
         if not config.max_cached_requests or len(answer) < 2:
             return
-        answers = self._callers.get(caller)
-        if answers is None:
-            answers = self._callers[caller] = _Answers(config)
+        if caller not in self._callers:
+            limits = SuffixLimits(longest_match=config.max_tree_depth)
+            self._callers[caller] = SuffixIndex(config.max_cached_tokens, limits), deque()
         self._callers.move_to_end(caller)
-        self._forget_callers()
-        answer = answer[-(answers.index.capacity - 1) :]
-        begins = len(answers.index)
-        answers.index.extend(answer)
-        answers.index.end_text()
-        if len(answers.index) <= begins:  # it has begun anew
-            answers.starts.clear()
+        for other, (_, theirs) in list(self._callers.items())[:-1]:
+            if len(self._callers) > config.max_callers or theirs[-1][0] < oldest:
+                del self._callers[other]
+        index, starts = self._callers[caller]
+        begins = len(index)
+        index.extend(answer[-(index.capacity - 1) :])
+        index.end_text()
+        if len(index) <= begins:  # it has begun anew
+            starts.clear()
             begins = 0
-        answers.starts.append((self._clock(), begins))
-        if len(answers.starts) > config.max_cached_requests:
-            answers.starts.popleft()
-
-    def _forget_callers(self) -> None:
-        """Let those go that are too many, and those whose newest answer is too old."""
-        oldest = self._clock() - self._config.max_age_seconds
-        for caller, answers in list(self._callers.items())[:-1]:  # the newest has just got an answer
-            if len(self._callers) > self._config.max_callers or answers.starts[-1][0] < oldest:
-                del self._callers[caller]
+        starts.append((self._clock(), begins))
+        if len(starts) > config.max_cached_requests:
+            starts.popleft()
 
     def propose(self, caller: str | None, context: Sequence[int], most: int) -> Continuation | None:
         """What followed the like of this in an answer to the same caller."""
-        answers = self._callers.get(caller)
-        if answers is None:
-            return None
-        oldest, starts = self._clock() - self._config.max_age_seconds, answers.starts
-        while starts and starts[0][0] < oldest:
+        index, starts = self._callers.get(caller, (None, deque[tuple[float, int]]()))
+        while starts and starts[0][0] < self._clock() - self._config.max_age_seconds:
             starts.popleft()
-        if not starts:
-            del self._callers[caller]
+        if index is None or not starts:
+            self._callers.pop(caller, None)
             return None
         self._callers.move_to_end(caller)
-        return answers.index.propose(context, most, since=starts[0][1])
+        return index.propose(context, most, since=starts[0][1])

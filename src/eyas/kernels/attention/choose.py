@@ -15,7 +15,7 @@ def choose_backend(metadata: AttentionMetadata, *, sinks: int = 0) -> AttentionB
         from eyas.kernels.attention.triton import TritonBackend  # torch for CPUs comes without triton
 
         return TritonBackend(metadata, sinks=sinks)
-    if metadata.slot_mapping_N.is_cpu and metadata.rows:
+    if metadata.slot_mapping_N.is_cpu:
         kernel, _ = load_kernel()
         if kernel is not None:
             return CompiledBackend(kernel, metadata, sinks=sinks)

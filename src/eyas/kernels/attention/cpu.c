@@ -50,7 +50,8 @@ struct pass {
     const struct task *tasks;
     float *parts;
     int32_t *left; /* [units][G]: tasks to be done; as it was when a layer ends */
-    int64_t rows, blocks, block_size, new_tokens, task_count;
+    const int32_t *idle; /* tokens of no row, which get zeros */
+    int64_t rows, blocks, block_size, new_tokens, task_count, idle_count;
     int64_t window, sinks; /* window 0: none */
     int64_t shared, key_heads, slots, key_size, value_size; /* F, G, C, K, V */
     int64_t q_token, q_head, k_token, k_head, v_token, v_head; /* strides, in floats */
@@ -385,6 +386,8 @@ void attend_blocks(const struct pass *pass, const float *q, const float *k, cons
             memcpy(keys + place * K, k + n * pass->k_token + g * pass->k_head, K * sizeof(float));
             memcpy(values + place * V, v + n * pass->v_token + g * pass->v_head, V * sizeof(float));
         }
+    const long size = G * pass->shared * V;
+    for (long i = 0; i < pass->idle_count; i++) memset(output + pass->idle[i] * size, 0, size * sizeof(float));
     const struct layer layer = {q, keys, values, sink, output, scale, softcap};
 #pragma omp parallel for num_threads(pass->threads) schedule(dynamic)
     for (long t = 0; t < pass->task_count * G; t++) {

@@ -38,9 +38,9 @@ MOST_PARTS_BYTES = 4 * 2**20
 WORK_OF_A_THREAD = 1 << 18
 """Products of numbers below which a second thread costs more than it saves."""
 
-_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left")
+_POINTERS = ("table", "base", "end", "start", "seen", "slot", "units", "tasks", "parts", "left", "idle")
 _NUMBERS = (
-    *("rows", "blocks", "block_size", "new_tokens", "task_count", "window", "sinks"),
+    *("rows", "blocks", "block_size", "new_tokens", "task_count", "idle_count", "window", "sinks"),
     *("shared", "key_heads", "slots", "key_size", "value_size"),
     *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "threads"),
 )
@@ -120,13 +120,12 @@ class CompiledBackend(AttentionBackend):
     """By the kernel, which writes the new keys and values as well; what it cannot read is answered densely.
 
     The kernel reads float32. 8-bit keys and values of the blocks that a pass reads are made float32 for every layer
-    anew: that saves memory and no time, and an answer still depends on its own path alone. Needs rows known on the
-    host.
+    anew: that saves memory and no time, and an answer still depends on its own path alone. Rows that were laid out in
+    tensors are read from there; tokens of no row get nothing.
     """
 
     def __init__(self, kernel: AttentionKernel, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
-        assert metadata.rows, "compiled attention needs rows known on the host"
-        super().__init__(metadata, sinks=sinks)
+        super().__init__(metadata if metadata.rows else metadata.on_host, sinks=sinks)
         self._kernel = kernel
         self._call = kernel.library.attend_blocks
         self._plans: dict[_Asked, list[_Wave]] = {}
@@ -172,7 +171,7 @@ class CompiledBackend(AttentionBackend):
     ) -> Tensor:
         """Write and answer every query, [N, H, V]. Keys and values have as many slots in all layers."""
         asked = scale, softcap, window, sink_logit_H
-        if not self._takes(q_NHK, k_NGK, v_NGV):
+        if not self._takes(q_NHK, k_NGK, v_NGV) or (keys_GCK.dtype == FP8 and self.metadata.idle):
             return super().write_and_attend(q_NHK, k_NGK, v_NGV, keys_GCK, values_GCV, *asked)
         if keys_GCK.dtype == FP8:
             write_slots(keys_GCK, values_GCV, self.metadata.slot_mapping_N, k_NGK, v_NGV)
@@ -245,8 +244,9 @@ class CompiledBackend(AttentionBackend):
         metadata, shared, part_bytes = self.metadata, heads // key_heads, 4 * (2 + value_size)
         (widest, rows), tree_mask_N = metadata.numbers(asked.ahead), metadata.tree_mask_N()
         assert not (asked.ahead and tree_mask_N is not None), "only chains advance"
-        new_tokens, left = tokens, [*self._units(asked, shared)][::-1]
-        while left:
+        idle, left = metadata.idle, [*self._units(asked, shared)][::-1]
+        first = True
+        while left or first:
             units: list[tuple[int, ...]] = []
             tasks: list[tuple[int, int]] = []
             parts = work = 0
@@ -260,15 +260,16 @@ class CompiledBackend(AttentionBackend):
                 parts += more
                 work += more * self._kernel.chunk * (key_size + value_size)
             lists = [*rows, [*chain(*units)], [*chain(*tasks)], [x[4] - x[3] for x in units for _ in range(key_heads)]]
-            integers, (base, end, start, table, units_at, tasks_at, left_at) = _side_by_side(lists)
+            integers, (base, end, start, table, units_at, tasks_at, left_at, idle_at) = _side_by_side([*lists, idle])
             parts_P = torch.empty(parts * part_bytes // 4, dtype=torch.float32)
             pointers = (
                 *(table, base, end, start, None if tree_mask_N is None else tree_mask_N.data_ptr()),
-                *(metadata.slot_mapping_N.data_ptr(), units_at, tasks_at, parts_P.data_ptr(), left_at),
+                *(metadata.slot_mapping_N.data_ptr(), units_at, tasks_at, parts_P.data_ptr(), left_at, idle_at),
             )
             numbers = (
-                *(len(metadata.rows), widest, metadata.block_size, new_tokens, len(tasks), asked.window or 0),
-                *(self.sinks, shared, key_heads, asked.slots, key_size, value_size),
+                *(len(metadata.rows), widest, metadata.block_size, tokens if first else 0, len(tasks)),
+                *(len(idle) if first else 0, asked.window or 0, self.sinks, shared, key_heads),
+                *(asked.slots, key_size, value_size),
                 *asked.strides,
                 min(torch.get_num_threads(), 1 + work // WORK_OF_A_THREAD),
             )
@@ -276,7 +277,7 @@ class CompiledBackend(AttentionBackend):
             yield _Wave(
                 address=ctypes.addressof(made), kept=(made, integers, parts_P, tree_mask_N, metadata.slot_mapping_N)
             )
-            new_tokens = 0
+            first = False
 
     def _units(self, asked: _Asked, shared: int) -> Iterator[tuple[int, int, int, int, int]]:
         """The row, lines from and how many, chunks from and to."""

@@ -58,11 +58,10 @@ class _Piece:
 
 
 class DenseBackend(AttentionBackend):
-    """Piece by piece, by torch's own attention. Needs rows known on the host."""
+    """Piece by piece, by torch's own attention. Tokens of no row get nothing."""
 
     def __init__(self, metadata: AttentionMetadata, *, sinks: int = 0) -> None:
-        assert metadata.rows, "dense attention needs rows known on the host"
-        super().__init__(metadata, sinks=sinks)
+        super().__init__(metadata.on_host, sinks=sinks)
         self._plans: dict[tuple[int | None, int], list[_Piece]] = {}
 
     def attend(
@@ -86,13 +85,18 @@ class DenseBackend(AttentionBackend):
             _attend(q.narrow(2, piece.first, piece.count), piece.read(k, dtype), piece.read(v, dtype), piece, *asked)
             for piece in plan
         ]
-        output_1HNV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        if self.metadata.idle:
+            output_1HNV = q.new_zeros(*q.shape[:3], values_GCV.shape[2])
+            for piece, output in zip(plan, outputs, strict=True):
+                output_1HNV[:, :, piece.first : piece.first + piece.count] = output
+        else:
+            output_1HNV = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return output_1HNV[0].transpose(0, 1)
 
     def _pieces(self, window: int | None, shared: int, like: Tensor) -> list[_Piece]:
         """What all layers do that have this window and this many heads to a key."""
         metadata = self.metadata
-        masks = _Masks(max(row.end for row in metadata.rows), window, self.sinks, like)
+        masks = _Masks(max((row.end for row in metadata.rows), default=0), window, self.sinks, like)
         plan: list[_Piece] = []
         for row, start in zip(metadata.rows, metadata.starts, strict=False):
             for part in _parts(row):

@@ -21,7 +21,7 @@ heads, K head dim.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -111,6 +111,8 @@ class AttentionMetadata:
     rows: tuple[AttentionRow, ...] = ()
     """None of them where all was made on the device."""
     on_device: BlockTables | None = None
+    first_token_R: tuple[int, ...] | None = None
+    """Where rows begin among the N tokens, if they do not lie side by side."""
 
     @classmethod
     def of(cls, rows: Sequence[AttentionRow], *, block_size: int, device: torch.device) -> "AttentionMetadata":
@@ -256,12 +258,49 @@ class AttentionMetadata:
         )
 
     @cached_property
+    def on_host(self) -> "AttentionMetadata":
+        """The live tokens of all rows, as the host knows or reads them; rows of nobody are left out."""
+        if self.on_device is None or self.rows:
+            return self
+        tables = self.on_device
+        starts, mask_N = tables.query_start_loc_R.tolist(), tables.tree_mask_N
+        ends, bases = tables.seq_lens_R.tolist(), tables.context_lens_R.tolist()
+        rows, first_token_R = [], []
+        for r, (base, end) in enumerate(zip(bases, ends, strict=True)):
+            if not end:
+                continue
+            blocks, count, ancestors = tables.block_table_RP[r, : -(-end // self.block_size)].tolist(), end - base, None
+            if mask_N is not None:
+                # A tree that was begun by earlier passes has all its new tokens live; one that begins here may not.
+                count = min(starts[r + 1] - starts[r], end - base)
+                bits_QT = mask_N[starts[r] : starts[r] + count, None].cpu() >> torch.arange(end - base)
+                ancestors = bits_QT & 1 > 0
+            rows.append(AttentionRow(blocks=blocks, base=base, count=count, ancestors=ancestors))
+            first_token_R.append(starts[r])
+        return AttentionMetadata(
+            block_size=self.block_size,
+            slot_mapping_N=self.slot_mapping_N,
+            position_N=self.position_N,
+            rows=tuple(rows),
+            first_token_R=tuple(first_token_R),
+        )
+
+    @property
+    def idle(self) -> list[int]:
+        """Tokens that belong to no row."""
+        return [] if self.first_token_R is None else self._idle
+
+    @cached_property
+    def _idle(self) -> list[int]:
+        taken = {start + q for row, start in zip(self.rows, self.starts, strict=False) for q in range(row.count)}
+        return [token for token in range(len(self.position_N)) if token not in taken]
+
+    @cached_property
     def starts(self) -> list[int]:
         """Where rows begin among the N tokens, and N."""
-        starts = [0]
-        for row in self.rows:
-            starts.append(starts[-1] + row.count)
-        return starts
+        if self.first_token_R is not None:
+            return [*self.first_token_R, len(self.position_N)]
+        return [0, *accumulate([row.count for row in self.rows])]
 
     @cached_property
     def tables(self) -> BlockTables:
@@ -290,7 +329,7 @@ class AttentionMetadata:
         rows = self.rows
         used = [-(-(row.end + ahead) // self.block_size) for row in rows]
         assert all(blocks <= len(row.blocks) for row, blocks in zip(rows, used, strict=True))
-        widest = max(used)
+        widest = max(used, default=0)
         padding = [0] * widest
         tables = ([*row.blocks[:blocks], *padding[blocks:]] for row, blocks in zip(rows, used, strict=True))
         flat = list(chain.from_iterable(tables))
@@ -301,12 +340,12 @@ class AttentionMetadata:
         if all(row.ancestors is None for row in self.rows):
             return None
         tree_mask_N = torch.zeros(self.starts[-1], dtype=torch.int64)
-        for row, (start, end) in zip(self.rows, pairwise(self.starts), strict=True):
+        for row, start in zip(self.rows, self.starts, strict=False):
             if row.count <= TREE_BITS:
                 ancestors = row.ancestors
                 if ancestors is None:
                     ancestors = torch.ones(row.count, row.count, dtype=torch.bool).tril()
-                tree_mask_N[start:end] = _bits(ancestors)
+                tree_mask_N[start : start + row.count] = _bits(ancestors)
         return tree_mask_N.to(self.slot_mapping_N.device)
 
 

@@ -36,7 +36,7 @@ from eyas.kernels.linear.packed_linear import PackedLinear, joined
 from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear, joined_quantised
 from eyas.kernels.linear.w4a16_linear import W4A16Linear, joined_w4a16
 from eyas.kernels.linear.w8a8_linear import W8A8Linear, joined_w8a8
-from eyas.kernels.llama.cpu import CompiledLinear, Layers, LlamaSizes, PackedProducts, Parts, load_layers
+from eyas.kernels.llama.cpu import CompiledLinear, Ends, Layers, LlamaSizes, PackedProducts, Parts, load_layers
 from eyas.kernels.llama.experts import Experts, Routes
 from eyas.kernels.llama.rotary_table import RotaryWindow
 
@@ -196,8 +196,8 @@ def packed_products(qkv: Product, output: Product, gate_up: Product, down: Produ
     return PackedProducts(*packed) if len(packed) == len(products) else None
 
 
-def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes) -> Layers | None:
-    """The blocks as compiled code runs them; None where a step of theirs is not compiled."""
+def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes, ends: Ends | None = None) -> Layers | None:
+    """The blocks as compiled code runs them, with what stands around them; None where a step is not compiled."""
     compiled = load_layers()
     parts = []
     for block in blocks:
@@ -210,7 +210,15 @@ def in_one_call(blocks: Sequence[DecoderLayer], sizes: LlamaSizes) -> Layers | N
         named = {part.name: getattr(block, part.name) for part in fields(block)}
         named = {name: named[name] for name in named if name not in {*PackedProducts._fields, "mlp"}}
         parts.append(Parts(products=products, activation=mlp.activation, **named))
-    return None if compiled is None else Layers(parts, sizes, compiled)
+    return None if compiled is None else Layers(parts, sizes, compiled, ends=ends)
+
+
+def ends_in_one_call(embedding_VD: Tensor | QuantisedEmbedding, norm: FusedNorm, head: Product) -> Ends | None:
+    """What stands around the blocks as compiled code runs it; None where a step is not compiled."""
+    plain = [norm.weight, *([] if isinstance(embedding_VD, QuantisedEmbedding) else [embedding_VD])]
+    if not isinstance(head, PackedProduct) or any(elementwise_for(x) is None or not x.is_contiguous() for x in plain):
+        return None
+    return Ends(embedding_VD=embedding_VD, norm=norm, head=head.packed)
 
 
 class Rotation:
@@ -287,11 +295,15 @@ class FusedLlama:
         x_ND = self._embed(ids_N)
         if self.embedding_scale is not None:
             x_ND *= self.embedding_scale
+        return x_ND, *self._room(x_ND, aux_layer_ids)
+
+    def _room(self, x_ND: Tensor, aux_layer_ids: Sequence[int]) -> tuple[Tensor | None, Mapping[int, Tensor]]:
+        """Memory for auxiliary states, and each layer's part of it."""
         if not aux_layer_ids:
-            return x_ND, None, {}
+            return None, {}
         tokens, width = x_ND.shape
         aux_NX = x_ND.new_empty(tokens, len(aux_layer_ids) * width)
-        return x_ND, aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
+        return aux_NX, dict(zip(aux_layer_ids, torch.split(aux_NX, width, dim=1), strict=True))
 
     def _embed(self, ids_N: Tensor) -> Tensor:
         """Embeddings [N, D]."""
@@ -346,6 +358,10 @@ class FusedLlama:
         State k is what layer k reads, and behind the last layer what the norm reads. Logits are written to
         `logits_out_MV`, if it is given.
         """
+        if self.layers is not None and self.layers.ends is not None:
+            made = self._at_once(self.layers, ids_N, attention, kv, keep_M, aux_layer_ids, logits_out_MV)
+            if made is not None:
+                return made
         x_ND, aux_NX, states = self._begin(ids_N, aux_layer_ids)
         cos_TNR, sin_TNR = self._pass_turns(x_ND, attention.metadata)
         if self.layers is None or not self.layers.run(x_ND, cos_TNR, sin_TNR, attention, kv, states):
@@ -353,6 +369,27 @@ class FusedLlama:
         if keep_M is not None:
             x_ND = x_ND.index_select(0, keep_M)
         return self._logits(self.norm(x_ND), logits_out_MV), aux_NX
+
+    def _at_once(
+        self,
+        layers: Layers,
+        ids_N: Tensor,
+        attention: AttentionBackend,
+        kv: KVLayers,
+        keep_M: Tensor | None,
+        aux_layer_ids: Sequence[int],
+        logits_MV: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """`forward` in one call of compiled code; None, and nothing is done, where the attention is not compiled."""
+        x_ND = torch.empty(ids_N.shape[0], self.norm.weight.shape[0])
+        aux_NX, states = self._room(x_ND, aux_layer_ids)
+        if logits_MV is None:
+            assert layers.ends is not None
+            count = (ids_N if keep_M is None else keep_M).shape[0]
+            logits_MV = torch.empty(count, layers.ends.head.out_features)
+        turns = self._pass_turns(x_ND, attention.metadata)
+        done = layers.run_target(ids_N, x_ND, *turns, attention, kv, states, keep_M, logits_MV)
+        return (logits_MV, aux_NX) if done else None
 
     def _run(
         self,

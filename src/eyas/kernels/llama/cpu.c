@@ -71,6 +71,19 @@ struct run {
     int64_t tokens, hidden, heads, key_heads, head_dim, rotary_dim, intermediate, threads;
 };
 
+/* What stands around the layers of a target: tokens in, logits behind some of them out. */
+struct ends {
+    const float *embedding; /* [V][D]; null: it is packed */
+    const void *packed_embedding;
+    const int64_t *token;   /* [N] */
+    const int64_t *kept;    /* [M]: behind which of them; null: all */
+    struct norm norm;       /* [D] */
+    struct product head;    /* D to V */
+    float *normed;          /* [M][D] */
+    float *logits;          /* [M][V] */
+    int64_t kept_count;     /* M */
+};
+
 /* A drafter's depth: what its layer reads, and the norm behind it. `run.input`, `run.cos` and `run.sin` are written here. */
 struct depth {
     const float *embedding;            /* [V][D]; null: it is packed */
@@ -101,28 +114,33 @@ struct chain {
     float *logits;             /* [N][W] */
     int64_t *token;            /* [depths][N]: drafted, as target ids */
     float *chance;             /* [depths][N]: their probability by a softmax */
-    int64_t (*goes_on)(int64_t depths); /* asked when so many are made */
+    int64_t (*goes_on)(int64_t depths); /* asked when so many are made; null: it does */
     int64_t depths, feeds_normed;       /* whether the next depth reads the normed state */
     float logit_scale;
 };
 
 long run_bytes(void) { return sizeof(struct run); }
 long layer_bytes(void) { return sizeof(struct layer); }
+long ends_bytes(void) { return sizeof(struct ends); }
 long depth_bytes(void) { return sizeof(struct depth); }
 long fusion_bytes(void) { return sizeof(struct fusion); }
 long chain_bytes(void) { return sizeof(struct chain); }
 
 long numbers_per_token(long D, long H, long G, long K, long I) { return 2 * D + (3 * H + 3 * G) * K + 3 * I; }
 
-static void multiply(const struct run *run, const struct product *by, const float *x, float *y) {
+static void multiply_rows(const struct run *run, const struct product *by, const float *x, long rows, float *y) {
     if (by->parts) {
         float *workspace = run->memory + run->tokens * numbers_per_token(run->hidden, run->heads, run->key_heads,
                                                                          run->head_dim, run->intermediate);
-        run->steps->quantised_product(x, run->tokens, by->inputs, by->parts, by->part_count, y, by->outputs, workspace,
+        run->steps->quantised_product(x, rows, by->inputs, by->parts, by->part_count, y, by->outputs, workspace,
                                       (int)run->threads);
     } else
-        run->steps->product(x, run->tokens, by->inputs, by->panels, (int)by->halved, by->bias, by->outputs, y,
+        run->steps->product(x, rows, by->inputs, by->panels, (int)by->halved, by->bias, by->outputs, y,
                             (int)run->threads);
+}
+
+static void multiply(const struct run *run, const struct product *by, const float *x, float *y) {
+    multiply_rows(run, by, x, run->tokens, y);
 }
 
 static void norm(const struct run *run, const struct norm *by, const float *x, float *y) {
@@ -177,6 +195,21 @@ void run_layers(const struct run *run) {
         add(run, more, &layer->mlp_output_norm);
     }
     note_state(run, run->layer_count);
+}
+
+/* A whole pass: x is written here. */
+void run_target(const struct run *run, const struct ends *ends) {
+    const long N = run->tokens, D = run->hidden, M = ends->kept_count;
+    if (ends->embedding)
+        for (long n = 0; n < N; n++) memcpy(run->x + n * D, ends->embedding + ends->token[n] * D, D * sizeof(float));
+    else
+        run->steps->packed_rows(ends->packed_embedding, D, ends->token, N, run->x);
+    run_layers(run);
+    for (long m = 0; ends->kept && m < M; m++)
+        memcpy(ends->normed + m * D, run->x + ends->kept[m] * D, D * sizeof(float));
+    run->steps->norm(ends->kept ? ends->normed : run->x, D, M, D, ends->norm.weight, ends->norm.eps, ends->normed, D,
+                     (int)run->threads);
+    multiply_rows(run, &ends->head, ends->normed, M, ends->logits);
 }
 
 /* The normed embedding of every token and, beside it, its normed state; x is either the latter or the state itself. */
@@ -236,7 +269,7 @@ long run_chain(const struct run *run, const struct depth *first, const struct ch
             for (long i = 0; i < N * W; i++) chain->logits[i] *= chain->logit_scale;
         run->steps->most_likely(chain->logits, N, W, token, chain->chance + (made - 1) * N, (int)run->threads);
         for (long n = 0; n < N; n++) token[n] = chain->target_ids[token[n]];
-        if (made == chain->depths || !chain->goes_on(made)) return made;
+        if (made == chain->depths || (chain->goes_on && !chain->goes_on(made))) return made;
         if (made > 1) { /* further on, behind the state of the depth before */
             depth.hidden = chain->feeds_normed ? depth.normed : run->x;
             for (long n = 0; n < N; n++) chain->position[n]++;

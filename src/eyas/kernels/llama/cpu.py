@@ -22,7 +22,7 @@ from eyas.kernels.attention.backend import AttentionBackend
 from eyas.kernels.attention.cpu import AttentionKernel, CompiledBackend, load_kernel
 from eyas.kernels.elementwise import Activation, Elementwise, load_elementwise
 from eyas.kernels.linear.packed_linear import PackedLinear
-from eyas.kernels.linear.quantised_linear import QuantisedLinear
+from eyas.kernels.linear.quantised_linear import QuantisedEmbedding, QuantisedLinear
 from eyas.kernels.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -149,6 +149,31 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _Ends(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("embedding", "packed_embedding", "token", "kept")),
+        ("norm", NormWeight),
+        ("head", ProductWeight),
+        *((name, ctypes.c_void_p) for name in ("normed", "logits")),
+        ("kept_count", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Ends:
+    """What stands around the layers of a target."""
+
+    embedding_VD: Tensor | QuantisedEmbedding
+    norm: Norm
+    head: CompiledLinear
+
+    @property
+    def linears(self) -> list[CompiledLinear]:
+        """What is multiplied with or looked up in."""
+        table = self.embedding_VD
+        return [self.head, *([table.table] if isinstance(table, QuantisedEmbedding) else [])]
+
+
 _POINTERS = ("steps", "layers", "waves", "wave_ends", "states", "cos", "sin", "input", "x", "memory")
 _NUMBERS = (
     *("layer_count", "state_stride"),
@@ -192,8 +217,11 @@ def load_layers() -> Compiled | None:
         return None
     library.numbers_per_token.argtypes = [ctypes.c_long] * 5
     library.numbers_per_token.restype = ctypes.c_long
+    if library.ends_bytes() != ctypes.sizeof(_Ends):
+        return None
     for function, pointers, gives in (
         (library.run_layers, 1, None),
+        (library.run_target, 2, None),
         (library.run_depth, 2, None),
         (library.run_read, 3, None),
         (library.run_chain, 3, ctypes.c_long),
@@ -215,10 +243,17 @@ class Layers:
     """Layers of one model, over whose weights they run."""
 
     def __init__(
-        self, parts: Sequence[Parts], sizes: LlamaSizes, compiled: Compiled, others: Sequence[CompiledLinear] = ()
+        self,
+        parts: Sequence[Parts],
+        sizes: LlamaSizes,
+        compiled: Compiled,
+        others: Sequence[CompiledLinear] = (),
+        ends: Ends | None = None,
     ) -> None:
-        """`others` are what is multiplied with besides, or looked up in."""
+        """`others` are what is multiplied with besides, or looked up in; `ends` let whole passes run."""
+        others = [*others, *(ends.linears if ends is not None else ())]
         linears = [*(linear for part in parts for linear in part.products), *others]
+        self.ends = ends
         self._parts, self.sizes, self.library, self._steps = (
             parts,
             sizes,
@@ -228,14 +263,43 @@ class Layers:
         self._hidden = parts[0].products.down.out_features
         self._windows = list(dict.fromkeys(part.window for part in parts))
         self._layers = (_Layer * len(parts))(*(_layer(part, self._windows.index(part.window)) for part in parts))
-        self._boundaries = range(len(parts) + 1)
         self.numbers_per_token: int = compiled.library.numbers_per_token(
             *(self._hidden, sizes.heads, sizes.key_heads, sizes.head_dim, sizes.intermediate)
         ) + max(map(_workspace_numbers, linears))
         self._kv: list[Tensor] = []
+        self._kv_from: Mapping[int, tuple[Tensor, Tensor]] = {}
+        """Where these were found: a cache keeps its tensors."""
         self._memory = torch.empty(0, dtype=torch.float32)
         qk, qkv = ((sizes.heads + more * sizes.key_heads) * sizes.head_dim for more in (1, 2))
         self._strides = (qk, sizes.head_dim, qk, sizes.head_dim, qkv, sizes.head_dim)
+
+    def run_target(
+        self,
+        ids_N: Tensor,
+        x_ND: Tensor,
+        cos_TNR: Tensor,
+        sin_TNR: Tensor,
+        attention: AttentionBackend,
+        kv: Mapping[int, tuple[Tensor, Tensor]],
+        states: Mapping[int, Tensor],
+        keep_M: Tensor | None,
+        logits_MV: Tensor,
+    ) -> bool:
+        """A whole pass, from ids to the logits of all tokens or of some; x_ND is memory for it. As for `run`."""
+        ends, ids_N, keep_M = self.ends, ids_N.contiguous(), None if keep_M is None else keep_M.contiguous()
+        wanted = ids_N if keep_M is None else keep_M
+        assert ends is not None, "there are none"
+        assert logits_MV.is_contiguous()
+        assert ids_N.dtype == wanted.dtype == torch.int64
+        count, table = wanted.shape[0], ends.embedding_VD
+        normed_MD = torch.empty(count, self._hidden, dtype=torch.float32)
+        around = _Ends(
+            None if isinstance(table, QuantisedEmbedding) else table.data_ptr(),
+            ctypes.addressof(table.table.parts) if isinstance(table, QuantisedEmbedding) else None,
+            *(ids_N.data_ptr(), None if keep_M is None else keep_M.data_ptr(), NormWeight.of(ends.norm)),
+            *(ProductWeight.of(ends.head), normed_MD.data_ptr(), logits_MV.data_ptr(), count),
+        )
+        return self.run(x_ND, cos_TNR, sin_TNR, attention, kv, states, around)
 
     def run(
         self,
@@ -245,29 +309,36 @@ class Layers:
         attention: AttentionBackend,
         kv: Mapping[int, tuple[Tensor, Tensor]],
         states: Mapping[int, Tensor],
+        around: _Ends | None = None,
     ) -> bool:
         """Take x_ND through all layers, in place; False, and nothing is done, where the attention is not compiled.
 
         `states` is where x goes before the layers named, or behind the last: parts [N, D] of one memory [N, X].
         """
         assert all(x.is_contiguous() for x in (x_ND, cos_TNR, sin_TNR))
-        waves = self.waves(attention, kv, len(x_ND), self._windows)
+        tokens = x_ND.shape[0]
+        waves = self.waves(attention, kv, tokens, self._windows)
         if waves is None:
             return False
-        memory = self._workspace(len(x_ND) * self.numbers_per_token)
-        places = [None if (state := states.get(layer)) is None else state.data_ptr() for layer in self._boundaries]
-        noted = (ctypes.c_void_p * len(places))(*places)
+        memory = self._workspace(tokens * self.numbers_per_token)
+        noted = (ctypes.c_void_p * (len(self._parts) + 1))() if states else None
+        if noted is not None:
+            for layer, state in states.items():
+                noted[layer] = state.data_ptr()
         run = self.prepared(
             waves,
-            tokens=len(x_ND),
+            tokens=tokens,
             x=x_ND.data_ptr(),
             cos=cos_TNR.data_ptr(),
             sin=sin_TNR.data_ptr(),
             memory=memory.data_ptr(),
-            states=ctypes.addressof(noted),
+            states=None if noted is None else ctypes.addressof(noted),
             state_stride=next((state.stride(0) for state in states.values()), 0),
         )
-        self.library.run_layers(ctypes.addressof(run))
+        if around is None:
+            self.library.run_layers(ctypes.addressof(run))
+        else:
+            self.library.run_target(ctypes.addressof(run), ctypes.addressof(around))
         return True
 
     def _workspace(self, numbers: int) -> Tensor:
@@ -293,12 +364,15 @@ class Layers:
         """
         if not isinstance(attention, CompiledBackend):
             return None
-        given = [x for layer in range(len(self._parts)) for x in kv[layer]]
-        if given[0].dtype != torch.float32:
+        first, _ = kv[0]
+        if first.dtype != torch.float32:
             return None
-        if len(given) != len(self._kv) or any(x is not y for x, y in zip(given, self._kv, strict=True)):
-            self._take(given)
-        sizes, slots = self.sizes, given[0].shape[1]
+        if kv is not self._kv_from or first is not self._kv[0]:
+            given = [x for layer in range(len(self._parts)) for x in kv[layer]]
+            if len(given) != len(self._kv) or any(x is not y for x, y in zip(given, self._kv, strict=True)):
+                self._take(given)
+            self._kv_from = kv
+        sizes, slots = self.sizes, first.shape[1]
         q_shape, v_shape = ((tokens, heads, sizes.head_dim) for heads in (sizes.heads, sizes.key_heads))
         by_window = [attention.waves(q_shape, v_shape, self._strides, slots, window, ahead=ahead) for window in windows]
         waves = [wave for several in by_window for wave in several]

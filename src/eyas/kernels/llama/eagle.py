@@ -7,11 +7,12 @@ Shapes: N tokens, X concatenated auxiliary states, D drafter hidden, V target vo
 """
 
 import ctypes
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from eyas.kernels.attention.backend import AttentionBackend
@@ -69,6 +70,19 @@ class DraftHead:
 GoesOn = Callable[[Sequence[float]], bool]
 """Given how sure the drafter was of each draft of a chain so far: whether there should be another."""
 
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChainsOutput:
+    """Chains of drafts."""
+
+    token_KR: NDArray[np.int64]
+    """Target ids, depth by depth."""
+    chance_KR: NDArray[np.float32]
+    """How sure the drafter was of each."""
+    feedback_RD: Tensor
+    """What the depth behind the last draft reads; it holds until the next chains are drafted."""
+
+
 _GoesOn = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
@@ -124,6 +138,7 @@ class DraftLayer(Layers):
         assert compiled.library.depth_bytes() == ctypes.sizeof(_Depth)
         assert compiled.library.chain_bytes() == ctypes.sizeof(_Chain)
         self._around, self._head, self._fusion = around, head, fusion
+        self._chain_memory = torch.empty(0, dtype=torch.float32)
         self._state_norms = None
         if fusion is not None and fusion.norms is not None:
             self._state_norms = (NormWeight * fusion.count)(*map(NormWeight.of, fusion.norms))
@@ -198,44 +213,70 @@ class DraftLayer(Layers):
         depths: int,
         goes_on: GoesOn,
     ) -> tuple[list[int], list[float]] | None:
-        """Up to `depths` drafts of one request as target ids, and how sure the drafter was of each.
-
-        The first comes of the states given, and is read at `position`, in the only slot of the pass. None where a step
-        is not compiled.
-        """
-        head, ahead = self._head, max(0, depths - 2)
-        waves = None if head is None else self.waves(attention, {0: kv}, 1, [window], ahead=ahead)
-        if head is None or waves is None:
-            return None
-        assert all(x.is_contiguous() for x in (feedback_D, normed_D))
-        self._around.turns.reach(position + depths)
-        size, words = len(normed_D), head.linear.out_features
-        memory = torch.empty(self._numbers(size) + 2 * size + words, dtype=torch.float32)
-        normed_at = memory.data_ptr() + 4 * self._numbers(size)
-        x_at, logits_at = normed_at + 4 * size, normed_at + 4 * 2 * size
-        ctypes.memmove(normed_at, normed_D.data_ptr(), 4 * size)
-        integers, chances = array("q", [position, *[0] * depths]), array("f", [0.0] * depths)
-        (position_at, _), (chances_at, _) = integers.buffer_info(), chances.buffer_info()
+        """`run_chains` for one request, as long as it is to go on: its drafts, and how sure the drafter was of each."""
         failed: list[BaseException] = []
+        chances = np.zeros((depths, 1), dtype=np.float32)
 
         def asked(made: int) -> bool:
             try:
-                return goes_on(chances[:made].tolist())
+                return goes_on(chances[:made, 0].tolist())
             except BaseException as error:  # C knows none: it is raised again behind it
                 failed.append(error)
                 return False
 
-        run = self._run(waves, 1, size, x_at, memory)
-        depth = self._depth(None, position_at, feedback_D.data_ptr(), normed_at)
-        chain = _Chain(
-            ProductWeight.of(head.linear),
-            *(head.target_id_W.data_ptr(), position_at, logits_at, position_at + integers.itemsize, chances_at),
-            *(_GoesOn(asked), depths, head.feeds_normed, head.logit_scale),
-        )
-        made = self.library.run_chain(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(chain))
+        states = feedback_D[None], normed_D[None], [position]
+        output = self.run_chains(*states, attention, kv, window, depths, asked=asked, chance_KR=chances)
         if failed:
             raise failed[0]
-        return integers[1 : 1 + made].tolist(), chances[:made].tolist()
+        return None if output is None else (output.token_KR[:, 0].tolist(), output.chance_KR[:, 0].tolist())
+
+    def run_chains(
+        self,
+        feedback_RD: Tensor,
+        normed_RD: Tensor,
+        positions: Sequence[int],
+        attention: AttentionBackend,
+        kv: tuple[Tensor, Tensor],
+        window: int | None,
+        depths: int,
+        *,
+        asked: Callable[[int], bool] | None = None,
+        chance_KR: NDArray[np.float32] | None = None,
+    ) -> ChainsOutput | None:
+        """Up to `depths` drafts of each request.
+
+        The first ones come of the states given, and are read at `positions`, in the only slots of the pass. `asked`
+        says whether to go on when so many are made. None where a step is not compiled.
+        """
+        head, ahead, rows = self._head, max(0, depths - 2), len(positions)
+        waves = None if head is None else self.waves(attention, {0: kv}, rows, [window], ahead=ahead)
+        if head is None or waves is None:
+            return None
+        assert all(x.is_contiguous() for x in (feedback_RD, normed_RD))
+        self._around.turns.reach(max(positions) + depths)
+        size, words = normed_RD.shape[1], head.linear.out_features
+        numbers = rows * (self._numbers(size) + 2 * size + words)
+        if len(self._chain_memory) < numbers:
+            self._chain_memory = torch.empty(numbers, dtype=torch.float32)
+        memory = self._chain_memory
+        normed_at = memory.data_ptr() + 4 * rows * self._numbers(size)
+        x_at, logits_at = normed_at + 4 * rows * size, normed_at + 4 * 2 * rows * size
+        ctypes.memmove(normed_at, normed_RD.data_ptr(), 4 * rows * size)
+        position_R, token_KR = np.array(positions, dtype=np.int64), np.empty((depths, rows), dtype=np.int64)
+        chance_KR = np.empty((depths, rows), dtype=np.float32) if chance_KR is None else chance_KR
+        run = self._run(waves, rows, size, x_at, memory)
+        depth = self._depth(None, position_R.ctypes.data, feedback_RD.data_ptr(), normed_at)
+        chain = _Chain(
+            ProductWeight.of(head.linear),
+            *(head.target_id_W.data_ptr(), position_R.ctypes.data, logits_at),
+            *(token_KR.ctypes.data, chance_KR.ctypes.data),
+            *(_GoesOn() if asked is None else _GoesOn(asked), depths, head.feeds_normed, head.logit_scale),
+        )
+        made = self.library.run_chain(ctypes.addressof(run), ctypes.addressof(depth), ctypes.addressof(chain))
+        if made > 1:
+            first = rows * self._numbers(size) + (0 if head.feeds_normed else rows * size)
+            feedback_RD = memory[first : first + rows * size].view(rows, size)
+        return ChainsOutput(token_KR=token_KR[:made], chance_KR=chance_KR[:made], feedback_RD=feedback_RD)
 
     def _numbers(self, size: int) -> int:
         """What a depth takes for every token, in float32."""

@@ -30,6 +30,7 @@ from eyas.kernels.llama.block import (
     Product,
     Rotary,
     StaticRotary,
+    ends_in_one_call,
     in_one_call,
     join,
 )
@@ -79,16 +80,19 @@ def recognise(model: Any, calls: Sequence[AttentionCall]) -> FusedLlama:
         raise NotLlamaError("its layers differ in size")
     norm = partial(_norm, dtype=weights[0].dtype)
     blocks = [_block(*each, sizes, norm) for each in zip(decoder.layers, calls, rotation_of, strict=True)]
+    embedding_VD, last_norm, head = _embedding(decoder.embed_tokens), norm(decoder.norm), _join(model.lm_head)
+    scale, softcap = _embedding_scale(decoder.embed_tokens), getattr(model.config, "final_logit_softcapping", None)
+    ends = ends_in_one_call(embedding_VD, last_norm, head) if scale is None and softcap is None else None
     return FusedLlama(
-        embedding_VD=_embedding(decoder.embed_tokens),
-        embedding_scale=_embedding_scale(decoder.embed_tokens),
+        embedding_VD=embedding_VD,
+        embedding_scale=scale,
         rotations=rotations,
         blocks=blocks,
-        norm=norm(decoder.norm),
-        head=_join(model.lm_head),
-        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
+        norm=last_norm,
+        head=head,
+        logit_softcap=softcap,
         sizes=sizes,
-        layers=in_one_call(blocks, sizes),
+        layers=in_one_call(blocks, sizes, ends),
     )
 
 

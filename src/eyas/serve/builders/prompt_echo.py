@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from eyas.engine.detokenizer import TextStream
+from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.output import OutputDelta
 from eyas.engine.request import FinishReason
-from eyas.engine.sampler import TokenLogprobs
 from eyas.serve.builders.token_text import TokenText
 from eyas.target.text import TargetText
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from eyas.engine.detokenizer import UNFINISHED
-from eyas.engine.sampler import TokenLogprobs
+from eyas.engine.logprobs import TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 """JSON has no minus infinity; OpenAI uses this value for impossible tokens."""

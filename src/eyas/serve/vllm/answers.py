@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from eyas.engine.async_engine import EngineError
+from eyas.engine.logprobs import TokenLogprobs
 from eyas.engine.output import OutputDelta, OutputProcessor, SpecDecodeStats
 from eyas.engine.request import FinishReason, Request, SequenceState
-from eyas.engine.sampler import TokenLogprobs
 
 Json = Mapping[str, Any]
 

@@ -1,8 +1,8 @@
-"""The law of the engine: from logits to the token of a position. `verify.py` compares drafts with it.
+"""The law of the engine as the host would compute it, request by request: from logits to the token of a position.
 
 The token at a position is a function of the target's distribution p there and of the request's own noise for that
-position (`noise.py`): it is argmax p / E, or the largest logit if the request is greedy. So P(token = v) = p(v),
-whatever was drafted, and a draft is accepted if it is that token. Verification is comparison.
+position (`kernels/noise.py`): it is argmax p / E, or the largest logit if the request is greedy. So
+P(token = v) = p(v), whatever was drafted, and a draft is accepted if it is that token. Verification is comparison.
 
 That makes speculation lossless by construction. p is the target's own with every option applied, given the tokens
 before it; noise is never shared between positions; and nothing here reads a draft before the target's token is chosen.
@@ -18,12 +18,12 @@ of a row.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from eyas.kernels.elementwise import elementwise_for
+from eyas.engine.logprobs import TokenLogprobs, compute_logprobs
 from eyas.kernels.noise import race
 from eyas.sampling import IMPOSSIBLE, Sampling, count_tokens, probabilities, shape_counted
 
@@ -58,8 +58,7 @@ def choose(logits_NV: Tensor, wanted: Sequence[SamplingMetadata]) -> Tensor:
     """The target's own token of each row [N]. Something must be left to choose from in each."""
     assert len(wanted) == len(logits_NV), "one row for each wanted token"
     if _plainly_greedy(wanted):
-        compiled = elementwise_for(logits_NV)
-        return logits_NV.argmax(dim=-1) if compiled is None else compiled.most_likely(logits_NV.contiguous())
+        return logits_NV.argmax(dim=-1)
     token_N = torch.empty(len(wanted), dtype=torch.int64, device=logits_NV.device)
     for rows, group in _alike(wanted, logits_NV):
         token_N[rows] = _choose_alike(logits_NV[rows], group)
@@ -140,51 +139,9 @@ def _counters(wanted: Sequence[SamplingMetadata], device: torch.device) -> tuple
     return seed_N, position_N
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
-    """What the target's raw logits say of a token, before any option shapes them."""
-
-    token: int
-    logprob: float
-    rank: int
-    """1 for the most likely token; equals share the better rank."""
-    top: tuple[tuple[int, float], ...]
-    """The most likely tokens and their log probabilities, the most likely first."""
-
-
 def log_probabilities(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> list[TokenLogprobs]:
     """Log probability and rank of each chosen token, beside so many of the most likely ones."""
     return compute_logprobs(logits_NV, token_N, alternatives).tell([alternatives] * len(token_N))
-
-
-class LogprobsTensors(NamedTuple):
-    """The same as tensors: what can be computed before the host knows the tokens."""
-
-    token_N: Tensor
-    logprob_N: Tensor
-    rank_N: Tensor
-    top_token_NK: Tensor
-    top_logprob_NK: Tensor
-
-    def tell(self, alternatives: Sequence[int]) -> list[TokenLogprobs]:
-        """For each row, with so many alternatives of those computed. It waits for the device unless copied before."""
-        columns: list[list[Any]] = [column.tolist() for column in self]
-        return [
-            TokenLogprobs(
-                token=token, logprob=logprob, rank=rank, top=tuple(zip(tokens[:most], tops[:most], strict=True))
-            )
-            for token, logprob, rank, tokens, tops, most in zip(*columns, alternatives, strict=True)
-        ]
-
-
-def compute_logprobs(logits_NV: Tensor, token_N: Tensor, alternatives: int) -> LogprobsTensors:
-    """The tensors of `log_probabilities`; nothing here waits for the device."""
-    logits_NV = logits_NV.float()
-    total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
-    chosen_N1 = logits_NV.gather(-1, token_N[:, None])
-    rank_N = 1 + (logits_NV > chosen_N1).sum(dim=-1)
-    top = logits_NV.topk(min(alternatives, logits_NV.shape[-1]), dim=-1)
-    return LogprobsTensors(token_N, (chosen_N1 - total_N1)[:, 0], rank_N, top.indices, top.values - total_N1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -213,10 +170,6 @@ class Drawn:
 
 def draw(q_logits_RW: Tensor, wanted: Sequence[SamplingMetadata], token_W: Tensor) -> Drawn:
     """One draft for each row [R]; see `draw_many`."""
-    compiled = elementwise_for(q_logits_RW)
-    if compiled is not None and all(one.sampling.temperature == 0 and one.mask_V is None for one in wanted):
-        index_R, chance_R = compiled.most_likely_and_chance(q_logits_RW.contiguous())
-        return Drawn(index=index_R, token=token_W[index_R], confidence=chance_R)
     drawn = draw_many(q_logits_RW, wanted, token_W, 1)
     return Drawn(index=drawn.index[:, 0], token=drawn.token[:, 0], confidence=drawn.confidence[:, 0])
 

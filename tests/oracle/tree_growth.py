@@ -1,19 +1,13 @@
-"""A tree while it grows: the dynamic tree of EAGLE-2, for one request.
+"""A tree while it grows, by lists: the dynamic tree of EAGLE-2, for one request."""
 
-Shapes: D drafter hidden.
-"""
-
-from torch import Tensor
-
-from eyas.engine.request import SequenceState
 from eyas.engine.speculation.draft import Candidates, Draft, Tree, path_to
 
 
 class TreeGrowth:
     """One request's tree while it grows."""
 
-    def __init__(self, seq: SequenceState, shape: Tree) -> None:
-        self.seq, self.shape = seq, shape
+    def __init__(self, shape: Tree) -> None:
+        self.shape = shape
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
@@ -21,7 +15,6 @@ class TreeGrowth:
         """Nodes that the drafter has run, in the order of their slots."""
         self.newest: list[int] = []
         """The last of them, which it is about to run."""
-        self.feedback_D: dict[int, Tensor] = {}
         self._sure: list[float] = []
         self._path_sure: list[float] = []
         self._candidates: dict[int, Candidates] = {}
@@ -53,14 +46,10 @@ class TreeGrowth:
         self.newest = nodes
         return nodes
 
-    def ancestors(self) -> list[list[bool]]:
+    def seen(self) -> list[list[bool]]:
         """Whom the newest nodes see among the grown ones: themselves and those on their paths."""
         paths = [set(path_to(self.parents, node)) for node in self.newest]
         return [[other in path for other in self.grown] for path in paths]
-
-    def tokens_to(self, node: int) -> list[int]:
-        """The tokens from the first depth to a node; none for the root."""
-        return [self.tokens[i] for i in path_to(self.parents, node)]
 
     def offered(self) -> Draft:
         """The most confident nodes. A child is never more confident than its parent, so what is kept is a tree."""

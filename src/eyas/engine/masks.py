@@ -1,0 +1,50 @@
+"""Masks of what may come, where only the host can tell: grammars and bad words.
+
+What may come at a position is a function of the tokens before it alone, so drafts cannot change it.
+
+Shapes: R rows, Q tokens of a row, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eyas.engine.request import SequenceState
+from eyas.engine.runner.round import Round
+from eyas.engine.runner.sampling_needs import needs_mask
+
+
+def mask_of(made: Round, vocab_size: int) -> Tensor:
+    """Which tokens may come behind every position of a round [R * Q, V], now that all before it is known."""
+    drafts: Sequence[Sequence[int]] = [[] for _ in made.rows]
+    if made.drafted is not None and made.drafts_RK is not None:
+        made.drafted.wait()
+        drafts = made.drafts_RK.tolist()
+    width = 1 + made.depth
+    mask_NV = torch.ones(made.bucket * width, vocab_size, dtype=torch.bool)
+    for number, (row, drafted) in enumerate(zip(made.rows, drafts, strict=True)):
+        seq = row.seq
+        if row.samples and seq.finished is None and needs_mask(seq):
+            for depth in range(1 + min(row.drafts, made.depth)):
+                line_V = mask_NV[number * width + depth]
+                if seq.matcher is not None and (allowed_V := seq.matcher.mask(seq.tokens, drafted[:depth])) is not None:
+                    line_V &= allowed_V
+                line_V[list(banned_tokens(seq, drafted[:depth]))] = False
+    return mask_NV
+
+
+def banned_tokens(seq: SequenceState, drafts: Sequence[int]) -> frozenset[int]:
+    """Tokens that may not come behind a request's tokens and these drafts: early ends, and the ends of bad words."""
+    request = seq.request
+    made = seq.new_tokens + len(drafts)
+    banned = request.stop_ids if made < request.min_new_tokens else frozenset()
+    if not request.bad_words:
+        return banned
+    longest = min(made, max(len(word) for word in request.bad_words) - 1)
+    before = [*seq.tokens[max(seq.prompt_length, len(seq.tokens) - longest) :], *drafts]
+    return banned | {word[-1] for word in request.bad_words if _ends_with(before, word[:-1])}
+
+
+def _ends_with(tokens: Sequence[int], end: tuple[int, ...]) -> bool:
+    return not end or tuple(tokens[-len(end) :]) == end

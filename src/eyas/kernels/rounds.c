@@ -1,0 +1,118 @@
+/* Rounds on a CPU: where live tokens of a pass come from and go to, and what comes of them. The law is that of
+ * round_layout.py and round_outcome.py; nothing is padded, and logits are packed: those of live tokens row behind row.
+ *
+ * Names: R rows, Q = 1 + depth tokens of a row, N live tokens, S slots, L the ring, K most drafts of a row.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+/* What exact_rounds.py has the same fields of. */
+struct round {
+    int64_t *length, *drafted;             /* [S] */
+    const int64_t *limit, *follows;        /* [S] */
+    int64_t *tokens;                       /* [S][L] */
+    const int64_t *slot, *asked, *samples; /* [R] */
+    const int64_t *drafts;                 /* [R][K] */
+    const float *sure;                     /* [R][K] */
+    int64_t *depth;                        /* [R] */
+    const int64_t *table;                  /* [S][P] */
+    int64_t ring, most, blocks;            /* L, K, P */
+};
+
+/* What a layout leaves, row by row and token by token. */
+struct layout {
+    int64_t *row, *slot, *base, *count;         /* of each live row, its number first */
+    int64_t *in_cache, *position, *id, *place;  /* of each token; place: in the ring of all slots */
+};
+
+long round_bytes(void) { return sizeof(struct round); }
+long layout_bytes(void) { return sizeof(struct layout); }
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Tokens of a row that the target verifies: none once the request has come to its limit. */
+static int64_t live_of(const struct round *round, int64_t row, int64_t depth) {
+    const int64_t slot = round->slot[row];
+    if (round->limit[slot] - round->length[slot] <= 1) return 0;
+    return depth ? 1 + round->depth[row] : 1;
+}
+
+/* The tokens from each row's base on, and the ids `shift` positions behind them that the ring knows. */
+static void take(const struct round *round, const struct layout *out, long rows, long block_size, int64_t shift) {
+    long N = 0;
+    for (long r = 0; r < rows; r++) {
+        const int64_t first = out->slot[r] * round->ring, *table = round->table + out->slot[r] * round->blocks;
+        for (int64_t p = out->base[r]; p < out->base[r] + out->count[r]; p++, N++) {
+            out->in_cache[N] = table[p / block_size] * block_size + p % block_size;
+            out->position[N] = p;
+            out->place[N] = first + p % round->ring;
+            out->id[N] = round->tokens[first + (p + shift) % round->ring];
+        }
+    }
+}
+
+/* The newest token of each row and its drafts. Gives how many rows are live. */
+long lay_out_verify(const struct round *round, long rows, long depth, long block_size, const struct layout *out) {
+    long live_rows = 0, N = 0;
+    for (long r = 0; r < rows; r++) {
+        const int64_t live = live_of(round, r, depth), slot = round->slot[r];
+        if (!live) continue;
+        out->row[live_rows] = r, out->slot[live_rows] = slot;
+        out->base[live_rows] = round->length[slot], out->count[live_rows] = live;
+        live_rows++;
+    }
+    take(round, out, live_rows, block_size, 0);
+    for (long r = 0; r < live_rows; N += out->count[r++])
+        memcpy(out->id + N + 1, round->drafts + out->row[r] * round->most, (out->count[r] - 1) * sizeof(int64_t));
+    return live_rows;
+}
+
+/* States that each row's drafter has not read, but for the last `kept`, beside the tokens behind them; there must be
+ * room for L of each row. With a depth, how deep rows are drafted for is left behind; what has been read always is. */
+long lay_out_draft(const struct round *round, long rows, long depth, long kept, long block_size,
+                   const struct layout *out) {
+    long live_rows = 0;
+    for (long r = 0; r < rows; r++) {
+        const int64_t slot = round->slot[r], length = round->length[slot], drafted = round->drafted[slot];
+        const int64_t room = round->limit[slot] - length - 1;
+        const int64_t live = round->follows[slot] && room > 0 ? length - kept - drafted : 0;
+        if (depth) round->depth[r] = live > 0 ? smaller(round->asked[r], room - 1) : 0;
+        if (live <= 0) continue;
+        out->row[live_rows] = r, out->slot[live_rows] = slot;
+        out->base[live_rows] = drafted, out->count[live_rows] = live;
+        round->drafted[slot] = length - kept;
+        live_rows++;
+    }
+    take(round, out, live_rows, block_size, 1);
+    return live_rows;
+}
+
+/* Of all rows together. */
+long live_tokens(const struct round *round, long rows, long depth) {
+    long N = 0;
+    for (long r = 0; r < rows; r++) N += live_of(round, r, depth);
+    return N;
+}
+
+/* Move the rows on by the target's tokens, packed or [R][Q]; line[R][3 + 3 depth] as round_outcome.settle has it. */
+void settle(const struct round *round, long rows, long depth, const int64_t *token, int packed, int64_t *line) {
+    for (long r = 0; r < rows; r++, line += 3 + 3 * depth) {
+        const int64_t slot = round->slot[r], live = live_of(round, r, depth), length = round->length[slot];
+        const int64_t *drafts = round->drafts + r * round->most;
+        int64_t accepted = 0, fresh = 0;
+        while (accepted + 1 < live && token[accepted] == drafts[accepted]) accepted++;
+        if (live && round->samples[r]) fresh = smaller(accepted + 1, round->limit[slot] - length - 1);
+        for (int64_t i = 0; i < fresh; i++)
+            round->tokens[slot * round->ring + (length + 1 + i) % round->ring] = token[i];
+        round->length[slot] = length + fresh;
+        line[0] = fresh, line[1] = accepted;
+        for (long q = 0; q <= depth; q++) line[2 + q] = q < live || !packed ? token[q] : 0;
+        for (long k = 0; k < depth; k++) {
+            const double sure = round->sure[r * round->most + k];
+            line[3 + depth + k] = drafts[k];
+            memcpy(line + 3 + 2 * depth + k, &sure, sizeof sure);
+        }
+        token += packed ? live : 1 + depth;
+    }
+}
